@@ -1,0 +1,420 @@
+"""The nouns every room of ragjax may import. No jax here, and no logic beyond what a noun needs.
+
+A prompt is a chain of segments with a tree of dependencies; a pass is one sweep of query rows over
+key spans; a request goes in and events come out (docs/architecture.md walks one through).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+"""Token ids, int32 [n]."""
+
+NEVER = np.int32(2**30)
+"""An order no row ever has: the order of dead cells, and the end of an interval that never closes."""
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+class RagjaxError(Exception):
+    """Base of the errors a user can cause or must know of; the message says what to change."""
+
+
+class RequestError(RagjaxError):
+    """A request that cannot be served as asked. `param` names the field, `code` the OpenAI error code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ConfigError(RagjaxError):
+    """A flag, model or setting that cannot work, found at start-up."""
+
+
+class OverloadError(RagjaxError):
+    """The queue is full; try again later."""
+
+
+class OutOfPages(RagjaxError):
+    """The device pool has no room left that is not pinned."""
+
+
+class VisibilityError(RagjaxError):
+    """A visibility that one hidden interval per key cannot say."""
+
+
+# --------------------------------------------------------------------------------------- knowledge
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source text. `id` is unique within a knowledge base."""
+
+    id: str
+    text: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a document as it enters a prompt: `tokens` is the exact token run of `text`."""
+
+    id: str
+    document_id: str
+    title: str
+    text: str
+    tokens: Tokens
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A retrieved chunk and its similarity to the question (cosine, higher is nearer)."""
+
+    chunk: Chunk
+    score: float
+
+
+# ------------------------------------------------------------------------------------------ prompt
+
+
+class Kind(StrEnum):
+    """What a segment is to its prompt, which decides what it depends on."""
+
+    SYSTEM = "system"
+    """Depends on everything before it (it comes first)."""
+    CHUNK = "chunk"
+    """Knowledge: depends on the system segments alone when isolated."""
+    JOIN = "join"
+    """Depends on everything before it: a question, or a finished turn."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens whose KV is made and kept as a unit (int32 [n])."""
+
+    id: str
+    kind: Kind
+    tokens: Tokens
+    title: str = ""
+    score: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Segments in pre-order. A token's order is its index in the concatenation."""
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise RequestError("the prompt is empty", param="messages")
+        if any(len(s) == 0 for s in self.segments):
+            raise RequestError("a segment of the prompt has no tokens", param="messages")
+
+    def __len__(self) -> int:
+        return sum(len(s) for s in self.segments)
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Order of each segment's first token, and the prompt's length as a last entry."""
+        return tuple(int(n) for n in np.cumsum([0, *(len(s) for s in self.segments)]))
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens, int32 [len(self)]."""
+        return np.concatenate([s.tokens for s in self.segments])
+
+
+# -------------------------------------------------------------------------------------- visibility
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The one rule: key k is visible to row q of the same request iff
+    `order[k] <= order[q] and not (hide_from[k] <= order[q] < hide_until[k])`.
+
+    `hidden[i]` is the half-open interval of orders that must not see segment i's keys; an empty
+    interval (0, 0) is plain causal attention.
+    """
+
+    hidden: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def causal(prompt: Prompt) -> Visibility:
+        """Every key is visible to every later row."""
+        return Visibility(((0, 0),) * len(prompt.segments))
+
+    @staticmethod
+    def isolated(prompt: Prompt, rows: Sequence[int] | None = None) -> Visibility:
+        """Chunks depend on system segments and themselves; joins on everything before them.
+
+        `rows` names the segments that have rows in the pass (all, if None): a hidden pair matters
+        only if it has rows, which is how chunks of two turns stay sayable with one interval a key.
+
+        Raises:
+            VisibilityError: if one interval per key cannot say it; compute in several passes.
+        """
+        in_pass = range(len(prompt.segments)) if rows is None else sorted(rows)
+        starts = prompt.starts
+        return Visibility(tuple(_hidden_interval(prompt, i, in_pass, starts) for i in range(len(prompt.segments))))
+
+
+def _hidden_interval(prompt: Prompt, i: int, rows: Sequence[int], starts: Sequence[int]) -> tuple[int, int]:
+    later = [j for j in rows if j > i]
+    hiders = [j for j in later if not _depends(prompt.segments[j], prompt.segments[i])]
+    if not hiders:
+        return (0, 0)
+    first, last = hiders[0], hiders[-1]
+    if len([j for j in later if first <= j <= last]) != len(hiders):
+        raise VisibilityError(
+            f"segment {prompt.segments[i].id!r} would be hidden from two separate ranges of one pass; "
+            "compute these segments in separate passes"
+        )
+    return (starts[first], starts[last + 1])
+
+
+def _depends(row: Segment, key: Segment) -> bool:
+    return row.kind is not Kind.CHUNK or key.kind is Kind.SYSTEM
+
+
+# ------------------------------------------------------------------------------------ runs and passes
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where `length` consecutive tokens live in the page pool: from cell `start` of `pages[0]` on."""
+
+    pages: tuple[int, ...]
+    start: int
+    length: int
+
+    def cells(self, page_size: int) -> NDArray[np.int32]:
+        """Physical cell numbers `page * page_size + cell`, int32 [length]."""
+        flat = self.start + np.arange(self.length, dtype=np.int32)
+        return np.asarray(self.pages, np.int32)[flat // page_size] * np.int32(page_size) + flat % page_size
+
+    def slice(self, begin: int, end: int, page_size: int) -> Run:
+        """The sub-run of tokens [begin, end)."""
+        if not 0 <= begin <= end <= self.length:
+            raise ValueError(f"[{begin}, {end}) is outside a run of {self.length} tokens")
+        if begin == end:
+            return Run((), 0, 0)
+        first = self.start + begin
+        last = self.start + end - 1
+        return Run(self.pages[first // page_size : last // page_size + 1], first % page_size, end - begin)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys a pass may read (or writes): consecutive orders, in one run, at one RoPE offset.
+
+    The key of the token at `order + i` is stored rotated at some position p and takes part at
+    position `p + offset`. `hidden` is its half-open hidden interval of orders.
+    """
+
+    order: int
+    run: Run
+    offset: int = 0
+    hidden: tuple[int, int] = (0, 0)
+
+    @property
+    def end(self) -> int:
+        """Order after the last token."""
+        return self.order + self.run.length
+
+
+class Want(StrEnum):
+    """What a pass hands back to its strategy, as host arrays."""
+
+    LOGITS = "logits"
+    """float32 [n, vocab] for the rows named in `Pass.logits`."""
+    KEY_MASS = "key_mass"
+    """float32 [layers, context]: attention probability each order received, summed over the pass's rows, mean over heads."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sweep: compute `rows` over the keys of `spans`.
+
+    rows: orders to compute, int32 [n], ascending; each lies in a span and its K/V is written there.
+    positions: RoPE position of each row, int32 [n].
+    spans: every key the pass may read, disjoint in order, ascending; those of `rows` included.
+    wants: what to hand back.
+    logits: orders among `rows` whose next-token logits are wanted.
+    """
+
+    rows: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    spans: tuple[Span, ...]
+    wants: frozenset[Want] = frozenset()
+    logits: tuple[int, ...] = ()
+
+
+Results = Mapping[Want, NDArray[np.float32]]
+"""What a pass wanted, by name."""
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """What became of one segment: token counts, the tier its KV came from, its retrieval score."""
+
+    id: str
+    title: str
+    tokens: int
+    reused: int
+    recomputed: int
+    tier: Literal["device", "host", "disk"] | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a strategy carried out: the spans that decode continues from, and the account of it.
+
+    spans: every key of the prompt as the last join sees it; decoding appends behind them.
+    exact_to: "full", "dependency" or None (approximate).
+    logits: float32 [vocab] of the prompt's last token.
+    """
+
+    spans: tuple[Span, ...]
+    exact_to: Literal["full", "dependency"] | None
+    reports: tuple[SegmentReport, ...]
+    logits: NDArray[np.float32]
+
+
+Conversation = Generator[Pass, Results, Plan]
+"""A strategy at work: it yields passes, receives their results, and returns the plan carried out."""
+
+
+# ----------------------------------------------------------------------------- requests and answers
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 is greedy; top_k 0 means no limit."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """Number of alternatives to report per token (0: the chosen token alone; None: no report)."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_tokens >= 1, "max_tokens must be at least 1", "max_tokens")
+        _check(0.0 <= self.temperature <= 2.0, "temperature must lie in [0, 2]", "temperature")
+        _check(0.0 < self.top_p <= 1.0, "top_p must lie in (0, 1]", "top_p")
+        _check(self.top_k >= 0, "top_k must be at least 0 (0: no limit)", "top_k")
+        _check(len(self.stop) <= 4 and all(self.stop), "stop takes at most 4 non-empty strings", "stop")
+        _check(self.logprobs is None or 0 <= self.logprobs <= 20, "top_logprobs must lie in [0, 20]", "top_logprobs")
+
+
+def _check(ok: bool, message: str, param: str) -> None:
+    if not ok:
+        raise RequestError(message, param=param, code="invalid_value")
+
+
+@dataclass(frozen=True)
+class Rag:
+    """What knowledge a request uses and how its KV is reused.
+
+    knowledge: name of the knowledge base; None uses the engine's default, if it has one.
+    top_k: chunks to retrieve; None uses the engine's default; 0 retrieves none.
+    strategy: name of the reuse strategy; None uses the engine's default.
+    documents: passages given with the request, used instead of retrieval: each an id of a document in
+        the knowledge base, or a Document.
+    """
+
+    knowledge: str | None = None
+    top_k: int | None = None
+    strategy: str | None = None
+    documents: tuple[str | Document, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question. Either `messages` (chat template applied) or `prompt` (raw text, no retrieval).
+
+    tenant salts every cache key: requests of different tenants share no KV.
+    want_logits: hand back the logits of the prompt's last token in the answer.
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    rag: Rag | None = field(default_factory=Rag)
+    tenant: str = ""
+    want_logits: bool = False
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One generated token, its natural-log probability, and the likeliest alternatives."""
+
+    token: str
+    id: int
+    logprob: float
+    top: tuple[tuple[str, int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds. ttft runs from the request's arrival to its first token and includes everything."""
+
+    retrieve: float = 0.0
+    load: float = 0.0
+    prefill: float = 0.0
+    ttft: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a request. `segments` accounts for every segment of the prompt."""
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    strategy: str
+    exact_to: Literal["full", "dependency"] | None
+    segments: tuple[SegmentReport, ...]
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
+    logits: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of a running request (already free of stop strings), with the tokens behind it."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+Event = Delta | Answer
+"""What `Engine.submit` yields: deltas, then exactly one answer."""

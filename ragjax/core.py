@@ -6,9 +6,10 @@ key spans; a request goes in and events come out (docs/architecture.md walks one
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -127,12 +128,12 @@ class Prompt:
     def __len__(self) -> int:
         return sum(len(s) for s in self.segments)
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Order of each segment's first token, and the prompt's length as a last entry."""
         return tuple(int(n) for n in np.cumsum([0, *(len(s) for s in self.segments)]))
 
-    @property
+    @cached_property
     def tokens(self) -> Tokens:
         """All tokens, int32 [len(self)]."""
         return np.concatenate([s.tokens for s in self.segments])
@@ -219,21 +220,22 @@ class Run:
 
 @dataclass(frozen=True)
 class Span:
-    """Keys a pass may read (or writes): consecutive orders, in one run, at one RoPE offset.
+    """Keys a pass may read (or writes): tokens of one run, at one RoPE offset.
 
-    The key of the token at `order + i` is stored rotated at some position p and takes part at
-    position `p + offset`. `hidden` is its half-open hidden interval of orders.
+    orders: order of each token, int32 [run.length]; `NEVER` hides a token from the pass (a stale original, say).
+    offset: the key of a token stored rotated at position p takes part at position `p + offset`.
+    hidden: half-open interval of orders that must not see these keys.
     """
 
-    order: int
+    orders: NDArray[np.int32]
     run: Run
     offset: int = 0
     hidden: tuple[int, int] = (0, 0)
 
-    @property
-    def end(self) -> int:
-        """Order after the last token."""
-        return self.order + self.run.length
+    @staticmethod
+    def consecutive(order: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
+        """Tokens of consecutive orders from `order` on."""
+        return Span(np.arange(order, order + run.length, dtype=np.int32), run, offset, hidden)
 
 
 class Want(StrEnum):
@@ -249,9 +251,10 @@ class Want(StrEnum):
 class Pass:
     """One sweep: compute `rows` over the keys of `spans`.
 
-    rows: orders to compute, int32 [n], ascending; each lies in a span and its K/V is written there.
+    rows: orders to compute, int32 [n], ascending; each lies in a span of offset 0 in pages of the request's own,
+        and its K/V is written there. Cached pages are never written.
     positions: RoPE position of each row, int32 [n].
-    spans: every key the pass may read, disjoint in order, ascending; those of `rows` included.
+    spans: every key the pass may read, disjoint in order; those of `rows` included.
     wants: what to hand back.
     logits: orders among `rows` whose next-token logits are wanted.
     """
@@ -282,14 +285,16 @@ class SegmentReport:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a strategy carried out: the spans that decode continues from, and the account of it.
+    """What a strategy carried out: what decoding continues from, and the account of it.
 
-    spans: every key of the prompt as the last join sees it; decoding appends behind them.
+    spans: every key of the prompt as generated tokens see it.
+    tail: cells of the request's own for the generated tokens.
     exact_to: "full", "dependency" or None (approximate).
     logits: float32 [vocab] of the prompt's last token.
     """
 
     spans: tuple[Span, ...]
+    tail: Run
     exact_to: Literal["full", "dependency"] | None
     reports: tuple[SegmentReport, ...]
     logits: NDArray[np.float32]
@@ -297,6 +302,59 @@ class Plan:
 
 Conversation = Generator[Pass, Results, Plan]
 """A strategy at work: it yields passes, receives their results, and returns the plan carried out."""
+
+
+# ------------------------------------------------------------------------------------ steps of a batch
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Shapes that are compiled ahead: row buckets, each with its block of rows, slot buckets, logit buckets.
+
+    rows: (rows of a step, rows of a block), ascending; a block holds rows of one request.
+    slots: slots of a step, ascending. logits: rows whose logits are computed together, ascending.
+    """
+
+    rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (512, 128))
+    slots: tuple[int, ...] = (64, 256)
+    logits: tuple[int, ...] = (2, 8, 32)
+
+    @staticmethod
+    def fit(values: Iterable[int], need: int) -> int:
+        """The smallest of ascending `values` that holds `need`.
+
+        Raises:
+            ValueError: if none does.
+        """
+        for value in values:
+            if value >= need:
+                return value
+        raise ValueError(f"{need} exceeds the largest compiled bucket")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Host arrays of one step over a batch of requests, int32, padded to buckets of the grid.
+
+    token, order, position, request, cell: one per row [T]; order -1 is padding; cell = page * C + cell is where the
+        row's KV is written (padding: page 0, which nobody reads).
+    page, offset, request: one per slot [S]; request -1 is unused.
+    order, hide_from, hide_until: one per cell [S, C].
+    mass: measure key mass.
+    """
+
+    token_T: NDArray[np.int32]
+    order_T: NDArray[np.int32]
+    position_T: NDArray[np.int32]
+    request_T: NDArray[np.int32]
+    cell_T: NDArray[np.int32]
+    page_S: NDArray[np.int32]
+    offset_S: NDArray[np.int32]
+    request_S: NDArray[np.int32]
+    order_SC: NDArray[np.int32]
+    hide_from_SC: NDArray[np.int32]
+    hide_until_SC: NDArray[np.int32]
+    mass: bool = False
 
 
 # ----------------------------------------------------------------------------- requests and answers

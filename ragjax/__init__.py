@@ -1,0 +1,33 @@
+"""ragjax: retrieval-augmented generation in JAX that prefills a piece of knowledge once and reuses its KV anywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ragjax.core import Answer, Document, Kind, Message, Prompt, Rag, Request, RequestError, Sampling, Segment
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
+
+__all__ = [
+    "Answer",
+    "Document",
+    "Engine",
+    "Kind",
+    "Message",
+    "Prompt",
+    "Rag",
+    "Request",
+    "RequestError",
+    "Sampling",
+    "Segment",
+]
+
+
+def __getattr__(name: str) -> object:
+    # the engine brings jax and faiss with it; the nouns do not need them
+    if name == "Engine":
+        from ragjax.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module 'ragjax' has no attribute {name!r}")

@@ -1,0 +1,609 @@
+"""The engine: one loop that admits, steps and cancels requests at pass boundaries, and the Python API.
+
+    engine = Engine.load("smollm2-135m-instruct")
+    engine.add_documents([Document("a", "The ferry leaves at nine.")])
+    print(engine.answer("When does the ferry leave?").text)
+
+Retrieval and tokenising happen in the caller's thread; one engine thread owns cache, pool and scheduler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ragjax import prompt as prompts
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import (
+    Answer,
+    ConfigError,
+    Document,
+    Event,
+    Hit,
+    Message,
+    OutOfPages,
+    OverloadError,
+    Prompt,
+    Rag,
+    Request,
+    RequestError,
+    Sampling,
+    Timings,
+)
+from ragjax.generation import Generation
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
+from ragjax.reuse.base import Holding, Strategy
+from ragjax.runner import Runner
+from ragjax.scheduler import Batch, Scheduler, Task
+
+_log = logging.getLogger(__name__)
+
+Sink = Callable[[Event | BaseException], None]
+"""Where a request's events go: deltas, then one answer or one error."""
+
+
+@dataclass
+class Ticket:
+    """One request inside the engine."""
+
+    id: str
+    prompt: Prompt
+    strategy: Strategy
+    request: Request
+    sink: Sink
+    arrival: float
+    retrieve_ms: float
+    generation: Generation
+    task: Task | None = None
+    cancelled: bool = False
+    admitted: float = 0.0
+    first_token: float = 0.0
+    load_ms: float = 0.0
+    compute_ms: float = 0.0
+
+
+@dataclass
+class Counters:
+    """What has happened since the start; only ever grows."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled: int = 0
+    errors: int = 0
+    steps: int = 0
+    overhead_ms_last: float = 0.0
+
+
+class Engine:
+    """A model, its cache and its knowledge bases. Use `load`; `close` when done (or as a context manager)."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        cache: KnowledgeCache,
+        *,
+        model_name: str,
+        context_length: int,
+        strategies: dict[str, Strategy],
+        default_strategy: str,
+        max_queue: int = 64,
+        top_k: int = 3,
+        open_knowledge: Callable[[str], KnowledgeBase],
+    ):
+        if default_strategy not in strategies:
+            raise ConfigError(f"unknown strategy {default_strategy!r}; choose one of {', '.join(strategies)}")
+        self.model_name = model_name
+        self.context_length = context_length
+        self.default_strategy = default_strategy
+        self.tokenizer = tokenizer
+        self.top_k = top_k
+        self._runner = runner
+        self._cache = cache
+        self._strategies = strategies
+        self._knowledge: dict[str, KnowledgeBase] = {}
+        self._open_knowledge = open_knowledge
+        self._max_queue = max_queue
+        self._scheduler = Scheduler(runner.grid, runner.page_size)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: deque[Ticket] = deque()
+        self._tickets: dict[int, Ticket] = {}
+        self._pending = 0
+        self._lock = threading.Lock()
+        self._counters = Counters()
+        self._numbers = itertools.count(1)
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="ragjax-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        *,
+        knowledge: str | Path | dict[str, str | Path] | None = None,
+        strategy: str = "prefix",
+        dtype: str = "bfloat16",
+        top_k: int = 3,
+        device_cache_gb: float = 1.0,
+        max_queue: int = 64,
+        max_context: int | None = None,
+        index: str = "flat",
+        index_dir: str | Path | None = None,
+        progress: bool = True,
+        strategies: dict[str, Strategy] | None = None,
+    ) -> Engine:
+        """Load a model by name or path, compile its programs, and index the knowledge.
+
+        Args:
+            model: a packaged name, a directory, a .gguf file, or a Hugging Face repository id.
+            knowledge: a folder or JSONL file, or several by name; the first is the default one.
+            strategy: reuse strategy of requests that name none.
+            dtype: "bfloat16" or "float32", of weights and KV.
+            top_k: chunks retrieved for requests that say nothing else.
+            device_cache_gb: size of the page pool.
+            max_queue: requests that may wait.
+            max_context: longest prompt and answer together (the model's context length, if None).
+            index: "flat", "ivf" or "hnsw".
+            index_dir: where chunks and index are kept; in memory if None.
+            progress: show progress bars.
+            strategies: what requests may name (all of ragjax's, if None).
+
+        Raises:
+            ConfigError: saying what to change.
+        """
+        from ragjax.loading import load_engine  # the parts that a bare machine may lack are imported there
+
+        return load_engine(
+            model,
+            knowledge=knowledge,
+            strategy=strategy,
+            dtype=dtype,
+            top_k=top_k,
+            device_cache_gb=device_cache_gb,
+            max_queue=max_queue,
+            max_context=max_context,
+            index=index,
+            index_dir=index_dir,
+            progress=progress,
+            strategies=strategies,
+        )
+
+    # ------------------------------------------------------------------------------------ what it is
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the reuse strategies a request may ask for."""
+        return tuple(self._strategies)
+
+    @property
+    def knowledge_names(self) -> tuple[str, ...]:
+        """Names of the knowledge bases; the first is the default one."""
+        return tuple(self._knowledge)
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a plain text."""
+        return len(self.tokenizer.encode(text, special=False))
+
+    def stats(self) -> dict[str, float | dict[str, float]]:
+        """Counters since the start, and the present queue and pool."""
+        metrics, counters = self._cache.metrics, self._counters
+        return {
+            "requests_total": dict(counters.requests),
+            "prompt_tokens_total": counters.prompt_tokens,
+            "reused_tokens_total": counters.reused_tokens,
+            "recomputed_tokens_total": counters.recomputed_tokens,
+            "generated_tokens_total": counters.generated_tokens,
+            "cancelled_total": counters.cancelled,
+            "errors_total": counters.errors,
+            "fallbacks_total": 0,
+            "steps_total": counters.steps,
+            "evicted_tokens_total": metrics.evicted_tokens,
+            "queue_depth": len(self._waiting),
+            "running": len(self._tickets),
+            "pages_used": metrics.pages_used,
+            "pages_total": self._cache.pool.capacity,
+            "overhead_ms_last": counters.overhead_ms_last,
+        }
+
+    # ------------------------------------------------------------------------------------- knowledge
+
+    def add_documents(
+        self,
+        documents: Sequence[Document],
+        knowledge: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> AddReport:
+        """Add or replace documents by id; the named knowledge base is made if need be.
+
+        progress: called with (documents done, documents in all).
+        """
+        return self._base(knowledge, create=True).add(documents, progress)
+
+    def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
+        """Remove documents by id; the number removed."""
+        return self._base(knowledge, create=False).delete(ids)
+
+    def _base(self, name: str | None, *, create: bool) -> KnowledgeBase:
+        if name is None:
+            name = next(iter(self._knowledge), "default")
+        if name not in self._knowledge:
+            if not create:
+                known = ", ".join(self._knowledge) or "none"
+                message = f"unknown knowledge base {name!r}; there is: {known}"
+                raise RequestError(message, param="rag.knowledge", code="not_found")
+            self._knowledge[name] = self._open_knowledge(name)
+        return self._knowledge[name]
+
+    # -------------------------------------------------------------------------------------- requests
+
+    async def submit(self, request: Request) -> AsyncIterator[Event]:
+        """Deltas as they come, then one answer. Closing the iterator cancels at the next pass boundary.
+
+        Raises:
+            RequestError: before the first event, if the request cannot be served as asked.
+            OverloadError: before the first event, if the queue is full.
+        """
+        arrival = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+
+        def sink(event: Event | BaseException) -> None:
+            try:
+                loop.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the client's loop is gone; the request ends by itself
+                _log.debug("event dropped: the event loop is closed")
+
+        ticket = await asyncio.to_thread(self._prepare, request, sink, arrival)
+        self._enqueue(ticket)
+        try:
+            while True:
+                event = await events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+                if isinstance(event, Answer):
+                    return
+        finally:
+            self._cancel(ticket)
+
+    def answer(
+        self,
+        question: str | Sequence[Message],
+        *,
+        strategy: str | None = None,
+        knowledge: str | None = None,
+        top_k: int | None = None,
+        documents: Sequence[str | Document] | None = None,
+        sampling: Sampling | None = None,
+        want_logits: bool = False,
+        tenant: str = "",
+        **options: float | int | str | tuple[str, ...] | None,
+    ) -> Answer:
+        """Answer a question (or continue a chat); `options` are fields of `core.Sampling`, `max_tokens` for instance.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        messages = (Message("user", question),) if isinstance(question, str) else tuple(question)
+        sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
+        rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents))
+        request = Request(messages, None, sampling, rag, tenant, want_logits)
+        return self._wait(lambda sink, arrival: self._prepare(request, sink, arrival))
+
+    def answer_prompt(
+        self,
+        prompt: Prompt,
+        *,
+        strategy: str | None = None,
+        sampling: Sampling | None = None,
+        want_logits: bool = False,
+        tenant: str = "",
+        **options: float | int | str | tuple[str, ...] | None,
+    ) -> Answer:
+        """Answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks."""
+        sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
+        request = Request((), None, sampling, Rag(strategy=strategy), tenant, want_logits)
+        return self._wait(lambda sink, arrival: self._ticket(prompt, request, sink, arrival, 0.0))
+
+    def clear_cache(self) -> None:
+        """Drop all KV that no running request uses."""
+        self._call(self._cache.clear)
+
+    def audit(self) -> None:
+        """Check every page, pin and key; raises `cache.pages.AuditError` naming what is wrong, leaks included."""
+        self._call(lambda: self._cache.audit({ticket.id for ticket in self._tickets.values()}))
+
+    def close(self) -> None:
+        """Stop: running requests end with an error. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._inbox.put(None)
+        self._thread.join()
+        for base in self._knowledge.values():
+            base.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait(self, prepare: Callable[[Sink, float], Ticket]) -> Answer:
+        events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
+        ticket = prepare(events.put, time.perf_counter())
+        self._enqueue(ticket)
+        try:
+            while True:
+                event = events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                if isinstance(event, Answer):
+                    return event
+        finally:
+            self._cancel(ticket)
+
+    # ------------------------------------------------------------------------- in the caller's thread
+
+    def _prepare(self, request: Request, sink: Sink, arrival: float) -> Ticket:
+        if request.prompt is not None:
+            return self._ticket(prompts.text_prompt(self.tokenizer, request.prompt), request, sink, arrival, 0.0)
+        began = time.perf_counter()
+        hits = self._retrieve(request)
+        retrieve_ms = (time.perf_counter() - began) * 1e3
+        prompt = prompts.chat_prompt(self.tokenizer, request.messages, hits)
+        return self._ticket(prompt, request, sink, arrival, retrieve_ms)
+
+    def _retrieve(self, request: Request) -> tuple[Hit, ...] | None:
+        rag = request.rag
+        if rag is None or not request.messages:
+            return None
+        top_k = self.top_k if rag.top_k is None else rag.top_k
+        if rag.documents is not None:
+            return self._given(rag.documents, rag.knowledge)
+        if rag.knowledge is None and not self._knowledge or top_k == 0:
+            return None
+        base = self._base(rag.knowledge, create=False)
+        return base.search(request.messages[-1].content, top_k)
+
+    def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
+        hits: list[Hit] = []
+        for document in documents:
+            base = self._base(knowledge, create=isinstance(document, Document))
+            chunks = base.chunk_inline(document) if isinstance(document, Document) else base.document(document)
+            hits += [Hit(chunk, 1.0) for chunk in chunks]
+        return tuple(hits)
+
+    def _ticket(self, prompt: Prompt, request: Request, sink: Sink, arrival: float, retrieve_ms: float) -> Ticket:
+        name = request.rag.strategy if request.rag else None
+        strategy = self._strategies.get(name or self.default_strategy)
+        if strategy is None:
+            known = ", ".join(self._strategies)
+            raise RequestError(f"unknown strategy {name!r}; choose one of {known}", param="rag.strategy")
+        self._check_length(prompt, request.sampling)
+        room = self.context_length - len(prompt)
+        generation = Generation(request.sampling, self.tokenizer, self._eos_ids(), room)
+        number = f"request-{next(self._numbers)}"
+        return Ticket(number, prompt, strategy, request, sink, arrival, retrieve_ms, generation)
+
+    def _eos_ids(self) -> frozenset[int]:
+        return frozenset(self._runner.config.eos_ids) | frozenset(self.tokenizer.eos_ids)
+
+    def _check_length(self, prompt: Prompt, sampling: Sampling) -> None:
+        if len(prompt) + 1 > self.context_length:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; the context holds {self.context_length}, answer included. "
+                "Shorten the messages, or retrieve fewer chunks",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        needed = len(prompt) + min(sampling.max_tokens, self.context_length - len(prompt))
+        pages = self._cache.pool.pages_for(needed) + len(prompt.segments) + 1
+        if pages > self._cache.pool.capacity or not self._scheduler.fits(len(prompt.segments), needed):
+            raise RequestError(
+                f"the request needs {pages} pages of KV; the device cache has {self._cache.pool.capacity}. "
+                "Shorten the prompt, lower max_tokens, or give the device cache more memory",
+                param="messages",
+                code="context_length_exceeded",
+            )
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        with self._lock:
+            if self._closed:
+                raise OverloadError("the engine is closed")
+            if self._pending >= self._max_queue + self._runner.grid.rows[1][0]:
+                raise OverloadError(f"{self._pending} requests are in the queue; try again later")
+            self._pending += 1
+        self._inbox.put(lambda: self._waiting.append(ticket))
+
+    def _cancel(self, ticket: Ticket) -> None:
+        ticket.cancelled = True
+        self._inbox.put(lambda: None)  # wake the loop, if it sleeps
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Run a function in the engine's thread and wait for it."""
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                function()
+                done.put(None)
+            except BaseException as error:
+                done.put(error)
+
+        if self._closed:
+            raise OverloadError("the engine is closed")
+        self._inbox.put(run)
+        error = done.get()
+        if error is not None:
+            raise error
+
+    # ------------------------------------------------------------------------- in the engine's thread
+
+    def _loop(self) -> None:
+        while True:
+            if not self._drain_inbox():
+                break
+            self._drop_cancelled()
+            self._admit()
+            batch = self._scheduler.next_batch()
+            if batch is not None:
+                self._step(batch)
+        for ticket in [*self._waiting, *self._tickets.values()]:
+            self._end(ticket, OverloadError("the engine was closed"))
+
+    def _drain_inbox(self) -> bool:
+        """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
+        while True:
+            idle = not self._tickets and not self._waiting
+            try:
+                message = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            message()
+
+    def _drop_cancelled(self) -> None:
+        for ticket in [t for t in (*self._waiting, *self._tickets.values()) if t.cancelled]:
+            self._counters.cancelled += 1
+            self._end(ticket, None)
+
+    def _admit(self) -> None:
+        """Start waiting requests, oldest first, while they have room."""
+        while self._waiting:
+            ticket = self._waiting[0]
+            began = time.perf_counter()
+            limit = min(ticket.request.sampling.max_tokens, self.context_length - len(ticket.prompt))
+            holding = Holding(self._cache, tenant=ticket.request.tenant, label=ticket.id, decode_tokens=limit)
+            task = Task(ticket.prompt, ticket.strategy, holding, ticket.id)
+            try:
+                task.start()
+            except OutOfPages as error:
+                if self._tickets:
+                    return
+                self._waiting.popleft()
+                self._end(ticket, RequestError(str(error), param="messages", code="context_length_exceeded"))
+                continue
+            except Exception as error:
+                self._waiting.popleft()
+                task.close()
+                self._fail(ticket, error)
+                continue
+            self._waiting.popleft()
+            ticket.task, ticket.admitted = task, began
+            ticket.load_ms = (time.perf_counter() - began) * 1e3
+            self._tickets[id(task)] = ticket
+            self._scheduler.tasks.append(task)
+
+    def _step(self, batch: Batch) -> None:
+        members = [self._tickets[id(piece.task)] for piece in batch.pieces]
+        began = time.perf_counter()
+        try:
+            outcome = self._runner.step(batch.step)
+            logits = self._runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
+        except Exception as error:
+            for ticket in members:
+                self._fail(ticket, error)
+            return
+        elapsed_ms = (time.perf_counter() - began) * 1e3
+        self._counters.steps += 1
+        for ticket in members:
+            ticket.compute_ms += elapsed_ms
+        for task in batch.deliver(logits, outcome.mass_LSC):
+            ticket = self._tickets[id(task)]
+            try:
+                self._advance(ticket, task)
+            except Exception as error:
+                self._fail(ticket, error)
+
+    def _advance(self, ticket: Ticket, task: Task) -> None:
+        """A pass or a decode step of the task is done."""
+        if task.plan is None:
+            task.pass_done()
+            if task.plan is None:
+                return
+            logits = task.plan.logits
+        else:
+            assert task.work is not None
+            logits = task.work.logits[0]
+        if not ticket.first_token:
+            self._note_first_token(ticket)
+        delta = ticket.generation.push(logits)
+        if delta is not None:
+            ticket.sink(delta)
+        if ticket.generation.finish_reason is None:
+            task.decode(ticket.generation.tokens[-1])
+            return
+        answer = self._answer(ticket, task)
+        task.finish()
+        self._end(ticket, answer)
+
+    def _note_first_token(self, ticket: Ticket) -> None:
+        ticket.first_token = time.perf_counter()
+        ttft_ms = (ticket.first_token - ticket.arrival) * 1e3
+        self._counters.overhead_ms_last = ttft_ms - ticket.retrieve_ms - ticket.compute_ms
+
+    def _answer(self, ticket: Ticket, task: Task) -> Answer:
+        plan, generation = task.plan, ticket.generation
+        assert plan is not None and generation.finish_reason is not None
+        now = time.perf_counter()
+        reused = sum(report.reused for report in plan.reports)
+        counters = self._counters
+        counters.requests[ticket.strategy.name] += 1
+        counters.prompt_tokens += len(ticket.prompt)
+        counters.reused_tokens += reused
+        counters.recomputed_tokens += sum(report.recomputed for report in plan.reports)
+        counters.generated_tokens += len(generation.tokens)
+        return Answer(
+            text=generation.text,
+            finish_reason=generation.finish_reason,
+            tokens=tuple(generation.tokens),
+            prompt_tokens=len(ticket.prompt),
+            cached_tokens=reused,
+            strategy=ticket.strategy.name,
+            exact_to=plan.exact_to,
+            segments=plan.reports,
+            timings=Timings(
+                retrieve=ticket.retrieve_ms,
+                load=ticket.load_ms,
+                prefill=(ticket.first_token - ticket.admitted) * 1e3 - ticket.load_ms,
+                ttft=(ticket.first_token - ticket.arrival) * 1e3,
+                total=(now - ticket.arrival) * 1e3,
+            ),
+            logprobs=tuple(generation.logprobs),
+            logits=plan.logits if ticket.request.want_logits else None,
+        )
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        self._counters.errors += 1
+        if not isinstance(error, RequestError):
+            _log.error("request failed", exc_info=error)
+        self._end(ticket, error)
+
+    def _end(self, ticket: Ticket, last: Event | BaseException | None) -> None:
+        """Take a request out of the engine, give back what it holds, and tell its owner."""
+        if ticket.task is not None:
+            ticket.task.close()
+            self._scheduler.tasks.remove(ticket.task)
+            del self._tickets[id(ticket.task)]
+        elif ticket in self._waiting:
+            self._waiting.remove(ticket)
+        with self._lock:
+            self._pending -= 1
+        ticket.cancelled = True
+        if last is not None:
+            ticket.sink(last)

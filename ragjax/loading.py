@@ -1,0 +1,176 @@
+"""Puts an engine together from a model's name: weights, tokenizer, pool, programs, encoder, knowledge."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.pages import PagePool
+from ragjax.cache.policy.lru import LRU
+from ragjax.core import ConfigError, Grid, Want
+from ragjax.engine import Engine
+from ragjax.models.config import ModelConfig
+from ragjax.models.encoder import Encoder
+from ragjax.models.hub import cache_dir, resolve
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.weights import load_decoder, weights_digest
+from ragjax.retrieval.document import load as load_documents
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.reuse import strategies as all_strategies
+from ragjax.reuse.base import Strategy
+from ragjax.runner import Runner
+
+PAGE_SIZE = 64
+ENCODER = "all-minilm-l6-v2"
+
+
+def load_engine(
+    model: str | Path,
+    *,
+    knowledge: str | Path | dict[str, str | Path] | None,
+    strategy: str,
+    dtype: str,
+    top_k: int,
+    device_cache_gb: float,
+    max_queue: int,
+    max_context: int | None,
+    index: str,
+    index_dir: str | Path | None,
+    progress: bool,
+    strategies: dict[str, Strategy] | None,
+) -> Engine:
+    """See `Engine.load`."""
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"unknown dtype {dtype!r}; choose bfloat16 or float32")
+    chosen = all_strategies() if strategies is None else strategies
+    if strategy not in chosen:
+        raise ConfigError(f"unknown strategy {strategy!r}; choose one of {', '.join(chosen)}")
+    if top_k < 0:
+        raise ConfigError("top_k must be at least 0")
+    use_compilation_cache()
+    local = resolve(model)
+    tokenizer = Tokenizer.load(local.path)
+    decoder = load_decoder(local.path, dtype, cache_dir())
+    config = decoder.config
+    context = _context(config, max_context)
+    identity = _identity(weights_digest(local.path, cache_dir()), tokenizer, config, dtype)
+    itemsize = jnp.dtype(dtype).itemsize
+    pages = pool_pages(config, device_cache_gb, itemsize, context)
+    grid = Grid(slots=(64, max(128, -(-2 * context // PAGE_SIZE))))
+    runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
+    mass = any(Want.KEY_MASS in s.wants for s in chosen.values())
+    _compile(runner, mass, progress)
+    engine = Engine(
+        runner,
+        tokenizer,
+        KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), LRU()),
+        model_name=local.name,
+        context_length=context,
+        strategies=chosen,
+        default_strategy=strategy,
+        max_queue=max_queue,
+        top_k=top_k,
+        open_knowledge=_opener(tokenizer, index, index_dir),
+    )
+    try:
+        for name, source in _sources(knowledge).items():
+            _fill(engine, name, source, progress)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs on disk, so that a second start does not compile."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pool_pages(config: ModelConfig, gigabytes: float, itemsize: int, context: int) -> int:
+    """Pages that fit, the scratch page included.
+
+    Raises:
+        ConfigError: if not even one request of full context would fit.
+    """
+    page_bytes = config.kv_bytes_per_token(itemsize) * PAGE_SIZE
+    pages = int(gigabytes * 2**30) // page_bytes
+    least = context // PAGE_SIZE + 2
+    if pages < least:
+        need = least * page_bytes / 2**30
+        raise ConfigError(
+            f"a device cache of {gigabytes:g} GB holds {max(pages, 0) * PAGE_SIZE} tokens; the context of {context} "
+            f"needs {need:.2f} GB: raise --device-cache-gb or lower --max-context"
+        )
+    return pages
+
+
+def _context(config: ModelConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return config.context_length
+    if not 0 < max_context <= config.context_length:
+        raise ConfigError(f"max_context must lie in [1, {config.context_length}], the model's context length")
+    return max_context
+
+
+def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:
+    """Everything KV depends on besides tokens: weights, tokenizer, configuration (RoPE included) and dtype."""
+    whole = hashlib.sha256()
+    for part in (weights, tokenizer.digest, config.to_json().encode(), dtype.encode()):
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.digest()
+
+
+def _compile(runner: Runner, mass: bool, progress: bool) -> None:
+    with tqdm(total=len(runner.programs(mass=mass)), desc="compiling", unit="program", disable=not progress) as bar:
+        runner.compile(mass=mass, progress=lambda _: bar.update())
+
+
+def _opener(tokenizer: Tokenizer, index: str, index_dir: str | Path | None) -> Callable[[str], KnowledgeBase]:
+    """Opens knowledge bases by name; the encoder is loaded for the first one."""
+
+    @cache
+    def encoder() -> Encoder:
+        loaded = Encoder.load(resolve(ENCODER).path)
+        loaded.warmup()
+        return loaded
+
+    def open_base(name: str) -> KnowledgeBase:
+        return KnowledgeBase.open(
+            None if index_dir is None else Path(index_dir) / name,
+            encode_tokens=lambda text: tokenizer.encode(text, special=False, continued=True),
+            encoder=encoder(),
+            model_key=tokenizer.digest.hex(),
+            index_kind=index,
+            name=name,
+        )
+
+    return open_base
+
+
+def _sources(knowledge: str | Path | dict[str, str | Path] | None) -> dict[str, str | Path]:
+    if knowledge is None:
+        return {}
+    if isinstance(knowledge, dict):
+        return knowledge
+    return {Path(knowledge).stem: knowledge}
+
+
+def _fill(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
+    loaded = load_documents(source)
+    with tqdm(total=len(loaded.documents), desc=f"indexing {name}", unit="document", disable=not progress) as bar:
+
+        def update(done: int, _: int) -> None:
+            bar.update(done - bar.n)
+
+        engine.add_documents(loaded.documents, name, progress=update)

@@ -1,0 +1,1 @@
+"""Models: configuration, weights, tokenizer, hub, and the networks themselves."""

@@ -1,0 +1,204 @@
+"""The decoder of Llama 2/3, Mistral, Qwen2/2.5 and Qwen3 in Flax NNX: one class, differences by configuration.
+
+Sources: Llama (arXiv 2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), Qwen3 (2505.09388).
+A layer is two pure halves around attention, so that whoever owns the KV pool decides how attention is done:
+`layer.qkv` before it, `layer.finish` after it. The residual stream is float32; products take the weights' dtype and
+accumulate in float32, which on CPU is both the fastest and the more exact way to use bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from numpy.typing import NDArray
+
+from ragjax.kernels.rope import Rotation, rotate
+from ragjax.models.config import ModelConfig, inverse_frequencies
+
+
+class Weight(nnx.Param):
+    """A parameter with a logical name per axis, `axes`, which a mesh maps to devices."""
+
+
+def _weight(value: jax.Array, *axes: str) -> Weight:
+    return Weight(value, axes=axes)
+
+
+def dense(x_TE: jax.Array, w_EN: jax.Array) -> jax.Array:
+    """x @ w in w's dtype, accumulated in float32, float32 [T, N]."""
+    precision = lax.Precision.HIGHEST if w_EN.dtype == jnp.float32 else None
+    return jnp.dot(x_TE.astype(w_EN.dtype), w_EN, precision=precision, preferred_element_type=jnp.float32)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis (arXiv 1910.07467), float32."""
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+
+
+def rotation_table(config: ModelConfig, length: int) -> Rotation:
+    """The model's RoPE table for positions and offsets below `length`."""
+    return Rotation.table(inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling), length)
+
+
+class Layer(nnx.Module):
+    """One transformer block. Weights are fused per KV head, so that a mesh can split them there:
+    `qkv` is [E, K, G + 2, D] (G query heads, one key, one value), `gate_up` [E, 2, F]."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
+        e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+        k, g = config.num_kv_heads, config.num_groups
+
+        def init(*shape: int) -> jax.Array:
+            return (jax.random.normal(rngs.params(), shape, jnp.float32) * e**-0.5).astype(dtype)
+
+        self.eps = config.norm_eps
+        self.attention_norm = _weight(jnp.ones(e), "embed")
+        self.qkv = _weight(init(e, k, g + 2, d), "embed", "kv_heads", "groups", "head")
+        self.qkv_bias = _weight(jnp.zeros((k, g + 2, d)), "kv_heads", "groups", "head") if config.qkv_bias else None
+        self.q_norm = _weight(jnp.ones(d), "head") if config.qk_norm else None
+        self.k_norm = _weight(jnp.ones(d), "head") if config.qk_norm else None
+        self.out = _weight(init(k, g, d, e), "kv_heads", "groups", "head", "embed")
+        self.mlp_norm = _weight(jnp.ones(e), "embed")
+        self.gate_up = _weight(init(e, 2, f), "embed", "gate", "mlp")
+        self.down = _weight(init(f, e), "mlp", "embed")
+
+    def project(self, x_TE: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries [T, H, D] and keys [T, K, D] rotated at their positions, and values [T, K, D], float32."""
+        e, k, n, d = self.qkv.shape
+        h_TE = rms_norm(x_TE, self.attention_norm[...], self.eps)
+        qkv_TKND = dense(h_TE, self.qkv[...].reshape(e, -1)).reshape(-1, k, n, d)
+        if self.qkv_bias is not None:
+            qkv_TKND = qkv_TKND + self.qkv_bias[...]
+        q_TKGD, k_TKD, v_TKD = qkv_TKND[:, :, :-2], qkv_TKND[:, :, -2], qkv_TKND[:, :, -1]
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TKGD = rms_norm(q_TKGD, self.q_norm[...], self.eps)
+            k_TKD = rms_norm(k_TKD, self.k_norm[...], self.eps)
+        q_THD = rotate(q_TKGD.reshape(-1, k * (n - 2), d), cos_TR[:, None], sin_TR[:, None])
+        return q_THD, rotate(k_TKD, cos_TR[:, None], sin_TR[:, None]), v_TKD
+
+    def finish(self, x_TE: jax.Array, out_THD: jax.Array) -> jax.Array:
+        """Output projection and MLP, added to the residual stream, float32 [T, E]."""
+        k, g, d, e = self.out.shape
+        x_TE = x_TE + dense(out_THD.reshape(-1, k * g * d), self.out[...].reshape(-1, e))
+        f = self.down.shape[0]
+        h_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
+        gate_up_TF = dense(h_TE, self.gate_up[...].reshape(e, -1))
+        return x_TE + dense(jax.nn.silu(gate_up_TF[:, :f]) * gate_up_TF[:, f:], self.down[...])
+
+
+class Decoder(nnx.Module):
+    """Embedding, layers, final norm and head. `head` is None when the embedding is tied."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.bfloat16, *, rngs: nnx.Rngs):
+        v, e = config.vocab_size, config.hidden_size
+
+        def init() -> jax.Array:
+            return (jax.random.normal(rngs.params(), (v, e), jnp.float32) * 0.02).astype(dtype)
+
+        self.config = config
+        self.embedding = _weight(init(), "vocab", "embed")
+        self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_layers)])
+        self.norm = _weight(jnp.ones(e), "embed")
+        self.head = None if config.tie_embeddings else _weight(init(), "vocab", "embed")
+
+    @staticmethod
+    def abstract(config: ModelConfig, dtype: jnp.dtype = jnp.bfloat16) -> Decoder:
+        """The decoder with shapes and dtypes in place of arrays."""
+        return nnx.eval_shape(lambda: Decoder(config, dtype, rngs=nnx.Rngs(0)))
+
+    @staticmethod
+    def from_tensors(
+        config: ModelConfig, tensors: Mapping[str, NDArray[np.generic]], dtype: jnp.dtype = jnp.bfloat16
+    ) -> Decoder:
+        """Build from tensors under Hugging Face names and orientation (`model.layers.0.self_attn.q_proj.weight`).
+
+        Matrices are cast to `dtype`; norms and biases stay float32. Tensors are read one layer at a time.
+        """
+        decoder = Decoder.abstract(config, dtype)
+
+        def put(weight: Weight, value: NDArray[np.generic]) -> None:
+            weight.set_value(jnp.asarray(value.reshape(weight.shape), weight.dtype))
+
+        put(decoder.embedding, tensors["model.embed_tokens.weight"])
+        for i, layer in enumerate(decoder.layers):
+            for name, value in _fused(config, tensors, f"model.layers.{i}.").items():
+                put(getattr(layer, name), value)
+        put(decoder.norm, tensors["model.norm.weight"])
+        if decoder.head is not None:
+            put(decoder.head, tensors["lm_head.weight"])
+        return decoder
+
+    def embed(self, tokens_T: jax.Array) -> jax.Array:
+        """Token embeddings, float32 [T, E]."""
+        table_VE = self.embedding[...]
+        if table_VE.dtype != jnp.bfloat16:
+            return jnp.take(table_VE, tokens_T, axis=0).astype(jnp.float32)
+        # gathered as bits: XLA on CPU would widen the whole table to float32 first
+        bits_TE = jnp.take(lax.bitcast_convert_type(table_VE, jnp.uint16), tokens_T, axis=0)
+        return lax.bitcast_convert_type(bits_TE, jnp.bfloat16).astype(jnp.float32)
+
+    def unembed(self, x_NE: jax.Array) -> jax.Array:
+        """Next-token logits of residual rows, float32 [N, V]."""
+        h_NE = rms_norm(x_NE, self.norm[...], self.config.norm_eps)
+        table_VE = (self.embedding if self.head is None else self.head)[...]
+        # contracted in place: a transposed table would be copied for every call
+        return lax.dot_general(
+            h_NE.astype(table_VE.dtype),
+            table_VE,
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST if table_VE.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    def logits(self, tokens_T: jax.Array) -> jax.Array:
+        """Dense causal forward of one prompt, float32 [T, V]: the plain reading of the model, for tests."""
+        t = tokens_T.shape[0]
+        rotation = rotation_table(self.config, t)
+        cos_TR, sin_TR = rotation.at(jnp.arange(t))
+        causal_TT = jnp.tril(jnp.ones((t, t), bool))
+        x_TE = self.embed(tokens_T)
+        for layer in self.layers:
+            q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
+            x_TE = layer.finish(x_TE, _attend(q_THD, k_TKD, v_TKD, causal_TT))
+        return self.unembed(x_TE)
+
+
+def _attend(q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_TS: jax.Array) -> jax.Array:
+    t, h, d = q_THD.shape
+    q_TKGD = q_THD.reshape(t, k_SKD.shape[1], -1, d) * d**-0.5
+    logits_KGTS = jnp.einsum("tkgd,skd->kgts", q_TKGD, k_SKD, precision="highest")
+    prob_KGTS = jax.nn.softmax(jnp.where(seen_TS, logits_KGTS, -jnp.inf), axis=-1)
+    return jnp.einsum("kgts,skd->tkgd", prob_KGTS, v_SKD, precision="highest").reshape(t, h, d)
+
+
+def _fused(
+    config: ModelConfig, tensors: Mapping[str, NDArray[np.generic]], prefix: str
+) -> dict[str, NDArray[np.generic]]:
+    """One layer's weights in our layout, from Hugging Face's [out, in] matrices."""
+    e, d = config.hidden_size, config.head_dim
+    k, g = config.num_kv_heads, config.num_groups
+
+    def per_kv_head(kind: str) -> NDArray[np.generic]:
+        parts = [tensors[f"{prefix}self_attn.{p}_proj.{kind}"] for p in "qkv"]
+        heads = [p.reshape(k, n, d, *p.shape[1:]) for p, n in zip(parts, (g, 1, 1), strict=True)]
+        return np.concatenate(heads, axis=1)
+
+    fused = {
+        "attention_norm": tensors[prefix + "input_layernorm.weight"],
+        "qkv": np.moveaxis(per_kv_head("weight"), -1, 0),
+        "out": tensors[prefix + "self_attn.o_proj.weight"].T.reshape(k, g, d, e),
+        "mlp_norm": tensors[prefix + "post_attention_layernorm.weight"],
+        "gate_up": np.stack([tensors[f"{prefix}mlp.{n}_proj.weight"].T for n in ("gate", "up")], axis=1),
+        "down": tensors[prefix + "mlp.down_proj.weight"].T,
+    }
+    if config.qkv_bias:
+        fused["qkv_bias"] = per_kv_head("bias")
+    if config.qk_norm:
+        fused["q_norm"] = tensors[prefix + "self_attn.q_norm.weight"]
+        fused["k_norm"] = tensors[prefix + "self_attn.k_norm.weight"]
+    return fused

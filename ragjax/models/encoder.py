@@ -1,0 +1,399 @@
+"""The sentence encoder: BERT with mean pooling in Flax NNX, float32.
+
+Sources: Devlin et al. 2019, arXiv:1810.04805; Reimers and Gurevych 2019, arXiv:1908.10084 (pooling); Wang et al.
+2020, arXiv:2002.10957 (MiniLM, the packaged weights).
+
+Texts are padded to a small fixed grid of (batch, length) shapes, so that a handful of programs serves everything
+and `warmup` can compile all of them ahead.
+
+Dimensions: B batch, T tokens, H heads, D head dim, E hidden, F mlp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from ragjax.core import ConfigError, RequestError
+
+GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4)}
+"""Compiled lengths, and the batch sizes of each: one text, or about a thousand tokens."""
+
+MAX_TOKENS = max(GRID)
+"""Longer texts are cut here, special tokens included (what the packaged model was trained with)."""
+
+_UNUSED_TENSORS = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
+_REQUIRED = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "is_decoder": False,
+    "add_cross_attention": False,
+}
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Shape of the encoder, under the names its config.json uses."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    type_vocab_size: int
+    layer_norm_eps: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) <= 0:
+                raise ConfigError(f"encoder config: {field.name} must be positive, not {getattr(self, field.name)}")
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"encoder config: hidden_size {self.hidden_size} is no multiple of "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+
+
+class _Embeddings(nnx.Module):
+    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
+        self.word_embeddings = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)
+        self.position_embeddings = nnx.Embed(config.max_position_embeddings, config.hidden_size, rngs=rngs)
+        self.token_type_embeddings = nnx.Embed(config.type_vocab_size, config.hidden_size, rngs=rngs)
+        self.LayerNorm = _norm(config, rngs)
+
+    def __call__(self, ids_BT: jax.Array) -> jax.Array:
+        positions_T = jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
+        x_BTE = self.word_embeddings(ids_BT) + self.position_embeddings(positions_T)
+        x_BTE = x_BTE + self.token_type_embeddings(jnp.zeros_like(positions_T))
+        y_BTE: jax.Array = self.LayerNorm(x_BTE)
+        return y_BTE
+
+
+class _Layer(nnx.Module):
+    """Post-norm transformer layer."""
+
+    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.heads = config.num_attention_heads
+        self.query = _linear(hidden, hidden, rngs)
+        self.key = _linear(hidden, hidden, rngs)
+        self.value = _linear(hidden, hidden, rngs)
+        self.attention_output = _linear(hidden, hidden, rngs)
+        self.attention_norm = _norm(config, rngs)
+        self.intermediate = _linear(hidden, inner, rngs)
+        self.output = _linear(inner, hidden, rngs)
+        self.output_norm = _norm(config, rngs)
+
+    def __call__(self, x_BTE: jax.Array, valid_BT: jax.Array) -> jax.Array:
+        x_BTE = self.attention_norm(x_BTE + self.attention_output(self._attend(x_BTE, valid_BT)))
+        inner_BTF = jax.nn.gelu(self.intermediate(x_BTE), approximate=False)
+        y_BTE: jax.Array = self.output_norm(x_BTE + self.output(inner_BTF))
+        return y_BTE
+
+    def _attend(self, x_BTE: jax.Array, valid_BT: jax.Array) -> jax.Array:
+        def heads(y_BTE: jax.Array) -> jax.Array:
+            return y_BTE.reshape(*y_BTE.shape[:2], self.heads, -1)
+
+        context_BTHD = jax.nn.dot_product_attention(
+            heads(self.query(x_BTE)),
+            heads(self.key(x_BTE)),
+            heads(self.value(x_BTE)),
+            mask=valid_BT[:, None, None, :],
+            implementation="xla",
+        )
+        return context_BTHD.reshape(x_BTE.shape)
+
+
+class _Bert(nnx.Module):
+    """Token ids int32 [B, T] and lengths int32 [B] → normalised sentence embeddings float32 [B, E]."""
+
+    def __init__(self, config: EncoderConfig, rngs: nnx.Rngs):
+        self.embeddings = _Embeddings(config, rngs)
+        self.layers = nnx.List([_Layer(config, rngs) for _ in range(config.num_hidden_layers)])
+
+    def __call__(self, ids_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+        valid_BT = jnp.arange(ids_BT.shape[1], dtype=jnp.int32) < lengths_B[:, None]
+        x_BTE = self.embeddings(ids_BT)
+        for layer in self.layers:
+            x_BTE = layer(x_BTE, valid_BT)
+        sum_BE = jnp.where(valid_BT[..., None], x_BTE, 0.0).sum(axis=1)
+        embeddings_BE: jax.Array = sum_BE / jnp.linalg.norm(sum_BE, axis=-1, keepdims=True)  # the mean's 1/n cancels
+        return embeddings_BE
+
+
+def _linear(n_in: int, n_out: int, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(n_in, n_out, precision=jax.lax.Precision.HIGHEST, rngs=rngs)
+
+
+def _norm(config: EncoderConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(config.hidden_size, epsilon=config.layer_norm_eps, use_fast_variance=False, rngs=rngs)
+
+
+class Encoder:
+    """Sentence encoder with its tokenizer. Safe to call from several threads.
+
+    identity: hash of weights, tokenizer and configuration; embeddings of equal identity are comparable.
+    dim: length of an embedding.
+    max_tokens: texts are cut to this many tokens, special tokens included.
+    """
+
+    def __init__(self, model: _Bert, tokenizer: Tokenizer, *, dim: int, max_tokens: int, identity: str):
+        graph, state = nnx.split(model)
+        self.identity = identity
+        self.dim = dim
+        self.max_tokens = max_tokens
+        self._tokenizer = tokenizer
+        self._state = state
+        self._embed = jax.jit(partial(_embed, graph))
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Encoder:
+        """Read model.safetensors, tokenizer.json and, where present, config.json and the pooling description.
+
+        Raises:
+            ConfigError: a file is missing or broken, or describes an encoder other than BERT with mean pooling.
+        """
+        directory = Path(directory)
+        weights, vocabulary = _file(directory, "model.safetensors"), _file(directory, "tokenizer.json")
+        _check_pooling(directory)
+        tensors = _read_tensors(weights)
+        config = _read_config(directory, tensors)
+        max_tokens = min(_max_seq_length(directory), config.max_position_embeddings)
+        tokenizer = _read_tokenizer(vocabulary, config, max_tokens)
+        return cls(
+            _build(config, tensors, weights),
+            tokenizer,
+            dim=config.hidden_size,
+            max_tokens=max_tokens,
+            identity=_identity((weights, vocabulary), f"{config} {max_tokens}"),
+        )
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile every shape of the grid; `progress(done, total)` is called after each."""
+        shapes = [(batch, length) for length in self._lengths() for batch in GRID[length]]
+        for done, (batch, length) in enumerate(shapes, start=1):
+            self._run([[0] * length] * batch, batch, length)
+            if progress is not None:
+                progress(done, len(shapes))
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Embed texts: float32 [len(texts), dim], rows of length one.
+
+        Raises:
+            RequestError: a text is not valid Unicode (a lone surrogate).
+        """
+        embeddings = np.empty((len(texts), self.dim), np.float32)
+        rows = [encoding.ids for encoding in self._tokenize(texts)]
+        for batch, length, members in self._batches(rows):
+            embeddings[members] = self._run([rows[i] for i in members], batch, length)
+        return embeddings
+
+    def _tokenize(self, texts: Sequence[str]) -> list[Any]:
+        try:
+            return self._tokenizer.encode_batch(list(texts))
+        except (UnicodeEncodeError, TypeError) as error:
+            raise RequestError(f"a text to embed is not valid Unicode: {error}") from error
+
+    def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, list[int]]]:
+        """Cut the rows into (batch, length, members), texts of like length together."""
+        by_length = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for length, group in groupby(by_length, key=lambda i: self._bucket(len(rows[i]))):
+            members = list(group)
+            single, full = GRID[length]
+            # a few texts are cheaper one by one than in a mostly empty batch
+            step = full if len(members) > full // 4 else single
+            for start in range(0, len(members), step):
+                yield step, length, members[start : start + step]
+
+    def _bucket(self, n: int) -> int:
+        return next(length for length in self._lengths() if n <= length)
+
+    def _lengths(self) -> tuple[int, ...]:
+        """The grid's lengths up to the one that holds the longest text."""
+        longest = next(length for length in GRID if length >= self.max_tokens)
+        return tuple(length for length in GRID if length <= longest)
+
+    def _run(self, rows: Sequence[Sequence[int]], batch: int, length: int) -> NDArray[np.float32]:
+        ids_BT = np.zeros((batch, length), np.int32)
+        lengths_B = np.ones(batch, np.int32)  # an absent row is one padding token: finite, and cut away
+        for i, row in enumerate(rows):
+            ids_BT[i, : len(row)] = row
+            lengths_B[i] = len(row)
+        return np.asarray(self._embed(self._state, ids_BT, lengths_B))[: len(rows)]
+
+
+def _embed(graph: Any, state: Any, ids_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    embeddings_BE: jax.Array = nnx.merge(graph, state)(ids_BT, lengths_B)
+    return embeddings_BE
+
+
+# --------------------------------------------------------------------------------------- configuration
+
+
+def _file(directory: Path, name: str) -> Path:
+    path = directory / name
+    if not path.is_file():
+        raise ConfigError(f"{path}: not found; an encoder directory holds model.safetensors and tokenizer.json")
+    return path
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _read_config(directory: Path, tensors: Mapping[str, NDArray[Any]]) -> EncoderConfig:
+    path = directory / "config.json"
+    if not path.is_file():
+        return _derive_config(tensors)
+    given = _read_json(path)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    for name, wanted in _REQUIRED.items():
+        if given.get(name, wanted) != wanted:
+            raise ConfigError(f"{path}: {name} {given[name]!r} is not supported (only {wanted!r})")
+    missing = [field.name for field in fields(EncoderConfig) if field.name not in given]
+    if missing:
+        raise ConfigError(f"{path}: {missing[0]} is missing")
+    for field in fields(EncoderConfig):
+        if isinstance(given[field.name], bool) or not isinstance(given[field.name], int | float):
+            raise ConfigError(f"{path}: {field.name} must be a number, not {given[field.name]!r}")
+    return EncoderConfig(**{field.name: given[field.name] for field in fields(EncoderConfig)})
+
+
+def _derive_config(tensors: Mapping[str, NDArray[Any]]) -> EncoderConfig:
+    """Shapes tell all but the head count and the norm's epsilon, which small and base BERT share."""
+
+    def rows(name: str) -> int:
+        if name not in tensors:
+            raise ConfigError(f"tensor {name} is missing and there is no config.json: not a BERT encoder")
+        return int(tensors[name].shape[0])
+
+    layers = {name.split(".")[2] for name in tensors if name.startswith("encoder.layer.")}
+    return EncoderConfig(
+        vocab_size=rows("embeddings.word_embeddings.weight"),
+        hidden_size=rows("embeddings.LayerNorm.weight"),
+        intermediate_size=rows("encoder.layer.0.intermediate.dense.weight"),
+        num_hidden_layers=len(layers),
+        num_attention_heads=12,
+        max_position_embeddings=rows("embeddings.position_embeddings.weight"),
+        type_vocab_size=rows("embeddings.token_type_embeddings.weight"),
+        layer_norm_eps=1e-12,
+    )
+
+
+def _check_pooling(directory: Path) -> None:
+    """Refuse a sentence-transformers description of anything but transformer, mean pooling, normalisation."""
+    modules = directory / "modules.json"
+    if modules.is_file():
+        for module in _read_json(modules):
+            if module["type"].rsplit(".", 1)[-1] not in _MODULES:
+                raise ConfigError(f"{modules}: module {module['type']} is not supported (only {', '.join(_MODULES)})")
+    pooling = directory / "1_Pooling" / "config.json"
+    if pooling.is_file():
+        chosen = [name for name, on in _read_json(pooling).items() if name.startswith("pooling_mode_") and on]
+        if chosen != ["pooling_mode_mean_tokens"]:
+            raise ConfigError(f"{pooling}: {', '.join(chosen)} is not supported (only pooling_mode_mean_tokens)")
+
+
+def _max_seq_length(directory: Path) -> int:
+    path = directory / "sentence_bert_config.json"
+    if not path.is_file():
+        return MAX_TOKENS
+    length = _read_json(path).get("max_seq_length")
+    if length is None:
+        return MAX_TOKENS
+    if not isinstance(length, int) or length < 4:
+        raise ConfigError(f"{path}: max_seq_length must be a whole number of at least 4, not {length!r}")
+    return min(length, MAX_TOKENS)
+
+
+def _read_tokenizer(path: Path, config: EncoderConfig, max_tokens: int) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ConfigError(f"{path}: {error}") from error
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise ConfigError(
+            f"{path}: {tokenizer.get_vocab_size()} tokens, but the weights hold {config.vocab_size}: "
+            "the two are of different models"
+        )
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_tokens)
+    return tokenizer
+
+
+def _identity(paths: Sequence[Path], settings: str) -> str:
+    digest = hashlib.blake2b(settings.encode(), digest_size=16)
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------- weights
+
+_MODULE_NAMES = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "attention_output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+
+
+def _read_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if name not in _UNUSED_TENSORS}  # noqa: SIM118
+    except (SafetensorError, OSError, TypeError) as error:
+        raise ConfigError(f"{path}: not a complete safetensors file: {error}") from error
+
+
+def _build(config: EncoderConfig, tensors: dict[str, NDArray[Any]], path: Path) -> _Bert:
+    graph, state = nnx.split(nnx.eval_shape(lambda: _Bert(config, nnx.Rngs(0))))
+    flat = dict(nnx.to_flat_state(state))
+    left = dict(tensors)
+    for place, variable in flat.items():
+        name = _tensor_name(place)
+        if name not in left:
+            raise ConfigError(f"{path}: tensor {name} is missing")
+        value = left.pop(name)
+        value = value.T if place[-1] == "kernel" else value
+        if value.shape != variable.shape:
+            raise ConfigError(f"{path}: tensor {name} has shape {value.shape}, but the config says {variable.shape}")
+        flat[place] = variable.replace(jnp.asarray(value.astype(np.float32)))
+    if left:
+        raise ConfigError(f"{path}: tensor {min(left)} has no place in a BERT encoder")
+    model: _Bert = nnx.merge(graph, nnx.from_flat_state(flat))
+    return model
+
+
+def _tensor_name(place: tuple[Any, ...]) -> str:
+    """("layers", 3, "query", "kernel") → "encoder.layer.3.attention.self.query.weight"."""
+    leaf = "bias" if place[-1] == "bias" else "weight"
+    if place[0] != "layers":
+        return f"embeddings.{place[1]}.{leaf}"
+    return f"encoder.layer.{place[1]}.{_MODULE_NAMES[place[2]]}.{leaf}"

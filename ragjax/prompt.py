@@ -1,0 +1,81 @@
+"""From messages and retrieved chunks to a prompt of segments.
+
+The chat template is rendered once and cut where the chunks go, at the start of the last user message:
+
+    system = template up to the first user message | join = earlier turns | chunks | join = question, answer's head
+
+so that the system segment, behind which isolated chunks are computed, is the same in every turn. What users and
+documents write is encoded as plain text: it can never become a control token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragjax.core import Hit, Kind, Message, Prompt, RequestError, Segment, Tokens
+from ragjax.models.tokenizer import CONTEXT, Tokenizer
+
+INSTRUCTION = "Answer the question in one short sentence, using the passages."
+"""System message of requests with knowledge that bring none of their own."""
+
+
+def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], hits: Sequence[Hit] | None) -> Prompt:
+    """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
+
+    Raises:
+        RequestError: if there is no user message at the end, or the template refuses the messages.
+    """
+    if not messages or messages[-1].role != "user":
+        raise RequestError("the last message must be the user's", param="messages")
+    if not messages[-1].content.strip():
+        raise RequestError("the last message is empty", param="messages")
+    if any(CONTEXT in message.content for message in messages):
+        raise RequestError("a message contains reserved private-use characters", param="messages")
+    if hits is None:
+        pieces = tokenizer.chat_pieces(messages)
+        return Prompt((_segment("question", Kind.JOIN, _encode(tokenizer, pieces)),))
+    if messages[0].role != "system":
+        messages = (Message("system", INSTRUCTION), *messages)
+    question = Message("user", f"{CONTEXT}Question: {messages[-1].content.strip()}")
+    pieces = tokenizer.chat_pieces((*messages[:-1], question))
+    context = pieces.index((CONTEXT, False))
+    system = _end_of_system(pieces, context, has_history=sum(m.role == "user" for m in messages) > 1)
+    head = _segment("system", Kind.SYSTEM, _encode(tokenizer, pieces[:system]))
+    history = _encode(tokenizer, pieces[system:context])
+    return Prompt(
+        (
+            head,
+            *((_segment("history", Kind.JOIN, history),) if len(history) else ()),
+            *(Segment(h.chunk.id, Kind.CHUNK, h.chunk.tokens, h.chunk.title, h.score) for h in hits),
+            _segment("question", Kind.JOIN, _encode(tokenizer, pieces[context + 1 :])),
+        )
+    )
+
+
+def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """The prompt of a raw text completion: one join."""
+    tokens = tokenizer.encode(text, special=False)
+    if tokenizer.add_bos and tokenizer.bos_id is not None:
+        tokens = np.concatenate([np.array([tokenizer.bos_id], np.int32), tokens])
+    if not len(tokens):
+        raise RequestError("the prompt is empty", param="prompt")
+    return Prompt((_segment("prompt", Kind.JOIN, tokens),))
+
+
+def _end_of_system(pieces: Sequence[tuple[str, bool]], context: int, *, has_history: bool) -> int:
+    """Index of the first piece behind the template's opening of the first user message."""
+    if not has_history:
+        return context
+    contents = [i for i, (_, template) in enumerate(pieces[:context]) if not template]
+    return contents[1]  # the system message's content is the first
+
+
+def _encode(tokenizer: Tokenizer, pieces: Sequence[tuple[str, bool]]) -> Tokens:
+    runs = tokenizer.encode_pieces(pieces)
+    return np.concatenate([np.zeros(0, np.int32), *runs])
+
+
+def _segment(name: str, kind: Kind, tokens: Tokens) -> Segment:
+    return Segment(name, kind, tokens)

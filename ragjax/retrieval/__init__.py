@@ -1,0 +1,1 @@
+"""From source texts to retrieved chunks: load, cut, embed, index, search."""

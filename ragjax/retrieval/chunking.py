@@ -1,0 +1,104 @@
+"""Cut documents into chunks that fit a token budget, at the largest semantic boundary there is.
+
+A chunk enters the prompt as its document's title on a line, its text, and a blank line, so that each passage says
+what it is about even when it is computed without its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from semantic_text_splitter import TextSplitter
+
+from ragjax.core import Chunk, ConfigError, Document, Tokens
+
+MIN_TOKENS = 32
+_BLOCK_CHARS = 10_000  # the splitter works a text without boundaries over and over
+_EVEN_UP_TO = 8
+
+
+@dataclass(frozen=True)
+class Chunker:
+    """Cuts documents into chunks of at most `max_tokens` tokens, title and blank line included. Deterministic.
+
+    encode: text → its tokens, int32 [n], without adding special tokens and without parsing any in the text.
+    """
+
+    encode: Callable[[str], Tokens]
+    max_tokens: int = 192
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < MIN_TOKENS:
+            raise ConfigError(f"chunks of {self.max_tokens} tokens are too small; use at least {MIN_TOKENS}")
+
+    def chunks(self, document: Document) -> tuple[Chunk, ...]:
+        """The document's chunks in order, with ids "<document id>#<n>"; none if its text is blank.
+
+        A title that would take more than a third of the budget is cut in the chunk's text.
+        """
+        heading = self._heading(document.title)
+        pieces = self._pieces(document.text, heading)
+        return tuple(
+            Chunk(f"{document.id}#{n}", document.id, document.title, text, self._tokens(text))
+            for n, text in enumerate(f"{heading}{piece}\n\n" for piece in pieces)
+        )
+
+    def _heading(self, title: str) -> str:
+        title = " ".join(title.split())
+        if not title:
+            return ""
+        splitter = TextSplitter.from_callback(self._count, self.max_tokens // 3)
+        return splitter.chunks(title)[0] + "\n"
+
+    def _pieces(self, text: str, heading: str) -> list[str]:
+        pieces = [piece for block in _blocks(text) for piece in self._split(block, heading, self.max_tokens)]
+        if not 1 < len(pieces) <= _EVEN_UP_TO:
+            return pieces
+        return self._evenly(text, heading, len(pieces)) or pieces
+
+    def _evenly(self, text: str, heading: str, n: int) -> list[str] | None:
+        """As few pieces, but of like size: a filled-up cut leaves a last piece too short to stand for anything."""
+        fixed = self._count(f"{heading}\n\n")
+        share = math.ceil(self._count(text) / n)
+        for slack in (1.05, 1.15, 1.3):
+            budget = fixed + math.ceil(share * slack)
+            pieces = self._split(text, heading, budget) if budget < self.max_tokens else []
+            if len(pieces) == n:
+                return pieces
+        return None
+
+    def _split(self, text: str, heading: str, budget: int) -> list[str]:
+        splitter = TextSplitter.from_callback(lambda piece: self._count(f"{heading}{piece}\n\n"), budget)
+        return [fit for piece in splitter.chunks(text) for fit in self._fit(piece, heading)]
+
+    def _fit(self, piece: str, heading: str) -> Iterator[str]:
+        """Halve what is still too long: a piece may cost more tokens than its parts promised."""
+        if len(piece) == 1 or self._count(f"{heading}{piece}\n\n") <= self.max_tokens:
+            yield piece
+            return
+        middle = len(piece) // 2
+        for half in (piece[:middle].strip(), piece[middle:].strip()):
+            if half:
+                yield from self._fit(half, heading)
+
+    def _count(self, text: str) -> int:
+        return len(self.encode(text))
+
+    def _tokens(self, text: str) -> Tokens:
+        return np.asarray(self.encode(text), np.int32)
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """Cut a huge text at the last paragraph, line or word that ends within each block."""
+    start = 0
+    while len(text) - start > _BLOCK_CHARS:
+        end = next(
+            (cut + 1 for mark in ("\n\n", "\n", " ") if (cut := text.rfind(mark, start, start + _BLOCK_CHARS)) > start),
+            start + _BLOCK_CHARS,
+        )
+        yield text[start:end]
+        start = end
+    yield text[start:]

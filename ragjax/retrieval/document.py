@@ -1,0 +1,308 @@
+"""Load documents from a folder (.md, .txt, .html, .pdf, recursively) or from a JSONL file.
+
+A JSONL line is an object {"id", "text"} with an optional "title", all strings.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from ragjax.core import ConfigError, Document
+
+MAX_BYTES = 32 * 2**20
+"""Default limit of one document's file (for JSONL: of one line)."""
+
+_FIELDS = ("id", "title", "text")
+_PARAGRAPHS = (
+    *("address", "article", "aside", "blockquote", "div", "dl", "fieldset", "figcaption", "figure", "footer", "form"),
+    *("h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "nav", "ol", "p", "pre", "section", "table", "ul"),
+)
+_LINES = ("dd", "dt", "li", "tr")
+_NO_TEXT = ("head", "script", "style", "template", "noscript", "svg")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a source held: its documents in a fixed order, and the number left out because they had no text."""
+
+    documents: tuple[Document, ...]
+    skipped: int
+
+
+def load(source: str | Path, *, max_bytes: int = MAX_BYTES) -> Loaded:
+    """Load every document of a folder or a JSONL file.
+
+    A file's id is its path relative to the folder, without the suffix where that is unique; its title is the first
+    heading (.md), <title> or first <h1> (.html), or else the file's stem. A heading that opens the file becomes the
+    title and is not repeated in the text. Hidden files and files of other types are not documents; the latter are
+    named in a warning. Documents without text are left out, counted, and named in a warning.
+
+    Raises:
+        ConfigError: the source is missing, empty or broken; the message names file and line.
+    """
+    source = Path(source)
+    if source.is_dir():
+        found = _from_folder(source, max_bytes)
+    elif source.suffix == ".jsonl" and source.is_file():
+        found = list(_from_jsonl(source, max_bytes))
+    elif source.exists():
+        raise ConfigError(f"{source}: give a folder of documents or a .jsonl file")
+    else:
+        raise ConfigError(f"{source}: no such folder or file")
+    return _without_empty(source, found)
+
+
+def _without_empty(source: Path, found: list[Document]) -> Loaded:
+    documents = tuple(document for document in found if document.text)
+    if not documents:
+        raise ConfigError(f"{source}: no document with text in it")
+    empty = [document.id for document in found if not document.text]
+    if empty:
+        shown = ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")
+        _log.warning("%s: left out %d document(s) without text: %s", source, len(empty), shown)
+    return Loaded(documents, len(empty))
+
+
+# ----------------------------------------------------------------------------------------------- JSONL
+
+
+def _from_jsonl(path: Path, max_bytes: int) -> Iterator[Document]:
+    first_seen: dict[str, int] = {}
+    for number, line in _lines(path, max_bytes):
+        document = _from_line(line, f"{path}:{number}")
+        if document.id in first_seen:
+            raise ConfigError(f"{path}:{number}: duplicate id {document.id!r}, first on line {first_seen[document.id]}")
+        first_seen[document.id] = number
+        yield document
+
+
+def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, str]]:
+    """Non-blank lines with their numbers, from 1."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(max_bytes + 2), b""), start=1):
+                if len(line.rstrip(b"\r\n")) > max_bytes:
+                    raise ConfigError(f"{path}:{number}: longer than the limit of {max_bytes} bytes per document")
+                text = _decode(line, path, number)
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _from_line(line: str, where: str) -> Document:
+    try:
+        entry = json.loads(line, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: broken JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise ConfigError(f'{where}: expected an object {{"id", "title", "text"}}, found {type(entry).__name__}')
+    unknown = [name for name in entry if name not in _FIELDS]
+    if unknown:
+        raise ConfigError(f"{where}: unknown field {unknown[0]!r}; a document has {', '.join(_FIELDS)}")
+    values = {name: _string(entry, name, where) for name in _FIELDS}
+    if not values["id"].strip():
+        raise ConfigError(f"{where}: id is empty")
+    return Document(values["id"], values["text"].strip(), values["title"].strip())
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    if len(entry) != len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"field {twice!r} is given twice")
+    return entry
+
+
+def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
+    if name not in entry and name != "title":
+        raise ConfigError(f"{where}: field {name!r} is missing")
+    value = entry.get(name, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: {name} must be a string, not {type(value).__name__}")
+    if not _is_unicode(value):
+        raise ConfigError(f"{where}: {name} is not valid Unicode (half of a surrogate pair)")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------- folder
+
+
+def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
+    names = sorted(_walk(folder))
+    chosen = [name for name in names if Path(name).suffix.lower() in _READERS]
+    others = Counter(Path(name).suffix or Path(name).name for name in names if name not in set(chosen))
+    if not chosen:
+        raise ConfigError(f"{folder}: no documents: put {', '.join(_READERS)} files into it")
+    if others:
+        _log.warning("%s: not loaded: %s", folder, ", ".join(f"{n} {kind}" for kind, n in sorted(others.items())))
+    ids = _ids(chosen)
+    return [_from_file(folder / name, ids[name], max_bytes) for name in chosen]
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """Relative paths, with forward slashes, of all files that are not hidden."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from error
+
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if not name.startswith("."):
+                yield Path(parent, name).relative_to(folder).as_posix()
+
+
+def _ids(names: list[str]) -> dict[str, str]:
+    """The path without its suffix where no other file can be meant by it, else the path."""
+    stems = {name: name[: -len(Path(name).suffix)] for name in names}
+    uses = Counter(stems.values()) + Counter(names)
+    return {name: stem if uses[stem] == 1 else name for name, stem in stems.items()}
+
+
+def _from_file(path: Path, document_id: str, max_bytes: int) -> Document:
+    if not _is_unicode(document_id):
+        raise ConfigError(f"{str(path)!r}: the file's name is not valid UTF-8; rename it")
+    try:
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise ConfigError(f"{path}: {size} bytes, more than the limit of {max_bytes} per document; split the file")
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    title, text = _READERS[path.suffix.lower()](data, path)
+    return Document(document_id, text.strip(), title or path.stem)
+
+
+def _decode(data: bytes, path: Path, first_line: int = 1) -> str:
+    """UTF-8 text with its line ends made alike, or an error that names the line."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = first_line + data.count(b"\n", 0, error.start)
+        raise ConfigError(f"{path}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}); convert it") from error
+    if "\0" in text:
+        line = first_line + text.count("\n", 0, text.index("\0"))
+        raise ConfigError(f"{path}:{line}: binary content (a NUL byte), not text")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------ file types
+
+
+def _read_text(data: bytes, path: Path) -> tuple[str, str]:
+    return "", _decode(data, path)
+
+
+def _read_markdown(data: bytes, path: Path) -> tuple[str, str]:
+    text = _decode(data, path).strip()
+    heading = _first_heading(text)
+    if heading is None:
+        return "", text
+    opens = heading.start() == 0
+    return heading["title"].strip(), text[heading.end() :] if opens else text
+
+
+def _first_heading(text: str) -> re.Match[str] | None:
+    """The first ATX heading outside fenced code."""
+    fenced = [(m.start(), m.end()) for m in re.finditer(r"^(```|~~~).*?(?:^\1|\Z)", text, re.MULTILINE | re.DOTALL)]
+    for heading in re.finditer(r"^ {0,3}#{1,6}[ \t]+(?P<title>\S.*?)[ \t]*#*[ \t]*$", text, re.MULTILINE):
+        if not any(start <= heading.start() < end for start, end in fenced):
+            return heading
+    return None
+
+
+def _read_html(data: bytes, path: Path) -> tuple[str, str]:
+    import bs4
+
+    with warnings.catch_warnings():
+        # XHTML is welcome, and a page may be as short as a file name
+        warnings.simplefilter("ignore", bs4.XMLParsedAsHTMLWarning)
+        warnings.simplefilter("ignore", bs4.MarkupResemblesLocatorWarning)
+        soup = bs4.BeautifulSoup(_decode_html(data, path), "html.parser")
+    headings = [found for found in (soup.find("title"), soup.find("h1")) if found is not None]
+    titles = [" ".join(heading.get_text().split()) for heading in headings]
+    for element in soup.find_all(_NO_TEXT):
+        element.decompose()
+    title = next((title for title in titles if title), "")
+    return title, _html_text(soup).strip().removeprefix(f"{title}\n")
+
+
+def _decode_html(data: bytes, path: Path) -> str:
+    from bs4.dammit import EncodingDetector
+
+    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
+    if declared is None or declared.lower() in ("utf-8", "utf8"):
+        return _decode(data, path)
+    try:
+        return _decode(data.decode(declared).encode("utf-8"), path)
+    except (UnicodeError, LookupError) as error:
+        raise ConfigError(f"{path}: cannot be read as {declared!r}, the charset it declares; convert it") from error
+
+
+def _html_text(soup: Any) -> str:
+    """The page's text, with the breaks its elements make and without those of its source (but for <pre>)."""
+    for string in list(soup.find_all(string=True)):
+        if type(string).__name__ != "NavigableString":  # comments, doctype
+            string.extract()
+        elif string.find_parent("pre") is None:
+            string.replace_with(re.sub(r"\s+", " ", string))
+    for element in soup.find_all("br"):
+        element.replace_with("\n")
+    for element in soup.find_all(["td", "th"]):
+        element.insert_before(" ")
+    for element in soup.find_all(_LINES):
+        element.insert_before("\n")
+    for element in soup.find_all(_PARAGRAPHS):
+        element.insert_before("\n\n")
+        element.insert_after("\n\n")
+    text = soup.get_text()
+    if soup.find("pre") is None:
+        text = re.sub(r"\n[ \t]+", "\n", text)
+    return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
+
+
+def _read_pdf(data: bytes, path: Path) -> tuple[str, str]:
+    import pypdf
+
+    try:
+        reader = pypdf.PdfReader(BytesIO(data))
+        if reader.is_encrypted:
+            raise ConfigError(f"{path}: the PDF is encrypted; save it without a password")
+        pages = [page.extract_text() for page in reader.pages]
+    except ConfigError:
+        raise
+    except Exception as error:  # pypdf raises whatever a damaged file leads it to
+        raise ConfigError(f"{path}: not a readable PDF: {error}") from error
+    text = "\n\n".join(page.strip() for page in pages).replace("\0", "")
+    # fonts may map glyphs to halves of surrogate pairs: join those that match, drop the rest
+    return "", text.encode("utf-16", "surrogatepass").decode("utf-16", "ignore")
+
+
+_READERS: Mapping[str, Callable[[bytes, Path], tuple[str, str]]] = {
+    ".md": _read_markdown,
+    ".txt": _read_text,
+    ".html": _read_html,
+    ".htm": _read_html,
+    ".pdf": _read_pdf,
+}

@@ -1,0 +1,283 @@
+"""A vector index over faiss (Douze et al. 2024, arXiv:2401.08281), by inner product of normalised vectors.
+
+It is exact (flat), or inverted lists (ivf), or a proximity graph (hnsw; Malkov and Yashunin 2016, arXiv:1603.09320).
+
+One thread may write while others search: what takes long (training, rebuilding) happens beside the live index,
+which is then swapped.
+
+Dimensions: N vectors, Q queries, E embedding, K results.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import faiss
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import ConfigError
+
+Ids = NDArray[np.int64]
+Vectors = NDArray[np.float32]
+
+NONE = -1
+"""The id of a result that does not exist."""
+
+TRAIN_AT = 1_000
+"""An ivf index answers exactly until it holds this many vectors; k-means needs enough to place its lists."""
+
+_HNSW_LINKS = 32
+_HNSW_EF = 64
+_IVF_PROBED = 0.1  # share of the lists a search visits
+_SLICE = 256  # vectors added between two chances for a search to get in
+
+
+class IndexKind(StrEnum):
+    """How vectors are searched."""
+
+    FLAT = "flat"
+    IVF = "ivf"
+    HNSW = "hnsw"
+
+    @classmethod
+    def parse(cls, name: str) -> IndexKind:
+        """The kind of that name, or a ConfigError that lists them."""
+        try:
+            return cls(name)
+        except ValueError:
+            raise ConfigError(f"unknown index {name!r}; use one of {', '.join(cls)}") from None
+
+
+class VectorIndex:
+    """Vectors float32 [dim], each under an id of its own, searched by inner product."""
+
+    def __init__(self, kind: IndexKind | str, dim: int):
+        self.kind = IndexKind.parse(kind)
+        self.dim = dim
+        self._lock = threading.Lock()
+        self._ids: set[int] = set()
+        self._bury(set())
+        self._faiss = _hnsw(dim) if self.kind is IndexKind.HNSW else _flat(dim)
+        self._trained_on = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """The ids of all vectors."""
+        with self._lock:
+            return frozenset(self._ids)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a search finds the true nearest (flat always, ivf before it holds TRAIN_AT vectors)."""
+        return self.kind is IndexKind.FLAT or (self.kind is IndexKind.IVF and not self._trained_on)
+
+    def add(self, ids: Ids, vectors: Vectors) -> None:
+        """Add vectors float32 [n, dim] under new ids int64 [n]."""
+        self.update(remove=(), ids=ids, vectors=vectors)
+
+    def remove(self, ids: Iterable[int]) -> None:
+        """Remove the vectors of these ids, all of which must be there."""
+        self.update(remove=ids, ids=np.empty(0, np.int64), vectors=np.empty((0, self.dim), np.float32))
+
+    def update(self, remove: Iterable[int], ids: Ids, vectors: Vectors) -> None:
+        """Remove, then add. The removed are gone before the first of the added can be found.
+
+        Raises:
+            ValueError: wrong shapes, an id to remove that is absent, an id to add that is present or negative.
+        """
+        gone = set(remove)
+        self._check(gone, ids, vectors)
+        self._remove(gone)
+        if self._dead.intersection(ids.tolist()):
+            self._rebuild()
+        for start in range(0, len(ids), _SLICE):
+            self._add(ids[start : start + _SLICE], vectors[start : start + _SLICE])
+        if self._is_stale():
+            self._rebuild()
+
+    def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
+        """The k nearest of each query: ids int64 and scores float32, [Q, k] for queries [Q, dim], [k] for one [dim].
+
+        Best first. Where fewer than k vectors are known the rest has the id NONE and the score -inf.
+        """
+        queries_QE = np.ascontiguousarray(np.atleast_2d(queries), np.float32)
+        if queries_QE.shape[1] != self.dim:
+            raise ValueError(f"queries have {queries_QE.shape[1]} dimensions, the index has {self.dim}")
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        with self._lock, _one_thread() if len(queries_QE) == 1 else nullcontext():
+            scores_QK, ids_QK = self._search(queries_QE, k)
+        scores_QK = np.where(ids_QK == NONE, np.float32(-np.inf), scores_QK)
+        return (ids_QK[0], scores_QK[0]) if queries.ndim == 1 else (ids_QK, scores_QK)
+
+    def save(self, path: str | Path) -> None:
+        """Write the index to a file, atomically."""
+        path = Path(path)
+        with self._lock:
+            blob = faiss.serialize_index(self._faiss)
+            dead = np.array(sorted(self._dead), np.int64)
+            trained_on = self._trained_on
+        draft = path.with_name(path.name + ".tmp")
+        with draft.open("wb") as file:
+            np.savez(file, kind=np.array(str(self.kind)), blob=blob, dead=dead, trained_on=np.array(trained_on))
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> VectorIndex:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: the file is missing, broken or of another program.
+        """
+        try:
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as stored:
+                kind, blob, dead = str(stored["kind"]), stored["blob"], stored["dead"]
+                trained_on = int(stored["trained_on"])
+            loaded = faiss.deserialize_index(blob)
+        except Exception as error:  # zip, numpy and faiss each raise their own
+            raise ConfigError(f"{path}: not a saved index: {error}") from error
+        index = cls(kind, loaded.d)
+        index._faiss, index._trained_on = loaded, trained_on
+        index._bury(set(dead.tolist()))
+        index._ids = set(_contents(loaded)[0].tolist()) - index._dead
+        return index
+
+    # ------------------------------------------------------------------------------------- inner workings
+
+    def _check(self, gone: set[int], ids: Ids, vectors: Vectors) -> None:
+        new = set(ids.tolist())
+        if vectors.shape != (len(ids), self.dim):
+            raise ValueError(f"{len(ids)} ids, but vectors of shape {vectors.shape}, not ({len(ids)}, {self.dim})")
+        if not gone <= self._ids:
+            raise ValueError(f"not in the index: {sorted(gone - self._ids)[:5]}")
+        if len(new) < len(ids) or new & (self._ids - gone) or min(new, default=0) < 0:
+            raise ValueError("ids to add must be new, distinct and not negative")
+
+    def _bury(self, dead: set[int]) -> None:
+        """Hide these ids, which the hnsw graph cannot remove, from every search."""
+        self._dead = dead
+        self._selector = faiss.IDSelectorNot(faiss.IDSelectorBatch(np.array(sorted(dead), np.int64)))
+
+    def _remove(self, gone: set[int]) -> None:
+        if not gone:
+            return
+        with self._lock:
+            self._ids -= gone
+            if self.kind is IndexKind.HNSW:
+                self._bury(self._dead | gone)
+            else:
+                self._faiss.remove_ids(np.array(sorted(gone), np.int64))
+
+    def _add(self, ids: Ids, vectors: Vectors) -> None:
+        with self._lock:
+            self._faiss.add_with_ids(np.ascontiguousarray(vectors, np.float32), np.ascontiguousarray(ids, np.int64))
+            self._ids.update(ids.tolist())
+
+    def _search(self, queries_QE: Vectors, k: int) -> tuple[Vectors, Ids]:
+        if self.kind is not IndexKind.HNSW:
+            found: tuple[Vectors, Ids] = self._faiss.search(queries_QE, k)
+            return found
+        beam = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]  # its stubs lack it
+            sel=self._selector, efSearch=max(_HNSW_EF, 2 * k)
+        )
+        scores_QK, ids_QK = self._faiss.search(queries_QE, k, params=beam)
+        if ((ids_QK != NONE).sum(axis=1) >= min(k, len(self))).all():
+            return scores_QK, ids_QK
+        # the beam met too many dead, or the graph is in parts: the stored vectors know better
+        ids_N, vectors_NE = self._living()
+        exact = _flat(self.dim)
+        exact.add_with_ids(vectors_NE, ids_N)
+        found = exact.search(queries_QE, k)
+        return found
+
+    def _living(self) -> tuple[Ids, Vectors]:
+        ids_N, vectors_NE = _contents(self._faiss)
+        alive_N = ~np.isin(ids_N, np.array(sorted(self._dead), np.int64))
+        return ids_N[alive_N], vectors_NE[alive_N]
+
+    def _is_stale(self) -> bool:
+        if self.kind is IndexKind.HNSW:
+            return len(self._dead) > len(self._ids)
+        if self.kind is IndexKind.IVF:
+            return len(self) >= max(TRAIN_AT, 4 * self._trained_on)
+        return False
+
+    def _rebuild(self) -> None:
+        """Build afresh from the living vectors; only the writer changes what is read here, so no lock is held."""
+        ids_N, vectors_NE = self._living()
+        train = self.kind is IndexKind.IVF
+        fresh = _ivf(vectors_NE) if train else _hnsw(self.dim)
+        fresh.add_with_ids(vectors_NE, ids_N)
+        with self._lock:
+            self._faiss = fresh
+            self._bury(set())
+            self._trained_on = len(ids_N) if train else 0
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Search on the calling thread alone.
+
+    Waking OpenMP's threads, which busy CPUs delay by milliseconds, costs more than one query gains. OpenMP keeps this
+    number per calling thread, so that other threads are not concerned.
+    """
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        faiss.omp_set_num_threads(threads)
+
+
+def _flat(dim: int) -> Any:
+    return faiss.IndexIDMap2(faiss.IndexFlatIP(dim))
+
+
+def _hnsw(dim: int) -> Any:
+    return faiss.IndexIDMap2(faiss.IndexHNSWFlat(dim, _HNSW_LINKS, faiss.METRIC_INNER_PRODUCT))
+
+
+def _ivf(vectors_NE: Vectors) -> Any:
+    """Trained lists, empty; as many as balance finding lists against scanning them."""
+    n, dim = vectors_NE.shape
+    lists = math.isqrt(n)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, lists, faiss.METRIC_INNER_PRODUCT)
+    index.cp.min_points_per_centroid = 1
+    index.train(vectors_NE)
+    index.nprobe = max(8, round(_IVF_PROBED * lists))
+    return index
+
+
+def _contents(index: Any) -> tuple[Ids, Vectors]:
+    """All ids and vectors a faiss index holds, dead ones included."""
+    if isinstance(index, faiss.IndexIVF):
+        return _list_contents(index)
+    ids_N = faiss.vector_to_array(index.id_map).astype(np.int64)
+    inner = faiss.downcast_index(index.index)
+    vectors_NE = inner.reconstruct_n(0, inner.ntotal) if len(ids_N) else np.empty((0, index.d), np.float32)
+    return ids_N, vectors_NE
+
+
+def _list_contents(index: Any) -> tuple[Ids, Vectors]:
+    ids, vectors = [np.empty(0, np.int64)], [np.empty((0, index.d), np.float32)]
+    for number in range(index.nlist):
+        size = index.invlists.list_size(number)
+        if not size:
+            continue
+        codes = faiss.rev_swig_ptr(index.invlists.get_codes(number), size * index.code_size)
+        ids.append(faiss.rev_swig_ptr(index.invlists.get_ids(number), size).copy())
+        vectors.append(codes.view(np.float32).reshape(size, index.d).copy())
+    return np.concatenate(ids), np.concatenate(vectors)

@@ -1,0 +1,127 @@
+"""What every reuse strategy is and gets: a conversation of passes, and a holding in the cache.
+
+To add a method: one file with a class that has `name`, `wants` and `carry_out`, its source in the docstring, and one
+line in `reuse/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from ragjax.cache.cache import KnowledgeCache, Lease
+from ragjax.cache.tree import Provenance
+from ragjax.core import Conversation, Kind, Plan, Prompt, Run, SegmentReport, Span, Tokens, Want
+
+
+class Strategy(Protocol):
+    """A way to make a prompt's KV from what the cache holds.
+
+    name: how requests ask for it.
+    wants: every want its passes may have, so that the programs behind them are compiled at start-up.
+    """
+
+    name: str
+    wants: frozenset[Want]
+
+    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+        """Yield passes until the prompt's KV and last logits exist; return the plan carried out.
+
+        Matching and reserving come before the first pass: `OutOfPages` there means the request waits.
+        """
+        ...
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Decoding has ended; `generated` are the tokens whose KV lies in the plan's tail, in order."""
+        ...
+
+
+class Holding:
+    """What one request holds in the cache: leases on nodes it reads, runs of its own that it writes.
+
+    decode_tokens: cells needed behind the prompt for generated tokens.
+    """
+
+    def __init__(self, cache: KnowledgeCache, *, tenant: str, label: str, decode_tokens: int):
+        self.cache = cache
+        self.decode_tokens = decode_tokens
+        self._tenant = tenant
+        self._label = label
+        self._leases: list[Lease] = []
+        self._runs: list[Run] = []
+
+    @property
+    def page_size(self) -> int:
+        """Cells of a page."""
+        return self.cache.pool.page_size
+
+    @property
+    def own_pages(self) -> frozenset[int]:
+        """Pages this request may write."""
+        return frozenset(page for run in self._runs for page in run.pages)
+
+    def prefix(self, tokens: Tokens) -> Lease:
+        """The longest exact prefix of the tokens in the cache."""
+        lease = self.cache.match_prefix(tokens, self._tenant, self._label)
+        self._leases.append(lease)
+        return lease
+
+    def segment(self, context: Lease, tokens: Tokens, provenance: Provenance, method: str) -> Lease | None:
+        """The node of these tokens computed behind exactly this context, if the cache has it."""
+        lease = self.cache.match_segment(context, tokens, provenance, method)
+        if lease is not None:
+            self._leases.append(lease)
+        return lease
+
+    def reserve(self, tokens: int) -> Run:
+        """Cells of the request's own.
+
+        Raises:
+            OutOfPages: if they cannot be had without evicting what is in use.
+        """
+        run = self.cache.reserve(tokens, self._label)
+        self._runs.append(run)
+        return run
+
+    def close(self) -> None:
+        """Give everything back; admitted parts stay in the cache."""
+        while self._runs:
+            self.cache.free(self._runs.pop())
+        while self._leases:
+            self._leases.pop().release()
+
+
+def lease_spans(lease: Lease, begin: int, hidden: tuple[int, int] = (0, 0)) -> tuple[Span, ...]:
+    """The leased tokens placed from position (and order) `begin` on."""
+    spans, order = [], begin
+    for run, local_start in lease.spans:
+        spans.append(Span.consecutive(order, run, order - local_start, hidden))
+        order += run.length
+    return tuple(spans)
+
+
+def orders(begin: int, end: int) -> Tokens:
+    """Orders [begin, end), int32."""
+    return np.arange(begin, end, dtype=np.int32)
+
+
+def report(prompt: Prompt, reused: dict[int, int]) -> tuple[SegmentReport, ...]:
+    """The account of a prompt: `reused[i]` tokens of segment i came from the cache, the rest was computed."""
+    return tuple(
+        SegmentReport(
+            id=segment.id,
+            title=segment.title,
+            tokens=len(segment),
+            reused=reused.get(i, 0),
+            recomputed=len(segment) - reused.get(i, 0),
+            tier="device" if reused.get(i, 0) else None,
+            score=segment.score,
+        )
+        for i, segment in enumerate(prompt.segments)
+    )
+
+
+def segments_of(prompt: Prompt, kind: Kind) -> tuple[int, ...]:
+    """Indexes of the segments of a kind."""
+    return tuple(i for i, segment in enumerate(prompt.segments) if segment.kind is kind)

@@ -1,0 +1,42 @@
+"""prefix: the exact prefix of the knowledge tree (RAGCache, section 5.1), at token granularity.
+
+KV computed on exactly the same tokens before it is reused as it is; everything behind the first difference is
+computed. The outcome is full attention's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ragjax.core import Conversation, Pass, Plan, Prompt, Span, Tokens, Want
+from ragjax.reuse.base import Holding, lease_spans, orders, report
+
+
+class Prefix:
+    """Reuses the longest cached prefix and keeps what it computes, answer included."""
+
+    name = "prefix"
+    wants = frozenset({Want.LOGITS})
+
+    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+        """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""
+        n, tokens = len(prompt), prompt.tokens
+        lease = holding.prefix(tokens[: n - 1])
+        hit = lease.length
+        run = holding.reserve(n - hit + holding.decode_tokens)
+        fresh = run.slice(0, n - hit, holding.page_size)
+        spans = (*lease_spans(lease, 0), Span.consecutive(hit, fresh))
+        results = yield Pass(orders(hit, n), orders(hit, n), spans, self.wants, (n - 1,))
+        holding.cache.admit_prefix(lease, tokens, hit, fresh, prompt.starts)
+        tail = run.slice(n - hit, run.length, holding.page_size)
+        reused = {i: min(max(hit - start, 0), len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1])}
+        return Plan(spans, tail, "full", report(prompt, reused), results[Want.LOGITS][0])
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Keep the finished turn, so that the next one finds it."""
+        context = holding.prefix(prompt.tokens)
+        if not context.complete or not len(generated):
+            return
+        run = plan.tail.slice(0, len(generated), holding.page_size)
+        tokens = np.concatenate([prompt.tokens, generated])
+        holding.cache.admit_prefix(context, tokens, len(prompt), run, ())

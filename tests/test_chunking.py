@@ -1,0 +1,123 @@
+"""Chunks: within the budget, losing nothing, their tokens exactly those of their text."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from ragjax.core import ConfigError, Document, Tokens
+from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
+
+PROSE = "The keeper climbed the stairs. He trimmed the wick, and wrote the weather down!\n\nThen he slept.\n" * 20
+
+
+def _byte_pairs() -> Tokenizer:
+    """A small byte-level tokenizer whose pieces merge across the places where texts are joined."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([PROSE, "\n\n\n  \n\n" * 50], trainer)
+    return tokenizer
+
+
+TOKENIZER = _byte_pairs()
+
+
+def encode(text: str) -> Tokens:
+    return np.array(TOKENIZER.encode(text).ids, np.int32)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _bodies(document: Document, chunker: Chunker) -> list[str]:
+    heading = f"{document.title}\n" if document.title else ""
+    texts = [chunk.text for chunk in chunker.chunks(document)]
+    assert all(text.startswith(heading) and text.endswith("\n\n") for text in texts)
+    return [text[len(heading) : -2] for text in texts]
+
+
+def test_one_chunk_is_title_text_and_blank_line() -> None:
+    (chunk,) = Chunker(encode).chunks(Document("d", "  He slept. ", "The keeper"))
+    assert chunk.text == "The keeper\nHe slept.\n\n"
+    assert (chunk.id, chunk.document_id, chunk.title) == ("d#0", "d", "The keeper")
+    assert Chunker(encode).chunks(Document("d", "He slept."))[0].text == "He slept.\n\n"
+
+
+def test_chunks_fit_lose_nothing_and_carry_their_tokens() -> None:
+    document = Document("d", PROSE, "The keeper")
+    chunker = Chunker(encode, 64)
+    chunks = chunker.chunks(document)
+    assert len(chunks) > 3
+    assert [chunk.id for chunk in chunks] == [f"d#{n}" for n in range(len(chunks))]
+    for chunk in chunks:
+        assert chunk.tokens.dtype == np.int32 and len(chunk.tokens) <= 64
+        np.testing.assert_array_equal(chunk.tokens, encode(chunk.text))
+        assert TOKENIZER.decode(chunk.tokens.tolist()) == chunk.text
+    assert _squeezed("".join(_bodies(document, chunker))) == _squeezed(PROSE)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=400), title=st.text(max_size=60), budget=st.integers(MIN_TOKENS, 80))
+def test_any_text_fits_and_is_kept(text: str, title: str, budget: int) -> None:
+    chunks = Chunker(encode, budget).chunks(Document("d", text, title))
+    assert all(len(chunk.tokens) <= budget for chunk in chunks)
+    assert [chunk.tokens.tolist() for chunk in chunks] == [encode(chunk.text).tolist() for chunk in chunks]
+    if not title.strip():
+        assert _squeezed("".join(chunk.text for chunk in chunks)) == _squeezed(text)
+
+
+def test_sentences_stay_whole_where_they_fit() -> None:
+    for body in _bodies(Document("d", PROSE), Chunker(encode, 96)):
+        assert body[-1] in ".!"
+
+
+def test_pieces_are_of_like_size() -> None:
+    """A text a little over the budget is halved, not cut into a full chunk and a scrap."""
+    text = "He trimmed the wick. " * 25
+    budget = len(encode(text)) - 10
+    sizes = [len(chunk.tokens) for chunk in Chunker(encode, budget).chunks(Document("d", text))]
+    assert len(sizes) == 2 and min(sizes) > 0.8 * max(sizes)
+
+
+def test_long_title_leaves_room_for_text() -> None:
+    document = Document("d", PROSE, "A very long title of the keeper's log " * 20)
+    chunks = Chunker(encode, 60).chunks(document)
+    heading = chunks[0].text.partition("\n")[0]
+    assert len(encode(heading)) <= 20 and document.title.startswith(heading)
+    assert all(chunk.title == document.title and len(chunk.tokens) <= 60 for chunk in chunks)
+
+
+def test_title_stays_on_one_line() -> None:
+    (chunk,) = Chunker(encode).chunks(Document("d", "text", "two\n\nlines"))
+    assert chunk.text == "two lines\ntext\n\n"
+
+
+@pytest.mark.parametrize("text", ["", " \n\t ", "\u3000\u00a0"])
+def test_blank_text_has_no_chunks(text: str) -> None:
+    assert Chunker(encode).chunks(Document("d", text, "title")) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 100_000, "word " * 60_000, "e" + "\u0301" * 2_000, "👩\u200d👩\u200d👧" * 300, "\n" * 100_000 + "x"],
+    ids=["one word", "many words", "combining marks", "emoji", "blank lines"],
+)
+def test_huge_and_odd_texts(text: str) -> None:
+    chunks = Chunker(encode).chunks(Document("d", text))
+    assert all(len(chunk.tokens) <= 192 for chunk in chunks)
+    assert _squeezed("".join(chunk.text for chunk in chunks)) == _squeezed(text)
+
+
+def test_cutting_is_deterministic() -> None:
+    first, second = (Chunker(encode).chunks(Document("d", PROSE)) for _ in range(2))
+    assert [chunk.text for chunk in first] == [chunk.text for chunk in second]
+
+
+def test_tiny_budget_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"use at least {MIN_TOKENS}"):
+        Chunker(encode, MIN_TOKENS - 1)

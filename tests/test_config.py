@@ -1,0 +1,285 @@
+"""Model configuration: what is read, what is refused, and that every field has a reader."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ragjax
+from ragjax.core import ConfigError
+from ragjax.models.config import ModelConfig, RopeScaling, inverse_frequencies
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": [2, 5],
+    "bos_token_id": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+QWEN2 = LLAMA | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "sliding_window": 1024,
+    "use_sliding_window": False,
+    "max_window_layers": 1,
+}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
+
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "general.name": "tiny",
+    "llama.block_count": 3,
+    "llama.context_length": 2048,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 96,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.rope.freq_base": 500000.0,
+    "llama.attention.layer_norm_rms_epsilon": float(np.float32(1e-5)),
+    "llama.vocab_size": 128,
+    "llama.rope.dimension_count": 16,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 5,
+    "tokenizer.ggml.bos_token_id": 1,
+}
+
+
+def test_reads_a_llama_config() -> None:
+    config = ModelConfig.from_hf(LLAMA)
+    assert config == ModelConfig(
+        family="llama",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rope_theta=500000.0,
+        rope_scaling=None,
+        norm_eps=1e-5,
+        tie_embeddings=False,
+        qkv_bias=False,
+        qk_norm=False,
+        context_length=2048,
+        eos_ids=(2, 5),
+        bos_id=1,
+    )
+    assert config.num_groups == 2
+    assert config.kv_bytes_per_token(2) == 2 * 3 * 2 * 16 * 2
+
+
+def test_gguf_metadata_gives_the_same_config_as_the_checkpoint_it_was_made_from() -> None:
+    assert ModelConfig.from_gguf(GGUF, tie_embeddings=False) == ModelConfig.from_hf(LLAMA)
+
+
+def test_families_differ_where_they_should() -> None:
+    qwen2, qwen3, mistral = (ModelConfig.from_hf(m) for m in (QWEN2, QWEN3, MISTRAL))
+    assert (qwen2.family, qwen2.qkv_bias, qwen2.qk_norm) == ("qwen2", True, False)
+    assert (qwen3.family, qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == ("qwen3", False, True, 128)
+    assert (mistral.family, mistral.qkv_bias, mistral.qk_norm) == ("mistral", False, False)
+
+
+def test_silent_fields_take_the_reference_defaults() -> None:
+    bare = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rope_theta", "tie_word_embeddings")}
+    config = ModelConfig.from_hf(bare | {"eos_token_id": None, "bos_token_id": None})
+    assert (config.num_kv_heads, config.rope_theta, config.tie_embeddings) == (4, 10000.0, False)
+    assert (config.eos_ids, config.bos_id) == ((), None)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_scaling": LLAMA3_ROPE},
+        {"rope_theta": None, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}},
+    ],
+    ids=["rope_scaling", "rope_parameters"],
+)
+def test_both_forms_of_llama3_rope_are_read(rope: dict[str, Any]) -> None:
+    config = ModelConfig.from_hf(LLAMA | rope)
+    assert config.rope_theta == 500000.0
+    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("model_type", LLAMA, {"model_type": "gemma"}),
+    ("model_type", LLAMA, {"model_type": None}),
+    ("architectures", LLAMA, {"architectures": ["LlamaForSequenceClassification"]}),
+    ("hidden_act", LLAMA, {"hidden_act": "gelu"}),
+    ("mlp_bias", LLAMA, {"mlp_bias": True}),
+    ("attention_bias", LLAMA, {"attention_bias": True}),
+    ("attention_bias", QWEN3, {"attention_bias": True}),
+    ("attention_bias", QWEN2, {"attention_bias": False}),
+    ("partial_rotary_factor", LLAMA, {"partial_rotary_factor": 0.5}),
+    ("partial_rotary_factor", LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    ("quantization_config", LLAMA, {"quantization_config": {"quant_method": "gptq"}}),
+    ("attn_logit_softcapping", LLAMA, {"attn_logit_softcapping": 50.0}),
+    ("final_logit_softcapping", LLAMA, {"final_logit_softcapping": 30.0}),
+    ("num_experts", QWEN3, {"num_experts": 64}),
+    ("num_local_experts", MISTRAL, {"num_local_experts": 8}),
+    ("sliding_window", MISTRAL, {"sliding_window": 1024}),
+    ("sliding_window", QWEN2, {"use_sliding_window": True}),
+    ("layer_types", QWEN2, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ("rope_interleaved", LLAMA, {"rope_interleaved": True}),
+    ("yarn", LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ("linear", LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    ("attention_factor", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"attention_factor": 1.2}}),
+    ("high_freq_factor", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}),
+    ("original_max_position_embeddings", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": None}}),
+    ("contradict", LLAMA, {"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_type": "default"}}),
+    ("auto_map", LLAMA, {"auto_map": {"AutoModel": "modeling.py"}}),
+    ("num_heads", LLAMA, {"num_key_value_heads": 3}),
+    ("num_key_value_heads", QWEN2, {"num_key_value_heads": None}),
+    ("head_dim", LLAMA, {"head_dim": 15}),
+    ("hidden_size", LLAMA, {"hidden_size": None}),
+    ("num_hidden_layers", LLAMA, {"num_hidden_layers": 2.5}),
+    ("vocab_size", LLAMA, {"vocab_size": True}),
+    ("rms_norm_eps", LLAMA, {"rms_norm_eps": "small"}),
+    ("tie_word_embeddings", LLAMA, {"tie_word_embeddings": "yes"}),
+    ("eos_ids", LLAMA, {"eos_token_id": 128}),
+    ("bos_token_id", LLAMA, {"bos_token_id": "<s>"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "base", "change"), REFUSED, ids=[f"{i}-{r[0]}" for i, r in enumerate(REFUSED)])
+def test_what_cannot_be_honoured_is_refused_by_name(field: str, base: dict[str, Any], change: dict[str, Any]) -> None:
+    ModelConfig.from_hf(base)
+    with pytest.raises(ConfigError, match=field):
+        ModelConfig.from_hf(base | change)
+
+
+def test_a_sliding_window_that_never_takes_effect_is_accepted() -> None:
+    for harmless in (
+        MISTRAL | {"sliding_window": 2048},
+        QWEN2 | {"use_sliding_window": True, "max_window_layers": 3},
+        QWEN2 | {"layer_types": ["full_attention"] * 3},
+    ):
+        ModelConfig.from_hf(harmless)
+    without = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
+    with pytest.raises(ConfigError, match="sliding_window=4096"):  # Mistral's default where the file is silent
+        ModelConfig.from_hf(without | {"max_position_embeddings": 32768})
+
+
+def test_fields_that_nothing_reads_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    ModelConfig.from_hf(LLAMA | {"torch_dtype": "bfloat16"})
+    assert not caplog.records
+    ModelConfig.from_hf(LLAMA | {"brand_new_trick": 3})
+    assert "brand_new_trick" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.architecture", "gemma2"),
+        ("general.architecture", None),
+        ("llama.attention.sliding_window", 4096),
+        ("llama.expert_count", 8),
+        ("llama.rope.scaling.type", "yarn"),
+        ("llama.rope.dimension_count", 8),
+        ("llama.attention.value_length", 32),
+        ("llama.attention.head_count_kv", [2, 2, 4]),
+        ("llama.attn_logit_softcapping", 50.0),
+        ("llama.block_count", None),
+        ("llama.vocab_size", None),
+        ("tokenizer.ggml.tokens", ["a"]),
+    ],
+)
+def test_gguf_keys_that_cannot_be_honoured_are_refused_by_name(key: str, value: Any) -> None:
+    changed = {k: v for k, v in (GGUF | {key: value}).items() if v is not None}
+    with pytest.raises(ConfigError, match=key if key != "tokenizer.ggml.tokens" else "vocab_size"):
+        ModelConfig.from_gguf(changed, tie_embeddings=False)
+
+
+def test_gguf_lists_per_layer_are_read_where_layers_agree() -> None:
+    same = GGUF | {"llama.attention.head_count_kv": [2, 2, 2], "llama.expert_count": 0}
+    assert ModelConfig.from_gguf(same, tie_embeddings=True).num_kv_heads == 2
+
+
+@pytest.mark.parametrize("mapping", [LLAMA | {"rope_scaling": LLAMA3_ROPE}, QWEN2, QWEN3, MISTRAL])
+def test_json_round_trip(mapping: dict[str, Any]) -> None:
+    config = ModelConfig.from_hf(mapping)
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert ModelConfig.from_json(config.to_json()).to_json() == config.to_json()
+
+
+def test_stored_json_with_other_fields_is_refused() -> None:
+    values = json.loads(ModelConfig.from_hf(LLAMA).to_json())
+    with pytest.raises(ConfigError, match="extra"):
+        ModelConfig.from_json(json.dumps(values | {"extra": 1}))
+    del values["rope_theta"]
+    with pytest.raises(ConfigError, match="rope_theta"):
+        ModelConfig.from_json(json.dumps(values))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        ModelConfig.from_json("{")
+
+
+def _stretched(inv_freq: float, s: RopeScaling) -> float:
+    """Llama-3.1 scaling of one inverse frequency, case by case as Meta published it."""
+    wavelength = 2 * math.pi / inv_freq
+    if wavelength < s.original_context / s.high_freq_factor:
+        return inv_freq
+    if wavelength > s.original_context / s.low_freq_factor:
+        return inv_freq / s.factor
+    smooth = (s.original_context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    return (1 - smooth) * inv_freq / s.factor + smooth * inv_freq
+
+
+def test_llama3_scaling_equals_its_definition() -> None:
+    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
+    plain = [500000.0 ** (-i / 128) for i in range(0, 128, 2)]
+    np.testing.assert_allclose(inverse_frequencies(500000.0, 128, None), plain, rtol=1e-14)
+    scaled = inverse_frequencies(500000.0, 128, scaling)
+    assert scaled.dtype == np.float64
+    np.testing.assert_allclose(scaled, [_stretched(f, scaling) for f in plain], rtol=1e-13)
+    assert len(np.unique(np.round(plain / scaled, 6))) > 3, "kept, interpolated and stretched wavelengths occur"
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(RopeScaling)])
+def test_every_field_of_the_scaling_changes_the_frequencies(field: str) -> None:
+    scaling = RopeScaling(8.0, 1.0, 4.0, 8192)
+    other = dataclasses.replace(scaling, **{field: getattr(scaling, field) * 2})
+    assert not np.allclose(inverse_frequencies(1e6, 128, scaling), inverse_frequencies(1e6, 128, other), rtol=1e-6)
+
+
+def _fields_read(source: str) -> set[str]:
+    """Names of attributes read from something called config (`config.x`, `self.config.x`)."""
+    holders = ("config", "bare")
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and (getattr(node.value, "id", None) in holders or getattr(node.value, "attr", None) in holders)
+    }
+
+
+def test_every_field_is_read_somewhere() -> None:
+    package = Path(ragjax.__path__[0])
+    sources = [file for file in package.rglob("*.py") if file != package / "models" / "config.py"]
+    read = set().union(*(_fields_read(file.read_text(encoding="utf-8")) for file in sources))
+    unread = {field.name for field in dataclasses.fields(ModelConfig)} - read
+    assert not unread, f"fields of ModelConfig that nothing reads: {sorted(unread)}"

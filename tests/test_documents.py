@@ -1,0 +1,235 @@
+"""Loading documents: every file type, ids and titles, and one clear error for each bad input."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from pypdf import PdfReader, PdfWriter
+from reportlab.pdfgen.canvas import Canvas
+
+from ragjax.core import ConfigError, Document
+from ragjax.retrieval.document import load
+
+
+def _write(folder: Path, **files: str | bytes) -> None:
+    for name, content in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def _pdf(path: Path, *pages: str) -> None:
+    canvas = Canvas(str(path))
+    for page in pages:
+        canvas.drawString(72, 720, page)
+        canvas.showPage()
+    canvas.save()
+
+
+def _jsonl(path: Path, *entries: object) -> Path:
+    path.write_text("\n".join(json.dumps(entry) for entry in entries), "utf-8")
+    return path
+
+
+# ----------------------------------------------------------------------------------------------- folder
+
+
+def test_folder_of_every_type(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        harbour_md="# The Harbour\n\nShips call at dawn.\r\nAnd leave at dusk.",
+        north__light_txt="The lamp burns whale oil.\n",
+        north__map_html="<title>A Map</title><h1>Map</h1><p>Here be <b>seals</b>.</p>",
+    )
+    _pdf(tmp_path / "log.pdf", "First page of the log.", "Second page.")
+    loaded = load(tmp_path)
+    assert loaded.skipped == 0
+    assert loaded.documents == (
+        Document("harbour", "Ships call at dawn.\nAnd leave at dusk.", "The Harbour"),
+        Document("log", "First page of the log.\n\nSecond page.", "log"),
+        Document("north/light", "The lamp burns whale oil.", "light"),
+        Document("north/map", "Map\n\nHere be seals.", "A Map"),
+    )
+
+
+def test_ids_keep_the_suffix_where_it_tells_files_apart(tmp_path: Path) -> None:
+    _write(tmp_path, a_md="one", a_txt="two", b_md="three", c_md_txt="four", c_md="five", c_txt="six")
+    ids = [document.id for document in load(tmp_path).documents]
+    assert ids == ["a.md", "a.txt", "b", "c.md", "c.md.txt", "c.txt"]
+
+
+def test_heading_in_fenced_code_is_no_title(tmp_path: Path) -> None:
+    _write(tmp_path, a_md="Intro.\n\n```sh\n# a comment\n```\n\n## Real one ##\nText.")
+    (document,) = load(tmp_path).documents
+    assert document.title == "Real one"
+    assert document.text.startswith("Intro.") and "## Real one" in document.text
+
+
+def test_unicode_names_and_texts(tmp_path: Path) -> None:
+    (tmp_path / "東京 ☂.md").write_text("\ufeff# Привет\n\nمرحبا 🙂", "utf-8")
+    assert load(tmp_path).documents == (Document("東京 ☂", "مرحبا 🙂", "Привет"),)
+
+
+def test_hidden_files_are_left_and_others_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _write(tmp_path, a_md="text", _git__config_md="hidden", photo_png=b"\x89PNG", table_csv="1,2")
+    with caplog.at_level(logging.WARNING):
+        loaded = load(tmp_path)
+    assert [document.id for document in loaded.documents] == ["a"]
+    assert "1 .csv, 1 .png" in caplog.text and "git" not in caplog.text
+
+
+def test_documents_without_text_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _write(tmp_path, a_md="text", empty_txt="", blank_md=" \n\t\n", title_md="# Only a title", bare_html="<p></p>")
+    with caplog.at_level(logging.WARNING):
+        loaded = load(tmp_path)
+    assert [document.id for document in loaded.documents] == ["a"]
+    assert loaded.skipped == 4
+    assert len(caplog.records) == 1 and "bare, blank, empty, title" in caplog.text
+
+
+@pytest.mark.parametrize("files", [{}, {"empty_md": "  "}, {"photo_png": "x"}])
+def test_folder_without_text_is_refused(tmp_path: Path, files: dict[str, str]) -> None:
+    _write(tmp_path, **files)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load(tmp_path)
+
+
+def test_other_sources_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path, a_md="text")
+    with pytest.raises(ConfigError, match=r"folder of documents or a \.jsonl file"):
+        load(tmp_path / "a.md")
+    with pytest.raises(ConfigError, match="no such folder"):
+        load(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["a_md", "a_txt", "a_html"])
+def test_binary_and_broken_text_is_refused_with_its_line(tmp_path: Path, name: str) -> None:
+    file = name.replace("_", ".")
+    _write(tmp_path, **{name: b"fine\nnot \xff\xfe fine\n"})
+    with pytest.raises(ConfigError, match=rf"{file}:2: not UTF-8 text \(byte 0xff\)"):
+        load(tmp_path)
+    _write(tmp_path, **{name: b"fine\n\nbin\0ary"})
+    with pytest.raises(ConfigError, match=rf"{file}:3: binary content \(a NUL byte\)"):
+        load(tmp_path)
+
+
+def test_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    _write(tmp_path, a_md="x" * 1001)
+    with pytest.raises(ConfigError, match=r"a\.md: 1001 bytes, more than the limit of 1000"):
+        load(tmp_path, max_bytes=1000)
+    assert len(load(tmp_path, max_bytes=1001).documents) == 1
+
+
+# ------------------------------------------------------------------------------------------------- HTML
+
+
+def _html(tmp_path: Path, page: str | bytes) -> Document:
+    _write(tmp_path, a_html=page)
+    return load(tmp_path).documents[0]
+
+
+def test_html_breaks_lines_where_elements_do(tmp_path: Path) -> None:
+    page = """<html><head><style>p {}</style><script>var x</script></head><body><!-- note -->
+      <h1>The  Bay</h1><p>One line,
+      still <i>the</i> same.<br>A new one.</p><ul><li>seals</li><li>gulls</li></ul>
+      <table><tr><td>depth</td><td>9 m</td></tr><tr><td>tide</td><td>3 m</td></tr></table></body></html>"""
+    document = _html(tmp_path, page)
+    assert document.title == "The Bay"
+    assert document.text == "One line, still the same.\nA new one.\n\nseals\ngulls\n\ndepth 9 m\ntide 3 m"
+
+
+def test_html_keeps_preformatted_text(tmp_path: Path) -> None:
+    assert _html(tmp_path, "<pre>if x:\n    y = 1</pre>").text == "if x:\n    y = 1"
+
+
+def test_html_charset_is_obeyed(tmp_path: Path) -> None:
+    page = '<meta charset="iso-8859-1"><p>Café</p>'
+    assert _html(tmp_path, page.encode("latin-1")).text == "Café"
+    with pytest.raises(ConfigError, match=r"a\.html: cannot be read as 'klingon'"):
+        _html(tmp_path, '<meta charset="klingon"><p>x</p>')
+
+
+def test_odd_html_is_read(tmp_path: Path) -> None:
+    assert _html(tmp_path, '<?xml version="1.0"?><html><body>a &amp; b</body></html>').text == "a & b"
+    assert _html(tmp_path, "name.txt").text == "name.txt"
+    assert _html(tmp_path, "<div>" * 2000 + "deep").text == "deep"
+
+
+# -------------------------------------------------------------------------------------------------- PDF
+
+
+def test_encrypted_and_broken_pdfs_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pdf"
+    _pdf(path, "secret")
+    whole = path.read_bytes()
+    writer = PdfWriter(clone_from=PdfReader(path))
+    writer.encrypt("password", algorithm="RC4-128")
+    writer.write(path)
+    with pytest.raises(ConfigError, match=r"a\.pdf: the PDF is encrypted"):
+        load(tmp_path)
+    for broken in (b"not a pdf", b"", whole[:200]):
+        path.write_bytes(broken)
+        with pytest.raises(ConfigError, match=r"a\.pdf: not a readable PDF"):
+            load(tmp_path)
+
+
+def test_pdf_without_text_is_skipped(tmp_path: Path) -> None:
+    _pdf(tmp_path / "scan.pdf", "")
+    _write(tmp_path, a_md="text")
+    assert load(tmp_path).skipped == 1
+
+
+# ------------------------------------------------------------------------------------------------ JSONL
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    path = _jsonl(
+        tmp_path / "a.jsonl",
+        {"id": "1", "title": "One", "text": "Erste\r\nZeile 🙂 "},
+        {"id": "2", "text": "ohne Titel"},
+        {"id": "3", "title": "leer", "text": "  "},
+    )
+    path.write_text(path.read_text("utf-8").replace("\n", "\n\n") + "\n", "utf-8")  # blank lines do no harm
+    loaded = load(path)
+    assert loaded.documents == (Document("1", "Erste\r\nZeile 🙂", "One"), Document("2", "ohne Titel"))
+    assert loaded.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"id": "2", "text": ', "broken JSON"),
+        ('["2", "text"]', "expected an object"),
+        ('{"id": "2"}', "field 'text' is missing"),
+        ('{"text": "x"}', "field 'id' is missing"),
+        ('{"id": 2, "text": "x"}', "id must be a string, not int"),
+        ('{"id": "2", "text": null}', "text must be a string, not NoneType"),
+        ('{"id": "2", "text": "x", "title": ["x"]}', "title must be a string, not list"),
+        ('{"id": "2", "text": "x", "url": "y"}', "unknown field 'url'"),
+        ('{"id": "2", "text": "x", "text": "y"}', "broken JSON: field 'text' is given twice"),
+        ('{"id": " ", "text": "x"}', "id is empty"),
+        ('{"id": "1", "text": "x"}', "duplicate id '1', first on line 1"),
+        ('{"id": "2", "text": "\\ud800"}', "text is not valid Unicode"),
+        ("[" * 100_000, "broken JSON"),
+        ('{"id": "2", "text": "' + "x" * 200_000 + '"}', "longer than the limit of 150000 bytes"),
+        ('{"id": "2", "text": "\0"}', "binary content"),
+    ],
+)
+def test_bad_lines_are_named_with_their_number(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "1", "text": "fine"}\n\n' + line + "\n", "utf-8")
+    with pytest.raises(ConfigError, match=rf"a\.jsonl:3: {message}"):
+        load(path, max_bytes=150_000)
+
+
+def test_undecodable_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"id": "1", "text": "fine"}\n{"id": "2", "text": "\xff"}\n')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: not UTF-8"):
+        load(path)
+
+
+def test_empty_jsonl_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.jsonl: no document with text"):
+        load(_jsonl(tmp_path / "a.jsonl"))

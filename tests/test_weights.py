@@ -1,0 +1,556 @@
+"""Checkpoints: readers of safetensors, GGUF and Orbax, their errors, and the dequantised cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from gguf import GGMLQuantizationType as Quant
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from ragjax.core import ConfigError
+from ragjax.models import weights
+from ragjax.models.config import Family, ModelConfig, RopeScaling
+from ragjax.models.decoder import Decoder
+from ragjax.models.weights import (
+    Checkpoint,
+    expected_shapes,
+    load_decoder,
+    open_checkpoint,
+    read_gguf,
+    restore_decoder,
+    save_decoder,
+    unpermute_rope_rows,
+    weights_digest,
+)
+
+Array = NDArray[Any]
+FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+NAMES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+
+
+def tiny(family: Family, *, tie: bool = False, scaling: RopeScaling | None = None) -> ModelConfig:
+    return ModelConfig(
+        family=family,
+        vocab_size=40,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        rope_theta=10000.0,
+        rope_scaling=scaling,
+        norm_eps=1e-6,
+        tie_embeddings=tie,
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        context_length=128,
+        eos_ids=(2,),
+        bos_id=1,
+    )
+
+
+def random_tensors(config: ModelConfig) -> dict[str, Array]:
+    rng = np.random.default_rng(0)
+    return {n: rng.normal(0, 0.1, s).astype(np.float32) for n, s in expected_shapes(config).items()}
+
+
+def write_directory(path: Path, config: ModelConfig, tensors: Mapping[str, Array], shards: int = 2) -> Path:
+    path.mkdir(parents=True)
+    described = {
+        "architectures": [f"{NAMES[config.family]}ForCausalLM"],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.context_length,
+        "sliding_window": None,
+        "hidden_act": "silu",
+        "eos_token_id": list(config.eos_ids),
+        "bos_token_id": config.bos_id,
+    }
+    (path / "config.json").write_text(json.dumps(described))
+    if shards == 1:
+        save_file(dict(tensors), path / "model.safetensors")
+        return path
+    names = sorted(tensors)
+    index: dict[str, str] = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        save_file({name: tensors[name] for name in names[shard::shards]}, path / file)
+        index |= dict.fromkeys(names[shard::shards], file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return path
+
+
+GGUF_NAMES = {hf: ours for ours, hf in weights._GGUF_TOP.items()}
+GGUF_LAYER = {hf: ours for ours, hf in weights._GGUF_LAYER.items()}
+
+
+def gguf_name(name: str) -> str:
+    if name in GGUF_NAMES:
+        return GGUF_NAMES[name]
+    _, _, layer, *middle, kind = name.split(".")
+    return f"blk.{layer}.{GGUF_LAYER['.'.join(middle)]}.{kind}"
+
+
+def permute(weight: Array, heads: int) -> Array:
+    """Interleave each head's halves: row 2i is old row i, row 2i + 1 is old row i + D/2."""
+    rows = weight.reshape(heads, -1, weight.shape[-1])
+    half = rows.shape[1] // 2
+    out = np.empty_like(rows)
+    out[:, 0::2], out[:, 1::2] = rows[:, :half], rows[:, half:]
+    return out.reshape(weight.shape)
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Array],
+    quant: Quant = Quant.F32,
+    extra: Mapping[str, Array] | None = None,
+) -> Path:
+    architecture = "llama" if config.family == "mistral" else config.family
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_eos_token_id(config.eos_ids[0])
+    assert config.bos_id is not None
+    writer.add_bos_token_id(config.bos_id)
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 1.5])
+    for name, value in tensors.items():
+        if architecture == "llama" and name.endswith("q_proj.weight"):
+            value = permute(value, config.num_heads)
+        if architecture == "llama" and name.endswith("k_proj.weight"):
+            value = permute(value, config.num_kv_heads)
+        kind = quant if value.ndim == 2 else Quant.F32
+        stored = value if kind == Quant.F32 else gguf.quantize(value, kind)
+        writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
+    for name, value in (extra or {}).items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def assert_same(checkpoint: Checkpoint, tensors: Mapping[str, Array]) -> None:
+    assert set(checkpoint.tensors) == set(tensors)
+    for name, value in tensors.items():
+        assert checkpoint.tensors.shapes[name] == value.shape
+        got = checkpoint.tensors[name]
+        assert got.dtype == value.dtype, name
+        np.testing.assert_array_equal(got, value, err_msg=name)
+
+
+# ----------------------------------------------------------------------------------- Hugging Face
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sharded_directory_reads_back(tmp_path: Path, family: Family, dtype: Any) -> None:
+    config = tiny(family)
+    tensors = {name: value.astype(dtype) for name, value in random_tensors(config).items()}
+    checkpoint = open_checkpoint(write_directory(tmp_path / "m", config, tensors, shards=3))
+    assert checkpoint.config == config
+    assert not checkpoint.quantized
+    assert_same(checkpoint, tensors)
+
+
+def test_tied_directory_may_repeat_the_embedding_as_head_and_carry_rotation_tables(tmp_path: Path) -> None:
+    config = tiny("llama", tie=True)
+    tensors = random_tensors(config)
+    more = tensors | {
+        "lm_head.weight": tensors["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(16, np.float32),
+    }
+    assert_same(open_checkpoint(write_directory(tmp_path / "m", config, more, shards=1)), tensors)
+    more["lm_head.weight"] = more["lm_head.weight"] + 1
+    with pytest.raises(ConfigError, match="tie_word_embeddings"):
+        open_checkpoint(write_directory(tmp_path / "n", config, more, shards=1))
+
+
+def test_end_tokens_of_generation_config_join_those_of_the_config(tmp_path: Path) -> None:
+    path = write_directory(tmp_path / "m", tiny("qwen2"), random_tensors(tiny("qwen2")))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert open_checkpoint(path).config.eos_ids == (2, 7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_an_extra_and_a_misshapen_tensor_are_named(tmp_path: Path, family: Family) -> None:
+    config = tiny(family)
+    tensors = random_tensors(config)
+    for number, name in enumerate(("model.norm.weight", "lm_head.weight", "model.layers.1.self_attn.k_proj.weight")):
+        without = {key: value for key, value in tensors.items() if key != name}
+        with pytest.raises(ConfigError, match=f"{name} is missing"):
+            open_checkpoint(write_directory(tmp_path / f"missing{number}", config, without))
+        wrong = tensors | {name: tensors[name][:-1]}
+        with pytest.raises(ConfigError, match=f"{name} has shape"):
+            open_checkpoint(write_directory(tmp_path / f"shape{number}", config, wrong))
+    for number, name in enumerate(
+        ("model.layers.2.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.bias", "score.weight")
+    ):
+        with pytest.raises(ConfigError, match=f"unexpected tensor {name}"):
+            open_checkpoint(
+                write_directory(tmp_path / f"extra{number}", config, tensors | {name: np.ones(3, np.float32)})
+            )
+
+
+def test_damaged_directories_say_what_is_wrong(tmp_path: Path) -> None:
+    config = tiny("llama")
+    whole = write_directory(tmp_path / "m", config, random_tensors(config))
+
+    def damaged(name: str) -> Path:
+        return Path(shutil.copytree(whole, tmp_path / name))
+
+    truncated = damaged("truncated") / "model-00002-of-00002.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match=r"model-00002-of-00002.safetensors: truncated"):
+        open_checkpoint(truncated.parent)
+    shard = damaged("shard") / "model-00001-of-00002.safetensors"
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors.* is missing"):
+        open_checkpoint(shard.parent)
+    config_file = damaged("config") / "config.json"
+    config_file.write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json: cannot be read"):
+        open_checkpoint(config_file.parent)
+    config_file.unlink()
+    with pytest.raises(ConfigError, match=r"config.json is missing"):
+        open_checkpoint(config_file.parent)
+    index = damaged("index") / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../m/model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ConfigError, match="outside"):
+        open_checkpoint(index.parent)
+    index.unlink()
+    with pytest.raises(ConfigError, match="neither"):
+        open_checkpoint(index.parent)
+    with pytest.raises(ConfigError, match="no such model"):
+        open_checkpoint(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="expected a .gguf file"):
+        open_checkpoint(whole / "config.json")
+    int8 = {name: value.astype(np.int8) for name, value in random_tensors(config).items()}
+    with pytest.raises(ConfigError, match="unsupported type I8"):
+        open_checkpoint(write_directory(tmp_path / "int8", config, int8))
+
+
+# ------------------------------------------------------------------------------------------- GGUF
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_reads_back_under_hugging_face_names_and_orientation(tmp_path: Path, family: Family, tie: bool) -> None:
+    config = tiny(family, tie=tie)
+    tensors = random_tensors(config)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", config, tensors))
+    expected = dataclasses.replace(config, family="llama") if family == "mistral" else config
+    assert checkpoint.config == expected
+    assert checkpoint.quantized
+    assert_same(checkpoint, tensors)
+
+
+@pytest.mark.parametrize("quant", [Quant.F16, Quant.BF16, Quant.Q8_0, Quant.Q4_1, Quant.Q5_0])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_quantised_gguf_dequantises_to_what_the_format_says(tmp_path: Path, family: Family, quant: Quant) -> None:
+    config = tiny(family)
+    tensors = random_tensors(config)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", config, tensors, quant))
+    rounded = {
+        name: gguf.dequantize(gguf.quantize(value, quant), quant).astype(np.float32) if value.ndim == 2 else value
+        for name, value in tensors.items()
+    }
+    assert_same(checkpoint, rounded)
+    assert quant == Quant.F16 or any(np.any(rounded[name] != tensors[name]) for name in tensors)
+
+
+def test_undoing_the_permutation_makes_rope_on_halves_of_rope_on_neighbours() -> None:
+    """Turning neighbours of the stored rows is the same as turning halves of the unpermuted rows."""
+    heads, dim = 3, 8
+    rng = np.random.default_rng(1)
+    stored = rng.normal(size=(heads * dim, 5))
+    x, angle = rng.normal(size=5), rng.normal(size=dim // 2)
+    pairs = (stored @ x).reshape(heads, dim // 2, 2)
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle)
+    halves = (unpermute_rope_rows(stored, heads) @ x).reshape(heads, 2, dim // 2)
+    np.testing.assert_allclose((halves[:, 0] + 1j * halves[:, 1]) * np.exp(1j * angle), turned)
+    np.testing.assert_array_equal(unpermute_rope_rows(permute(stored, heads), heads), stored)
+
+
+def test_gguf_metadata_agrees_with_the_gguf_package(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama"), random_tensors(tiny("llama")), Quant.Q8_0)
+    reader = gguf.GGUFReader(path)
+    metadata, tensors = read_gguf(path)
+    assert metadata == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    assert {
+        t.name: (tuple(t.shape.tolist()[::-1]), t.tensor_type, t.data_offset, t.n_bytes) for t in reader.tensors
+    } == {name: (t.shape, t.kind, t.offset, t.size) for name, t in tensors.items()}
+
+
+def llama3_divisors(theta: float, dim: int, s: RopeScaling) -> NDArray[np.float32]:
+    factors = []
+    for i in range(0, dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / dim)
+        turns = s.original_context / wavelength
+        smooth = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        smooth = min(max(smooth, 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / s.factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def test_llama3_rope_scaling_is_recovered_from_rope_freqs(tmp_path: Path) -> None:
+    scaling = RopeScaling(32.0, 1.0, 4.0, 8192)
+    config = tiny("llama", scaling=scaling)
+    tensors = random_tensors(config)
+    divisors = llama3_divisors(config.rope_theta, config.head_dim, scaling)
+    path = write_gguf(tmp_path / "m.gguf", config, tensors, extra={"rope_freqs.weight": divisors})
+    assert open_checkpoint(path).config == config
+    path = write_gguf(tmp_path / "n.gguf", config, tensors, extra={"rope_freqs.weight": np.ones_like(divisors)})
+    assert open_checkpoint(path).config.rope_scaling is None
+    for number, wrong in enumerate((divisors * np.float32(1.1), divisors[:-1])):
+        path = write_gguf(tmp_path / f"{number}.gguf", config, tensors, extra={"rope_freqs.weight": wrong})
+        with pytest.raises(ConfigError, match=r"rope_freqs.weight"):
+            open_checkpoint(path)
+
+
+def test_a_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    config = tiny("llama")
+    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
+    data = path.read_bytes()
+    for length in [0, 3, 4, 7, 12, 23, *range(24, len(data) - 1, len(data) // 40), len(data) - 40]:
+        (tmp_path / "cut.gguf").write_bytes(data[:length])
+        with pytest.raises(ConfigError, match=r"cut.gguf: .*(truncated|not a GGUF)"):
+            open_checkpoint(tmp_path / "cut.gguf")
+    (tmp_path / "cut.gguf").write_bytes(data)
+    open_checkpoint(tmp_path / "cut.gguf")
+
+
+def test_gguf_of_other_versions_and_parts_is_refused(tmp_path: Path) -> None:
+    config = tiny("llama")
+    path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + struct.pack("<I", 1) + data[8:])
+    with pytest.raises(ConfigError, match="version 1"):
+        open_checkpoint(path)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 2)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"split.count"):
+        open_checkpoint(path)
+
+
+def test_gguf_tensors_and_architectures_that_are_unknown_are_named(tmp_path: Path) -> None:
+    config = tiny("qwen3")
+    tensors = random_tensors(config)
+    for number, name in enumerate(
+        ("blk.0.attn_sinks.weight", "blk.0.attn_q.bias", "blk.7.attn_q.weight", "cls.weight")
+    ):
+        path = write_gguf(tmp_path / f"{number}.gguf", config, tensors, extra={name: np.ones(4, np.float32)})
+        target = {1: "model.layers.0.self_attn.q_proj.bias", 2: "model.layers.7.self_attn.q_proj.weight"}.get(
+            number, name
+        )
+        with pytest.raises(ConfigError, match=f"unexpected tensor {target}"):
+            open_checkpoint(path)
+    without = {name: value for name, value in tensors.items() if name != "model.layers.1.mlp.up_proj.weight"}
+    with pytest.raises(ConfigError, match=r"model.layers.1.mlp.up_proj.weight is missing"):
+        open_checkpoint(write_gguf(tmp_path / "missing.gguf", config, without))
+    other = write_gguf(tmp_path / "other.gguf", config, tensors)
+    other.write_bytes(other.read_bytes().replace(b"qwen3", b"gemma"))
+    with pytest.raises(ConfigError, match=r"general.architecture is 'gemma'"):
+        open_checkpoint(other)
+
+
+# -------------------------------------------------------------------- decoder, cache and Orbax
+
+
+def logits(decoder: Decoder) -> Array:
+    return np.asarray(decoder.logits(jnp.arange(9, dtype=jnp.int32)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_model_from_directory_gguf_and_orbax_gives_the_same_logits(tmp_path: Path, family: Family) -> None:
+    config = tiny(family, tie=family == "qwen3")
+    tensors = random_tensors(config)
+    directory = write_directory(tmp_path / "m", config, tensors)
+    expected = logits(load_decoder(directory, np.float32, tmp_path / "cache"))
+    assert np.ptp(expected) > 0.1
+    file = write_gguf(tmp_path / "m.gguf", config, tensors)
+    np.testing.assert_array_equal(logits(load_decoder(file, np.float32, tmp_path / "cache")), expected)
+    save_decoder(load_decoder(directory, np.float32, tmp_path / "cache"), tmp_path / "orbax")
+    restored = restore_decoder(tmp_path / "orbax", np.float32)
+    assert restored.config == config
+    np.testing.assert_array_equal(logits(restored), expected)
+
+
+def test_restore_casts_matrices_and_keeps_vectors(tmp_path: Path) -> None:
+    decoder = Decoder(tiny("qwen2"), jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    save_decoder(decoder, tmp_path / "orbax")
+    restored = restore_decoder(tmp_path / "orbax", jnp.bfloat16)
+    wanted = jax.tree.map(lambda leaf: leaf.dtype, nnx.to_pure_dict(nnx.state(Decoder.abstract(tiny("qwen2")))))
+    assert jax.tree.map(lambda leaf: leaf.dtype, nnx.to_pure_dict(nnx.state(restored))) == wanted
+    embedding = np.asarray(decoder.embedding[...]).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(np.asarray(restored.embedding[...]), embedding)
+
+
+def test_orbax_errors_say_what_is_wrong(tmp_path: Path) -> None:
+    decoder = Decoder(tiny("llama"), jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    save_decoder(decoder, tmp_path / "a")
+    with pytest.raises(ConfigError, match="exists already"):
+        save_decoder(decoder, tmp_path / "a")
+    with pytest.raises(ConfigError, match="not a decoder saved whole"):
+        restore_decoder(tmp_path / "b", np.float32)
+    wider = dataclasses.replace(decoder.config, vocab_size=48)
+    (tmp_path / "a" / "ragjax.json").write_text(wider.to_json())
+    with pytest.raises(ConfigError, match=r"embedding has shape \(40, 64\), expected \(48, 64\)|head has shape"):
+        restore_decoder(tmp_path / "a", np.float32)
+    deeper = dataclasses.replace(decoder.config, num_layers=3)
+    (tmp_path / "a" / "ragjax.json").write_text(deeper.to_json())
+    with pytest.raises(ConfigError, match=r"layers\.2\.\w+ has shape none \(missing\)"):
+        restore_decoder(tmp_path / "a", np.float32)
+    (tmp_path / "a" / "ragjax.json").write_text(decoder.config.to_json())
+    shutil.rmtree(tmp_path / "a" / "weights")
+    with pytest.raises(ConfigError, match="damaged"):
+        restore_decoder(tmp_path / "a", np.float32)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the GGUF tensors read from here on."""
+    read: list[str] = []
+    original = weights._read_gguf_tensor
+
+    def spy(path: Path, tensor: weights.GgufTensor, name: str) -> NDArray[np.float32]:
+        read.append(name)
+        return original(path, tensor, name)
+
+    monkeypatch.setattr(weights, "_read_gguf_tensor", spy)
+    return read
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_second_start_dequantises_nothing_and_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    config = tiny("llama")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q4_1)
+    direct = Decoder.from_tensors(config, open_checkpoint(file).tensors, jnp.dtype(dtype))
+    read = counting(monkeypatch)
+    first = load_decoder(file, dtype, tmp_path / "cache")
+    assert len(read) == len(expected_shapes(config))
+    read.clear()
+    second = load_decoder(file, dtype, tmp_path / "cache")
+    assert not read
+    for decoder in (first, second):
+        assert jax.tree.all(
+            jax.tree.map(
+                lambda a, b: a.dtype == b.dtype and bool(jnp.all(a == b)), nnx.state(decoder), nnx.state(direct)
+            )
+        )
+
+
+def test_cache_is_keyed_by_weights_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny("qwen2")
+    tensors = random_tensors(config)
+    file = write_gguf(tmp_path / "m.gguf", config, tensors)
+    load_decoder(file, "float32", tmp_path / "cache")
+    read = counting(monkeypatch)
+    load_decoder(file, "bfloat16", tmp_path / "cache")
+    assert read
+    changed = tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}
+    write_gguf(file, config, changed)
+    decoder = load_decoder(file, "float32", tmp_path / "cache")
+    np.testing.assert_array_equal(np.asarray(decoder.norm[...]), changed["model.norm.weight"])
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty"])
+def test_a_damaged_cache_is_rebuilt_with_a_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    config = tiny("llama")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
+    expected = logits(load_decoder(file, "float32", tmp_path / "cache"))
+    (cached,) = (tmp_path / "cache" / "dequantized").glob("*.safetensors")
+    data = bytearray(cached.read_bytes())
+    data[-40] ^= 0x80
+    cached.write_bytes({"flip": bytes(data), "truncate": bytes(data[:-7]), "empty": b""}[damage])
+    assert not caplog.records
+    np.testing.assert_array_equal(logits(load_decoder(file, "float32", tmp_path / "cache")), expected)
+    assert [r.levelno for r in caplog.records if "damaged" in r.message] == [logging.WARNING]
+    caplog.clear()
+    load_decoder(file, "float32", tmp_path / "cache")
+    assert not caplog.records
+
+
+def test_an_interrupted_cache_write_leaves_nothing_that_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny("llama")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
+    original = weights._read_gguf_tensor
+
+    def dies(path: Path, tensor: weights.GgufTensor, name: str) -> NDArray[np.float32]:
+        if name == "blk.1.ffn_up.weight":
+            raise KeyboardInterrupt
+        return original(path, tensor, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_read_gguf_tensor", dies)
+        with pytest.raises(KeyboardInterrupt):
+            load_decoder(file, "float32", tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "dequantized").glob("*.safetensors"))
+    load_decoder(file, "float32", tmp_path / "cache")
+
+
+def test_digest_covers_the_content_of_all_weight_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny("llama")
+    tensors = random_tensors(config)
+    path = write_directory(tmp_path / "m", config, tensors)
+    digest = weights_digest(path, tmp_path / "cache")
+    assert len(digest) == 32
+    with monkeypatch.context() as patch:
+        patch.setattr(weights.hashlib, "file_digest", lambda *_: pytest.fail("read the file again"))
+        assert weights_digest(path, tmp_path / "cache") == digest
+    moved = Path(shutil.copytree(path, tmp_path / "n"))
+    assert weights_digest(moved, tmp_path / "cache") == digest
+    shard = moved / "model-00002-of-00002.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(bytes(data))
+    assert weights_digest(moved, tmp_path / "cache") != digest
+    for note in (tmp_path / "cache" / "digests").iterdir():
+        note.write_text("not json")
+    assert weights_digest(path, tmp_path / "cache") == digest

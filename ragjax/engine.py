@@ -40,6 +40,7 @@ from ragjax.core import (
 )
 from ragjax.generation import Generation
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.reuse.base import Holding, Strategy
 from ragjax.runner import Runner
@@ -101,6 +102,7 @@ class Engine:
         default_strategy: str,
         max_queue: int = 64,
         top_k: int = 3,
+        chunker: Chunker,
         open_knowledge: Callable[[str], KnowledgeBase],
     ):
         if default_strategy not in strategies:
@@ -114,6 +116,7 @@ class Engine:
         self._cache = cache
         self._strategies = strategies
         self._knowledge: dict[str, KnowledgeBase] = {}
+        self._chunker = chunker
         self._open_knowledge = open_knowledge
         self._max_queue = max_queue
         self._scheduler = Scheduler(runner.grid, runner.page_size)
@@ -235,6 +238,10 @@ class Engine:
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
         """Remove documents by id; the number removed."""
         return self._base(knowledge, create=False).delete(ids)
+
+    def document_ids(self, knowledge: str | None = None) -> frozenset[str]:
+        """Ids of a knowledge base's documents."""
+        return self._base(knowledge, create=False).document_ids
 
     def _base(self, name: str | None, *, create: bool) -> KnowledgeBase:
         if name is None:
@@ -382,8 +389,12 @@ class Engine:
     def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
         hits: list[Hit] = []
         for document in documents:
-            base = self._base(knowledge, create=isinstance(document, Document))
-            chunks = base.chunk_inline(document) if isinstance(document, Document) else base.document(document)
+            if isinstance(document, Document):
+                chunks = self._chunker.chunks(document)
+                if not chunks:
+                    raise RequestError(f"document {document.id!r} has no text", param="rag.documents")
+            else:
+                chunks = self._base(knowledge, create=False).document(document)
             hits += [Hit(chunk, 1.0) for chunk in chunks]
         return tuple(hits)
 

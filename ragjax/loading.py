@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, weights_digest
+from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load as load_documents
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse import strategies as all_strategies
@@ -78,7 +80,8 @@ def load_engine(
         default_strategy=strategy,
         max_queue=max_queue,
         top_k=top_k,
-        open_knowledge=_opener(tokenizer, index, index_dir),
+        chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
+        open_knowledge=_opener(tokenizer, index, index_dir, progress),
     )
     try:
         for name, source in _sources(knowledge).items():
@@ -136,19 +139,24 @@ def _compile(runner: Runner, mass: bool, progress: bool) -> None:
         runner.compile(mass=mass, progress=lambda _: bar.update())
 
 
-def _opener(tokenizer: Tokenizer, index: str, index_dir: str | Path | None) -> Callable[[str], KnowledgeBase]:
+def _opener(
+    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, progress: bool
+) -> Callable[[str], KnowledgeBase]:
     """Opens knowledge bases by name; the encoder is loaded for the first one."""
 
     @cache
     def encoder() -> Encoder:
         loaded = Encoder.load(resolve(ENCODER).path)
-        loaded.warmup()
+        with tqdm(desc="compiling encoder", unit="program", disable=not progress) as bar:
+            loaded.warmup(lambda done, total: _show(bar, done, total))
         return loaded
 
     def open_base(name: str) -> KnowledgeBase:
+        if not re.fullmatch(r"\w[\w. -]*", name):
+            raise ConfigError(f"{name!r} cannot name a knowledge base: use letters, digits, '_', '-', '.' and spaces")
         return KnowledgeBase.open(
             None if index_dir is None else Path(index_dir) / name,
-            encode_tokens=lambda text: tokenizer.encode(text, special=False, continued=True),
+            encode_tokens=partial(tokenizer.encode, special=False, continued=True),
             encoder=encoder(),
             model_key=tokenizer.digest.hex(),
             index_kind=index,
@@ -167,10 +175,15 @@ def _sources(knowledge: str | Path | dict[str, str | Path] | None) -> dict[str, 
 
 
 def _fill(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
+    """Make the knowledge base hold exactly what the source holds."""
     loaded = load_documents(source)
-    with tqdm(total=len(loaded.documents), desc=f"indexing {name}", unit="document", disable=not progress) as bar:
+    with tqdm(desc=f"indexing {name}", unit="document", disable=not progress) as bar:
+        engine.add_documents(loaded.documents, name, progress=lambda done, total: _show(bar, done, total))
+    gone = engine.document_ids(name) - {document.id for document in loaded.documents}
+    if gone:
+        engine.delete_documents(sorted(gone), name)
 
-        def update(done: int, _: int) -> None:
-            bar.update(done - bar.n)
 
-        engine.add_documents(loaded.documents, name, progress=update)
+def _show(bar: tqdm[NoReturn], done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)

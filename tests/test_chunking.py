@@ -71,8 +71,9 @@ def test_any_text_fits_and_is_kept(text: str, title: str, budget: int) -> None:
         assert _squeezed("".join(chunk.text for chunk in chunks)) == _squeezed(text)
 
 
-def test_sentences_stay_whole_where_they_fit() -> None:
-    for body in _bodies(Document("d", PROSE), Chunker(encode, 96)):
+@pytest.mark.parametrize("title", ["", "The log of the keeper"])
+def test_sentences_stay_whole_where_they_fit(title: str) -> None:
+    for body in _bodies(Document("d", PROSE, title), Chunker(encode, 96)):
         assert body[-1] in ".!"
 
 

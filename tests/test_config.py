@@ -150,7 +150,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("linear", LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     ("attention_factor", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"attention_factor": 1.2}}),
     ("high_freq_factor", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}),
-    ("original_max_position_embeddings", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": None}}),
+    ("original_max_position", LLAMA, {"rope_scaling": LLAMA3_ROPE | {"original_max_position_embeddings": None}}),
     ("contradict", LLAMA, {"rope_scaling": LLAMA3_ROPE, "rope_parameters": {"rope_type": "default"}}),
     ("auto_map", LLAMA, {"auto_map": {"AutoModel": "modeling.py"}}),
     ("num_heads", LLAMA, {"num_key_value_heads": 3}),

@@ -106,6 +106,7 @@ def test_hits_are_whole_chunks_with_their_similarity() -> None:
         assert hits[0].score == pytest.approx(question @ passage, abs=1e-6)
         assert base.search("copper", 0) == ()
         assert len(base.search("copper", 50)) == 4
+        assert base.search("copper", 1)[0].chunk is base.search("copper", 1)[0].chunk  # read from the store once
 
 
 def test_title_alone_makes_a_change() -> None:
@@ -229,7 +230,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 def test_broken_store_and_bad_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "chunks.sqlite").write_bytes(b"not a database at all" * 100)
-    with pytest.raises(ConfigError, match="delete .* and add the documents again"):
+    with pytest.raises(ConfigError, match=r"delete .* and add the documents again"):
         _open(tmp_path)
     with pytest.raises(ConfigError, match="unknown index 'tree'"):
         _open(None, index_kind="tree")

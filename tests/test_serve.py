@@ -458,6 +458,8 @@ def test_sse_framing(shared: Served) -> None:
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["rag"]["segments"]
     assert all("usage" not in chunk and "rag" not in chunk for chunk in chunks[:-1])
+    summed = events_of(shared.post(json={**CHAT, "stream": True, "stream_options": {"include_usage": True}}))
+    assert [chunk["usage"] is None for chunk in summed[:-1]] == [True] * 8 + [False] and "rag" not in summed[-2]
 
 
 def test_stream_comes_token_by_token() -> None:
@@ -504,16 +506,18 @@ def test_engine_failure_leaks_nothing_and_is_logged(caplog: pytest.LogCaptureFix
 @pytest.mark.parametrize("delay", [0.02, 30.0], ids=["decoding", "before the first token"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_that_leaves_cancels_its_request(stream: bool, delay: float) -> None:
-    engine = FakeEngine(tokens=("word ",) * 1000, delay=delay)
+    engine = FakeEngine(tokens=("word ",) * 1000, delay=delay, context_length=2000)
     with serving(engine) as served:
         with socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))) as connection:
-            body = json.dumps({**CHAT, "stream": stream, "max_tokens": 50}).encode()
+            body = json.dumps({**CHAT, "stream": stream, "max_tokens": 1000}).encode()
             head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             wait_for(lambda: engine.running == 1)
             if stream and delay < 1:
-                assert b"data: " in connection.recv(65536)
-        wait_for(lambda: engine.cancelled == 1, seconds=0.5)
+                received = b""
+                while b"data: " not in received:
+                    received += connection.recv(65536)
+        wait_for(lambda: engine.cancelled == 1, seconds=2)
         engine.audit()
         assert served.get("/health").status_code == 200
     assert engine.finished == 0

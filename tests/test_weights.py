@@ -260,7 +260,7 @@ def test_damaged_directories_say_what_is_wrong(tmp_path: Path) -> None:
         open_checkpoint(index.parent)
     with pytest.raises(ConfigError, match="no such model"):
         open_checkpoint(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="expected a .gguf file"):
+    with pytest.raises(ConfigError, match=r"expected a \.gguf file"):
         open_checkpoint(whole / "config.json")
     int8 = {name: value.astype(np.int8) for name, value in random_tensors(config).items()}
     with pytest.raises(ConfigError, match="unsupported type I8"):

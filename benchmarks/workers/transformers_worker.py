@@ -42,9 +42,17 @@ def load(model: str, dtype: str, threads: int) -> Mapping[str, Any]:
     torch.set_num_threads(threads)
     path = Path(model)
     State.model = None
-    loaded = from_gguf(path) if path.suffix == ".gguf" else AutoModelForCausalLM.from_pretrained(path)
+    loaded = from_gguf(path) if path.suffix == ".gguf" else from_directory(path)
     State.model = loaded.to(getattr(torch, dtype)).eval()
     return {"versions": {"transformers": transformers.__version__, "torch": torch.__version__}}
+
+
+def from_directory(path: Path) -> PreTrainedModel:
+    """A float32 model from a Hugging Face directory; every tensor must be there and used."""
+    loaded, account = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    if any(account.values()):
+        raise ValueError(f"{path}: {account}")
+    return loaded
 
 
 def from_gguf(path: Path) -> PreTrainedModel:
@@ -147,13 +155,12 @@ def generate(tokens: list[int], new: int) -> Mapping[str, Any]:
     return {"ttft_ms": (first - start) * 1e3, "decode_tokens_per_s": rate, "tokens": chosen}
 
 
-def encode(model: str, texts: list[str], special: bool) -> Mapping[str, Any]:
-    """Token ids and decoded text of each text, by the tokenizer of a .gguf file or a directory."""
+def encode(model: str, texts: list[str]) -> Mapping[str, Any]:
+    """Token ids of each text, by the tokenizer of a .gguf file or a directory; special tokens in it are parsed."""
     path = Path(model)
     where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     tokenizer = AutoTokenizer.from_pretrained(path.parent if where else path, **where)
-    ids = [tokenizer.encode(text, add_special_tokens=special) for text in texts]
-    return {"ids": ids, "decoded": [tokenizer.decode(one, clean_up_tokenization_spaces=False) for one in ids]}
+    return {"ids": [tokenizer.encode(text, add_special_tokens=False) for text in texts]}
 
 
 if __name__ == "__main__":

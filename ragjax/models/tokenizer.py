@@ -58,11 +58,9 @@ class Tokenizer:
         self._kind = _Kind(definition)
         self._parsing = _build(definition)
         self._plain = _build({**definition, "added_tokens": []})
-        self._parsing_continued, self._plain_continued = self._parsing, self._plain
+        self._plain_continued = self._plain
         if self._kind.prefixes_space:
-            unprefixed = self._kind.without_prefix(definition)
-            self._parsing_continued = _build(unprefixed)
-            self._plain_continued = _build({**unprefixed, "added_tokens": []})
+            self._plain_continued = _build({**self._kind.without_prefix(definition), "added_tokens": []})
         added: list[dict[str, Any]] = definition.get("added_tokens") or []
         self._added = {int(token["id"]): str(token["content"]) for token in added}
         self._control = frozenset(int(token["id"]) for token in added if token.get("special"))
@@ -98,7 +96,7 @@ class Tokenizer:
         """Raise ConfigError unless this tokenizer can belong to a model of this configuration."""
         if self.vocab_size > config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {self.vocab_size} tokens, the model only {config.vocab_size}: they do not belong together"
+                f"the tokenizer has {self.vocab_size} tokens, the model {config.vocab_size}: they do not belong together"
             )
         if self.add_bos and config.bos_id not in (None, self.bos_id):
             raise ConfigError(f"BOS is token {self.bos_id} to the tokenizer and {config.bos_id} to the model")
@@ -121,10 +119,16 @@ class Tokenizer:
             raise RequestError(
                 "the text is not valid Unicode (it has a lone surrogate)", code="invalid_value"
             ) from error
-        if special:
-            engine = self._parsing_continued if continued else self._parsing
-            return np.asarray(engine.encode(text, add_special_tokens=False).ids, np.int32)
-        return np.asarray(self._encode_plain(text, continued), np.int32)
+        ids = self._encode_parsed(text, continued) if special else self._encode_plain(text, continued)
+        return np.asarray(ids, np.int32)
+
+    def _encode_parsed(self, text: str, continued: bool) -> list[int]:
+        if not continued or not self._kind.prefixes_space:
+            return list(self._parsing.encode(text, add_special_tokens=False).ids)
+        # Only the run before the first special token goes on from earlier text.
+        cut = min((at for name in self._added.values() if (at := text.find(name)) >= 0), default=len(text))
+        head = self._plain_continued.encode(text[:cut], add_special_tokens=False).ids
+        return [*head, *self._parsing.encode(text[cut:], add_special_tokens=False).ids]
 
     def _encode_plain(self, text: str, continued: bool) -> list[int]:
         engine = self._plain_continued if continued else self._plain

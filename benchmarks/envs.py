@@ -17,7 +17,6 @@ import threading
 import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 HERE = Path(__file__).parent
@@ -145,7 +144,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _listen(self, stream: TextIO) -> None:

@@ -39,8 +39,10 @@ TOLERANCE = 2e-3
 SAMPLED_IDS = 64  # vocabulary ids whose logits the goldens keep at every position
 TINY_TOKENS = 160  # beyond the tiny Llama's original context, so that its RoPE scaling matters
 
+TINY_VOCABULARY = 97
+
 _TINY_COMMON = {
-    "vocab_size": 97,
+    "vocab_size": TINY_VOCABULARY,
     "hidden_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -90,12 +92,13 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# Without ½, ² or Ⅷ behind a space: from GGUF transformers leaves out the pre-tokenizer that splits them off.
 TOKENIZER_TEXTS = [
     "Hello, world! It's the keeper's 3rd lamp; she'll trim it at 04:30.",
     "def area(r: float) -> float:\n    return 3.14159 * r ** 2  # π·r²\n\n\tpass\n",
     "SELECT name, COUNT(*) FROM visits WHERE year >= 1998 GROUP BY name; -- 100%",
-    "1 12 123 1234 12345 3.5e-10 1,000,000 0x7f ½ ² Ⅷ",
-    "Маяк стоит на скале. Ο φάρος. המגדלור. المنارة. प्रकाशस्तंभ ประภาคาร",
+    "1 12 123 1234 12345 3.5e-10 1,000,000 0x7f",
+    "Маяк стоит на скале. Φάρος. המגדלור. المنارة. प्रकाशस्तंभ ประภาคาร",
     "灯台は岬に立つ。灯塔在岬角上。등대는 곶에 있다.",
     "🦙🚀 👨‍👩‍👧‍👦 🇫🇮 👍🏽 ❤️ naïve café Straße jaźń",
     "  leading,   inner   and trailing spaces   \n\n\n\t\r\nlines",
@@ -151,7 +154,7 @@ def encoded_prompts(worker: envs.Worker, model: Path) -> dict[str, list[int]]:
 
 def tiny_tokens(family: str) -> list[int]:
     """A prompt for the tiny model of a family: random ids, as its vocabulary means nothing."""
-    return [int(t) for t in _rng(family).integers(0, _TINY_COMMON["vocab_size"], TINY_TOKENS)]
+    return [int(t) for t in _rng(family).integers(0, TINY_VOCABULARY, TINY_TOKENS)]
 
 
 def _rng(family: str) -> np.random.Generator:
@@ -209,14 +212,15 @@ def make(data: Path) -> None:
             tokens = tiny_tokens(family)
             logits = reference(worker, write_tiny(data, family), Path(scratch))
             tiny |= {f"{family}/tokens": np.asarray(tokens, np.int32), f"{family}/logits": logits(tokens)}
-        np.savez_compressed(data / "parity_tiny.npz", **tiny)
+        np.savez_compressed(data / "parity_tiny.npz", allow_pickle=False, **tiny)
         packaged = packaged_goldens(reference(worker, model, Path(scratch)), encoded_prompts(worker, model))
-        np.savez_compressed(data / f"parity_{MODEL}.npz", **packaged)
+        np.savez_compressed(data / f"parity_{MODEL}.npz", allow_pickle=False, **packaged)
 
 
 def packaged_goldens(logits: Logits, prompts: Mapping[str, Sequence[int]]) -> dict[str, NDArray[Any]]:
     """What is kept of the reference: at every position the likeliest token, its logit, the log-sum-exp of all logits
-    and those of fixed ids; of the last position everything."""
+    and those of fixed ids; of the last position everything.
+    """
     goldens: dict[str, NDArray[Any]] = {}
     for name, tokens in prompts.items():
         found_TV = logits(tokens)

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its flags, the machine and its physical ceiling, samples that outlive a stop, the report.
+"""What benchmarks share: their flags, the machine and its physical ceiling, samples that outlive a stop, the report.
 
 A benchmark measures samples (one dictionary each), condenses them to rows and hands the rows to `finish`, which prints
 the table and, with `--json FILE`, writes `{"benchmark", "command", "machine", "versions", "rows"}`.
@@ -33,7 +33,9 @@ PACKAGES = ("ragjax", "jax", "jaxlib", "flax", "numpy", "ml-dtypes", "faiss-cpu"
 
 def parser(benchmark: str, description: str) -> argparse.ArgumentParser:
     """The flags that every benchmark has; unknown flags and abbreviations are errors."""
-    flags = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=description, allow_abbrev=False)
+    flags = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{benchmark}", description=description, allow_abbrev=False
+    )
     flags.add_argument("--quick", action="store_true", help="a smaller run that ends within two minutes on two cores")
     flags.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     return flags
@@ -140,10 +142,10 @@ class Samples:
     `settings` is everything the samples depend on; a run with other settings starts from nothing.
     """
 
-    def __init__(self, benchmark: str, settings: Mapping[str, Any], folder: Path = STORE):
+    def __init__(self, benchmark: str, settings: Mapping[str, Any], folder: Path | None = None):
         """Open the store, with the samples of an unfinished run of the same settings."""
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-        self._path = folder / f"{benchmark}-{digest}.jsonl"
+        self._path = (folder or STORE) / f"{benchmark}-{digest}.jsonl"
         self._samples = dict(_read_samples(self._path))
         if self._samples:
             print(f"continuing a stopped run: {len(self._samples)} samples are in {self._path}", file=sys.stderr)
@@ -156,7 +158,8 @@ class Samples:
         """Keep a sample."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as out:
-            out.write(json.dumps({"key": key, "sample": dict(sample)}) + "\n")
+            # begins on a line of its own, also behind one that a stop cut off
+            out.write("\n" + json.dumps({"key": key, "sample": dict(sample)}))
         self._samples[key] = dict(sample)
 
     def done(self) -> None:
@@ -168,11 +171,11 @@ def _read_samples(path: Path) -> list[tuple[str, dict[str, Any]]]:
     if not path.exists():
         return []
     found = []
-    for line in path.read_text().splitlines():
+    for line in filter(None, path.read_text().splitlines()):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:
-            continue  # the line that was being written when the run was stopped
+            continue  # a line that was being written when the run was stopped
         found.append((entry["key"], entry["sample"]))
     return found
 
@@ -246,8 +249,8 @@ def header(benchmark: str, extra_versions: Mapping[str, str] | None = None) -> H
     limits, where = ceilings(), machine()
     print(f"machine: {where['cpu']}, {where['cores']} cores, {where['memory_gb']} GB, {', '.join(where['devices'])}")
     print(
-        f"ceiling: memory copy {limits.copy_gb_s:.1f} GB/s, matrix product {limits.gemm_f32_gflops:.0f} GFLOP/s float32, "
-        f"{limits.gemm_bf16_gflops:.0f} GFLOP/s bfloat16"
+        f"ceiling: memory copy {limits.copy_gb_s:.1f} GB/s, matrix product {limits.gemm_f32_gflops:.0f} GFLOP/s in "
+        f"float32, {limits.gemm_bf16_gflops:.0f} GFLOP/s in bfloat16"
     )
     command = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]])
     return Header(benchmark, command, {**where, "ceilings": asdict(limits)}, {**versions(), **(extra_versions or {})})

@@ -422,7 +422,7 @@ class Engine:
                 code="context_length_exceeded",
             )
         needed = len(prompt) + min(sampling.max_tokens, self.context_length - len(prompt))
-        pages = self._cache.pool.pages_for(needed) + len(prompt.segments) + 1
+        pages = self._cache.pool.pages_for(needed)
         if pages > self._cache.pool.capacity or not self._scheduler.fits(len(prompt.segments), needed):
             raise RequestError(
                 f"the request needs {pages} pages of KV; the device cache has {self._cache.pool.capacity}. "

@@ -62,6 +62,7 @@ def load_engine(
     tokenizer = Tokenizer.load(local.path)
     decoder = load_decoder(local.path, dtype, cache_dir())
     config = decoder.config
+    tokenizer.check(config)
     context = _context(config, max_context)
     identity = _identity(weights_digest(local.path, cache_dir()), tokenizer, config, dtype)
     itemsize = jnp.dtype(dtype).itemsize

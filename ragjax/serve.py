@@ -22,11 +22,11 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, Protocol, TypeVar, cast
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -75,7 +75,7 @@ class ServedEngine(Protocol):
     def knowledge_names(self) -> tuple[str, ...]:
         """Names that `rag.knowledge` may take."""
 
-    def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
+    def submit(self, request: core.Request) -> AsyncIterator[core.Event]:
         """Deltas, then one answer; closing it cancels the request. Request errors come before the first event."""
 
     def stats(self) -> Mapping[str, float | Mapping[str, float]]:
@@ -127,9 +127,8 @@ def _one_text(prompt: object) -> object:
 
 Text = Annotated[str, AfterValidator(_encodable)]
 Filled = Annotated[Text, Field(min_length=1)]
-Real = Annotated[float, Field(allow_inf_nan=False)]
 One = Annotated[int, AfterValidator(_only(1, hint="send several requests"))]
-Zero = Annotated[Real, AfterValidator(_only(0, hint="penalties are not implemented"))]
+Zero = Annotated[float, AfterValidator(_only(0, hint="penalties are not implemented"))]
 
 
 class _Body(BaseModel):
@@ -196,8 +195,8 @@ class _Generation(_Body):
 
     model: Text
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Real | None = None
-    top_p: Real | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: int | None = None
     n: One | None = None
     stream: bool | None = None
@@ -659,7 +658,10 @@ class _RequireKey:
 
 
 class _LimitBody:
-    """Refuses a body over `limit` bytes, by its declared length before reading it, and by what arrives."""
+    """Refuses a body over `limit` bytes, by its declared length before reading it, and by what arrives.
+
+    uvicorn reads the rest away, so that a client that is still writing gets to read the answer.
+    """
 
     def __init__(self, app: ASGIApp, limit: int):
         self._app = app
@@ -670,7 +672,6 @@ class _LimitBody:
             return await self._app(scope, receive, send)
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if int(declared) > self._limit:
-            await _discard(receive)
             return await self._error().response()(scope, receive, send)
         received = 0
 
@@ -679,8 +680,6 @@ class _LimitBody:
             message = await receive()
             received += len(message.get("body", b""))
             if received > self._limit:
-                if message.get("more_body"):
-                    await _discard(receive)
                 # FastAPI passes HTTPException through while it reads a body; the handler makes an ApiError of it.
                 raise HTTPException(413, self._error().message)
             return message
@@ -689,25 +688,6 @@ class _LimitBody:
 
     def _error(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._limit / 2**20:g} MiB")
-
-
-_DISCARD_BYTES = 64 * 2**20
-_DISCARD_SECONDS = 5.0
-
-
-async def _discard(receive: Receive) -> None:
-    """Reads the rest of a refused body away, within bounds.
-
-    Closing the connection on bytes unread resets it, and most clients then lose the answer.
-    """
-    seen = 0
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_DISCARD_SECONDS):
-            while seen < _DISCARD_BYTES:
-                message = await receive()
-                seen += len(message.get("body", b""))
-                if not message.get("more_body"):
-                    return
 
 
 # ----------------------------------------------------------------------------------------- metrics
@@ -722,6 +702,8 @@ _HELP = {
     "errors_total": "Requests that failed inside the engine.",
     "fallbacks_total": "Requests served by another strategy than asked.",
     "evicted_tokens_total": "Tokens evicted from the cache.",
+    "steps_total": "Steps of the engine's loop.",
+    "overhead_ms_last": "Milliseconds that the last request spent outside compiled code.",
     "queue_depth": "Requests that wait for admission.",
     "running": "Requests admitted and not finished.",
     "pages_used": "Pages of the device pool in use.",
@@ -915,7 +897,8 @@ class _Server:
         """The engine's events, their times observed; nothing is submitted before the first is asked for."""
         strategy = (request.rag and request.rag.strategy) or self._engine.default_strategy
         last: float | None = None
-        async with aclosing(self._engine.submit(request)) as events:
+        # The engine promises an iterator that can be closed, which is how a request is cancelled.
+        async with aclosing(cast("AsyncGenerator[core.Event, None]", self._engine.submit(request))) as events:
             async for event in events:
                 now = time.perf_counter()
                 if last is None:
@@ -983,10 +966,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of the command line. grace is in seconds; knowledge is a path, "demo" or None."""
+    """The flags of the command line. grace is in seconds; knowledge is one source by its name, or None."""
 
     model: str
-    knowledge: str | None
+    knowledge: dict[str, str | Path] | None
     host: str
     port: int
     api_key: str | None
@@ -1072,12 +1055,15 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
-def _knowledge(value: str) -> str | None:
+def _knowledge(value: str) -> dict[str, str | Path] | None:
     if value == "none":
         return None
-    if value != "demo" and not Path(value).exists():
+    if value == "demo":
+        return {"demo": Path(__file__).parent / "demo" / "documents"}
+    source = Path(value)
+    if not source.exists():
         raise core.ConfigError(f"--knowledge: {value!r} does not exist; give a folder, a .jsonl file, 'demo' or 'none'")
-    return value
+    return {source.resolve().stem: source}
 
 
 def _api_key(flag: str | None) -> str | None:
@@ -1103,6 +1089,9 @@ def _listener(host: str, port: int) -> socket.socket:
         raise core.ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
 
 
+_BACKLOG = 2048
+
+
 def _run(app: FastAPI, listener: socket.socket, options: Options) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     config = uvicorn.Config(
@@ -1112,6 +1101,7 @@ def _run(app: FastAPI, listener: socket.socket, options: Options) -> None:
         timeout_graceful_shutdown=options.grace,
         ws="none",
         lifespan="off",
+        backlog=_BACKLOG,
     )
     server = uvicorn.Server(config)
     # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
@@ -1123,7 +1113,9 @@ def _run(app: FastAPI, listener: socket.socket, options: Options) -> None:
             signal.signal(number, handler)
 
 
-def _announce(engine: ServedEngine, listener: socket.socket, options: Options) -> None:
+def _open(engine: ServedEngine, listener: socket.socket, options: Options) -> None:
+    """Lets connections in, where they wait for the event loop, and says so."""
+    listener.listen(_BACKLOG)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     knowledge = ", ".join(engine.knowledge_names) or "none"
@@ -1160,7 +1152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     try:
         app = create_app(engine, api_key=options.api_key, max_body_bytes=int(options.max_body_mb * 2**20))
-        _announce(engine, listener, options)
+        _open(engine, listener, options)
         _run(app, listener, options)
     finally:
         engine.close()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ragjax import core
@@ -42,7 +43,7 @@ class FakeEngine:
         cls,
         model: str,
         *,
-        knowledge: str | None = None,
+        knowledge: dict[str, str | Path] | None = None,
         strategy: str = "prefix",
         dtype: str = "bfloat16",
         top_k: int = 3,
@@ -59,7 +60,7 @@ class FakeEngine:
         return cls(
             model_name=model,
             default_strategy=strategy,
-            knowledge_names=() if knowledge is None else (knowledge,),
+            knowledge_names=tuple(knowledge or ()),
             max_queue=max_queue,
             delay=0.05 if model == "slow" else 0.0,
         )

@@ -97,7 +97,7 @@ class _RunAtImport(ast.NodeTransformer):
 
 
 def circle(sources: Mapping[str, str]) -> list[str]:
-    """Modules of which each imports the next while it is being imported, the last one the first; [] if there is none."""
+    """Modules of which each imports the next while it is imported, and the last the first; [] if there are none."""
     graph = {
         module: {target for target in imports(_RunAtImport().visit(ast.parse(code)), sources) if target in sources}
         for module, code in sources.items()

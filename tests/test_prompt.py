@@ -74,7 +74,9 @@ def test_without_knowledge_the_prompt_is_the_rendered_chat():
     assert [(s.id, s.kind) for s in prompt.segments] == [("question", Kind.JOIN)]
 
 
-hostile_text = st.text("ab \n<|>", max_size=6) | st.sampled_from(["<|end|>", "<|start|>", HOSTILE, "user\n", "Question: "])
+hostile_text = st.text("ab \n<|>", max_size=6) | st.sampled_from(
+    ["<|end|>", "<|start|>", HOSTILE, "user\n", "Question: "]
+)
 said = st.lists(hostile_text, min_size=1, max_size=3).map("".join)
 
 
@@ -249,8 +251,8 @@ def test_refusals_name_the_field():
 LLAMA_TEMPLATE = (
     "{{ bos_token }}[INST] {% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n\n"
     "{% set messages = messages[1:] %}{% endif %}"
-    "{% for m in messages %}{% if m['role'] == 'user' %}{% if not loop.first %}[INST] {% endif %}{{ m['content'] }} [/INST]"
-    "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% if not loop.first %}[INST] {% endif %}"
+    "{{ m['content'] }} [/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
 )
 
 
@@ -293,7 +295,8 @@ def test_the_system_message_may_stand_in_the_last_turn():
     prompt = chat_prompt(tokenizer, CHAT, tuple(hit(text, tokenizer=tokenizer) for text in CHUNKS))
     assert [s.id for s in prompt.segments] == ["system", "history", "d#0", "d#0", "question"]
     assert tokenizer.decode(prompt.segments[0].tokens) == "[INST] "
-    assert tokenizer.decode(prompt.segments[1].tokens) == "Who?[/INST] Ann.[INST] Be brief.\n\n"
+    # such tokenizers begin a text behind a control token (here </s>) with a space
+    assert tokenizer.decode(prompt.segments[1].tokens) == "Who?[/INST] Ann. [INST] Be brief.\n\n"
 
 
 def test_a_template_s_refusal_is_the_request_s_error():

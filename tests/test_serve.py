@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -439,11 +440,15 @@ def test_unknown_route_and_method(shared: Served) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_body_too_large(chunked: bool) -> None:
+    """With a client that reads nothing before it has written its whole body."""
     with serving(FakeEngine(), max_body_bytes=10_000) as served:
-        big = json.dumps({**CHAT, "user": "x" * 5_000_000}).encode()
+        connection = http.client.HTTPConnection(served.url.removeprefix("http://"), timeout=20)
+        big = json.dumps({**CHAT, "user": "x" * 30_000_000}).encode()
         pieces = (big[i : i + 60_000] for i in range(0, len(big), 60_000))
-        response = served.post(content=pieces if chunked else big, headers={"content-type": "application/json"})
-        assert response.status_code == 413 and "MiB" in error_of(response)["message"]
+        connection.request("POST", "/v1/chat/completions", pieces if chunked else big, encode_chunked=chunked)
+        response = connection.getresponse()
+        assert response.status == 413 and "MiB" in json.loads(response.read())["error"]["message"]
+        connection.close()
         small = json.dumps({**CHAT, "user": "x" * 9_000}).encode()
         assert served.post(content=iter([small]) if chunked else small).status_code == 200
 
@@ -711,11 +716,14 @@ def test_occupied_port_is_one_line_and_code_2(shared: Served, capsys: pytest.Cap
     assert err.count("\n") == 1 and port in err
 
 
-def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAGJAX_API_KEY", raising=False)
     plain = parse_options([])
-    assert (plain.knowledge, plain.host, plain.port, plain.api_key) == ("demo", "127.0.0.1", 8000, None)
+    assert (plain.host, plain.port, plain.api_key) == ("127.0.0.1", 8000, None)
+    assert plain.knowledge is not None and list(plain.knowledge) == ["demo"]
+    assert len(list(Path(plain.knowledge["demo"]).glob("*.md"))) >= 40, "the packaged documents"
     assert parse_options(["--knowledge", "none"]).knowledge is None
+    assert parse_options(["--knowledge", str(tmp_path)]).knowledge == {tmp_path.name: tmp_path}
     monkeypatch.setenv("RAGJAX_API_KEY", "from the environment")
     assert parse_options([]).api_key == "from the environment"
     assert parse_options(["--api-key", "flag"]).api_key == "flag"

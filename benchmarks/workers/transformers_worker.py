@@ -58,7 +58,7 @@ def from_directory(path: Path) -> PreTrainedModel:
 def from_gguf(path: Path) -> PreTrainedModel:
     """A float32 model with the dequantised weights of a llama or qwen2 GGUF file."""
     reader = gguf.GGUFReader(path)
-    values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.ggml.t")}
+    values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     architecture = values["general.architecture"]
     tied = not any(t.name == "output.weight" for t in reader.tensors)
     config = gguf_config(values, architecture, tied, vocab=reader_tensor(reader, "token_embd.weight").shape[1])

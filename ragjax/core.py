@@ -244,7 +244,7 @@ class Want(StrEnum):
     LOGITS = "logits"
     """float32 [n, vocab] for the rows named in `Pass.logits`."""
     KEY_MASS = "key_mass"
-    """float32 [layers, context]: attention probability each order received, summed over the pass's rows, mean over heads."""
+    """float32 [layers, context]: probability each order received, summed over the pass's rows, mean over heads."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -136,11 +136,11 @@ class Engine:
         cls,
         model: str | Path,
         *,
-        knowledge: str | Path | dict[str, str | Path] | None = None,
+        knowledge: str | Path | Mapping[str, str | Path] | None = None,
         strategy: str = "prefix",
         dtype: str = "bfloat16",
         top_k: int = 3,
-        device_cache_gb: float = 1.0,
+        device_cache_gb: float = 0.5,
         max_queue: int = 64,
         max_context: int | None = None,
         index: str = "flat",
@@ -256,7 +256,7 @@ class Engine:
 
     # -------------------------------------------------------------------------------------- requests
 
-    async def submit(self, request: Request) -> AsyncIterator[Event]:
+    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         """Deltas as they come, then one answer. Closing the iterator cancels at the next pass boundary.
 
         Raises:
@@ -381,7 +381,7 @@ class Engine:
         top_k = self.top_k if rag.top_k is None else rag.top_k
         if rag.documents is not None:
             return self._given(rag.documents, rag.knowledge)
-        if rag.knowledge is None and not self._knowledge or top_k == 0:
+        if (rag.knowledge is None and not self._knowledge) or top_k == 0:
             return None
         base = self._base(rag.knowledge, create=False)
         return base.search(request.messages[-1].content, top_k)

@@ -39,7 +39,8 @@ class Sampler:
             size = int(np.searchsorted(np.cumsum(weights[ranked]), self._sampling.top_p)) + 1
             kept, weights = kept[ranked[:size]], weights[ranked[:size]]
             weights /= weights.sum()
-        return int(kept[min(np.searchsorted(np.cumsum(weights), self._random.random(), side="right"), len(kept) - 1)])
+        drawn = int(np.searchsorted(np.cumsum(weights), self._random.random(), side="right"))
+        return int(kept[min(drawn, len(kept) - 1)])
 
     def _candidates(self, logits_V: NDArray[np.float64]) -> tuple[NDArray[np.intp], NDArray[np.float64]]:
         k = self._sampling.top_k

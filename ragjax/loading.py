@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
@@ -37,7 +37,7 @@ ENCODER = "all-minilm-l6-v2"
 def load_engine(
     model: str | Path,
     *,
-    knowledge: str | Path | dict[str, str | Path] | None,
+    knowledge: str | Path | Mapping[str, str | Path] | None,
     strategy: str,
     dtype: str,
     top_k: int,
@@ -95,7 +95,7 @@ def load_engine(
 
 def use_compilation_cache() -> None:
     """Keep compiled programs on disk, so that a second start does not compile."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -167,12 +167,12 @@ def _opener(
     return open_base
 
 
-def _sources(knowledge: str | Path | dict[str, str | Path] | None) -> dict[str, str | Path]:
+def _sources(knowledge: str | Path | Mapping[str, str | Path] | None) -> Mapping[str, str | Path]:
     if knowledge is None:
         return {}
-    if isinstance(knowledge, dict):
-        return knowledge
-    return {Path(knowledge).stem: knowledge}
+    if isinstance(knowledge, str | Path):
+        return {Path(knowledge).resolve().stem: knowledge}
+    return knowledge
 
 
 def _fill(engine: Engine, name: str, source: str | Path, progress: bool) -> None:

@@ -39,6 +39,9 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, Weight, rotation_table
 from ragjax.store import pages as page_store
 
+Weights = Any
+"""Parameters of a layer or of the ends, an nnx state; of a stage, a tuple of them or one stacked state."""
+
 STAGE_LAYERS = 8
 """Most layers of a stage."""
 
@@ -105,9 +108,7 @@ class Runner:
 
         dtype = page_store.storage_dtype(decoder.embedding[...].dtype, platform)
         sharding = NamedSharding(self._mesh, POOL)
-        create = jax.jit(
-            partial(page_store.create, config, per_stage, pages, page_size, dtype), out_shardings=sharding
-        )
+        create = jax.jit(partial(page_store.create, config, per_stage, pages, page_size, dtype), out_shardings=sharding)
         self._pools = [create() for _ in stages]
         table = rotation_table(config, context or config.context_length)
         self._rotation: Rotation = jax.device_put(table, NamedSharding(self._mesh, P()))
@@ -212,7 +213,7 @@ class Runner:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
     def _place(self, tree: Any) -> Any:
-        def put(weight: Weight) -> Weight:
+        def put(weight: Any) -> Any:
             axes = P(*("kv_heads" if axis == "kv_heads" else None for axis in weight.axes))
             return weight.replace(jax.device_put(weight.get_value(), NamedSharding(self._mesh, axes)))
 
@@ -237,7 +238,7 @@ class _Inputs:
 
 
 def _begin(
-    spec: _Spec, block_rows: int, ends: nnx.State, rotation: Rotation, step: dict[str, jax.Array]
+    spec: _Spec, block_rows: int, ends: Weights, rotation: Rotation, step: dict[str, jax.Array]
 ) -> tuple[jax.Array, _Inputs]:
     rows = Rows(step["order_T"], step["position_T"], step["request_T"])
     names = ("page_S", "offset_S", "request_S", "order_SC", "hide_from_SC", "hide_until_SC")
@@ -249,11 +250,18 @@ def _begin(
 
 
 def _stage(
-    spec: _Spec, block_rows: int, mass: bool, weights: Any, pool: Pages, x_TE: jax.Array, inputs: _Inputs, rotation: Rotation
+    spec: _Spec,
+    block_rows: int,
+    mass: bool,
+    weights: Weights,
+    pool: Pages,
+    x_TE: jax.Array,
+    inputs: _Inputs,
+    rotation: Rotation,
 ) -> tuple[jax.Array, Pages, jax.Array]:
     attend = _sharded_attention(spec, block_rows, mass)
 
-    def layer(x_TE: jax.Array, pool: Pages, state: nnx.State, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
+    def layer(x_TE: jax.Array, pool: Pages, state: Weights, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)
         q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR)
         out_THD, pool, mass_SC = attend(q_THD, k_TKD, v_TKD, pool, jnp.asarray(index, jnp.int32), inputs, rotation)
@@ -279,7 +287,13 @@ def _sharded_attention(spec: _Spec, block_rows: int, mass: bool) -> Callable[...
     """Write the rows' KV, attend, and measure, each device on its own KV heads."""
 
     def attend(
-        q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, pool: Pages, layer: jax.Array, inputs: _Inputs, rotation: Rotation
+        q_THD: jax.Array,
+        k_TKD: jax.Array,
+        v_TKD: jax.Array,
+        pool: Pages,
+        layer: jax.Array,
+        inputs: _Inputs,
+        rotation: Rotation,
     ) -> tuple[jax.Array, Pages, jax.Array]:
         pool = write_pages(pool, layer, inputs.cell_T, k_TKD, v_TKD)
         common: dict[str, Any] = {"scale": spec.scale, "block_rows": block_rows, "blocks": inputs.blocks}
@@ -289,17 +303,17 @@ def _sharded_attention(spec: _Spec, block_rows: int, mass: bool) -> Callable[...
             return out_THD, pool, jnp.zeros((0, 0))
         return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, *where, **common), "kv_heads")
 
-    heads, pool = P(None, "kv_heads", None), Pages(POOL, POOL)
+    heads = P(None, "kv_heads", None)
     return jax.shard_map(
         attend,
         mesh=spec.mesh,
-        in_specs=(heads, heads, heads, pool, P(), P(), P()),
-        out_specs=(heads, pool, P()),
+        in_specs=(heads, heads, heads, POOL, P(), P(), P()),
+        out_specs=(heads, POOL, P()),
         check_vma=False,
     )
 
 
-def _end(spec: _Spec, ends: nnx.State, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
+def _end(spec: _Spec, ends: Weights, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
     return nnx.merge(spec.ends, ends).unembed(x_TE[index_N])
 
 
@@ -308,7 +322,7 @@ def _stage_layers(layers: int) -> int:
     return max(n for n in range(1, STAGE_LAYERS + 1) if layers % n == 0)
 
 
-def _split_layers(decoder: Decoder) -> tuple[nnx.GraphDef[Layer], list[nnx.State]]:
+def _split_layers(decoder: Decoder) -> tuple[nnx.GraphDef[Layer], list[Weights]]:
     pairs = [nnx.split(layer) for layer in decoder.layers]
     return pairs[0][0], [state for _, state in pairs]
 
@@ -320,10 +334,10 @@ def _without_layers(decoder: Decoder) -> Decoder:
     return ends
 
 
-def _stack(states: Sequence[nnx.State]) -> nnx.State:
+def _stack(states: Sequence[Weights]) -> Weights:
     def stack(*weights: Weight) -> Weight:
         value = jnp.stack([w.get_value() for w in weights])
         return Weight(value, axes=("layers", *weights[0].axes))
 
-    stacked: nnx.State = jax.tree.map(stack, *states, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    stacked: Weights = jax.tree.map(stack, *states, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return stacked

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Grid, OutOfPages, Pass, Plan, Prompt, Results, Run, Span, Step, Want
+from ragjax.core import NEVER, Grid, OutOfPages, Pass, Plan, Prompt, Results, Span, Step, Want
 from ragjax.reuse.base import Holding, Strategy
 
 
@@ -50,7 +50,7 @@ class SlotTable:
         live = self.order_SC.reshape(-1) < size
         flat = values_SC.reshape(*values_SC.shape[:-2], -1)[..., live]
         out = np.zeros((*flat.shape[:-1], size), np.float32)
-        np.add.at(out, (..., self.order_SC.reshape(-1)[live]), flat)
+        np.add.at(out.T, self.order_SC.reshape(-1)[live], flat.T)  # axes turned: the order comes first
         return out
 
 

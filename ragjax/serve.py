@@ -696,7 +696,7 @@ _HELP = {
     "requests_total": "Requests admitted, by strategy.",
     "prompt_tokens_total": "Prompt tokens of admitted requests.",
     "reused_tokens_total": "Prompt tokens whose keys and values came from the cache.",
-    "recomputed_tokens_total": "Cached prompt tokens that were computed again to repair them.",
+    "recomputed_tokens_total": "Prompt tokens computed for the request, whether missing or repaired.",
     "generated_tokens_total": "Tokens generated.",
     "cancelled_total": "Requests cancelled before their answer was complete.",
     "errors_total": "Requests that failed inside the engine.",

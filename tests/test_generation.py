@@ -267,6 +267,12 @@ def test_an_unfinished_character_at_the_end_shows_as_replacement():
         assert len(made.logprobs) == 3
 
 
+def test_a_replacement_character_at_the_end_may_be_a_stop():
+    for tokens, limit in ((b"a\xe2\x82", 3), ([*b"a\xe2\x82", EOS], 100)):
+        made, _ = feed(tokens, max_tokens=limit, stop=("\ufffd",), logprobs=0)
+        assert (made.text, made.finish_reason, len(made.logprobs)) == ("a", "stop", 1)
+
+
 def test_a_stop_may_be_a_character_of_several_tokens():
     made, deltas = feed("aé€b".encode(), stop=("€",), logprobs=0)
     assert (made.text, texts(deltas)) == ("aé", ["a", "", "é", "", "", ""])

@@ -51,7 +51,7 @@ class Repair:
         if not count:
             return self._plan(prompt, (*spans, question_span), own, len(question), holding, first[Want.LOGITS][0])
         fresh = holding.reserve(count)
-        stale = [replace(s, orders=np.where(np.isin(s.orders, chosen), NEVER, s.orders).astype(np.int32)) for s in spans]
+        stale = [replace(s, orders=np.where(np.isin(s.orders, chosen), NEVER, s.orders)) for s in spans]
         rows = np.concatenate([chosen, question])
         final = (*stale, Span(chosen, fresh), question_span)
         second = yield Pass(rows, rows, final, frozenset({Want.LOGITS}), (len(prompt) - 1,))

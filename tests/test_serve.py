@@ -692,7 +692,7 @@ def test_signal_stops_gracefully(number: signal.Signals) -> None:
         (["--knowledge", "/no/such/folder"], "/no/such/folder"),
         (["--api-key", ""], "API key"),
         (["--top-k", "2", "--top-k", "3"], "given twice"),
-        (["--host", "999.1.1.1"], "999.1.1.1"),
+        (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--port"], "--port"),
         (["extra"], "extra"),
     ],

@@ -96,9 +96,7 @@ def byte_tokenizer() -> Tokenizer:
             "merges": [],
         },
     }
-    return Tokenizer(
-        definition, special={"eos_token": 257}, eos_ids=(257,), add_bos=False, chat_template=TEMPLATE
-    )
+    return Tokenizer(definition, special={"eos_token": 257}, eos_ids=(257,), add_bos=False, chat_template=TEMPLATE)
 
 
 def _byte_alphabet() -> list[str]:

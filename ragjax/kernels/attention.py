@@ -14,7 +14,7 @@ or rewriting the page. `attention_ref.py` is the definition, `attention_xla.py` 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -124,14 +124,14 @@ def paged_interval_attention(
     """
     from ragjax.kernels import attention_ref, attention_xla  # the backends import this contract
 
-    _check(q_THD, rows, pages, slots, block_rows)
+    _check(q_THD, rows, pages, slots, rotation, blocks, block_rows)
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend {backend!r} is none of {', '.join(get_args(Backend))}")
     if backend == "reference":
         return attention_ref.attend(q_THD, rows, pages, layer, slots, rotation, scale=scale)
     if blocks is None:
         blocks = visible_blocks(rows, slots, block_rows)
-    return attention_xla.attend(
-        q_THD, rows, pages, layer, slots, rotation, blocks, scale=scale, block_rows=block_rows
-    )
+    return attention_xla.attend(q_THD, rows, pages, layer, slots, rotation, blocks, scale=scale, block_rows=block_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -144,15 +144,19 @@ class Blocks:
 
 
 def visible_blocks(rows: Rows, slots: Slots, block_rows: int) -> Blocks:
-    """Slots visible to each row block, in slot order; never truncated, and exact per key against the block's range
-    of orders: a slot is skipped iff each of its keys is hidden from all orders in [min, max] of the block."""
+    """Slots visible to each row block, in slot order, never truncated.
+
+    Exact per key against the block's range of orders: a slot is skipped iff each of its keys is hidden from all
+    orders in [min, max] of the block.
+    """
     order_NB = rows.order_T.reshape(-1, block_rows)
     live_NB = order_NB >= 0
     low_N11 = jnp.where(live_NB, order_NB, jnp.int32(2**30)).min(1)[:, None, None]
     high_N11 = order_NB.max(1)[:, None, None]
     request_N = jnp.where(live_NB, rows.request_T.reshape(-1, block_rows), -1).max(1)
     order_SC, hide_from_SC, hide_until_SC = slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0]
-    hidden_NSC = (order_SC > high_N11) | ((hide_from_SC <= low_N11) & (hide_until_SC > high_N11))
+    first_NSC = jnp.maximum(low_N11, order_SC)  # orders before a key's own do not see it anyway
+    hidden_NSC = (order_SC > high_N11) | ((hide_from_SC <= first_NSC) & (hide_until_SC > high_N11))
     same_NS = (slots.request_S == request_N[:, None]) & (slots.request_S >= 0)
     seen_NS = same_NS & ~hidden_NSC.all(-1)
     slot_NS = jnp.argsort(~seen_NS, axis=1, stable=True).astype(jnp.int32)
@@ -179,9 +183,7 @@ def merge_states(
     )
 
 
-def write_pages(
-    pages: Pages, layer: int | jax.Array, cell_T: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array
-) -> Pages:
+def write_pages(pages: Pages, layer: int | jax.Array, cell_T: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array) -> Pages:
     """Put new keys and values into cells (page * C + cell, int32 [T]) of one layer; padding rows name cells of page 0.
 
     On CPU the pool must be donated for this to happen in place.
@@ -206,30 +208,51 @@ def from_storage(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
-def _check(q_THD: jax.Array, rows: Rows, pages: Pages, slots: Slots, block_rows: int) -> None:
+def _check(
+    q_THD: jax.Array,
+    rows: Rows,
+    pages: Pages,
+    slots: Slots,
+    rotation: Rotation,
+    blocks: Blocks | None,
+    block_rows: int,
+) -> None:
+    for name, array, rank in (("q_THD", q_THD, 3), ("pages.k_LPKCD", pages.k_LPKCD, 5)):
+        if array.ndim != rank:
+            raise ValueError(f"{name} has {array.ndim} axes, not {rank}")
     t, heads, dim = q_THD.shape
     _, _, kv_heads, cells, pool_dim = pages.k_LPKCD.shape
-    s = slots.request_S.shape[0]
+    s = slots.request_S.shape[-1]
+    if block_rows < 1 or t % block_rows:
+        raise ValueError(f"block_rows {block_rows} does not divide the {t} rows of q_THD")
     wanted = {
         "rows.order_T": (rows.order_T.shape, (t,)),
         "rows.position_T": (rows.position_T.shape, (t,)),
         "rows.request_T": (rows.request_T.shape, (t,)),
         "pages.v_LPKCD": (pages.v_LPKCD.shape, pages.k_LPKCD.shape),
+        "slots.request_S": (slots.request_S.shape, (s,)),
         "slots.page_AS": (slots.page_AS.shape, (1, s)),
         "slots.offset_AS": (slots.offset_AS.shape, (1, s)),
         "slots.order_ASC": (slots.order_ASC.shape, (1, s, cells)),
         "slots.hide_from_ASC": (slots.hide_from_ASC.shape, (1, s, cells)),
         "slots.hide_until_ASC": (slots.hide_until_ASC.shape, (1, s, cells)),
+        "rotation.cos_NR": (rotation.cos_NR.shape[1:], (pool_dim // 2,)),
     }
+    if blocks is not None:
+        wanted["blocks.slot_NS"] = (blocks.slot_NS.shape, (t // block_rows, s))
+        wanted["blocks.count_N"] = (blocks.count_N.shape, (t // block_rows,))
     for name, (shape, want) in wanted.items():
         if tuple(shape) != tuple(want):
             raise ValueError(f"{name} has shape {tuple(shape)}, not {tuple(want)}")
-    for name, array in {**vars(rows), **vars(slots)}.items():
+    integers = {f"rows.{n}": x for n, x in vars(rows).items()} | {f"slots.{n}": x for n, x in vars(slots).items()}
+    for name, array in integers.items():
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} is {array.dtype}, not int32")
     if q_THD.dtype != jnp.float32:
         raise ValueError(f"q_THD is {q_THD.dtype}, not float32")
+    if pages.k_LPKCD.dtype not in (jnp.float32, jnp.float16, jnp.bfloat16, jnp.uint16):
+        raise ValueError(f"pages.k_LPKCD is {pages.k_LPKCD.dtype}, not float32, float16, bfloat16 or uint16")
+    if pages.v_LPKCD.dtype != pages.k_LPKCD.dtype:
+        raise ValueError(f"pages.v_LPKCD is {pages.v_LPKCD.dtype}, not {pages.k_LPKCD.dtype} as pages.k_LPKCD")
     if dim != pool_dim or heads % kv_heads:
         raise ValueError(f"q_THD has {heads} heads of {dim}; the pool has {kv_heads} KV heads of {pool_dim}")
-    if t % block_rows:
-        raise ValueError(f"block_rows {block_rows} does not divide the {t} rows of q_THD")

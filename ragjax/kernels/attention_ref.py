@@ -35,9 +35,7 @@ def attend(
     return out_TKGD.reshape(t, heads, dim), lse_TKG.reshape(t, heads)
 
 
-def gather(
-    pages: Pages, layer: int | jax.Array, slots: Slots, rotation: Rotation
-) -> tuple[jax.Array, jax.Array]:
+def gather(pages: Pages, layer: int | jax.Array, slots: Slots, rotation: Rotation) -> tuple[jax.Array, jax.Array]:
     """Keys, moved to where they take part, and values of all slots, float32 [S, C, K, D]."""
     k_SKCD = from_storage(pages.k_LPKCD[layer][slots.page_AS[0]]).astype(jnp.float32)
     v_SKCD = from_storage(pages.v_LPKCD[layer][slots.page_AS[0]]).astype(jnp.float32)

@@ -8,6 +8,7 @@ the pool's dtype and accumulate in float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -130,9 +131,7 @@ def _move_keys(k_KND: jax.Array, offset_W: jax.Array, rotation: Rotation) -> jax
 
 def _load(pool: jax.Array, layer: int | jax.Array, page_W: jax.Array) -> jax.Array:
     _, _, kv_heads, cells, dim = pool.shape
-    parts = [
-        lax.dynamic_slice(pool, (layer, page, 0, 0, 0), (1, 1, kv_heads, cells, dim))[0, 0] for page in page_W
-    ]
+    parts = [lax.dynamic_slice(pool, (layer, page, 0, 0, 0), (1, 1, kv_heads, cells, dim))[0, 0] for page in page_W]
     return from_storage(jnp.concatenate(parts, axis=1))
 
 
@@ -172,8 +171,13 @@ def unfold_heads(x_KM: jax.Array, block_rows: int) -> jax.Array:
     return x_KM.reshape(kv_heads, block_rows, groups, *rest).swapaxes(0, 1).reshape(block_rows, -1, *rest)
 
 
-def map_blocks(f, xs):  # type: ignore[no-untyped-def]
+Arrays = tuple[jax.Array, ...]
+
+
+def map_blocks(f: Callable[[Arrays], tuple[jax.Array, jax.Array]], xs: Arrays) -> tuple[jax.Array, jax.Array]:
     """Map over row blocks one after another; a single block is called plainly, which XLA fuses better."""
     if xs[0].shape[0] > 1:
-        return lax.map(f, xs)
-    return jax.tree.map(lambda x: x[None], f(tuple(x[0] for x in xs)))
+        mapped: tuple[jax.Array, jax.Array] = lax.map(f, xs)
+        return mapped
+    first, second = f(tuple(x[0] for x in xs))
+    return first[None], second[None]

@@ -21,7 +21,7 @@ from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import ModelConfig, inverse_frequencies
 
 
-class Weight(nnx.Param):
+class Weight(nnx.Param[jax.Array]):
     """A parameter with a logical name per axis, `axes`, which a mesh maps to devices."""
 
 
@@ -30,7 +30,7 @@ def _weight(value: jax.Array, *axes: str) -> Weight:
 
 
 def dense(x_TE: jax.Array, w_EN: jax.Array) -> jax.Array:
-    """x @ w in w's dtype, accumulated in float32, float32 [T, N]."""
+    """Product in w's dtype, accumulated in float32, float32 [T, N]."""
     precision = lax.Precision.HIGHEST if w_EN.dtype == jnp.float32 else None
     return jnp.dot(x_TE.astype(w_EN.dtype), w_EN, precision=precision, preferred_element_type=jnp.float32)
 
@@ -46,8 +46,10 @@ def rotation_table(config: ModelConfig, length: int) -> Rotation:
 
 
 class Layer(nnx.Module):
-    """One transformer block. Weights are fused per KV head, so that a mesh can split them there:
-    `qkv` is [E, K, G + 2, D] (G query heads, one key, one value), `gate_up` [E, 2, F]."""
+    """One transformer block, with weights fused per KV head, so that a mesh can split them there.
+
+    `qkv` is [E, K, G + 2, D] (G query heads, one key, one value), `gate_up` [E, 2, F].
+    """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
         e, f, d = config.hidden_size, config.intermediate_size, config.head_dim

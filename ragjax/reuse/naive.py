@@ -1,6 +1,6 @@
-"""naive: every chunk is computed once behind the system prompt alone and reused at any position unrepaired.
+"""naive: every chunk is computed once behind the system prompt alone and reused anywhere, unrepaired.
 
-Sources: TurboRAG (arXiv 2410.07590) and PromptCache (2311.04934), as FusionRAG section 2.2 describes full reuse. A chunk
+Sources: TurboRAG (arXiv 2410.07590) and PromptCache (2311.04934), the full reuse of FusionRAG section 2.2. A chunk
 attends to the system prompt and to itself; it is computed at the position right behind the system prompt and moved
 to its place by a RoPE offset when it is read. Only joins (history and question) are computed for a known chunk.
 """
@@ -56,8 +56,8 @@ class Naive:
         for i in segments_of(prompt, Kind.SYSTEM):
             begin, end = _range(prompt, i)
             reused[i] = max(0, min(end, system_hit) - begin)
-        exact = "full" if _is_exact(prompt, system) else None
-        return Plan(spans, tail, exact, report(prompt, reused), results[Want.LOGITS][0])
+        account, logits = report(prompt, reused), results[Want.LOGITS][0]
+        return Plan(spans, tail, "full" if _is_exact(prompt, system) else None, account, logits)
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
         """Answers depend on all chunks at once and are not kept."""

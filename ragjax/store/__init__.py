@@ -1,0 +1,1 @@
+"""Where KV arrays live: the device's page pool."""

@@ -7,7 +7,8 @@ systems get the same token ids and weights, have two threads and a process each,
 rounds that take every case in turn. Figures are medians over the rounds. `warm` means that the same chunks were
 computed before, behind the same system prompt, with another question; `shuffled`, that they stood in another order.
 llama.cpp's warm rows are its own reuse of an equal prefix. `other_load` is how many cores other programs kept busy
-meanwhile: figures measured above 0.25 mean little. `--quick` measures the two slowest rivals at 512 tokens only.
+meanwhile: figures measured above 0.25 mean little, so such a measurement is tried twice more. `--quick` does not try
+again, and measures the two slowest rivals at 512 tokens only.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SYSTEM = "Read the passages below with care, then go on where the last of them b
 CHUNKS, CHUNK_TOKENS, QUESTION_TOKENS, SHORT = 10, 200, 30, 512
 THREADS = 2
 RUNS, QUICK_RUNS = 5, 3
+ATTEMPTS = 3  # at a sample while others are busy
 DECODED, QUICK_DECODED = 65, 17
 BUSY = 0.25  # cores kept busy by others, above which a figure is worth little
 LEAST_DECODED = 9  # fewer tokens than this say nothing about decode speed
@@ -327,8 +329,21 @@ class OtherLoad:
         return float(times.user + times.system)
 
 
-def measure(everyone: Sequence[System], work: Workload, samples: report.Samples, runs: int, new: int) -> None:
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured: runs of each case, tokens decoded, attempts at a sample while others are busy."""
+
+    runs: int = RUNS
+    new: int = DECODED
+    attempts: int = ATTEMPTS
+
+
+QUICK = Effort(QUICK_RUNS, QUICK_DECODED, 1)
+
+
+def measure(everyone: Sequence[System], work: Workload, samples: report.Samples, effort: Effort) -> None:
     """Fill `samples`: rounds over all systems and cases, each round beginning with another system."""
+    runs = effort.runs
     progress = report.Progress(runs * sum(len(system.cases) for system in everyone))
     for run in range(runs):
         for system in [*everyone[run % len(everyone) :], *everyone[: run % len(everyone)]]:
@@ -338,7 +353,7 @@ def measure(everyone: Sequence[System], work: Workload, samples: report.Samples,
                     progress.skip()
                     continue
                 make_ready(system, work, samples)
-                samples.put(key, sample(system, case, work, new if case.decode else 1))
+                samples.put(key, quietest(system, case, work, effort))
                 progress.step(f"{system.name}: {case.key}")
 
 
@@ -357,6 +372,16 @@ def make_ready(system: System, work: Workload, samples: report.Samples) -> None:
 def start_key(system: System) -> str:
     """Names the start of a system in the store of samples."""
     return f"{system.name}/start"
+
+
+def quietest(system: System, case: Case, work: Workload, effort: Effort) -> dict[str, Any]:
+    """The first sample during which others were quiet; if none was, the one of least disturbance."""
+    found = []
+    for _ in range(effort.attempts):
+        found.append(sample(system, case, work, effort.new if case.decode else 1))
+        if found[-1]["other_load"] <= BUSY:
+            break
+    return min(found, key=lambda s: float(s["other_load"]))
 
 
 def sample(system: System, case: Case, work: Workload, new: int) -> dict[str, Any]:
@@ -463,7 +488,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work, config = workload(Tokenizer.load(path)), open_checkpoint(path).config
     least_ms, most_rate = floors(config, len(work.prompt), head.machine["ceilings"])
     print(f"ceiling in bfloat16: {len(work.prompt)} tokens in {least_ms:.0f} ms, {most_rate:.0f} tokens/s decoded")
-    runs, new = (QUICK_RUNS, QUICK_DECODED) if chosen.quick else (RUNS, DECODED)
+    effort = QUICK if chosen.quick else Effort()
     settings = {
         "quick": chosen.quick,
         "versions": head.versions,
@@ -477,8 +502,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         everyone = systems(scratch, quick=chosen.quick)
         for system in everyone:
             stack.callback(system.close)
-        measure(everyone, work, samples, runs, new)
-    rows = rows_of(everyone, work, samples, runs)
+        measure(everyone, work, samples, effort)
+    rows = rows_of(everyone, work, samples, effort.runs)
     found = [samples.get(start_key(system)) or {} for system in everyone]
     rivals = {name: version for start in found for name, version in start.get("versions", {}).items()}
     report.finish(replace(head, versions={**head.versions, **rivals}), rows, COLUMNS, chosen.json)

@@ -468,13 +468,20 @@ class Engine:
         while True:
             if not self._drain_inbox():
                 break
-            self._drop_cancelled()
-            self._admit()
-            batch = self._scheduler.next_batch()
-            if batch is not None:
-                self._step(batch)
+            try:
+                self._turn()
+            except Exception as error:  # a defect of ours must not take the other clients' server down
+                for ticket in [*self._tickets.values()]:
+                    self._fail(ticket, error)
         for ticket in [*self._waiting, *self._tickets.values()]:
             self._end(ticket, OverloadError("the engine was closed"))
+
+    def _turn(self) -> None:
+        self._drop_cancelled()
+        self._admit()
+        batch = self._scheduler.next_batch()
+        if batch is not None:
+            self._step(batch)
 
     def _drain_inbox(self) -> bool:
         """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
@@ -499,7 +506,13 @@ class Engine:
             ticket = self._waiting[0]
             began = time.perf_counter()
             limit = min(ticket.request.sampling.max_tokens, self.context_length - len(ticket.prompt))
-            holding = Holding(self._cache, tenant=ticket.request.tenant, label=ticket.id, decode_tokens=limit)
+            holding = Holding(
+                self._cache,
+                tenant=ticket.request.tenant,
+                label=ticket.id,
+                decode_tokens=limit,
+                slots=self._runner.grid.slots[-1],
+            )
             task = Task(ticket.prompt, ticket.strategy, holding, ticket.id)
             try:
                 task.start()

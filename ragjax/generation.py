@@ -63,8 +63,9 @@ def token_logprob(logits_V: NDArray[np.float32], token: int, top: int, tokenizer
 
 @dataclass
 class _Held:
-    """A token whose text is not yet out: where its text ends, counted from the start."""
+    """A token whose text is not yet out: where its text begins and ends, counted from the answer's start."""
 
+    begin: int
     end: int
     logprob: TokenLogprob | None
 
@@ -95,8 +96,11 @@ class Generation:
         logprob = None
         if self._sampling.logprobs is not None:
             logprob = token_logprob(logits_V, token, self._sampling.logprobs, self._tokenizer)
+        begin = len(self.text) + len(self._pending)
         self._pending += self._stream.push(token)
-        self._held.append(_Held(len(self.text) + len(self._pending), logprob))
+        # the bytes of an unfinished character belong to one that is yet to come
+        end = len(self.text) + len(self._pending) + self._stream.unfinished
+        self._held.append(_Held(begin, end, logprob))
         cut = _first_stop(self._pending, self._sampling.stop)
         if cut is not None:
             self._pending = self._pending[:cut]
@@ -114,8 +118,7 @@ class Generation:
                 self._pending, self.finish_reason, cut = self._pending[:stop], "stop", True
         end = len(self.text) + len(self._pending)
         if cut:  # tokens that are stop text alone are not reported
-            starts = [len(self.text), *(held.end for held in self._held)]
-            self._held = [held for held, start in zip(self._held, starts, strict=False) if start < end]
+            self._held = [held for held in self._held if held.begin < end]
         for held in self._held:
             held.end = min(held.end, end)
         return self._emit(len(self._pending))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragjax.core import Hit, Kind, Message, Prompt, RequestError, Segment, Tokens
-from ragjax.models.tokenizer import CONTEXT, Tokenizer
+from ragjax.models.tokenizer import CONTEXT, Pieces, Tokenizer
 
 INSTRUCTION = "Answer the question in one short sentence, using the passages."
 """System message of requests with knowledge that bring none of their own."""
@@ -35,21 +35,22 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], hits: Sequenc
         raise RequestError("a message contains reserved private-use characters", param="messages")
     if hits is None:
         pieces = tokenizer.chat_pieces(messages)
-        return Prompt((_segment("question", Kind.JOIN, _encode(tokenizer, pieces)),))
+        return Prompt((_segment("question", Kind.JOIN, _joined(tokenizer.encode_pieces(pieces))),))
     if messages[0].role != "system":
         messages = (Message("system", INSTRUCTION), *messages)
     question = Message("user", f"{CONTEXT}Question: {messages[-1].content.strip()}")
     pieces = tokenizer.chat_pieces((*messages[:-1], question))
     context = pieces.index((CONTEXT, False))
-    system = _end_of_system(pieces, context, has_history=sum(m.role == "user" for m in messages) > 1)
-    head = _segment("system", Kind.SYSTEM, _encode(tokenizer, pieces[:system]))
-    history = _encode(tokenizer, pieces[system:context])
+    system = _end_of_system(tokenizer, messages, pieces)
+    runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
+    head = _segment("system", Kind.SYSTEM, _joined(runs[:system]))
+    history = _joined(runs[system:context])
     return Prompt(
         (
             head,
             *((_segment("history", Kind.JOIN, history),) if len(history) else ()),
             *(Segment(h.chunk.id, Kind.CHUNK, h.chunk.tokens, h.chunk.title, h.score) for h in hits),
-            _segment("question", Kind.JOIN, _encode(tokenizer, pieces[context + 1 :])),
+            _segment("question", Kind.JOIN, _joined(runs[context + 1 :])),
         )
     )
 
@@ -64,16 +65,15 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
     return Prompt((_segment("prompt", Kind.JOIN, tokens),))
 
 
-def _end_of_system(pieces: Sequence[tuple[str, bool]], context: int, *, has_history: bool) -> int:
-    """Index of the first piece behind the template's opening of the first user message."""
-    if not has_history:
-        return context
-    contents = [i for i, (_, template) in enumerate(pieces[:context]) if not template]
-    return contents[1]  # the system message's content is the first
+def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces) -> int:
+    """Number of pieces before what the first user says: those that the first turn began with."""
+    first = next(i for i, message in enumerate(messages) if message.role == "user")
+    opening = tokenizer.chat_pieces((*messages[:first], Message("user", CONTEXT)))
+    opening = opening[: opening.index((CONTEXT, False))]
+    return next((i for i, (a, b) in enumerate(zip(opening, pieces, strict=False)) if a != b), len(opening))
 
 
-def _encode(tokenizer: Tokenizer, pieces: Sequence[tuple[str, bool]]) -> Tokens:
-    runs = tokenizer.encode_pieces(pieces)
+def _joined(runs: Sequence[Tokens]) -> Tokens:
     return np.concatenate([np.zeros(0, np.int32), *runs])
 
 

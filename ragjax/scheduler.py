@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Grid, OutOfPages, Pass, Plan, Prompt, Results, Span, Step, Want
-from ragjax.reuse.base import Holding, Strategy
+from ragjax.core import NEVER, Grid, OutOfPages, Pass, Plan, Prompt, RequestError, Results, Span, Step, Want
+from ragjax.reuse.base import Holding, Strategy, most_slots
 
 
 class SlotTable:
@@ -134,7 +134,7 @@ class Task:
         if self.work is None:
             hidden = np.full(self.plan.tail.length, NEVER, np.int32)
             self._tail_cells = self.plan.tail.cells(page_size)
-            table = SlotTable((*self.plan.spans, Span(hidden, self.plan.tail)), page_size)
+            table = self._table((*self.plan.spans, Span(hidden, self.plan.tail)))
         else:
             table = self.work.table
         index = len(self.generated)
@@ -159,6 +159,8 @@ class Task:
         self.holding.close()
 
     def _begin(self, next_pass: Pass) -> None:
+        if not len(next_pass.rows):
+            raise ValueError(f"{self.strategy.name} made a pass without rows")
         page_size, size = self.holding.page_size, len(self.prompt)
         cell_by_order = np.full(size, -1, np.int32)
         for span in next_pass.spans:
@@ -175,11 +177,22 @@ class Task:
             order=next_pass.rows,
             position=next_pass.positions,
             cell=cells,
-            table=SlotTable(next_pass.spans, page_size),
+            table=self._table(next_pass.spans),
             logits_at={int(row): i for i, row in enumerate(at)},
             context=size,
             wants_mass=Want.KEY_MASS in next_pass.wants,
         )
+
+    def _table(self, spans: Sequence[Span]) -> SlotTable:
+        table = SlotTable(spans, self.holding.page_size)
+        if len(table) > self.holding.slots:
+            raise RequestError(
+                f"the prompt is in too many pieces for one step: {len(table)} slots, at most {self.holding.slots}. "
+                "Shorten the prompt or use fewer chunks",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        return table
 
     def _finished_work(self) -> Work:
         assert self.work is not None and not self.work.left
@@ -237,7 +250,7 @@ class Scheduler:
 
     def fits(self, spans: int, tokens: int) -> bool:
         """Whether a request of that many spans and tokens (generated ones included) fits the largest slot bucket."""
-        return -(-tokens // self.page_size) + 2 * spans <= self.grid.slots[-1]
+        return most_slots(tokens, spans, self.page_size) <= self.grid.slots[-1]
 
     def next_batch(self) -> Batch | None:
         """The next step's rows, or None when no task has work.
@@ -266,23 +279,13 @@ class Scheduler:
         tasks = self._within_slots(tasks, len(tasks))
         mass = _work(tasks[0]).wants_mass
         tasks = [task for task in tasks if _work(task).wants_mass == mass]
-        rows, block = self._bucket(sum(_work(task).left for task in tasks))
-        pieces, room = [], rows
-        for task in tasks:
-            work = _work(task)
-            take = min(work.left, room)
-            if take <= 0:
-                break
-            pieces.append((task, work.done, work.done + take))
-            room -= -(-take // block) * block
-        return self._pack(pieces, rows, block)
-
-    def _bucket(self, total: int) -> tuple[int, int]:
-        """The smallest bucket that holds all rows, or the next smaller one if the larger would be mostly padding."""
+        lefts = [_work(task).left for task in tasks]
         buckets = [bucket for bucket in self.grid.rows if bucket[1] > 1]
-        i = next((i for i, (rows, _) in enumerate(buckets) if rows >= total), len(buckets) - 1)
-        wasteful = i > 0 and total <= buckets[i][0] * 5 // 8 and buckets[i - 1][0] * 4 >= buckets[i][0]
-        return buckets[i - 1] if wasteful else buckets[i]
+        rows, block = max(buckets, key=lambda bucket: sum(_takes(lefts, *bucket)) / (bucket[0] + STEP_ROWS))
+        takes = _takes(lefts, rows, block)
+        begins = [_work(task).done for task in tasks]
+        parts = zip(tasks, begins, takes, strict=False)
+        return self._pack([(task, begin, begin + take) for task, begin, take in parts], rows, block)
 
     def _within_slots(self, tasks: list[Task], most: int) -> list[Task]:
         chosen: list[Task] = []
@@ -306,6 +309,21 @@ class Scheduler:
             row += -(-(end - begin) // block) * block
             slot += len(work.table)
         return Batch(tuple(pieces), step, tuple(logit_rows))
+
+
+STEP_ROWS = 35
+"""Rows that would take as long to compute as a step costs at any size."""
+
+
+def _takes(lefts: Sequence[int], rows: int, block: int) -> list[int]:
+    """Rows of each task that a step of this shape takes, oldest first, until it is full."""
+    takes = []
+    for left in lefts:
+        if rows == 0:
+            break
+        takes.append(min(left, rows))
+        rows -= -(-takes[-1] // block) * block
+    return takes
 
 
 def _work(task: Task) -> Work:

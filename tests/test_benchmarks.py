@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -28,6 +28,18 @@ def prompt(*lengths: int, seed: int = 0) -> Prompt:
 
 
 WORK = ttft.Workload(prompt(4, 6, seed=1), prompt(4, 6), prompt(6, 4), prompt(3))
+
+
+class FakeLoad:
+    """Others are quiet, but for the `loads` still to come."""
+
+    loads: ClassVar[list[float]] = []
+
+    def __init__(self, pid: int):
+        """Begin."""
+
+    def so_far(self) -> float:
+        return self.loads.pop(0) if self.loads else 0.0
 
 
 class NoWorker:
@@ -68,6 +80,8 @@ class FakeSystem(ttft.System):
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ttft.time, "sleep", lambda _: None)
     monkeypatch.setattr(ttft, "reset_peak", lambda _: None)
+    monkeypatch.setattr(ttft, "OtherLoad", FakeLoad)
+    monkeypatch.setattr(FakeLoad, "loads", [])
     monkeypatch.setattr(report, "ceilings", lambda: CEILINGS)
 
 
@@ -220,10 +234,9 @@ def everyone() -> list[FakeSystem]:
     ]
 
 
-def test_rounds_are_interleaved_and_rows_are_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ttft, "OtherLoad", lambda _: type("Quiet", (), {"so_far": lambda _: 0.0})())
+def test_rounds_are_interleaved_and_rows_are_medians(tmp_path: Path) -> None:
     systems, samples = everyone(), report.Samples("ttft", {}, tmp_path)
-    ttft.measure(systems, WORK, samples, runs=3, new=65)
+    ttft.measure(systems, WORK, samples, ttft.Effort(runs=3))
     ours, theirs = systems
     assert [case for case, _ in ours.generated] == [*ttft.OWN_CASES] * 3
     assert [new for _, new in theirs.generated] == [65, 65] * 3
@@ -239,16 +252,27 @@ def test_rounds_are_interleaved_and_rows_are_medians(tmp_path: Path, monkeypatch
     assert "ttft_ratio_transformers-bf16" not in rows[-1]
 
 
-def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ttft, "OtherLoad", lambda _: type("Quiet", (), {"so_far": lambda _: 0.0})())
+def test_a_stopped_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     first, again = everyone(), everyone()
     first[0].stop_after = 3
     with pytest.raises(KeyboardInterrupt):
-        ttft.measure(first, WORK, report.Samples("ttft", {}, tmp_path), runs=2, new=65)
+        ttft.measure(first, WORK, report.Samples("ttft", {}, tmp_path), ttft.Effort(runs=2))
     samples = report.Samples("ttft", {}, tmp_path)
-    ttft.measure(again, WORK, samples, runs=2, new=65)
+    ttft.measure(again, WORK, samples, ttft.Effort(runs=2))
     assert len(again[0].generated) == 2 * len(ttft.OWN_CASES) - 3
     assert all(row["runs"] == 2 for row in ttft.rows_of(again, WORK, samples, runs=2))
+
+
+def test_a_disturbed_sample_is_tried_again() -> None:
+    def tries(loads: list[float]) -> tuple[int, float]:
+        FakeLoad.loads = loads
+        system = FakeSystem("x", (ttft.WARM_PREFIX,), worker=NoWorker())  # type: ignore[arg-type]
+        found = ttft.quietest(system, ttft.WARM_PREFIX, WORK, ttft.Effort())
+        return len(system.generated), found["other_load"]
+
+    assert tries([0.1]) == (1, 0.1)
+    assert tries([0.9, 0.2]) == (2, 0.2)
+    assert tries([0.9, 0.5, 0.7]) == (3, 0.5)
 
 
 def test_an_answer_too_short_to_time_is_an_error() -> None:

@@ -207,7 +207,8 @@ class Bench:
     def task(self, prompt, strategy, limit=4):
         self.count += 1
         label = f"request-{self.count}"
-        holding = Holding(self.cache, tenant="", label=label, decode_tokens=limit)
+        slots = self.scheduler.grid.slots[-1]
+        holding = Holding(self.cache, tenant="", label=label, decode_tokens=limit, slots=slots)
         self.limits[label] = limit
         return Task(prompt, strategy, holding, label)
 
@@ -517,7 +518,9 @@ class Fixed:
     """Work without a conversation: rows left, slots in use."""
 
     def __init__(self, rows, slots=1, decoding=False, mass=False):
-        bench = Bench(pages=rows // PAGE + slots + 3)
+        bench = Bench(
+            pages=rows // PAGE + slots + 3, grid=Grid(rows=SMALL.rows, slots=(rows // PAGE + 8,), logits=(2,))
+        )
         wants = {Want.KEY_MASS} if mass else ()
         self.task = bench.task(simple(rows), Scripted((orders(0, rows), wants, ())), limit=1)
         self.task.start()

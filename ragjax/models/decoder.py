@@ -56,7 +56,8 @@ class Layer(nnx.Module):
         k, g = config.num_kv_heads, config.num_groups
 
         def init(*shape: int) -> jax.Array:
-            return (jax.random.normal(rngs.params(), shape, jnp.float32) * e**-0.5).astype(dtype)
+            value: jax.Array = jax.random.normal(rngs.params(), shape) * jnp.float32(e**-0.5)
+            return value.astype(dtype)
 
         self.eps = config.norm_eps
         self.attention_norm = _weight(jnp.ones(e), "embed")
@@ -100,7 +101,8 @@ class Decoder(nnx.Module):
         v, e = config.vocab_size, config.hidden_size
 
         def init() -> jax.Array:
-            return (jax.random.normal(rngs.params(), (v, e), jnp.float32) * 0.02).astype(dtype)
+            value: jax.Array = jax.random.normal(rngs.params(), (v, e)) * jnp.float32(0.02)
+            return value.astype(dtype)
 
         self.config = config
         self.embedding = _weight(init(), "vocab", "embed")

@@ -230,6 +230,11 @@ class Stream:
             data = data.removeprefix(b" ")
         return self._utf8.decode(data)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the bytes of an unfinished character are held back."""
+        return bool(self._utf8.getstate()[0])
+
     def finish(self) -> str:
         """What is left at the end: U+FFFD for a character that never became complete."""
         return self._utf8.decode(b"", final=True)

@@ -41,10 +41,12 @@ class Holding:
     """What one request holds in the cache: leases on nodes it reads, runs of its own that it writes.
 
     decode_tokens: cells needed behind the prompt for generated tokens.
+    slots: most slots that the spans of a pass may take.
     """
 
-    def __init__(self, cache: KnowledgeCache, *, tenant: str, label: str, decode_tokens: int):
+    def __init__(self, cache: KnowledgeCache, *, tenant: str, label: str, decode_tokens: int, slots: int):
         self.cache = cache
+        self.slots = slots
         self.decode_tokens = decode_tokens
         self._tenant = tenant
         self._label = label
@@ -92,13 +94,33 @@ class Holding:
             self._leases.pop().release()
 
 
-def lease_spans(lease: Lease, begin: int, hidden: tuple[int, int] = (0, 0)) -> tuple[Span, ...]:
-    """The leased tokens placed from position (and order) `begin` on."""
+def lease_spans(
+    lease: Lease, begin: int, hidden: tuple[int, int] = (0, 0), runs: int | None = None
+) -> tuple[Span, ...]:
+    """The leased tokens placed from position (and order) `begin` on; of the first `runs` runs, if not all."""
     spans, order = [], begin
-    for run, local_start in lease.spans:
+    for run, local_start in lease.spans[:runs]:
         spans.append(Span.consecutive(order, run, order - local_start, hidden))
         order += run.length
     return tuple(spans)
+
+
+def most_slots(tokens: int, segments: int, page_size: int) -> int:
+    """Slots that a request of so many tokens and segments may use; what the scheduler counts on."""
+    return -(-tokens // page_size) + 2 * segments
+
+
+def usable(lease: Lease, tokens: int, slots: int, page_size: int) -> tuple[int, int]:
+    """(runs, tokens) of the lease, from its first on, behind which `tokens` in all take no more than `slots`.
+
+    A prefix that many requests made piece by piece lies scattered: each piece takes a page, and a slot.
+    """
+    used, found, best = 0, 0, (0, 0)
+    for i, (run, _) in enumerate(lease.spans, 1):
+        used, found = used + len(run.pages), found + run.length
+        if used + -(-(tokens - found) // page_size) < slots:  # one is left for a page that two spans share
+            best = i, found
+    return best
 
 
 def orders(begin: int, end: int) -> Tokens:

@@ -12,7 +12,7 @@ import numpy as np
 from ragjax.cache.cache import Lease
 from ragjax.cache.tree import Provenance
 from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Span, Tokens, Visibility, Want
-from ragjax.reuse.base import Holding, lease_spans, orders, report, segments_of
+from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
 
 
 class Naive:
@@ -27,7 +27,8 @@ class Naive:
             raise ValueError("a prompt ends with a join")
         system = _system_length(prompt)
         context = holding.prefix(prompt.tokens[:system])
-        system_hit = context.length
+        rest = most_slots(len(prompt) - system + holding.decode_tokens, len(prompt.segments), holding.page_size)
+        runs, system_hit = usable(context, system, holding.slots - rest, holding.page_size)
         found, missing = _match_chunks(prompt, context, holding)
         fresh_system = holding.reserve(system - system_hit) if system > system_hit else None
         fresh = {i: holding.reserve(len(prompt.segments[i])) for i in missing}
@@ -35,7 +36,7 @@ class Naive:
         join_tokens = sum(len(prompt.segments[i]) for i in joins)
         run = holding.reserve(join_tokens + holding.decode_tokens)
 
-        system_spans = lease_spans(context, 0)
+        system_spans = lease_spans(context, 0, runs=runs)
         if fresh_system is not None:
             system_spans = (*system_spans, Span.consecutive(system_hit, fresh_system))
         if fresh_system is not None or missing:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from ragjax.core import Conversation, Pass, Plan, Prompt, Span, Tokens, Want
-from ragjax.reuse.base import Holding, lease_spans, orders, report
+from ragjax.reuse.base import Holding, lease_spans, orders, report, usable
 
 
 class Prefix:
@@ -22,10 +22,10 @@ class Prefix:
         """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""
         n, tokens = len(prompt), prompt.tokens
         lease = holding.prefix(tokens[: n - 1])
-        hit = lease.length
+        runs, hit = usable(lease, n + holding.decode_tokens, holding.slots, holding.page_size)
         run = holding.reserve(n - hit + holding.decode_tokens)
         fresh = run.slice(0, n - hit, holding.page_size)
-        spans = (*lease_spans(lease, 0), Span.consecutive(hit, fresh))
+        spans = (*lease_spans(lease, 0, runs=runs), Span.consecutive(hit, fresh))
         results = yield Pass(orders(hit, n), orders(hit, n), spans, self.wants, (n - 1,))
         holding.cache.admit_prefix(lease, tokens, hit, fresh, prompt.starts)
         tail = run.slice(n - hit, run.length, holding.page_size)

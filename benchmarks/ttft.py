@@ -8,7 +8,7 @@ rounds that take every case in turn. Figures are medians over the rounds. `warm`
 computed before, behind the same system prompt, with another question; `shuffled`, that they stood in another order.
 llama.cpp's warm rows are its own reuse of an equal prefix. `other_load` is how many cores other programs kept busy
 meanwhile: figures measured above 0.25 mean little, so such a measurement is tried twice more. `--quick` does not try
-again, and measures the two slowest rivals at 512 tokens only.
+again, and leaves out transformers in float32, llama.cpp's Q4_1 at 2K, and the warm and cold rows that say least.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ class Case:
 
 LONG = Case("full", decode=True)
 BRIEF = Case("full", long=False, decode=True)
+COLD_PREFIX = Case("prefix")
 WARM_PREFIX = Case("prefix", "warm")
 OWN_CASES = (
     LONG,
     BRIEF,
-    Case("prefix"),
+    COLD_PREFIX,
     WARM_PREFIX,
     Case("prefix", "warm", "shuffled"),
     Case("naive"),
@@ -262,14 +263,19 @@ def systems(scratch: Path, *, quick: bool) -> list[System]:
     """Who takes part, with the cases of each."""
     model = hub.resolve(MODEL).path
     q4_0 = envs.HOMES / "models" / f"{MODEL}-Q4_0.gguf"
-    slow: tuple[Case, ...] = (BRIEF,) if quick else (LONG, BRIEF)
-    return [
+    everyone: list[System] = [
         Ragjax("ragjax", OWN_CASES, cache=None if quick else own_cache(scratch)),
-        Transformers("transformers-f32", slow, dtype="float32", model=str(model)),
+        Transformers("transformers-f32", (LONG, BRIEF), dtype="float32", model=str(model)),
         Transformers("transformers-bf16", (LONG, BRIEF), dtype="bfloat16", model=str(model)),
-        LlamaCpp("llama.cpp-q4_1", slow if quick else (*slow, WARM_PREFIX), model=str(model)),
+        LlamaCpp("llama.cpp-q4_1", (LONG, BRIEF, WARM_PREFIX), model=str(model)),
         LlamaCpp("llama.cpp-q4_0", (LONG, BRIEF, WARM_PREFIX), model=str(model), requantized=q4_0),
     ]
+    if not quick:
+        return everyone
+    left_out = {"ragjax": {COLD_PREFIX}, "llama.cpp-q4_1": {LONG, WARM_PREFIX}, "llama.cpp-q4_0": {WARM_PREFIX}}
+    for system in everyone:
+        system.cases = [case for case in system.cases if case not in left_out.get(system.name, ())]
+    return [system for system in everyone if system.name != "transformers-f32"]
 
 
 def own_cache(scratch: Path) -> str:

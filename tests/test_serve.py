@@ -26,7 +26,8 @@ from fakes import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragjax import core
-from ragjax.serve import create_app, main, parse_options
+from ragjax.serve import create_app, main
+from ragjax.serve.command import parse_options
 
 MESSAGES = [{"role": "user", "content": "What colour is the lighthouse?"}]
 CHAT = {"model": "fake", "messages": MESSAGES}

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragjax.kernels.attention import Blocks, Pages, Rows, Slots, from_storage
+from ragjax.core import NEVER
+from ragjax.kernels.attention import Blocks, Pages, Rows, Slots, from_storage, to_storage
 from ragjax.kernels.rope import Rotation, rotate
 
 WIDE = 8
@@ -105,41 +106,43 @@ def gather_tile(
     slot_W = slot_S[jnp.minimum(entry_W, slot_S.shape[0] - 1)]
     page_W = slots.page_AS[0, slot_W]
     offset_W = slots.offset_AS[0, slot_W]
+    # bits, not bfloat16, until the product: XLA on CPU would widen and narrow again around every operation
     k_KND = _load(pages.k_LPKCD, layer, page_W)
     v_KND = _load(pages.v_LPKCD, layer, page_W)
-    order_WC, hide_from_WC, hide_until_WC = (
-        x[0, slot_W] for x in (slots.order_ASC, slots.hide_from_ASC, slots.hide_until_ASC)
+    order_N, hide_from_N, hide_until_N = (
+        x[0, slot_W].reshape(-1) for x in (slots.order_ASC, slots.hide_from_ASC, slots.hide_until_ASC)
     )
-    q_B11 = order_B[:, None, None]
-    listed_WC = (entry_W < count)[:, None] & (order_WC >= 0)
-    seen_BWC = listed_WC & (order_WC <= q_B11) & ~((hide_from_WC <= q_B11) & (q_B11 < hide_until_WC))
-    seen_BN = seen_BWC.reshape(order_B.shape[0], -1)
+    listed_N = jnp.repeat(entry_W < count, pages.page_size)
+    order_N = jnp.where(listed_N, order_N, jnp.int32(NEVER))
+    q_B1 = order_B[:, None]
+    seen_BN = (order_N <= q_B1) & ~((hide_from_N <= q_B1) & (q_B1 < hide_until_N))
     # cells nobody sees may hold NaN, and 0 * NaN is NaN
     v_KND = jnp.where(seen_BN.any(0)[:, None], v_KND, jnp.zeros((), v_KND.dtype))
     if width == 1:
         cos_WR, sin_WR = rotation.at(-offset_W)
-        return Tile(rotate(q_KMD, cos_WR, sin_WR), k_KND, v_KND, seen_BN)
-    moved_KND = lax.cond((offset_W != 0).any(), _move_keys, lambda k, *_: k, k_KND, offset_W, rotation)
-    return Tile(q_KMD, moved_KND, v_KND, seen_BN)
+        return Tile(rotate(q_KMD, cos_WR, sin_WR), from_storage(k_KND), from_storage(v_KND), seen_BN)
+    k_KND = lax.cond((offset_W != 0).any(), _move_keys, lambda k, *_: k, k_KND, offset_W, rotation)
+    return Tile(q_KMD, from_storage(k_KND), from_storage(v_KND), seen_BN)
 
 
 def _move_keys(k_KND: jax.Array, offset_W: jax.Array, rotation: Rotation) -> jax.Array:
     cells = k_KND.shape[1] // offset_W.shape[0]
     cos_NR, sin_NR = (jnp.repeat(x, cells, axis=0) for x in rotation.at(offset_W))
-    return rotate(k_KND.astype(jnp.float32), cos_NR, sin_NR).astype(k_KND.dtype)
+    return to_storage(rotate(from_storage(k_KND).astype(jnp.float32), cos_NR, sin_NR), k_KND.dtype)
 
 
 def _load(pool: jax.Array, layer: int | jax.Array, page_W: jax.Array) -> jax.Array:
     _, _, kv_heads, cells, dim = pool.shape
     parts = [lax.dynamic_slice(pool, (layer, page, 0, 0, 0), (1, 1, kv_heads, cells, dim))[0, 0] for page in page_W]
-    return from_storage(jnp.concatenate(parts, axis=1))
+    return jnp.concatenate(parts, axis=1)
 
 
 def masked_logits(tile: Tile) -> jax.Array:
     """Scaled logits, -inf where hidden, float32 [K, M, N]."""
     logits_KMN = dot(tile.q_KMD, tile.k_KND, ((2,), (2,)))
-    groups = tile.q_KMD.shape[1] // tile.seen_BN.shape[0]
-    return jnp.where(jnp.repeat(tile.seen_BN, groups, axis=0), logits_KMN, -jnp.inf)
+    kv_heads, m, n = logits_KMN.shape
+    logits_KGBN = logits_KMN.reshape(kv_heads, -1, tile.seen_BN.shape[0], n)
+    return jnp.where(tile.seen_BN, logits_KGBN, -jnp.inf).reshape(kv_heads, m, n)
 
 
 def dot(x_K: jax.Array, y_K: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
@@ -159,16 +162,15 @@ def tile_width(block_rows: int) -> int:
 
 
 def fold_heads(x_BHD: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, H, D] to [K, B*G, D]: rows of one KV head side by side, so that its keys are read once (GQA)."""
+    """[B, H, D] to [K, G*B, D]: rows of one KV head side by side, so that its keys are read once (GQA)."""
     b, heads, dim = x_BHD.shape
-    return x_BHD.reshape(b, kv_heads, heads // kv_heads, dim).swapaxes(0, 1).reshape(kv_heads, -1, dim)
+    return x_BHD.reshape(b, kv_heads, heads // kv_heads, dim).transpose(1, 2, 0, 3).reshape(kv_heads, -1, dim)
 
 
 def unfold_heads(x_KM: jax.Array, block_rows: int) -> jax.Array:
-    """[K, B*G, ...] back to [B, H, ...]."""
-    kv_heads, m, *rest = x_KM.shape
-    groups = m // block_rows
-    return x_KM.reshape(kv_heads, block_rows, groups, *rest).swapaxes(0, 1).reshape(block_rows, -1, *rest)
+    """[K, G*B, ...] back to [B, H, ...]."""
+    kv_heads, _, *rest = x_KM.shape
+    return jnp.moveaxis(x_KM.reshape(kv_heads, -1, block_rows, *rest), 2, 0).reshape(block_rows, -1, *rest)
 
 
 Arrays = tuple[jax.Array, ...]

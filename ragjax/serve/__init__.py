@@ -1,0 +1,13 @@
+"""HTTP server: OpenAI's chat and text completions over an engine, with the account of what was reused.
+
+    python -m ragjax.serve --model smollm2-135m-instruct --knowledge DIR_OR_JSONL
+
+Requests and answers have the shapes of OpenAI's API reference, so its clients work unchanged; the field `rag`
+extends both (docs/http.md). What the engine cannot do is refused by name: a body never holds a field that is
+read by nobody, except `user`, which is OpenAI's label for the end user and has no effect.
+"""
+
+from ragjax.serve.app import create_app
+from ragjax.serve.command import main
+
+__all__ = ["create_app", "main"]

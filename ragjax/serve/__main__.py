@@ -1,0 +1,7 @@
+"""`python -m ragjax.serve`."""
+
+import sys
+
+from ragjax.serve.command import main
+
+sys.exit(main())

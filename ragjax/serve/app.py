@@ -1,0 +1,131 @@
+"""The endpoints, and the application they make."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from ragjax import core
+from ragjax.serve.error import ApiError, api_error
+from ragjax.serve.metric import Metrics
+from ragjax.serve.middleware import LimitBody, Observe, RequireKey
+from ragjax.serve.response import ChatForm, Form, Json, TextForm, chunks, whole
+from ragjax.serve.schema import ChatBody, CompletionBody
+from ragjax.serve.stream import EventStream, while_connected
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
+
+MAX_BODY_BYTES = 8 * 2**20
+"""Default limit of a request's body, bytes."""
+
+
+def create_app(engine: Engine, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The HTTP application over `engine`, which the caller closes once the app has stopped.
+
+    Args:
+        engine: a loaded engine; requests go to its `submit` on the app's event loop.
+        api_key: if given, every route but /health wants it as a bearer token.
+        max_body_bytes: limit of a request's body.
+    """
+    metrics = Metrics(engine)
+    endpoints = _Endpoints(engine, metrics)
+    # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
+    app = FastAPI(title="ragjax", docs_url=None, redoc_url=None, redirect_slashes=False, strict_content_type=False)
+    app.add_api_route("/health", endpoints.health)
+    app.add_api_route("/metrics", endpoints.metrics, response_class=Response)
+    app.add_api_route("/v1/models", endpoints.models)
+    app.add_api_route("/v1/models/{model:path}", endpoints.model)
+    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/completions", endpoints.completion, methods=["POST"], response_model=None)
+    for kind in (ApiError, core.RagjaxError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer_error)
+    # The last one added is the first to see a request.
+    app.add_middleware(LimitBody, limit=max_body_bytes)
+    if api_key is not None:
+        app.add_middleware(RequireKey, api_key=api_key)
+    app.add_middleware(Observe, metrics=metrics)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return api_error(error, request.scope).response()
+
+
+class _Endpoints:
+    """The endpoints over one engine."""
+
+    def __init__(self, engine: Engine, metrics: Metrics):
+        self._engine = engine
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def health(self) -> Json:
+        return {"status": "ok", "ready": True, "model": self._engine.model_name}
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> Json:
+        return {"object": "list", "data": [self._model()]}
+
+    async def model(self, model: str) -> Json:
+        self._check_model(model)
+        return self._model()
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        return await self._respond(ChatForm, body, request)
+
+    async def completion(self, body: CompletionBody, request: Request) -> Response:
+        return await self._respond(TextForm, body, request)
+
+    async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
+        self._check_model(body.model)
+        asked = body.to_core()
+        form = form_of(self._engine, asked.sampling.logprobs is not None)
+        events = self._events(asked, request.state.arrived)
+        if body.stream:
+            return EventStream(chunks(form, events, body.include_usage))
+        return JSONResponse(await while_connected(whole(form, events), request.receive))
+
+    async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
+        """The engine's events, their times observed; nothing is submitted before the first is asked for."""
+        strategy = (request.rag and request.rag.strategy) or self._engine.default_strategy
+        last: float | None = None
+        async with aclosing(self._engine.submit(request)) as events:
+            async for event in events:
+                now = time.perf_counter()
+                if last is None:
+                    self._metrics.ttft_seconds.labels(strategy).observe(now - arrived)
+                elif isinstance(event, core.Delta):
+                    self._metrics.inter_token_seconds.observe(now - last)
+                last = now
+                yield event
+
+    def _check_model(self, name: str) -> None:
+        if name != self._engine.model_name:
+            message = f"the model {name!r} does not exist here; this server has {self._engine.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _model(self) -> Json:
+        engine = self._engine
+        return {
+            "id": engine.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "ragjax",
+            "context_length": engine.context_length,
+            "rag": {
+                "knowledge": list(engine.knowledge_names),
+                "strategies": list(engine.strategies),
+                "default_strategy": engine.default_strategy,
+            },
+        }

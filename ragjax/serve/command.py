@@ -1,0 +1,236 @@
+"""The command: its flags, its listener, and a stop that lets running requests finish."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import uvicorn
+from fastapi import FastAPI
+
+from ragjax import core
+from ragjax.serve.app import MAX_BODY_BYTES, create_app
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags of the command line. grace is in seconds; knowledge is one source by its name, or None."""
+
+    model: str
+    knowledge: dict[str, str | Path] | None
+    host: str
+    port: int
+    api_key: str | None
+    dtype: str
+    strategy: str
+    top_k: int
+    device_cache_gb: float
+    max_queue: int
+    max_body_mb: float
+    max_context: int | None
+    index: str
+    index_dir: Path | None
+    grace: int
+    log_level: str
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code: 0 after a graceful stop, 2 if it cannot start as asked."""
+    try:
+        options = parse_options(argv)
+        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("ragjax").setLevel(options.log_level.upper())
+        listener = _listener(options.host, options.port)
+        engine = _load(options)
+    except core.RagjaxError as error:
+        print(f"ragjax.serve: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    try:
+        app = create_app(engine, api_key=options.api_key, max_body_bytes=int(options.max_body_mb * 2**20))
+        _open(engine, listener, options)
+        _run(app, listener, options)
+    finally:
+        engine.close()
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise core.ConfigError(f"{message} (--help lists the flags)")
+
+
+class _StoreOnce(argparse.Action):
+    """A flag given twice is an error: argparse would drop the first silently."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        given = namespace.__dict__.setdefault("given", set())
+        if self.dest in given:
+            raise argparse.ArgumentError(self, "given twice")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+def parse_options(argv: Sequence[str] | None = None) -> Options:
+    """The options of a command line (`sys.argv` if None) and of the environment's RAGJAX_API_KEY.
+
+    Raises:
+        core.ConfigError: for an unknown or repeated flag, or a value that cannot work.
+    """
+    parser = _Parser(
+        prog="python -m ragjax.serve",
+        description="OpenAI's chat and text completions over a model and your documents (docs/http.md).",
+        allow_abbrev=False,
+    )
+    parser.register("action", None, _StoreOnce)
+    flag = parser.add_argument
+    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
+    flag("--knowledge", default="demo", help="folder or .jsonl of documents, 'demo' (default) or 'none'")
+    flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    flag("--port", type=_integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
+    flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
+    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
+    flag("--strategy", default="prefix", help="how KV is reused unless a request says otherwise (%(default)s)")
+    flag("--top-k", type=_integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
+    flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, GB of 2^30 bytes (%(default)s)")
+    flag("--max-queue", type=_integer(1), default=64, help="requests that may wait; more get 429 (%(default)s)")
+    flag("--max-body-mb", type=_positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
+    flag("--max-context", type=_integer(1), help="tokens of prompt and answer together (default: the model's)")
+    flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
+    flag(
+        "--index-dir",
+        type=Path,
+        metavar="DIR",
+        help="where chunks and index of the knowledge are kept between starts (default: in memory)",
+    )
+    flag("--grace", type=_integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
+    flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
+    values = vars(parser.parse_args(argv))
+    values.pop("given", None)
+    values["knowledge"] = _knowledge(values["knowledge"])
+    values["api_key"] = _api_key(values["api_key"])
+    return Options(**values)
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+
+    def parse(text: str) -> int:
+        with suppress(ValueError):
+            value = int(text)
+            if value >= low and (high is None or value <= high):
+                return value
+        raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, not {text!r}")
+
+    return parse
+
+
+def _positive(text: str) -> float:
+    with suppress(ValueError):
+        value = float(text)
+        if value > 0 and math.isfinite(value):
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def _knowledge(value: str) -> dict[str, str | Path] | None:
+    if value == "none":
+        return None
+    if value == "demo":
+        return {"demo": Path(core.__file__).parent / "demo" / "documents"}
+    source = Path(value)
+    if not source.exists():
+        raise core.ConfigError(f"--knowledge: {value!r} does not exist; give a folder, a .jsonl file, 'demo' or 'none'")
+    return {source.resolve().stem: source}
+
+
+def _api_key(flag: str | None) -> str | None:
+    key = os.environ.get("RAGJAX_API_KEY") if flag is None else flag
+    # A key that came out empty was meant to protect; an open server would be the wrong reading of it.
+    if key is not None and not key.strip():
+        raise core.ConfigError("the API key is empty: give one in --api-key or RAGJAX_API_KEY, or leave both away")
+    return key
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A bound socket. It is taken before the model is loaded: an occupied port should not cost a minute."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise core.ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+
+
+def _load(options: Options) -> Engine:
+    # Imported late: a wrong flag should not wait for JAX.
+    from ragjax.engine import Engine
+
+    return Engine.load(
+        options.model,
+        knowledge=options.knowledge,
+        strategy=options.strategy,
+        dtype=options.dtype,
+        top_k=options.top_k,
+        device_cache_gb=options.device_cache_gb,
+        max_queue=options.max_queue,
+        max_context=options.max_context,
+        index=options.index,
+        index_dir=options.index_dir,
+    )
+
+
+def _open(engine: Engine, listener: socket.socket, options: Options) -> None:
+    """Lets connections in, where they wait for the event loop, and says so."""
+    listener.listen()
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    knowledge = ", ".join(engine.knowledge_names) or "none"
+    _log.info("%s ready at %s (knowledge: %s; strategy: %s)", engine.model_name, url, knowledge, options.strategy)
+    if options.api_key is None and host not in ("127.0.0.1", "::1"):
+        _log.warning("no API key is set, and %s can be reached from other machines", host)
+
+
+def _run(app: FastAPI, listener: socket.socket, options: Options) -> None:
+    """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level=options.log_level,
+        timeout_graceful_shutdown=options.grace,
+        ws="none",
+        lifespan="off",
+    )
+    server = uvicorn.Server(config)
+    # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
+    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,92 @@
+"""Metrics in Prometheus' text form: the engine's own numbers, and what only the server sees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
+
+_HELP = {
+    "requests_total": "Requests answered, by strategy.",
+    "prompt_tokens_total": "Prompt tokens of answered requests.",
+    "reused_tokens_total": "Prompt tokens whose keys and values came from the cache.",
+    "recomputed_tokens_total": "Prompt tokens computed for the request, whether missing or repaired.",
+    "generated_tokens_total": "Tokens generated for answered requests.",
+    "cancelled_total": "Requests cancelled before their answer was complete.",
+    "errors_total": "Requests that failed inside the engine.",
+    "fallbacks_total": "Requests served by another strategy than asked.",
+    "evicted_tokens_total": "Tokens evicted from the cache.",
+    "steps_total": "Steps of the engine's loop.",
+    "overhead_ms_last": "Milliseconds before the last first token that were neither retrieval nor compiled code.",
+    "queue_depth": "Requests that wait for admission.",
+    "running": "Requests admitted and not finished.",
+    "pages_used": "Pages of the device pool in use.",
+    "pages_total": "Pages of the device pool.",
+}
+# `_total` is the suffix of counters; the size of the pool is a gauge.
+_GAUGES = {"pages_total": "pages_capacity"}
+_LABELS = {"requests_total": "strategy"}
+
+_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
+_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+
+
+class Metrics:
+    """The metrics of one app, in a registry of its own. Histograms are in seconds."""
+
+    def __init__(self, engine: Engine):
+        self._registry = registry = CollectorRegistry()
+        registry.register(_EngineCollector(engine))
+        self.requests = Counter(
+            "ragjax_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
+        )
+        self.request_seconds = Histogram(
+            "ragjax_http_request_seconds",
+            "Seconds from a request's arrival to the end of its response.",
+            ["route"],
+            buckets=_REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self.ttft_seconds = Histogram(
+            "ragjax_ttft_seconds",
+            "Seconds from a request's arrival to its first text, by the strategy asked for.",
+            ["strategy"],
+            buckets=_TTFT_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token_seconds = Histogram(
+            "ragjax_inter_token_seconds",
+            "Seconds between two deltas of one answer (nearly always one token each).",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+
+    def exposition(self) -> bytes:
+        """All of them, as a scrape reads them."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's own counters and gauges, read at each scrape."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterable[Metric]:
+        return [_family(name, value) for name, value in self._engine.stats().items()]
+
+
+def _family(name: str, value: float | Mapping[str, float]) -> Metric:
+    make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
+    label = [_LABELS[name]] if isinstance(value, Mapping) else []
+    family = make(f"ragjax_{_GAUGES.get(name, name)}", _HELP[name], labels=label)
+    for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
+        family.add_metric([] if key is None else [key], float(number))
+    return family

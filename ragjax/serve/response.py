@@ -1,0 +1,204 @@
+"""Bodies of responses, in the form of OpenAI's API reference: whole, or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ragjax import core
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
+
+Json = dict[str, Any]
+
+
+class Form(ABC):
+    """How one response is put; a new one for each request."""
+
+    prefix: ClassVar[str]
+    kind: ClassVar[str]
+    chunk_kind: ClassVar[str]
+
+    def __init__(self, engine: Engine, want_logprobs: bool):
+        setting = f"{engine.model_name}\n{engine.context_length}\n{engine.default_strategy}"
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": engine.model_name,
+            "system_fingerprint": f"fp_{hashlib.blake2s(setting.encode(), digest_size=5).hexdigest()}",
+        }
+        self._want_logprobs = want_logprobs
+
+    def whole(self, answer: core.Answer) -> Json:
+        """The one body of a response that is no stream."""
+        choice = self._choice(self._message(answer.text), answer.logprobs, answer.finish_reason)
+        return self._object(self.kind, [choice], usage=_usage(answer), rag=_rag(answer))
+
+    def opening(self) -> list[Json]:
+        """Chunks before the first text."""
+        return []
+
+    def chunk(self, event: core.Event) -> Json:
+        """The chunk of one event; the answer's carries no text, but the end's reason and the account."""
+        if isinstance(event, core.Delta):
+            return self._object(self.chunk_kind, [self._choice(self._delta(event.text), event.logprobs)])
+        choice = self._choice(self._delta(None), None, event.finish_reason)
+        return self._object(self.chunk_kind, [choice], rag=_rag(event))
+
+    def sums(self, answer: core.Answer) -> Json:
+        """The chunk without choices that `include_usage` asks for."""
+        return self._object(self.chunk_kind, [], usage=_usage(answer))
+
+    def _object(self, kind: str, choices: list[Json], **more: Json) -> Json:
+        return {**self._head, "object": kind, "choices": choices, **more}
+
+    def _choice(
+        self, said: Json, tokens: Sequence[core.TokenLogprob] | None = None, finish_reason: str | None = None
+    ) -> Json:
+        logprobs = None if tokens is None or not self._want_logprobs else self._logprobs(tokens)
+        return {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    @abstractmethod
+    def _message(self, text: str) -> Json: ...
+
+    @abstractmethod
+    def _delta(self, text: str | None) -> Json: ...
+
+    @abstractmethod
+    def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json: ...
+
+
+class ChatForm(Form):
+    """Chat completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self) -> list[Json]:
+        """The role."""
+        said = {"delta": {"role": "assistant", "content": "", "refusal": None}}
+        return [self._object(self.chunk_kind, [self._choice(said)])]
+
+    def _message(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _delta(self, text: str | None) -> Json:
+        return {"delta": {} if text is None else {"content": text}}
+
+    def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
+        content = [
+            {**_token(t.token, t.logprob), "top_logprobs": [_token(text, value) for text, _, value in t.top]}
+            for t in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+class TextForm(Form):
+    """Text completions, whose chunks look like the whole."""
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+    _offset = 0
+
+    def _message(self, text: str) -> Json:
+        return {"text": text}
+
+    def _delta(self, text: str | None) -> Json:
+        return {"text": text or ""}
+
+    def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
+        """The legacy form: parallel lists. `text_offset` counts characters of the answer, over all chunks."""
+        offsets = []
+        for t in tokens:
+            offsets.append(self._offset)
+            self._offset += len(t.token)
+        return {
+            "tokens": [t.token for t in tokens],
+            "token_logprobs": [_logprob(t.logprob) for t in tokens],
+            "top_logprobs": [_alternatives(t) for t in tokens],
+            "text_offset": offsets,
+        }
+
+
+async def whole(form: Form, events: AsyncGenerator[core.Event, None]) -> Json:
+    """The body of a response that is no stream."""
+    async with aclosing(events):
+        # To the end, not to the answer only: closing earlier would be a cancellation.
+        *_, answer = [event async for event in events]
+    assert isinstance(answer, core.Answer)
+    return form.whole(answer)
+
+
+async def chunks(
+    form: Form, events: AsyncGenerator[core.Event, None], include_usage: bool
+) -> AsyncGenerator[Json, None]:
+    """The chunks of a stream; the first waits for the first event, and so for the errors before it.
+
+    With `include_usage`, each says `usage: null`, and one without choices follows with the sums.
+    """
+    opening = form.opening()
+    more = {"usage": None} if include_usage else {}
+    async with aclosing(events):
+        async for event in events:
+            for chunk in (*opening, form.chunk(event)):
+                yield {**chunk, **more}
+            opening = []
+            if include_usage and isinstance(event, core.Answer):
+                yield form.sums(event)
+
+
+def _usage(answer: core.Answer) -> Json:
+    completion = len(answer.tokens)
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": answer.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def _rag(answer: core.Answer) -> Json:
+    """The account of what was reused."""
+    times = answer.timings
+    milliseconds = {"retrieve": times.retrieve, "load": times.load, "prefill": times.prefill, "ttft": times.ttft}
+    return {
+        "strategy": answer.strategy,
+        "exact_to": answer.exact_to,
+        "segments": [_segment(report) for report in answer.segments],
+        "timings_ms": {name: round(float(value), 3) for name, value in milliseconds.items()},
+    }
+
+
+def _segment(report: core.SegmentReport) -> Json:
+    return {
+        "id": report.id,
+        "title": report.title,
+        "tokens": report.tokens,
+        "reused": report.reused,
+        "recomputed": report.recomputed,
+        "tier": report.tier,
+        "score": None if report.score is None else float(report.score),
+    }
+
+
+def _logprob(value: float) -> float:
+    # JSON has no -inf; OpenAI writes -9999.0 for a token of (almost) no probability.
+    return max(float(value), -9999.0)
+
+
+def _token(text: str, logprob: float) -> Json:
+    # A token may be a piece of a character: its text then holds a replacement mark, and its bytes are unknown here.
+    known = "\ufffd" not in text
+    return {"token": text, "logprob": _logprob(logprob), "bytes": list(text.encode()) if known else None}
+
+
+def _alternatives(token: core.TokenLogprob) -> dict[str, float]:
+    # Two tokens may read the same; the likelier one comes first and is kept.
+    found = {token.token: _logprob(token.logprob)}
+    for text, _, value in token.top:
+        found.setdefault(text, _logprob(value))
+    return found

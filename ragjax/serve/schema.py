@@ -1,0 +1,210 @@
+"""Bodies of requests, in the form of OpenAI's API reference, and what they ask of the engine.
+
+A body is strict: an unknown field or a value of another type is an error, and null counts as absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from ragjax import core
+
+
+def _encodable(text: str) -> str:
+    # JSON can spell half of a surrogate pair, which is no character and which no tokenizer takes.
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("invalid_text", "holds half of a surrogate pair, which is no character") from None
+    return text
+
+
+def _parts(content: object) -> object:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list):
+        return content
+    raise PydanticCustomError("invalid_type", "must be a string or a list of text parts")
+
+
+def _strings(stop: object) -> object:
+    return [stop] if isinstance(stop, str) else stop
+
+
+def _one_text(prompt: object) -> object:
+    if not isinstance(prompt, list):
+        return prompt
+    if any(not isinstance(item, str) for item in prompt):
+        raise PydanticCustomError("invalid_type", "token ids are not accepted: send the prompt as text")
+    if len(prompt) != 1:
+        raise PydanticCustomError("unsupported_value", "one prompt per request: send several requests")
+    return prompt[0]
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+Filled = Annotated[Text, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TextPart(_Body):
+    """One text part of a message; images, audio and files are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(_Body):
+    """One message. `developer` is OpenAI's newer name of `system`; `refusal` comes back null with our own answers."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
+    refusal: None = None
+
+    def to_core(self) -> core.Message:
+        """The message, its parts as lines."""
+        role = "system" if self.role == "developer" else self.role
+        return core.Message(role, "\n".join(part.text for part in self.content))
+
+
+class InlineDocument(_Body):
+    """A passage given with the request."""
+
+    id: Filled
+    text: Filled
+    title: Text = ""
+
+
+Passage = Annotated[
+    Annotated[Text, Tag("id")] | Annotated[InlineDocument, Tag("document")],
+    Discriminator(lambda value: "id" if isinstance(value, str) else "document"),
+]
+
+
+class RagBody(_Body):
+    """What knowledge to use and how to reuse its KV.
+
+    documents: passages used instead of retrieval: ids of the knowledge base, or whole documents.
+    """
+
+    knowledge: Text | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    strategy: Text | None = None
+    documents: list[Passage] | None = None
+
+    def to_core(self) -> core.Rag:
+        """The same for the engine."""
+        documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
+        return core.Rag(self.knowledge, self.top_k, self.strategy, documents)
+
+    def without_retrieval(self) -> core.Rag:
+        """The strategy alone; every field that asks for knowledge is an error."""
+        for name in ("knowledge", "top_k", "documents"):
+            if getattr(self, name) is not None:
+                message = f"/v1/completions retrieves nothing: send rag.{name} to /v1/chat/completions"
+                raise core.RequestError(message, param=f"rag.{name}", code="unsupported_value")
+        return core.Rag(top_k=0, strategy=self.strategy)
+
+
+def _passage(document: str | InlineDocument) -> str | core.Document:
+    return document if isinstance(document, str) else core.Document(document.id, document.text, document.title)
+
+
+class StreamOptions(_Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(_Body):
+    """Form of the answer: plain text only."""
+
+    type: Literal["text"]
+
+
+class _Generation(_Body):
+    """The fields that both completion endpoints share. `rag: null` turns retrieval off."""
+
+    model: Text
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: Literal[1] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[Text], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    presence_penalty: Literal[0] | None = None
+    frequency_penalty: Literal[0] | None = None
+    user: Text | None = None
+    rag: RagBody | None = Field(default_factory=RagBody)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise core.RequestError("stream_options needs stream: true", param="stream_options")
+        fields: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "stop": None if self.stop is None else tuple(self.stop),
+        }
+        return core.Sampling(**{name: v for name, v in fields.items() if v is not None}, logprobs=logprobs)
+
+
+class ChatBody(_Generation):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+
+    def to_core(self) -> core.Request:
+        """What the body asks of the engine.
+
+        Raises:
+            core.RequestError: for fields that contradict each other.
+        """
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise core.RequestError("set max_completion_tokens or max_tokens, not both", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise core.RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        alternatives = (self.top_logprobs or 0) if self.logprobs else None
+        return core.Request(
+            messages=tuple(message.to_core() for message in self.messages),
+            sampling=self._sampling(self.max_tokens or self.max_completion_tokens, alternatives),
+            rag=self.rag and self.rag.to_core(),
+        )
+
+
+class CompletionBody(_Generation):
+    """Body of POST /v1/completions: raw text, no chat template and no retrieval."""
+
+    prompt: Annotated[Filled, BeforeValidator(_one_text, json_schema_input_type=str | list[str])]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+
+    def to_core(self) -> core.Request:
+        """What the body asks of the engine.
+
+        Raises:
+            core.RequestError: for fields that contradict each other, or that ask for knowledge.
+        """
+        sampling = self._sampling(self.max_tokens, self.logprobs)
+        return core.Request(prompt=self.prompt, sampling=sampling, rag=self.rag and self.rag.without_retrieval())

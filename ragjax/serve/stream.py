@@ -1,0 +1,82 @@
+"""Sending a response while the client listens, and stopping the work as soon as it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from ragjax.serve.error import api_error
+from ragjax.serve.response import Json
+
+T = TypeVar("T")
+
+
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`; it is cancelled, and its clean-up awaited, as soon as the client leaves.
+
+    Raises:
+        ClientDisconnect: if the client left first.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of JSON chunks, then `[DONE]`.
+
+    The response begins with the first chunk, so an error before it becomes an HTTP error; a later one
+    becomes an event `{"error": …}` that ends the stream. The chunks are closed when the client leaves.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[Json, None]):
+        # x-accel-buffering: reverse proxies such as nginx would otherwise hold the events back.
+        super().__init__((), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the stream (ASGI)."""
+        await while_connected(self._run(scope, send), receive)
+
+    async def _run(self, scope: Scope, send: Send) -> None:
+        async with aclosing(self._chunks) as chunks:
+            first = await anext(chunks)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await _send_event(send, first)
+                async for chunk in chunks:
+                    await _send_event(send, chunk)
+                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+            except (Exception, asyncio.CancelledError) as error:
+                await _send_event(send, api_error(error, scope).body())
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+            finally:
+                await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_event(send: Send, chunk: Json) -> None:
+    data = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})

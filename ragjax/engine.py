@@ -146,6 +146,7 @@ class Engine:
         index: str = "flat",
         index_dir: str | Path | None = None,
         progress: bool = True,
+        compile: bool = True,
         strategies: dict[str, Strategy] | None = None,
     ) -> Engine:
         """Load a model by name or path, compile its programs, and index the knowledge.
@@ -162,6 +163,7 @@ class Engine:
             index: "flat", "ivf" or "hnsw".
             index_dir: where chunks and index are kept; in memory if None.
             progress: show progress bars.
+            compile: compile all programs now, so that no request waits for one; False for short experiments.
             strategies: what requests may name (all of ragjax's, if None).
 
         Raises:
@@ -181,10 +183,16 @@ class Engine:
             index=index,
             index_dir=index_dir,
             progress=progress,
+            compile=compile,
             strategies=strategies,
         )
 
     # ------------------------------------------------------------------------------------ what it is
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of weights and KV."""
+        return self._runner.dtype
 
     @property
     def strategies(self) -> tuple[str, ...]:
@@ -238,6 +246,10 @@ class Engine:
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
         """Remove documents by id; the number removed."""
         return self._base(knowledge, create=False).delete(ids)
+
+    def search(self, question: str, *, knowledge: str | None = None, top_k: int | None = None) -> tuple[Hit, ...]:
+        """The chunks that a request with this question would get, best first."""
+        return self._base(knowledge, create=False).search(question, self.top_k if top_k is None else top_k)
 
     def document_ids(self, knowledge: str | None = None) -> frozenset[str]:
         """Ids of a knowledge base's documents."""

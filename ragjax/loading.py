@@ -47,6 +47,7 @@ def load_engine(
     index: str,
     index_dir: str | Path | None,
     progress: bool,
+    compile: bool,
     strategies: dict[str, Strategy] | None,
 ) -> Engine:
     """See `Engine.load`."""
@@ -70,7 +71,8 @@ def load_engine(
     grid = Grid(slots=(64, max(128, -(-2 * context // PAGE_SIZE))))
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
     mass = any(Want.KEY_MASS in s.wants for s in chosen.values())
-    _compile(runner, mass, progress)
+    if compile:
+        _compile(runner, mass, progress)
     engine = Engine(
         runner,
         tokenizer,

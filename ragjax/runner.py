@@ -92,6 +92,7 @@ class Runner:
     ):
         config = decoder.config
         self.config = config
+        self.dtype = str(decoder.embedding[...].dtype)
         self.grid = grid or Grid()
         self.page_size = page_size
         self._mesh = mesh or jax.make_mesh((1,), ("kv_heads",), axis_types=(AxisType.Auto,))

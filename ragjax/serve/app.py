@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from ragjax import core
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.metric import Metrics
-from ragjax.serve.middleware import LimitBody, Observe, RequireKey
+from ragjax.serve.middleware import Door
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, chunks, whole
 from ragjax.serve.schema import ChatBody, CompletionBody
 from ragjax.serve.stream import EventStream, while_connected
@@ -46,13 +46,9 @@ def create_app(engine: Engine, *, api_key: str | None = None, max_body_bytes: in
     app.add_api_route("/v1/models/{model:path}", endpoints.model)
     app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"], response_model=None)
     app.add_api_route("/v1/completions", endpoints.completion, methods=["POST"], response_model=None)
-    for kind in (ApiError, core.RagjaxError, RequestValidationError, HTTPException):
+    for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    # The last one added is the first to see a request.
-    app.add_middleware(LimitBody, limit=max_body_bytes)
-    if api_key is not None:
-        app.add_middleware(RequireKey, api_key=api_key)
-    app.add_middleware(Observe, metrics=metrics)
+    app.add_middleware(Door, metrics=metrics, api_key=api_key, max_body_bytes=max_body_bytes)
     return app
 
 

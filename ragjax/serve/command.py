@@ -11,12 +11,10 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
-from fastapi import FastAPI
 
 from ragjax import core
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
@@ -25,28 +23,6 @@ if TYPE_CHECKING:
     from ragjax.engine import Engine
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The flags of the command line. grace is in seconds; knowledge is one source by its name, or None."""
-
-    model: str
-    knowledge: dict[str, str | Path] | None
-    host: str
-    port: int
-    api_key: str | None
-    dtype: str
-    strategy: str
-    top_k: int
-    device_cache_gb: float
-    max_queue: int
-    max_body_mb: float
-    max_context: int | None
-    index: str
-    index_dir: Path | None
-    grace: int
-    log_level: str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     try:
-        app = create_app(engine, api_key=options.api_key, max_body_bytes=int(options.max_body_mb * 2**20))
-        _open(engine, listener, options)
-        _run(app, listener, options)
+        _run(engine, listener, options)
     finally:
         engine.close()
     return 0
@@ -76,78 +50,55 @@ class _Parser(argparse.ArgumentParser):
         raise core.ConfigError(f"{message} (--help lists the flags)")
 
 
-class _StoreOnce(argparse.Action):
-    """A flag given twice is an error: argparse would drop the first silently."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        given = namespace.__dict__.setdefault("given", set())
-        if self.dest in given:
-            raise argparse.ArgumentError(self, "given twice")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
-
-
-def parse_options(argv: Sequence[str] | None = None) -> Options:
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None) and of the environment's RAGJAX_API_KEY.
 
+    `knowledge` is a source by its name, or None; `grace` is in seconds.
+
     Raises:
-        core.ConfigError: for an unknown or repeated flag, or a value that cannot work.
+        core.ConfigError: for an unknown flag, or a value that cannot work.
     """
     parser = _Parser(
         prog="python -m ragjax.serve",
         description="OpenAI's chat and text completions over a model and your documents (docs/http.md).",
         allow_abbrev=False,
     )
-    parser.register("action", None, _StoreOnce)
     flag = parser.add_argument
     flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
     flag("--knowledge", default="demo", help="folder or .jsonl of documents, 'demo' (default) or 'none'")
+    flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
+    flag("--index-dir", metavar="DIR", help="where chunks and index are kept between starts (default: in memory)")
+    flag("--strategy", default="prefix", help="how KV is reused unless a request says otherwise (%(default)s)")
+    flag("--top-k", type=_integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
+    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
+    flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
+    flag("--max-context", type=_integer(1), help="tokens of prompt and answer together (default: the model's)")
+    flag("--max-queue", type=_integer(1), default=64, help="requests that may wait; more get 429 (%(default)s)")
+    flag("--max-body-mb", type=_positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flag("--port", type=_integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
-    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
-    flag("--strategy", default="prefix", help="how KV is reused unless a request says otherwise (%(default)s)")
-    flag("--top-k", type=_integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
-    flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, GB of 2^30 bytes (%(default)s)")
-    flag("--max-queue", type=_integer(1), default=64, help="requests that may wait; more get 429 (%(default)s)")
-    flag("--max-body-mb", type=_positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
-    flag("--max-context", type=_integer(1), help="tokens of prompt and answer together (default: the model's)")
-    flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
-    flag(
-        "--index-dir",
-        type=Path,
-        metavar="DIR",
-        help="where chunks and index of the knowledge are kept between starts (default: in memory)",
-    )
     flag("--grace", type=_integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
-    values = vars(parser.parse_args(argv))
-    values.pop("given", None)
-    values["knowledge"] = _knowledge(values["knowledge"])
-    values["api_key"] = _api_key(values["api_key"])
-    return Options(**values)
+    options = parser.parse_args(argv)
+    options.knowledge = _knowledge(options.knowledge)
+    options.api_key = _api_key(options.api_key)
+    return options
 
 
-def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-
+def _integer(low: int, high: int = 10**9) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        with suppress(ValueError):
-            value = int(text)
-            if value >= low and (high is None or value <= high):
-                return value
-        raise argparse.ArgumentTypeError(f"must be a whole number {bounds}, not {text!r}")
+        if text.isdecimal() and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r}")
 
     return parse
 
 
 def _positive(text: str) -> float:
     with suppress(ValueError):
-        value = float(text)
-        if value > 0 and math.isfinite(value):
-            return value
+        if 0 < float(text) < math.inf:
+            return float(text)
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
@@ -187,7 +138,7 @@ def _listener(host: str, port: int) -> socket.socket:
         raise core.ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
 
 
-def _load(options: Options) -> Engine:
+def _load(options: argparse.Namespace) -> Engine:
     # Imported late: a wrong flag should not wait for JAX.
     from ragjax.engine import Engine
 
@@ -205,21 +156,10 @@ def _load(options: Options) -> Engine:
     )
 
 
-def _open(engine: Engine, listener: socket.socket, options: Options) -> None:
-    """Lets connections in, where they wait for the event loop, and says so."""
-    listener.listen()
-    host, port = listener.getsockname()[:2]
-    url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
-    knowledge = ", ".join(engine.knowledge_names) or "none"
-    _log.info("%s ready at %s (knowledge: %s; strategy: %s)", engine.model_name, url, knowledge, options.strategy)
-    if options.api_key is None and host not in ("127.0.0.1", "::1"):
-        _log.warning("no API key is set, and %s can be reached from other machines", host)
-
-
-def _run(app: FastAPI, listener: socket.socket, options: Options) -> None:
+def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     config = uvicorn.Config(
-        app,
+        create_app(engine, api_key=options.api_key, max_body_bytes=int(options.max_body_mb * 2**20)),
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,
@@ -229,8 +169,19 @@ def _run(app: FastAPI, listener: socket.socket, options: Options) -> None:
     server = uvicorn.Server(config)
     # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+    listener.listen()
+    _say_ready(engine, listener, options)
     try:
         server.run(sockets=[listener])
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _say_ready(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
+    host, port = listener.getsockname()[:2]
+    url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
+    knowledge = ", ".join(engine.knowledge_names) or "none"
+    _log.info("%s ready at %s (knowledge: %s; strategy: %s)", engine.model_name, url, knowledge, options.strategy)
+    if options.api_key is None and host not in ("127.0.0.1", "::1"):
+        _log.warning("no API key is set, and %s can be reached from other machines", host)

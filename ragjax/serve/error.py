@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -17,39 +15,25 @@ from ragjax import core
 
 _log = logging.getLogger(__name__)
 
-# Said behind the error of a field of this name.
-_HINTS = {
-    "recompute_ratio": "no strategy of this server takes a recompute ratio yet",
-    "n": "send several requests",
-    "best_of": "send several requests",
-    "echo": "put the prompt before the text yourself",
-    "presence_penalty": "penalties are not implemented",
-    "frequency_penalty": "penalties are not implemented",
-    "tools": "tool calls are not implemented",
-    "functions": "tool calls are not implemented",
-    "logit_bias": "logit biases are not implemented",
-    "suffix": "insertion is not implemented",
-}
 
+class ApiError(HTTPException):
+    """An error as it goes out: HTTP status, headers, and the fields of OpenAI's error object."""
 
-@dataclass
-class ApiError(Exception):
-    """An error as it goes out: HTTP status and the fields of OpenAI's error object."""
-
-    status: int
-    message: str
-    type: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-    headers: Mapping[str, str] | None = None
-
-    def body(self) -> dict[str, Any]:
-        """`{"error": {"message", "type", "param", "code"}}`."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(status, message, headers)
+        self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         """The error as a response of its own."""
-        return JSONResponse(self.body(), self.status, dict(self.headers or {}))
+        return JSONResponse(self.body, self.status_code, self.headers)
 
 
 def api_error(error: BaseException, scope: Scope) -> ApiError:
@@ -65,7 +49,7 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
-        return _route_error(error, scope)
+        return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=error.headers)
     if isinstance(error, asyncio.CancelledError):
         message = "the server is stopping; try again later"
         return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
@@ -73,16 +57,6 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     _log.error("request %s failed", request_id, exc_info=error)
     message = f"internal error; the server's log has the details under request id {request_id}"
     return ApiError(500, message, "server_error", code="internal_error")
-
-
-def _route_error(error: HTTPException, scope: Scope) -> ApiError:
-    messages = {
-        400: "the body cannot be read as JSON text in UTF-8",
-        404: f"unknown URL: {scope['method']} {scope['path']}",
-        405: f"{scope['method']} is not allowed on {scope['path']}",
-    }
-    message = messages.get(error.status_code, str(error.detail))
-    return ApiError(error.status_code, message, headers=error.headers)
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
@@ -94,12 +68,10 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if not location:
         return ApiError(400, f"the body must be a JSON object, sent with content-type: application/json ({problem})")
     path = _path(location)
-    message, code = {
-        "extra_forbidden": (f"unknown field {path!r}", "unknown_parameter"),
-        "missing": (f"{path!r} is required", "missing_required_parameter"),
-    }.get(kind, (f"{path}: {problem}", "invalid_value"))
-    hint = _HINTS.get(path.rpartition(".")[2])
-    return ApiError(400, f"{message} ({hint})" if hint else message, param=path, code=code)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"unknown field {path!r}", param=path, code="unknown_parameter")
+    code = "missing_required_parameter" if kind == "missing" else "invalid_value"
+    return ApiError(400, f"{path}: {problem}", param=path, code=code)
 
 
 def _path(location: tuple[str | int, ...]) -> str:

@@ -33,9 +33,8 @@ _HELP = {
 _GAUGES = {"pages_total": "pages_capacity"}
 _LABELS = {"requests_total": "strategy"}
 
-_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
-_TOKEN_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+_SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class Metrics:
@@ -44,28 +43,19 @@ class Metrics:
     def __init__(self, engine: Engine):
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(engine))
-        self.requests = Counter(
-            "ragjax_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
-        )
+        self.requests = Counter("ragjax_http_requests", "HTTP requests.", ["route", "status"], registry=registry)
         self.request_seconds = Histogram(
             "ragjax_http_request_seconds",
-            "Seconds from a request's arrival to the end of its response.",
+            "From arrival to response's end.",
             ["route"],
-            buckets=_REQUEST_BUCKETS,
+            buckets=_LONG,
             registry=registry,
         )
         self.ttft_seconds = Histogram(
-            "ragjax_ttft_seconds",
-            "Seconds from a request's arrival to its first text, by the strategy asked for.",
-            ["strategy"],
-            buckets=_TTFT_BUCKETS,
-            registry=registry,
+            "ragjax_ttft_seconds", "From arrival to first text.", ["strategy"], buckets=_LONG, registry=registry
         )
         self.inter_token_seconds = Histogram(
-            "ragjax_inter_token_seconds",
-            "Seconds between two deltas of one answer (nearly always one token each).",
-            buckets=_TOKEN_BUCKETS,
-            registry=registry,
+            "ragjax_inter_token_seconds", "Between two deltas of one answer.", buckets=_SHORT, registry=registry
         )
 
     def exposition(self) -> bytes:

@@ -1,4 +1,4 @@
-"""What every request passes before its endpoint: observation, the API key, the limit of its body."""
+"""What every request passes on its way in and out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import time
 import uuid
 
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,14 +17,21 @@ from ragjax.serve.metric import Metrics
 _log = logging.getLogger(__name__)
 
 
-class Observe:
-    """Outermost: gives the request its id and arrival time, counts it, and answers what nobody else caught."""
+class Door:
+    """Gives a request its id and arrival time, checks its key and size, counts it, and answers what nobody caught.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics):
+    A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
+    reads the rest away, so that a client that is still writing gets to read the answer.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None, max_body_bytes: int):
         self._app = app
         self._metrics = metrics
+        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._limit = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes one request through (ASGI)."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         arrived = time.perf_counter()
@@ -41,7 +47,8 @@ class Observe:
             await send(message)
 
         try:
-            await self._app(scope, receive, observed_send)
+            self._check(scope)
+            await self._app(scope, self._limited(receive), observed_send)
         except ClientDisconnect:
             _log.info("request %s: the client left", request_id)
         except (Exception, asyncio.CancelledError) as error:
@@ -55,53 +62,27 @@ class Observe:
             self._metrics.requests.labels(route, str(status or 499)).inc()
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - arrived)
 
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        if self._authorization is not None and scope["path"] != "/health":
+            given = headers.get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._authorization):
+                message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        self._check_size(int(headers.get(b"content-length", b"0")))
 
-class RequireKey:
-    """Refuses every request without the API key, except to /health."""
+    def _check_size(self, size: int) -> None:
+        if size > self._limit:
+            raise ApiError(413, f"the body is larger than {self._limit / 2**20:g} MiB")
 
-    def __init__(self, app: ASGIApp, api_key: str):
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
-            return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._expected):
-            return await self._app(scope, receive, send)
-        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
-        error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-        await error.response()(scope, receive, send)
-
-
-class LimitBody:
-    """Refuses a body over `limit` bytes, by its declared length before reading it, and by what arrives.
-
-    uvicorn reads the rest away, so that a client that is still writing gets to read the answer.
-    """
-
-    def __init__(self, app: ASGIApp, limit: int):
-        self._app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        declared = dict(scope["headers"]).get(b"content-length", b"0")
-        if int(declared) > self._limit:
-            return await self._error().response()(scope, receive, send)
+    def _limited(self, receive: Receive) -> Receive:
         received = 0
 
         async def limited_receive() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._limit:
-                # FastAPI passes HTTPException through while it reads a body; the handler makes an ApiError of it.
-                raise HTTPException(413, self._error().message)
+            self._check_size(received)
             return message
 
-        await self._app(scope, limited_receive, send)
-
-    def _error(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._limit / 2**20:g} MiB")
+        return limited_receive

@@ -8,6 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragjax import core
@@ -163,25 +164,12 @@ def _usage(answer: core.Answer) -> Json:
 
 def _rag(answer: core.Answer) -> Json:
     """The account of what was reused."""
-    times = answer.timings
-    milliseconds = {"retrieve": times.retrieve, "load": times.load, "prefill": times.prefill, "ttft": times.ttft}
+    names = ("retrieve", "load", "prefill", "ttft")
     return {
         "strategy": answer.strategy,
         "exact_to": answer.exact_to,
-        "segments": [_segment(report) for report in answer.segments],
-        "timings_ms": {name: round(float(value), 3) for name, value in milliseconds.items()},
-    }
-
-
-def _segment(report: core.SegmentReport) -> Json:
-    return {
-        "id": report.id,
-        "title": report.title,
-        "tokens": report.tokens,
-        "reused": report.reused,
-        "recomputed": report.recomputed,
-        "tier": report.tier,
-        "score": None if report.score is None else float(report.score),
+        "segments": [asdict(report) for report in answer.segments],
+        "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
     }
 
 

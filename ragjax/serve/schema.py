@@ -5,21 +5,12 @@ A body is strict: an unknown field or a value of another type is an error, and n
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from ragjax import core
-
-
-def _encodable(text: str) -> str:
-    # JSON can spell half of a surrogate pair, which is no character and which no tokenizer takes.
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("invalid_text", "holds half of a surrogate pair, which is no character") from None
-    return text
 
 
 def _parts(content: object) -> object:
@@ -31,7 +22,9 @@ def _parts(content: object) -> object:
 
 
 def _strings(stop: object) -> object:
-    return [stop] if isinstance(stop, str) else stop
+    if isinstance(stop, str):
+        return (stop,)
+    return tuple(stop) if isinstance(stop, list) else stop
 
 
 def _one_text(prompt: object) -> object:
@@ -44,8 +37,9 @@ def _one_text(prompt: object) -> object:
     return prompt[0]
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
-Filled = Annotated[Text, Field(min_length=1)]
+# With a length to check, pydantic refuses half of a surrogate pair: JSON can spell it, and no tokenizer takes it.
+Text = Annotated[str, Field(min_length=0)]
+Filled = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 
 
@@ -87,29 +81,26 @@ Passage = Annotated[
 ]
 
 
-class RagBody(_Body):
-    """What knowledge to use and how to reuse its KV.
+class TextRag(_Body):
+    """How to reuse KV where nothing is retrieved."""
+
+    strategy: Text | None = None
+
+
+class ChatRag(TextRag):
+    """What knowledge to use, too.
 
     documents: passages used instead of retrieval: ids of the knowledge base, or whole documents.
     """
 
     knowledge: Text | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    strategy: Text | None = None
     documents: list[Passage] | None = None
 
     def to_core(self) -> core.Rag:
         """The same for the engine."""
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
         return core.Rag(self.knowledge, self.top_k, self.strategy, documents)
-
-    def without_retrieval(self) -> core.Rag:
-        """The strategy alone; every field that asks for knowledge is an error."""
-        for name in ("knowledge", "top_k", "documents"):
-            if getattr(self, name) is not None:
-                message = f"/v1/completions retrieves nothing: send rag.{name} to /v1/chat/completions"
-                raise core.RequestError(message, param=f"rag.{name}", code="unsupported_value")
-        return core.Rag(top_k=0, strategy=self.strategy)
 
 
 def _passage(document: str | InlineDocument) -> str | core.Document:
@@ -122,14 +113,8 @@ class StreamOptions(_Body):
     include_usage: bool = False
 
 
-class ResponseFormat(_Body):
-    """Form of the answer: plain text only."""
-
-    type: Literal["text"]
-
-
 class _Generation(_Body):
-    """The fields that both completion endpoints share. `rag: null` turns retrieval off."""
+    """The fields that both completion endpoints share."""
 
     model: Text
     max_tokens: Count | None = None
@@ -139,12 +124,11 @@ class _Generation(_Body):
     n: Literal[1] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[list[Text], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
+    stop: Annotated[tuple[Text, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
     user: Text | None = None
-    rag: RagBody | None = Field(default_factory=RagBody)
 
     @property
     def include_usage(self) -> bool:
@@ -154,25 +138,21 @@ class _Generation(_Body):
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
         if self.stream_options is not None and not self.stream:
             raise core.RequestError("stream_options needs stream: true", param="stream_options")
-        fields: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "seed": self.seed,
-            "stop": None if self.stop is None else tuple(self.stop),
-        }
-        return core.Sampling(**{name: v for name, v in fields.items() if v is not None}, logprobs=logprobs)
+        given = self.model_dump(include={"temperature", "top_p", "top_k", "seed", "stop"}, exclude_none=True)
+        if max_tokens is not None:
+            given["max_tokens"] = max_tokens
+        return core.Sampling(**given, logprobs=logprobs)
 
 
 class ChatBody(_Generation):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions. `rag: null` turns retrieval off."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    rag: ChatRag | None = Field(default_factory=ChatRag)
 
     def to_core(self) -> core.Request:
         """What the body asks of the engine.
@@ -188,7 +168,7 @@ class ChatBody(_Generation):
         return core.Request(
             messages=tuple(message.to_core() for message in self.messages),
             sampling=self._sampling(self.max_tokens or self.max_completion_tokens, alternatives),
-            rag=self.rag and self.rag.to_core(),
+            rag=None if self.rag is None else self.rag.to_core(),
         )
 
 
@@ -199,12 +179,9 @@ class CompletionBody(_Generation):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
+    rag: TextRag | None = None
 
     def to_core(self) -> core.Request:
-        """What the body asks of the engine.
-
-        Raises:
-            core.RequestError: for fields that contradict each other, or that ask for knowledge.
-        """
-        sampling = self._sampling(self.max_tokens, self.logprobs)
-        return core.Request(prompt=self.prompt, sampling=sampling, rag=self.rag and self.rag.without_retrieval())
+        """What the body asks of the engine; raises as in chat."""
+        rag = core.Rag(top_k=0, strategy=None if self.rag is None else self.rag.strategy)
+        return core.Request(prompt=self.prompt, sampling=self._sampling(self.max_tokens, self.logprobs), rag=rag)

@@ -70,7 +70,7 @@ class EventStream(StreamingResponse):
                     await _send_event(send, chunk)
                 await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
             except (Exception, asyncio.CancelledError) as error:
-                await _send_event(send, api_error(error, scope).body())
+                await _send_event(send, api_error(error, scope).body)
                 if isinstance(error, asyncio.CancelledError):
                     raise
             finally:

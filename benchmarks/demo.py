@@ -1,0 +1,72 @@
+"""The bundled demo: does retrieval find the right documents, and do answers contain the right string?
+
+    python -m benchmarks.demo [--strategy full,prefix,naive] [--limit N] [--json FILE]
+
+An answer counts if it contains one of the question's answer strings, case aside. Greedy, 32 new tokens, top 3.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ragjax
+from benchmarks import report
+from ragjax.engine import Engine
+
+DEMO = Path(ragjax.__file__).parent / "demo"
+COLUMNS = ("strategy", "documents", "n", "answered", "found_top3", "found_top5", "reused_share", "ttft_ms")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run and report. Returns the exit code."""
+    flags = report.parser("demo", __doc__ or "")
+    flags.add_argument("--strategy", default="full,prefix,naive", help="strategies, comma-separated (%(default)s)")
+    flags.add_argument("--limit", type=int, metavar="N", help="use the first N questions")
+    options = flags.parse_args(argv)
+    limit = options.limit or (20 if options.quick else None)
+    lines = (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()[:limit]
+    questions = [json.loads(line) for line in lines]
+    head = report.header("demo")
+    with Engine.load("smollm2-135m-instruct", knowledge=DEMO / "documents") as engine:
+        rows = [
+            row(engine, strategy, count, [q for q in questions if len(q["documents"]) == count])
+            for strategy in options.strategy.split(",")
+            for count in (1, 2)
+        ]
+    report.finish(head, rows, COLUMNS, options.json)
+    return 0
+
+
+def row(engine: Engine, strategy: str, count: int, questions: list[dict[str, Any]]) -> dict[str, Any]:
+    """One line of the table: questions that need `count` documents."""
+    answers = [engine.answer(q["question"], strategy=strategy, max_tokens=32) for q in questions]
+    pairs = list(zip(questions, answers, strict=True))
+    return {
+        "strategy": strategy,
+        "documents": count,
+        "n": len(questions),
+        "answered": _share(any(a.lower() in answer.text.lower() for a in q["answers"]) for q, answer in pairs),
+        "found_top3": _share(_found(engine, q, 3) for q in questions),
+        "found_top5": _share(_found(engine, q, 5) for q in questions),
+        "reused_share": sum(a.cached_tokens for a in answers) / max(1, sum(a.prompt_tokens for a in answers)),
+        "ttft_ms": statistics.median(a.timings.ttft for a in answers) if answers else None,
+    }
+
+
+def _found(engine: Engine, question: dict[str, Any], k: int) -> bool:
+    hits = engine.search(question["question"], top_k=k)
+    return set(question["documents"]) <= {hit.chunk.document_id for hit in hits}
+
+
+def _share(outcomes: Any) -> float:
+    known = list(outcomes)
+    return sum(known) / max(1, len(known))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

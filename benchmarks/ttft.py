@@ -324,7 +324,8 @@ class OtherLoad:
     def so_far(self) -> float:
         """Mean number of cores since the beginning."""
         seconds = time.perf_counter() - self._began
-        return max(0.0, (self._all_busy() - self._busy - self._own_busy() + self._own) / seconds)
+        others = self._all_busy() - self._busy - self._own_busy() + self._own
+        return round(max(0.0, others / seconds), 3)
 
     def _all_busy(self) -> float:
         times = self._psutil.cpu_times()

@@ -47,11 +47,11 @@ class FakeEngine:
         strategy: str = "prefix",
         dtype: str = "bfloat16",
         top_k: int = 3,
-        device_cache_gb: float = 1.0,
+        device_cache_gb: float = 0.5,
         max_queue: int = 64,
         max_context: int | None = None,
         index: str = "flat",
-        index_dir: str | None = None,
+        index_dir: str | Path | None = None,
         progress: bool = True,
     ) -> FakeEngine:
         """An engine with these settings; `slow` is a model that takes 50 ms per token."""
@@ -154,6 +154,8 @@ class FakeEngine:
             "cancelled_total": self.cancelled,
             "errors_total": 0,
             "fallbacks_total": 0,
+            "steps_total": len(self.tokens) * self.finished,
+            "overhead_ms_last": 0.0,
             "evicted_tokens_total": 0,
             "queue_depth": 0,
             "running": self.running,

@@ -398,7 +398,7 @@ for devices in (1, 8):
     assert len(made._pools[0].k_LPKCD.addressable_shards) == devices
     assert shard == (2, 40, 8 // devices, t.PAGE, 8), shard
     qkv = made._stages[0][0]["qkv"].get_value().addressable_shards[0].data.shape
-    assert qkv == (32, 8 // devices, 4, 8), qkv
+    assert qkv == (8 // devices, 4, 8, 32), qkv
     results.append([*logits, *again, outcome.mass_LSC, *made.read(parts[0].spans[0].run.cells(t.PAGE))])
 for one, other in zip(*results, strict=True):
     assert one.shape == other.shape

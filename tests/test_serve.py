@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import inspect
 import json
 import os
 import re
@@ -23,9 +24,11 @@ import openai
 import pytest
 import uvicorn
 from fakes import FakeEngine
+from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragjax import core
+from ragjax.engine import Engine
 from ragjax.serve import create_app, main
 from ragjax.serve.command import parse_options
 
@@ -111,7 +114,7 @@ def test_chat_with_openai_client(shared: Served) -> None:
     choice = answer.choices[0]
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", TEXT, "stop")
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "fake"
-    assert abs(answer.created - time.time()) < 60 and answer.system_fingerprint.startswith("fp_")
+    assert abs(answer.created - time.time()) < 60
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 6, 11)
     assert usage.prompt_tokens_details.cached_tokens == 7
@@ -489,6 +492,13 @@ def test_error_before_the_stream_is_an_http_error() -> None:
     assert response.status_code == 400 and error_of(response)["param"] == "rag.knowledge"
 
 
+@pytest.mark.parametrize("error", [core.OutOfPages("the pool is full"), core.VisibilityError("two intervals")])
+def test_what_the_engine_cannot_do_is_a_400_with_its_words(error: core.RagjaxError) -> None:
+    with serving(FakeEngine(error=error)) as served:
+        response = served.post(json=CHAT)
+    assert response.status_code == 400 and error_of(response)["message"] == str(error)
+
+
 def test_error_in_mid_stream_is_an_event() -> None:
     with serving(FakeEngine(breakdown=ValueError("secret detail"))) as served:
         response = served.post(json={**CHAT, "stream": True})
@@ -556,10 +566,14 @@ def test_key_with_openai_client() -> None:
 # ----------------------------------------------------------------------------------------- metrics
 
 
-def _samples(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def _families(served: Served) -> list[Metric]:
     response = served.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    families = text_string_to_metric_families(response.text)
+    return list(text_string_to_metric_families(response.text))
+
+
+def _samples(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = _families(served)
     return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
 
 
@@ -592,6 +606,17 @@ def test_every_engine_number_is_exposed() -> None:
         names = {name for name, _ in _samples(served)}
     renamed = {"pages_total": "pages_capacity"}
     assert {f"ragjax_{renamed.get(name, name)}" for name in engine.stats()} <= names
+
+
+def test_the_page_names_every_metric_and_flag() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "http.md").read_text()
+    engine = FakeEngine()
+    with serving(engine) as served:
+        names = {f.name + "_total" * (f.type == "counter") for f in _families(served)}
+    rows = "\n".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"ragjax_\w+", rows)) == {name for name in names if not name.endswith("_created")}
+    flags = {f"--{name.replace('_', '-')}" for name in vars(parse_options([]))}
+    assert set(re.findall(r"--[\w-]+", rows)) == flags
 
 
 def test_two_apps_count_apart() -> None:
@@ -635,6 +660,7 @@ PROGRAM = """
 import sys, types
 sys.path.insert(0, {tests!r})
 from fakes import FakeEngine
+from prometheus_client import Metric
 module = types.ModuleType("ragjax.engine")
 module.Engine = FakeEngine
 sys.modules["ragjax.engine"] = module
@@ -677,6 +703,42 @@ def test_signal_stops_gracefully(number: signal.Signals) -> None:
     assert "finished 1" in log and "Traceback" not in log
 
 
+def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded: dict[str, Any] = {}
+
+    class Recorder:
+        @staticmethod
+        def load(model: str, **settings: Any) -> None:
+            loaded.update(settings, model=model)
+            raise core.ConfigError("seen enough")
+
+    monkeypatch.setattr("ragjax.engine.Engine", Recorder)
+    expected = {
+        "model": "some/model",
+        "strategy": "naive",
+        "dtype": "float32",
+        "top_k": 5,
+        "device_cache_gb": 0.25,
+        "max_queue": 7,
+        "max_context": 512,
+        "index": "hnsw",
+        "index_dir": str(tmp_path / "kept"),
+    }
+    flags = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    assert main([*flags, "--knowledge", "none", "--port", "0"]) == 2
+    assert loaded == {**expected, "knowledge": None}
+
+
+def test_flags_and_fake_agree_with_the_engine() -> None:
+    settings = inspect.signature(Engine.load).parameters
+    options = vars(parse_options([]))
+    shared = {name for name in settings if name in options} - {"model", "knowledge"}
+    assert {"device_cache_gb", "index_dir", "top_k"} < shared
+    assert {name: options[name] for name in shared} == {name: settings[name].default for name in shared}
+    fake = inspect.signature(FakeEngine.load).parameters
+    assert {n: p.default for n, p in fake.items()} == {n: settings[n].default for n in fake}
+
+
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
@@ -692,7 +754,6 @@ def test_signal_stops_gracefully(number: signal.Signals) -> None:
         (["--index", "tree"], "--index"),
         (["--knowledge", "/no/such/folder"], "/no/such/folder"),
         (["--api-key", ""], "API key"),
-        (["--top-k", "2", "--top-k", "3"], "given twice"),
         (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--port"], "--port"),
         (["extra"], "extra"),

@@ -1,9 +1,8 @@
 """`paged_interval_attention` in XLA: blockwise online softmax over visible slots, for CPU and as the fallback.
 
 Source: online softmax as in FlashAttention (arXiv 2205.14135). Memory is O(rows x tile); hidden slots are skipped.
-A tile is a group of slots gathered side by side: one for few rows, `WIDE` for many. The side that is smaller is
-rotated: the query for few rows (a tile is then one slot, one offset), the gathered keys for many. Products take
-the pool's dtype and accumulate in float32.
+A tile is a group of slots gathered side by side. The side that is smaller is rotated: the query, once per slot, for few
+rows, the gathered keys for many. Products take the pool's dtype and accumulate in float32.
 """
 
 from __future__ import annotations
@@ -19,14 +18,19 @@ from ragjax.core import NEVER
 from ragjax.kernels.attention import Blocks, Pages, Rows, Slots, from_storage, to_storage
 from ragjax.kernels.rope import Rotation, rotate
 
-WIDE = 8
-"""Slots of a tile when rows are many. Measured on two cores at 2K keys, 64 cells a page: 3.1 ms, one at a time 5.1."""
+TILE = 8
+"""Slots of a tile. Measured on two cores, 128 rows, 2K keys, 64 cells a page: 3.1 ms; one slot at a time 5.1 ms."""
+
+FEW = 8
+"""Row blocks smaller than this rotate queries, larger ones keys."""
 
 
 class Tile(NamedTuple):
-    """Gathered keys: k, v [K, N, D] in compute dtype; q [K, M, D] rotated to match; visible bool [B, N]."""
+    """Gathered keys: k, v [K, N, D] in compute dtype; who sees what, bool [B, N]; and the queries that fit the keys,
+    [K, M, D] for all slots alike or [K, W, M, D] rotated for each slot.
+    """
 
-    q_KMD: jax.Array
+    q: jax.Array
     k_KND: jax.Array
     v_KND: jax.Array
     seen_BN: jax.Array
@@ -47,19 +51,18 @@ def attend(
     """See `attention.paged_interval_attention`."""
     t, heads, dim = q_THD.shape
     kv_heads = pages.k_LPKCD.shape[2]
-    width = tile_width(block_rows)
 
     def one_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_BHD, order_B, slot_S, count = block
         q_KMD = fold_heads(q_BHD * scale, kv_heads)
 
         def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            tile = gather_tile(q_KMD, order_B, pages, layer, slots, rotation, slot_S, count, i, width)
+            tile = gather_tile(q_KMD, order_B, pages, layer, slots, rotation, slot_S, count, i)
             return _accumulate(tile, carry)
 
         m = q_KMD.shape[:2]
         start = (jnp.zeros((*m, dim)), jnp.full(m, -jnp.inf), jnp.zeros(m))
-        acc_KMD, max_KM, sum_KM = lax.fori_loop(0, -(-count // width), step, start)
+        acc_KMD, max_KM, sum_KM = lax.fori_loop(0, -(-count // TILE), step, start)
         dead_KM = sum_KM == 0.0
         safe_KM = jnp.where(dead_KM, 1.0, sum_KM)
         lse_KM = jnp.where(dead_KM, -jnp.inf, max_KM + jnp.log(safe_KM))
@@ -99,10 +102,9 @@ def gather_tile(
     slot_S: jax.Array,
     count: jax.Array,
     i: jax.Array,
-    width: int,
 ) -> Tile:
-    """The i-th tile of a row block: `width` slots of its list, their keys, and who sees what."""
-    entry_W = i * width + jnp.arange(width, dtype=jnp.int32)
+    """The i-th tile of a row block: the next slots of its list, their keys, and who sees what."""
+    entry_W = i * TILE + jnp.arange(TILE, dtype=jnp.int32)
     slot_W = slot_S[jnp.minimum(entry_W, slot_S.shape[0] - 1)]
     page_W = slots.page_AS[0, slot_W]
     offset_W = slots.offset_AS[0, slot_W]
@@ -118,9 +120,10 @@ def gather_tile(
     seen_BN = (order_N <= q_B1) & ~((hide_from_N <= q_B1) & (q_B1 < hide_until_N))
     # cells nobody sees may hold NaN, and 0 * NaN is NaN
     v_KND = jnp.where(seen_BN.any(0)[:, None], v_KND, jnp.zeros((), v_KND.dtype))
-    if width == 1:
+    if order_B.shape[0] < FEW:
         cos_WR, sin_WR = rotation.at(-offset_W)
-        return Tile(rotate(q_KMD, cos_WR, sin_WR), from_storage(k_KND), from_storage(v_KND), seen_BN)
+        q_KWMD = rotate(q_KMD[:, None], cos_WR[:, None], sin_WR[:, None])
+        return Tile(q_KWMD, from_storage(k_KND), from_storage(v_KND), seen_BN)
     k_KND = lax.cond((offset_W != 0).any(), _move_keys, lambda k, *_: k, k_KND, offset_W, rotation)
     return Tile(q_KMD, from_storage(k_KND), from_storage(v_KND), seen_BN)
 
@@ -139,26 +142,27 @@ def _load(pool: jax.Array, layer: int | jax.Array, page_W: jax.Array) -> jax.Arr
 
 def masked_logits(tile: Tile) -> jax.Array:
     """Scaled logits, -inf where hidden, float32 [K, M, N]."""
-    logits_KMN = dot(tile.q_KMD, tile.k_KND, ((2,), (2,)))
-    kv_heads, m, n = logits_KMN.shape
-    logits_KGBN = logits_KMN.reshape(kv_heads, -1, tile.seen_BN.shape[0], n)
-    return jnp.where(tile.seen_BN, logits_KGBN, -jnp.inf).reshape(kv_heads, m, n)
+    b, n = tile.seen_BN.shape
+    kv_heads, m = tile.q.shape[0], tile.q.shape[-2]
+    if tile.q.ndim == 3:
+        logits = dot(tile.q, tile.k_KND, ((2,), (2,)))
+    else:
+        k_KWCD = tile.k_KND.reshape(kv_heads, TILE, -1, tile.k_KND.shape[-1])
+        logits = dot(tile.q, k_KWCD, ((3,), (3,)), batch=(0, 1)).swapaxes(1, 2)
+    return jnp.where(tile.seen_BN, logits.reshape(kv_heads, m // b, b, n), -jnp.inf).reshape(kv_heads, m, n)
 
 
-def dot(x_K: jax.Array, y_K: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
-    """Product batched over KV heads in y's dtype, accumulated in float32."""
+def dot(
+    x: jax.Array, y: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]], batch: tuple[int, ...] = (0,)
+) -> jax.Array:
+    """Product batched over leading axes (KV heads first) in y's dtype, accumulated in float32."""
     return lax.dot_general(
-        x_K.astype(y_K.dtype),
-        y_K,
-        (contract, ((0,), (0,))),
-        precision=lax.Precision.HIGHEST if y_K.dtype == jnp.float32 else None,
+        x.astype(y.dtype),
+        y,
+        (contract, (batch, batch)),
+        precision=lax.Precision.HIGHEST if y.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
-
-
-def tile_width(block_rows: int) -> int:
-    """Slots gathered into a tile."""
-    return 1 if block_rows < 8 else WIDE
 
 
 def fold_heads(x_BHD: jax.Array, kv_heads: int) -> jax.Array:

@@ -29,10 +29,18 @@ def _weight(value: jax.Array, *axes: str) -> Weight:
     return Weight(value, axes=axes)
 
 
-def dense(x_TE: jax.Array, w_EN: jax.Array) -> jax.Array:
-    """Product in w's dtype, accumulated in float32, float32 [T, N]."""
-    precision = lax.Precision.HIGHEST if w_EN.dtype == jnp.float32 else None
-    return jnp.dot(x_TE.astype(w_EN.dtype), w_EN, precision=precision, preferred_element_type=jnp.float32)
+def dense(x_TE: jax.Array, w_NE: jax.Array) -> jax.Array:
+    """Product with a matrix kept as [out, in], in its dtype, accumulated in float32: float32 [T, N].
+
+    On CPU a few rows are a tenth faster this way round than with [in, out], and many rows as fast.
+    """
+    return lax.dot_general(
+        x_TE.astype(w_NE.dtype),
+        w_NE,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if w_NE.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -48,7 +56,7 @@ def rotation_table(config: ModelConfig, length: int) -> Rotation:
 class Layer(nnx.Module):
     """One transformer block, with weights fused per KV head, so that a mesh can split them there.
 
-    `qkv` is [E, K, G + 2, D] (G query heads, one key, one value), `gate_up` [E, 2, F].
+    `qkv` is [K, G + 2, D, E] (G query heads, one key, one value), `out` [E, K, G, D], `gate_up` [2, F, E].
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -61,20 +69,20 @@ class Layer(nnx.Module):
 
         self.eps = config.norm_eps
         self.attention_norm = _weight(jnp.ones(e), "embed")
-        self.qkv = _weight(init(e, k, g + 2, d), "embed", "kv_heads", "groups", "head")
+        self.qkv = _weight(init(k, g + 2, d, e), "kv_heads", "groups", "head", "embed")
         self.qkv_bias = _weight(jnp.zeros((k, g + 2, d)), "kv_heads", "groups", "head") if config.qkv_bias else None
         self.q_norm = _weight(jnp.ones(d), "head") if config.qk_norm else None
         self.k_norm = _weight(jnp.ones(d), "head") if config.qk_norm else None
-        self.out = _weight(init(k, g, d, e), "kv_heads", "groups", "head", "embed")
+        self.out = _weight(init(e, k, g, d), "embed", "kv_heads", "groups", "head")
         self.mlp_norm = _weight(jnp.ones(e), "embed")
-        self.gate_up = _weight(init(e, 2, f), "embed", "gate", "mlp")
-        self.down = _weight(init(f, e), "mlp", "embed")
+        self.gate_up = _weight(init(2, f, e), "gate", "mlp", "embed")
+        self.down = _weight(init(e, f), "embed", "mlp")
 
     def project(self, x_TE: jax.Array, cos_TR: jax.Array, sin_TR: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [T, H, D] and keys [T, K, D] rotated at their positions, and values [T, K, D], float32."""
-        e, k, n, d = self.qkv.shape
+        k, n, d, e = self.qkv.shape
         h_TE = rms_norm(x_TE, self.attention_norm[...], self.eps)
-        qkv_TKND = dense(h_TE, self.qkv[...].reshape(e, -1)).reshape(-1, k, n, d)
+        qkv_TKND = dense(h_TE, self.qkv[...].reshape(-1, e)).reshape(-1, k, n, d)
         if self.qkv_bias is not None:
             qkv_TKND = qkv_TKND + self.qkv_bias[...]
         q_TKGD, k_TKD, v_TKD = qkv_TKND[:, :, :-2], qkv_TKND[:, :, -2], qkv_TKND[:, :, -1]
@@ -86,11 +94,11 @@ class Layer(nnx.Module):
 
     def finish(self, x_TE: jax.Array, out_THD: jax.Array) -> jax.Array:
         """Output projection and MLP, added to the residual stream, float32 [T, E]."""
-        k, g, d, e = self.out.shape
-        x_TE = x_TE + dense(out_THD.reshape(-1, k * g * d), self.out[...].reshape(-1, e))
-        f = self.down.shape[0]
+        e, k, g, d = self.out.shape
+        x_TE = x_TE + dense(out_THD.reshape(-1, k * g * d), self.out[...].reshape(e, -1))
+        f = self.down.shape[1]
         h_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
-        gate_up_TF = dense(h_TE, self.gate_up[...].reshape(e, -1))
+        gate_up_TF = dense(h_TE, self.gate_up[...].reshape(-1, e))
         return x_TE + dense(jax.nn.silu(gate_up_TF[:, :f]) * gate_up_TF[:, f:], self.down[...])
 
 
@@ -149,15 +157,7 @@ class Decoder(nnx.Module):
     def unembed(self, x_NE: jax.Array) -> jax.Array:
         """Next-token logits of residual rows, float32 [N, V]."""
         h_NE = rms_norm(x_NE, self.norm[...], self.config.norm_eps)
-        table_VE = (self.embedding if self.head is None else self.head)[...]
-        # contracted in place: a transposed table would be copied for every call
-        return lax.dot_general(
-            h_NE.astype(table_VE.dtype),
-            table_VE,
-            (((1,), (1,)), ((), ())),
-            precision=lax.Precision.HIGHEST if table_VE.dtype == jnp.float32 else None,
-            preferred_element_type=jnp.float32,
-        )
+        return dense(h_NE, (self.embedding if self.head is None else self.head)[...])
 
     def logits(self, tokens_T: jax.Array) -> jax.Array:
         """Dense causal forward of one prompt, float32 [T, V]: the plain reading of the model, for tests."""
@@ -194,11 +194,11 @@ def _fused(
 
     fused = {
         "attention_norm": tensors[prefix + "input_layernorm.weight"],
-        "qkv": np.moveaxis(per_kv_head("weight"), -1, 0),
-        "out": tensors[prefix + "self_attn.o_proj.weight"].T.reshape(k, g, d, e),
+        "qkv": per_kv_head("weight"),
+        "out": tensors[prefix + "self_attn.o_proj.weight"].reshape(e, k, g, d),
         "mlp_norm": tensors[prefix + "post_attention_layernorm.weight"],
-        "gate_up": np.stack([tensors[f"{prefix}mlp.{n}_proj.weight"].T for n in ("gate", "up")], axis=1),
-        "down": tensors[prefix + "mlp.down_proj.weight"].T,
+        "gate_up": np.stack([tensors[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up")]),
+        "down": tensors[prefix + "mlp.down_proj.weight"],
     }
     if config.qkv_bias:
         fused["qkv_bias"] = per_kv_head("bias")

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,17 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse_options(argv)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("ragjax").setLevel(options.log_level.upper())
-        listener = _listener(options.host, options.port)
-        engine = _load(options)
+        with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
+            _run(engine, listener, options)
     except core.RagjaxError as error:
         print(f"ragjax.serve: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    try:
-        _run(engine, listener, options)
-    finally:
-        engine.close()
     return 0
 
 

@@ -43,16 +43,14 @@ class Metrics:
     def __init__(self, engine: Engine):
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(engine))
-        self.requests = Counter("ragjax_http_requests", "HTTP requests.", ["route", "status"], registry=registry)
+        self.requests = Counter(
+            "ragjax_http_requests", "HTTP requests, by route and status.", ["route", "status"], registry=registry
+        )
         self.request_seconds = Histogram(
-            "ragjax_http_request_seconds",
-            "From arrival to response's end.",
-            ["route"],
-            buckets=_LONG,
-            registry=registry,
+            "ragjax_http_request_seconds", "Arrival to end of response.", ["route"], buckets=_LONG, registry=registry
         )
         self.ttft_seconds = Histogram(
-            "ragjax_ttft_seconds", "From arrival to first text.", ["strategy"], buckets=_LONG, registry=registry
+            "ragjax_ttft_seconds", "Arrival to first text.", ["strategy"], buckets=_LONG, registry=registry
         )
         self.inter_token_seconds = Histogram(
             "ragjax_inter_token_seconds", "Between two deltas of one answer.", buckets=_SHORT, registry=registry
@@ -75,8 +73,8 @@ class _EngineCollector(Collector):
 
 def _family(name: str, value: float | Mapping[str, float]) -> Metric:
     make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
-    label = [_LABELS[name]] if isinstance(value, Mapping) else []
-    family = make(f"ragjax_{_GAUGES.get(name, name)}", _HELP[name], labels=label)
+    label = [_LABELS.get(name, "kind")] if isinstance(value, Mapping) else []
+    family = make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=label)
     for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
         family.add_metric([] if key is None else [key], float(number))
     return family

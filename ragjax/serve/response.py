@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -27,13 +26,8 @@ class Form(ABC):
     chunk_kind: ClassVar[str]
 
     def __init__(self, engine: Engine, want_logprobs: bool):
-        setting = f"{engine.model_name}\n{engine.context_length}\n{engine.default_strategy}"
-        self._head = {
-            "id": f"{self.prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": engine.model_name,
-            "system_fingerprint": f"fp_{hashlib.blake2s(setting.encode(), digest_size=5).hexdigest()}",
-        }
+        number = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._head: Json = {"id": number, "created": int(time.time()), "model": engine.model_name}
         self._want_logprobs = want_logprobs
 
     def whole(self, answer: core.Answer) -> Json:

@@ -8,17 +8,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
 
 from ragjax import core
 
 
 def _parts(content: object) -> object:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    if isinstance(content, list):
-        return content
-    raise PydanticCustomError("invalid_type", "must be a string or a list of text parts")
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _strings(stop: object) -> object:
@@ -28,13 +23,7 @@ def _strings(stop: object) -> object:
 
 
 def _one_text(prompt: object) -> object:
-    if not isinstance(prompt, list):
-        return prompt
-    if any(not isinstance(item, str) for item in prompt):
-        raise PydanticCustomError("invalid_type", "token ids are not accepted: send the prompt as text")
-    if len(prompt) != 1:
-        raise PydanticCustomError("unsupported_value", "one prompt per request: send several requests")
-    return prompt[0]
+    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
 
 
 # With a length to check, pydantic refuses half of a surrogate pair: JSON can spell it, and no tokenizer takes it.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from wire import serve
 
 GGUF_NAMES = {
@@ -62,7 +63,8 @@ def from_gguf(path: Path) -> PreTrainedModel:
     architecture = values["general.architecture"]
     tied = not any(t.name == "output.weight" for t in reader.tensors)
     config = gguf_config(values, architecture, tied, vocab=reader_tensor(reader, "token_embd.weight").shape[1])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with no_init_weights():  # every weight is replaced below
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     weights = {name: torch.from_numpy(value) for name, value in gguf_weights(reader, config, architecture)}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - ({"lm_head.weight"} if tied else set()):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.kernels.attention import Blocks, Pages, Rows, Slots
-from ragjax.kernels.attention_xla import TILE, fold_heads, gather_tile, masked_logits
+from ragjax.kernels.attention_xla import fold_heads, gather_tile, masked_logits, sweep
 from ragjax.kernels.rope import Rotation
 
 
@@ -39,15 +39,14 @@ def key_mass(
         lse_KM1 = fold_heads(lse_BH[..., None], kv_heads)
         safe_KM1 = jnp.where(jnp.isneginf(lse_KM1), 0.0, lse_KM1)
 
-        def step(i: jax.Array, mass_SC: jax.Array) -> jax.Array:
-            tile = gather_tile(q_KMD, order_B, pages, layer, slots, rotation, slot_S, count, i)
+        def step(entry_W: jax.Array, mass_SC: jax.Array) -> jax.Array:
+            tile = gather_tile(q_KMD, order_B, pages, layer, slots, rotation, slot_S, count, entry_W)
             prob_KMN = jnp.exp(masked_logits(tile) - safe_KM1)
-            sums_WC = prob_KMN.sum((0, 1)).reshape(TILE, cells) / heads
-            entry_W = i * TILE + jnp.arange(TILE, dtype=jnp.int32)
+            sums_WC = prob_KMN.sum((0, 1)).reshape(-1, cells) / heads
             # entries behind the list's end are fully hidden and add zeros to whatever slot they name
             return mass_SC.at[slot_S[jnp.minimum(entry_W, slot_count - 1)]].add(sums_WC)
 
-        return lax.fori_loop(0, -(-count // TILE), step, mass_SC), None
+        return sweep(count, step, mass_SC), None
 
     blocked = (
         q_THD.reshape(n, block_rows, heads, dim),

@@ -219,7 +219,6 @@ class Engine:
             "generated_tokens_total": counters.generated_tokens,
             "cancelled_total": counters.cancelled,
             "errors_total": counters.errors,
-            "fallbacks_total": 0,
             "steps_total": counters.steps,
             "evicted_tokens_total": metrics.evicted_tokens,
             "queue_depth": len(self._waiting),
@@ -447,8 +446,9 @@ class Engine:
         with self._lock:
             if self._closed:
                 raise OverloadError("the engine is closed")
-            if self._pending >= self._max_queue + self._runner.grid.rows[1][0]:
-                raise OverloadError(f"{self._pending} requests are in the queue; try again later")
+            waiting = self._pending - len(self._tickets)
+            if waiting > self._max_queue:
+                raise OverloadError(f"{waiting} requests are in the queue; try again later")
             self._pending += 1
         self._inbox.put(lambda: self._waiting.append(ticket))
 

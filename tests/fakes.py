@@ -153,7 +153,6 @@ class FakeEngine:
             "generated_tokens_total": len(self.tokens) * self.finished,
             "cancelled_total": self.cancelled,
             "errors_total": 0,
-            "fallbacks_total": 0,
             "steps_total": len(self.tokens) * self.finished,
             "overhead_ms_last": 0.0,
             "evicted_tokens_total": 0,

@@ -76,7 +76,7 @@ def test_an_answer_accounts_for_everything(engine: Engine) -> None:
     assert stats["prompt_tokens_total"] == 2 * answer.prompt_tokens
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
 def test_concurrent_requests_answer_as_they_do_alone(seed: int) -> None:
     prompts = [tiny.prompt(seed * 100 + i % 4, chunks=(20 + i, 35)) for i in range(9)]
     names = ["full", "prefix", "naive"]
@@ -255,14 +255,15 @@ def test_closing_ends_running_requests() -> None:
         engine.answer_prompt(tiny.prompt())
 
 
-def test_cached_pages_are_never_written() -> None:
+@pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=pytest.mark.long)])
+def test_cached_pages_are_never_written(rounds: int) -> None:
     """After every request of a random workload the KV of every node is, to the bit, what it was when admitted."""
     random = np.random.default_rng(7)
     system = tiny.prompt(0).segments[0]
     chunks = [tiny.prompt(i).segments[1] for i in range(5)]
     with tiny.engine(pages=40) as engine:
         seen: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
-        for round_ in range(25):
+        for round_ in range(rounds):
             chosen = [chunks[i] for i in random.choice(5, random.integers(1, 4), replace=False)]
             question = Segment("question", Kind.JOIN, random.integers(0, 256, 9).astype(np.int32))
             parts = [replace(c, id=f"{c.id}{i}") for i, c in enumerate(chosen)]

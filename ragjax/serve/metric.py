@@ -20,7 +20,6 @@ _HELP = {
     "generated_tokens_total": "Tokens generated for answered requests.",
     "cancelled_total": "Requests cancelled before their answer was complete.",
     "errors_total": "Requests that failed inside the engine.",
-    "fallbacks_total": "Requests served by another strategy than asked.",
     "evicted_tokens_total": "Tokens evicted from the cache.",
     "steps_total": "Steps of the engine's loop.",
     "overhead_ms_last": "Milliseconds before the last first token that were neither retrieval nor compiled code.",

@@ -305,13 +305,14 @@ def _sharded_attention(spec: _Spec, block_rows: int, mass: bool) -> Callable[...
         return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, *where, **common), "kv_heads")
 
     heads = P(None, "kv_heads", None)
-    return jax.shard_map(
+    sharded = jax.shard_map(
         attend,
         mesh=spec.mesh,
         in_specs=(heads, heads, heads, POOL, P(), P(), P()),
         out_specs=(heads, POOL, P()),
         check_vma=False,
     )
+    return jax.jit(sharded, inline=True)  # traced once for all layers of a stage
 
 
 def _end(spec: _Spec, ends: Weights, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:

@@ -204,10 +204,6 @@ class Engine:
         """Names of the knowledge bases; the first is the default one."""
         return tuple(self._knowledge)
 
-    def count_tokens(self, text: str) -> int:
-        """Tokens of a plain text."""
-        return len(self.tokenizer.encode(text, special=False))
-
     def stats(self) -> dict[str, float | dict[str, float]]:
         """Counters since the start, and the present queue and pool."""
         metrics, counters = self._cache.metrics, self._counters
@@ -220,6 +216,9 @@ class Engine:
             "cancelled_total": counters.cancelled,
             "errors_total": counters.errors,
             "steps_total": counters.steps,
+            "exact_hit_tokens_total": metrics.exact_hit_tokens,
+            "approximate_hit_tokens_total": metrics.approximate_hit_tokens,
+            "missed_tokens_total": metrics.missed_tokens,
             "evicted_tokens_total": metrics.evicted_tokens,
             "queue_depth": len(self._waiting),
             "running": len(self._tickets),
@@ -483,7 +482,7 @@ class Engine:
             try:
                 self._turn()
             except Exception as error:  # a defect of ours must not take the other clients' server down
-                for ticket in [*self._tickets.values()]:
+                for ticket in [*self._waiting, *self._tickets.values()]:
                     self._fail(ticket, error)
         for ticket in [*self._waiting, *self._tickets.values()]:
             self._end(ticket, OverloadError("the engine was closed"))

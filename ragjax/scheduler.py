@@ -90,7 +90,6 @@ class Task:
         self.plan: Plan | None = None
         self.work: Work | None = None
         self.generated: list[int] = []
-        self.written = 0
         self._conversation = strategy.carry_out(prompt, holding)
 
     @property

@@ -27,6 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ragjax.core import ConfigError, Message, RequestError, Tokens
 from ragjax.models.config import ModelConfig
+from ragjax.models.weights import read_json
 
 CONTEXT = "\U000f8ff0context\U000f8ff1"
 """Stands in a message's content for the retrieved chunks; `chat_pieces` cuts there. Text that users send must not
@@ -326,8 +327,8 @@ def _unprefixed(part: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _from_directory(path: Path) -> Tokenizer:
-    definition = _read_json(path / "tokenizer.json")
-    settings = _read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
+    definition = read_json(path / "tokenizer.json")
+    settings = read_json(path / "tokenizer_config.json") if (path / "tokenizer_config.json").exists() else {}
     known = {token["content"] for token in definition.get("added_tokens") or []}
     extra = [
         {"id": int(token), **_TOKEN_FLAGS, **flags}
@@ -356,18 +357,6 @@ def _from_directory(path: Path) -> Tokenizer:
 
 
 _TOKEN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path.parent}: {path.name} is missing") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object")
-    return value
 
 
 def _directory_template(path: Path, settings: Mapping[str, Any]) -> str | None:

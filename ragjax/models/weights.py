@@ -132,17 +132,18 @@ _REDUNDANT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 
 
 def _open_directory(path: Path) -> Checkpoint:
-    config = ModelConfig.from_hf(_read_json(path / "config.json"))
+    config = ModelConfig.from_hf(read_json(path / "config.json"))
     generation = path / "generation_config.json"
     if generation.exists():
-        extra = token_ids(_read_json(generation), "eos_token_id")
+        extra = token_ids(read_json(generation), "eos_token_id")
         config = replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + extra)))
     tensors = _drop_redundant(_open_safetensors(_weight_files(path)), config, path)
     _check_tensors(tensors.shapes, config, path)
     return Checkpoint(config, tensors, quantized=False)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a model's file. Raises ConfigError that names the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -158,7 +159,7 @@ def _weight_files(path: Path) -> list[Path]:
     """Files that hold the weights of a Hugging Face directory, sorted."""
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.exists():
-        names = _read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ConfigError(f"{index}: weight_map is missing")
         files = sorted({path / str(name) for name in names.values()})

@@ -42,7 +42,7 @@ class Naive:
         if fresh_system is not None or missing:
             yield _compute(prompt, system_hit, system, fresh, system_spans)
             if fresh_system is not None:
-                holding.cache.admit_prefix(context, prompt.tokens[:system], system_hit, fresh_system, prompt.starts[:1])
+                holding.cache.admit_prefix(context, prompt.tokens[:system], system_hit, fresh_system, ())
                 context = holding.prefix(prompt.tokens[:system])
             for i, piece in fresh.items():
                 tokens = prompt.segments[i].tokens

@@ -23,18 +23,13 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from ragjax.core import Grid, Step
-from ragjax.kernels.attention import (
-    Blocks,
-    Pages,
-    Rows,
-    Slots,
-    from_storage,
-    paged_interval_attention,
-    visible_blocks,
-    write_pages,
-)
+from ragjax.kernels.attention import paged_interval_attention
+from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.pages import Pages, from_storage, write_pages
 from ragjax.kernels.reductions import key_mass
 from ragjax.kernels.rope import Rotation
+from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.view import View
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, Weight, rotation_table
 from ragjax.store import pages as page_store
@@ -297,12 +292,11 @@ def _sharded_attention(spec: _Spec, block_rows: int, mass: bool) -> Callable[...
         rotation: Rotation,
     ) -> tuple[jax.Array, Pages, jax.Array]:
         pool = write_pages(pool, layer, inputs.cell_T, k_TKD, v_TKD)
-        common: dict[str, Any] = {"scale": spec.scale, "block_rows": block_rows, "blocks": inputs.blocks}
-        where = (inputs.rows, pool, layer, inputs.slots, rotation)
-        out_THD, lse_TH = paged_interval_attention(q_THD, *where, **common)
+        view = View(inputs.rows, pool, layer, inputs.slots, rotation, inputs.blocks, spec.scale, block_rows)
+        out_THD, lse_TH = paged_interval_attention(q_THD, view)
         if not mass:
             return out_THD, pool, jnp.zeros((0, 0))
-        return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, *where, **common), "kv_heads")
+        return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, view), "kv_heads")
 
     heads = P(None, "kv_heads", None)
     sharded = jax.shard_map(

@@ -17,8 +17,11 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from ragjax.kernels.attention import Pages, Rows, Slots, paged_interval_attention
+from ragjax.kernels.attention import paged_interval_attention
+from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
+from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.view import View
 from tests.oracle import (
     EMPTY,
     NEVER,
@@ -100,9 +103,8 @@ def rotation(dim: int, scaled: bool, length: int) -> Rotation:
 @functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
 def compiled(q, rows, pages, layer, slots, rotation, *, block_rows, backend):  # type: ignore[no-untyped-def]
     scale = q.shape[-1] ** -0.5
-    return paged_interval_attention(
-        q, rows, pages, layer, slots, rotation, scale=scale, block_rows=block_rows, backend=backend
-    )
+    view = View.build(rows, pages, layer, slots, rotation, scale=scale, block_rows=block_rows)
+    return paged_interval_attention(q, view, backend=backend)
 
 
 # --------------------------------------------------------------------------------------- random prompts

@@ -18,7 +18,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.kernels.attention import Pages, Rows, Slots
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.slots import Rows, Slots
 
 Float = NDArray[np.float64]
 Int = NDArray[np.int64]

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ragjax.kernels.attention import Slots, paged_interval_attention, visible_blocks
+from ragjax.kernels.attention import paged_interval_attention
 from ragjax.kernels.reductions import key_mass
+from ragjax.kernels.slots import Slots
+from ragjax.kernels.view import View
 from tests.cases import LOCAL, SEEDS, SHAPES, Case, Request, budget, make_case, requests_of, rich_case, rotation
 
 
 @functools.partial(jax.jit, static_argnames="block_rows")
 def compiled(q, rows, pages, layer, slots, rotation, *, block_rows):  # type: ignore[no-untyped-def]
-    common = {"scale": q.shape[-1] ** -0.5, "block_rows": block_rows, "blocks": visible_blocks(rows, slots, block_rows)}
-    where = (rows, pages, layer, slots, rotation)
-    _, lse = paged_interval_attention(q, *where, **common)
-    return key_mass(q, lse, *where, **common)
+    view = View.build(rows, pages, layer, slots, rotation, scale=q.shape[-1] ** -0.5, block_rows=block_rows)
+    _, lse = paged_interval_attention(q, view)
+    return key_mass(q, lse, view)
 
 
 def mass_of(case: Case, slots: Slots | None = None) -> np.ndarray:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.core import NEVER
-from ragjax.kernels.attention import Blocks, Pages, Rows, Slots, from_storage, to_storage
+from ragjax.kernels.pages import from_storage, to_storage
 from ragjax.kernels.rope import Rotation, rotate
+from ragjax.kernels.view import View
 
 TILE = 8
 """Slots of a tile. Measured on two cores, 128 rows, 2K keys, 64 cells a page: 3.1 ms; one slot at a time 5.1 ms."""
@@ -43,29 +44,17 @@ class Tile(NamedTuple):
     seen_BN: jax.Array
 
 
-def attend(
-    q_THD: jax.Array,
-    rows: Rows,
-    pages: Pages,
-    layer: int | jax.Array,
-    slots: Slots,
-    rotation: Rotation,
-    blocks: Blocks,
-    *,
-    scale: float,
-    block_rows: int,
-) -> tuple[jax.Array, jax.Array]:
+def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     """See `attention.paged_interval_attention`."""
     t, heads, dim = q_THD.shape
-    kv_heads = pages.k_LPKCD.shape[2]
+    kv_heads, block_rows = view.pages.k_LPKCD.shape[2], view.block_rows
 
     def one_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q_BHD, order_B, slot_S, count = block
-        q_KMD = fold_heads(q_BHD * scale, kv_heads)
+        q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
 
         def step(entry_W: jax.Array, carry: Arrays) -> Arrays:
-            tile = gather_tile(q_KMD, order_B, pages, layer, slots, rotation, slot_S, count, entry_W)
-            return _accumulate(tile, carry)
+            return _accumulate(gather_tile(q_KMD, order_B, view, slot_S, count, entry_W), carry)
 
         m = q_KMD.shape[:2]
         start: Arrays = (jnp.zeros((*m, dim)), jnp.full(m, -jnp.inf), jnp.zeros(m))
@@ -80,12 +69,12 @@ def attend(
         one_block,
         (
             q_THD.reshape(n, block_rows, heads, dim),
-            rows.order_T.reshape(n, block_rows),
-            blocks.slot_NS,
-            blocks.count_N,
+            view.rows.order_T.reshape(n, block_rows),
+            view.blocks.slot_NS,
+            view.blocks.count_N,
         ),
     )
-    return out_NBHD.reshape(t, heads, dim), lse_NBH.reshape(t, heads)
+    return out_NBHD.reshape(t, heads, dim).astype(q_THD.dtype), lse_NBH.reshape(t, heads)
 
 
 def _accumulate(tile: Tile, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -115,23 +104,16 @@ def sweep(count: jax.Array, step: Callable[[jax.Array, Carry], Carry], carry: Ca
 
 
 def gather_tile(
-    q_KMD: jax.Array,
-    order_B: jax.Array,
-    pages: Pages,
-    layer: int | jax.Array,
-    slots: Slots,
-    rotation: Rotation,
-    slot_S: jax.Array,
-    count: jax.Array,
-    entry_W: jax.Array,
+    q_KMD: jax.Array, order_B: jax.Array, view: View, slot_S: jax.Array, count: jax.Array, entry_W: jax.Array
 ) -> Tile:
     """A tile of a row block: these entries of its list of slots, their keys, and who sees what."""
+    pages, slots, rotation = view.pages, view.slots, view.rotation
     slot_W = slot_S[jnp.minimum(entry_W, slot_S.shape[0] - 1)]
     page_W = slots.page_AS[0, slot_W]
     offset_W = slots.offset_AS[0, slot_W]
     # bits, not bfloat16, until the product: XLA on CPU would widen and narrow again around every operation
-    k_KND = _load(pages.k_LPKCD, layer, page_W)
-    v_KND = _load(pages.v_LPKCD, layer, page_W)
+    k_KND = _load(pages.k_LPKCD, view.layer, page_W)
+    v_KND = _load(pages.v_LPKCD, view.layer, page_W)
     order_N, hide_from_N, hide_until_N = (
         x[0, slot_W].reshape(-1) for x in (slots.order_ASC, slots.hide_from_ASC, slots.hide_until_ASC)
     )

@@ -11,14 +11,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ragjax.kernels.attention import Pages
+from ragjax.kernels.pages import Pages
 from ragjax.models.config import ModelConfig
 
 DType = np.dtype[Any]
 
 
 def storage_dtype(dtype: DType, platform: str) -> DType:
-    """The dtype KV is kept in: on CPU bfloat16 as uint16 bits (see `kernels.attention.Pages`)."""
+    """The dtype KV is kept in: on CPU bfloat16 as uint16 bits (see `kernels.pages.Pages`)."""
     if platform == "cpu" and dtype == jnp.bfloat16:
         return np.dtype(np.uint16)
     return dtype

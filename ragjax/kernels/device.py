@@ -1,0 +1,25 @@
+"""What a kernel has to know of the device it is to run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class Device:
+    """platform: "cpu", "gpu" or another of JAX's; capability: CUDA compute capability, (0, 0) where there is none."""
+
+    platform: str
+    capability: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def of(device: jax.Device) -> Device:
+        """The device as JAX knows it."""
+        major, _, minor = str(getattr(device, "compute_capability", "0.0")).partition(".")
+        return Device(device.platform, (int(major), int(minor or 0)))
+
+
+HOPPER = Device("gpu", (9, 0))
+"""For compiling ahead where no GPU is at hand."""

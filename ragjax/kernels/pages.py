@@ -1,0 +1,52 @@
+"""The pool of pages that keys and values live in: its arrays, their storage dtype, and writing to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Pages:
+    """The pool: keys and values, [L, P, K, C, D] each (docs/dimension_key.md).
+
+    dtype float32, float16, bfloat16, or uint16 holding bfloat16 bits: XLA on CPU would otherwise widen a whole
+    bfloat16 array to float32 for every update of it.
+    """
+
+    k_LPKCD: jax.Array
+    v_LPKCD: jax.Array
+
+    @property
+    def page_size(self) -> int:
+        """Cells of a page (C)."""
+        return int(self.k_LPKCD.shape[3])
+
+
+def write_pages(pages: Pages, layer: int | jax.Array, cell_T: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array) -> Pages:
+    """Put new keys and values into cells (page * C + cell, int32 [T]) of one layer; padding rows name cells of page 0.
+
+    On CPU the pool must be donated for this to happen in place.
+    """
+    page_T, cell_T = cell_T // pages.page_size, cell_T % pages.page_size
+
+    def put(pool: jax.Array, new_TKD: jax.Array) -> jax.Array:
+        return pool.at[layer, page_T, :, cell_T, :].set(to_storage(new_TKD, pool.dtype))
+
+    return Pages(put(pages.k_LPKCD, k_TKD), put(pages.v_LPKCD, v_TKD))
+
+
+def to_storage(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Cast to the pool's dtype (uint16: bfloat16 bits)."""
+    if dtype == jnp.uint16:
+        return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+    return x.astype(dtype)
+
+
+def from_storage(x: jax.Array) -> jax.Array:
+    """The pool's values as floats (uint16: bfloat16 bits)."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x

@@ -1,0 +1,168 @@
+"""What an attention call looks at: one argument for the op, its backends and the reductions, and its checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.rope import Rotation
+from ragjax.kernels.slots import Rows, Slots
+
+FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class View:
+    """Rows over the pages of a pool at one layer.
+
+    Args:
+        rows: order, position and request of each row.
+        pages: the pool, whole; it is read at `layer` alone.
+        layer: index into the pool's layer axis.
+        slots: the keys, with a leading axis of 1 (`Slots.layer`).
+        rotation: the model's RoPE table, long enough for every |offset|.
+        blocks: the slots each row block visits (`blocks.visible_blocks`).
+        scale: softmax scale, 1/sqrt(D) as a rule.
+        block_rows: rows of a block; T is a multiple of it and a block holds rows of one request only.
+    """
+
+    rows: Rows
+    pages: Pages
+    layer: int | jax.Array
+    slots: Slots
+    rotation: Rotation
+    blocks: Blocks
+    scale: float = field(metadata={"static": True})
+    block_rows: int = field(metadata={"static": True})
+
+    @staticmethod
+    def build(
+        rows: Rows,
+        pages: Pages,
+        layer: int | jax.Array,
+        slots: Slots,
+        rotation: Rotation,
+        *,
+        scale: float,
+        block_rows: int,
+    ) -> View:
+        """A view whose block lists are made here; where layers share slots, make them once instead."""
+        if block_rows < 1 or rows.order_T.shape[0] % block_rows:
+            raise ValueError(f"block_rows {block_rows} does not divide the {rows.order_T.shape[0]} rows")
+        blocks = visible_blocks(rows, slots, block_rows)
+        return View(rows, pages, layer, slots, rotation, blocks, scale, block_rows)
+
+
+def check(q_THD: jax.Array, view: View) -> None:
+    """Raise ValueError naming the argument whose shape or dtype does not fit; and, outside of jit, whose values."""
+    _check_shapes(q_THD, view)
+    _check_dtypes(q_THD, view)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((view.rows, view.slots))):
+        rows, slots = (jax.tree.map(np.asarray, part) for part in (view.rows, view.slots))
+        check_values(
+            request_T=rows.request_T,
+            order_T=rows.order_T,
+            position_T=rows.position_T,
+            request_S=slots.request_S,
+            page_S=slots.page_AS[0],
+            offset_S=slots.offset_AS[0],
+            pages=view.pages.k_LPKCD.shape[1],
+            positions=view.rotation.cos_NR.shape[0],
+            block_rows=view.block_rows,
+        )
+
+
+def check_values(
+    *,
+    request_T: ArrayLike,
+    order_T: ArrayLike,
+    position_T: ArrayLike,
+    request_S: ArrayLike,
+    page_S: ArrayLike,
+    offset_S: ArrayLike,
+    pages: int,
+    positions: int,
+    block_rows: int,
+) -> None:
+    """Raise ValueError naming the argument that is out of range: on a GPU a stray page id reads stray memory.
+
+    Args:
+        request_T, order_T, position_T: of the rows; rows of order -1 are padding and may hold anything.
+        request_S, page_S, offset_S: of the slots; slots of request -1 are unused and may hold anything.
+        pages: pages of the pool.
+        positions: length of the rotation table.
+        block_rows: rows of a block.
+    """
+    live_T, used_S = np.asarray(order_T) >= 0, np.asarray(request_S) >= 0
+    _in_range("slots.page", np.asarray(page_S)[used_S], 0, pages, "pages of the pool")
+    _in_range("slots.offset", np.abs(np.asarray(offset_S)[used_S]), 0, positions, "positions of the rotation table")
+    _in_range("rows.position", np.asarray(position_T)[live_T], 0, positions, "positions of the rotation table")
+    request_NB = np.asarray(request_T).reshape(-1, block_rows)
+    live_NB = live_T.reshape(-1, block_rows)
+    first_N = request_NB[np.arange(len(request_NB)), live_NB.argmax(1)]
+    mixed_N = (live_NB & (request_NB != first_N[:, None])).any(1)
+    if mixed_N.any():
+        raise ValueError(f"rows.request mixes requests in block {int(mixed_N.argmax())} of {block_rows} rows")
+
+
+def _in_range(name: str, values: np.ndarray, low: int, high: int, of: str) -> None:
+    wrong = (values < low) | (values >= high)
+    if wrong.any():
+        raise ValueError(f"{name} holds {int(values[wrong.argmax()])}, outside of the {high} {of}")
+
+
+def _check_shapes(q_THD: jax.Array, view: View) -> None:
+    rows, pages, slots, rotation, blocks = view.rows, view.pages, view.slots, view.rotation, view.blocks
+    for name, array, rank in (("q_THD", q_THD, 3), ("pages.k_LPKCD", pages.k_LPKCD, 5)):
+        if array.ndim != rank:
+            raise ValueError(f"{name} has {array.ndim} axes, not {rank}")
+    t, heads, dim = q_THD.shape
+    _, _, kv_heads, cells, pool_dim = pages.k_LPKCD.shape
+    s = slots.request_S.shape[-1]
+    if view.block_rows < 1 or t % view.block_rows:
+        raise ValueError(f"block_rows {view.block_rows} does not divide the {t} rows of q_THD")
+    n = t // view.block_rows
+    wanted = {
+        "rows.order_T": (rows.order_T.shape, (t,)),
+        "rows.position_T": (rows.position_T.shape, (t,)),
+        "rows.request_T": (rows.request_T.shape, (t,)),
+        "pages.v_LPKCD": (pages.v_LPKCD.shape, pages.k_LPKCD.shape),
+        "slots.request_S": (slots.request_S.shape, (s,)),
+        "slots.page_AS": (slots.page_AS.shape, (1, s)),
+        "slots.offset_AS": (slots.offset_AS.shape, (1, s)),
+        "slots.order_ASC": (slots.order_ASC.shape, (1, s, cells)),
+        "slots.hide_from_ASC": (slots.hide_from_ASC.shape, (1, s, cells)),
+        "slots.hide_until_ASC": (slots.hide_until_ASC.shape, (1, s, cells)),
+        "rotation.cos_NR": (rotation.cos_NR.shape[1:], (pool_dim // 2,)),
+        "blocks.slot_NS": (blocks.slot_NS.shape, (n, s)),
+        "blocks.count_N": (blocks.count_N.shape, (n,)),
+        "blocks.partial_NU": (blocks.partial_NU.shape, (n, s)),
+        "blocks.end_NU": (blocks.end_NU.shape, (n, s)),
+        "blocks.runs_N": (blocks.runs_N.shape, (n,)),
+    }
+    for name, (shape, want) in wanted.items():
+        if tuple(shape) != tuple(want):
+            raise ValueError(f"{name} has shape {tuple(shape)}, not {tuple(want)}")
+    if dim != pool_dim or heads % kv_heads:
+        raise ValueError(f"q_THD has {heads} heads of {dim}; the pool has {kv_heads} KV heads of {pool_dim}")
+
+
+def _check_dtypes(q_THD: jax.Array, view: View) -> None:
+    parts = {"rows": view.rows, "slots": view.slots, "blocks": view.blocks}
+    for name, array in ((f"{part}.{n}", x) for part, owner in parts.items() for n, x in vars(owner).items()):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}, not int32")
+    if q_THD.dtype not in FLOATS:
+        raise ValueError(f"q_THD is {q_THD.dtype}, not float32, float16 or bfloat16")
+    k, v = view.pages.k_LPKCD.dtype, view.pages.v_LPKCD.dtype
+    if k not in (*FLOATS, jnp.uint16):
+        raise ValueError(f"pages.k_LPKCD is {k}, not float32, float16, bfloat16 or uint16")
+    if v != k:
+        raise ValueError(f"pages.v_LPKCD is {v}, not {k} as pages.k_LPKCD")

@@ -451,7 +451,10 @@ class Timings:
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a request. `segments` accounts for every segment of the prompt."""
+    """The outcome of a request.
+
+    segments: account for every segment of the prompt. notices: what did not go as configured, a fallback for example.
+    """
 
     text: str
     finish_reason: Literal["stop", "length"]
@@ -464,6 +467,7 @@ class Answer:
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] = ()
     logits: NDArray[np.float32] | None = None
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

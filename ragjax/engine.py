@@ -225,6 +225,8 @@ class Engine:
             "pages_used": metrics.pages_used,
             "pages_total": self._cache.pool.capacity,
             "overhead_ms_last": counters.overhead_ms_last,
+            "attention_calls_total": dict(self._runner.calls),
+            "attention_fallbacks_total": dict(self._runner.fallbacks),
         }
 
     # ------------------------------------------------------------------------------------- knowledge
@@ -621,6 +623,7 @@ class Engine:
             ),
             logprobs=tuple(generation.logprobs),
             logits=plan.logits if ticket.request.want_logits else None,
+            notices=tuple(f"attention not by {refused}" for refused in self._runner.fallbacks),
         )
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:

@@ -8,6 +8,8 @@ per row bucket serves them all and compile time does not grow with depth. Progra
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,16 +25,19 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from ragjax.core import Grid, Step
-from ragjax.kernels.attention import paged_interval_attention
+from ragjax.kernels.attention import Choice, choose, paged_interval_attention
 from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages, from_storage, write_pages
 from ragjax.kernels.reductions import key_mass
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.slots import Rows, Slots
-from ragjax.kernels.view import View
+from ragjax.kernels.view import View, check_values
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, Weight, rotation_table
 from ragjax.store import pages as page_store
+
+log = logging.getLogger(__name__)
 
 Weights = Any
 """Parameters of a layer or of the ends, an nnx state; of a stage, a tuple of them or one stacked state."""
@@ -72,6 +77,11 @@ class Runner:
         scanned: run a stage's layers by `lax.scan` (compile time independent of depth) instead of unrolled; None
             chooses per backend. On CPU bfloat16 is 2.6 times faster unrolled.
         mesh: one axis, "kv_heads" (one device, if None).
+        attention: backend of attention to try first (`kernels.attention.BACKENDS`).
+
+    Attributes:
+        calls: attentions run so far, by backend.
+        fallbacks: attentions that a backend refused so far, by "backend: reason".
     """
 
     def __init__(
@@ -84,6 +94,7 @@ class Runner:
         grid: Grid | None = None,
         scanned: bool | None = None,
         mesh: Mesh | None = None,
+        attention: str | None = None,
     ):
         config = decoder.config
         self.config = config
@@ -91,7 +102,11 @@ class Runner:
         self.grid = grid or Grid()
         self.page_size = page_size
         self._mesh = mesh or jax.make_mesh((1,), ("kv_heads",), axis_types=(AxisType.Auto,))
-        platform = self._mesh.devices.flat[0].platform
+        self._device = Device.of(self._mesh.devices.flat[0])
+        self._attention = attention
+        self.calls: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
+        platform = self._device.platform
         scanned = platform != "cpu" if scanned is None else scanned
 
         per_stage = _stage_layers(config.num_layers)
@@ -109,6 +124,8 @@ class Runner:
         table = rotation_table(config, context or config.context_length)
         self._rotation: Rotation = jax.device_put(table, NamedSharding(self._mesh, P()))
         self._programs: dict[tuple[Any, ...], Any] = {}
+        self._choices: dict[tuple[int, int], Choice] = {}
+        self._logged: set[str] = set()
 
     def compile(self, *, mass: bool = False, progress: Callable[[str], None] | None = None) -> None:
         """Compile the whole grid ahead, so that no step waits for a compilation.
@@ -133,14 +150,20 @@ class Runner:
         ]
 
     def step(self, step: Step) -> Outcome:
-        """Run all layers for one batch of rows: their KV is in the pool afterwards."""
+        """Run all layers for one batch of rows: their KV is in the pool afterwards.
+
+        Raises:
+            ValueError: before anything is computed, if a page, cell, position or offset is out of range.
+        """
         rows, slots = len(step.token_T), len(step.page_S)
+        self._check(step)
         arrays = {name: value for name, value in vars(step).items() if name != "mass"}
         x_TE, inputs = self._program("begin", rows, slots)(self._ends, self._rotation, arrays)
         stage, masses = self._program("stage", rows, slots, step.mass), []
         for i, weights in enumerate(self._stages):
             x_TE, self._pools[i], mass_LSC = stage(weights, self._pools[i], x_TE, inputs, self._rotation)
             masses.append(mass_LSC)
+        self._count(self._choice(rows, slots))
         mass = np.concatenate([np.asarray(m) for m in masses]) if step.mass else None
         return Outcome(x_TE, mass)
 
@@ -172,6 +195,43 @@ class Runner:
         analysis = self._program("stage", rows, slots, False).memory_analysis()
         return int(analysis.temp_size_in_bytes), sum(x.nbytes for x in jax.tree.leaves(self._pools[0]))
 
+    def _check(self, step: Step) -> None:
+        pages, cells = self._pools[0].k_LPKCD.shape[1], self._pools[0].page_size
+        check_values(
+            request_T=step.request_T,
+            order_T=step.order_T,
+            position_T=step.position_T,
+            request_S=step.request_S,
+            page_S=step.page_S,
+            offset_S=step.offset_S,
+            pages=pages,
+            positions=self._rotation.cos_NR.shape[0],
+            block_rows=dict(self.grid.rows)[len(step.token_T)],
+        )
+        if step.cell_T.min() < 0 or step.cell_T.max() >= pages * cells:
+            raise ValueError(f"step.cell_T holds cells outside of the {pages * cells} of the pool")
+
+    def _choice(self, rows: int, slots: int) -> Choice:
+        """The backend of attention for a bucket; each refusal on the way is logged once."""
+        if (rows, slots) not in self._choices:
+            block = dict(self.grid.rows)[rows]
+            _, inputs = self._begin_shapes(rows, slots)
+            q_THD: Any = jax.ShapeDtypeStruct((rows, self.config.num_heads, self.config.head_dim), jnp.float32)
+            view = View(
+                inputs.rows, self._pools[0], 0, inputs.slots, self._rotation, inputs.blocks, self._spec.scale, block
+            )
+            self._choices[rows, slots] = choose(q_THD, view, self._device, self._attention)
+        return self._choices[rows, slots]
+
+    def _count(self, choice: Choice) -> None:
+        self.calls[choice.backend] += self.config.num_layers
+        for backend, reason in choice.refused.items():
+            notice = f"{backend}: {reason}"
+            self.fallbacks[notice] += self.config.num_layers
+            if notice not in self._logged:
+                self._logged.add(notice)
+                log.warning("attention runs on %s instead of %s", choice.backend, notice)
+
     def _program(self, kind: str, *shape: Any) -> Any:
         key = (kind, *shape)
         if key not in self._programs:
@@ -184,13 +244,16 @@ class Runner:
 
     def _compile_stage(self, rows: int, slots: int, mass: bool) -> Any:
         block = dict(self.grid.rows)[rows]
-        function = partial(_stage, self._spec, block, mass)
-        x_TE, inputs = jax.eval_shape(
-            partial(_begin, self._spec, block), self._ends, self._rotation, self._step_shapes(rows, slots)
-        )
+        function = partial(_stage, self._spec, block, self._choice(rows, slots).backend, mass)
+        x_TE, inputs = self._begin_shapes(rows, slots)
         shapes = self._replicated(x_TE), self._replicated(inputs)
         jitted = jax.jit(function, donate_argnums=(1, 2))
         return jitted.lower(self._stages[0], self._pools[0], *shapes, self._rotation).compile()
+
+    def _begin_shapes(self, rows: int, slots: int) -> tuple[Any, Any]:
+        begin = partial(_begin, self._spec, dict(self.grid.rows)[rows])
+        shapes: tuple[Any, Any] = jax.eval_shape(begin, self._ends, self._rotation, self._step_shapes(rows, slots))
+        return shapes
 
     def _compile_end(self, rows: int, n: int) -> Any:
         x_TE = jax.ShapeDtypeStruct((rows, self.config.hidden_size), jnp.float32)
@@ -248,6 +311,7 @@ def _begin(
 def _stage(
     spec: _Spec,
     block_rows: int,
+    backend: str,
     mass: bool,
     weights: Weights,
     pool: Pages,
@@ -255,7 +319,7 @@ def _stage(
     inputs: _Inputs,
     rotation: Rotation,
 ) -> tuple[jax.Array, Pages, jax.Array]:
-    attend = _sharded_attention(spec, block_rows, mass)
+    attend = _sharded_attention(spec, block_rows, backend, mass)
 
     def layer(x_TE: jax.Array, pool: Pages, state: Weights, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)
@@ -279,7 +343,9 @@ def _stage(
     return x_TE, pool, jnp.stack(masses)
 
 
-def _sharded_attention(spec: _Spec, block_rows: int, mass: bool) -> Callable[..., tuple[jax.Array, Pages, jax.Array]]:
+def _sharded_attention(
+    spec: _Spec, block_rows: int, backend: str, mass: bool
+) -> Callable[..., tuple[jax.Array, Pages, jax.Array]]:
     """Write the rows' KV, attend, and measure, each device on its own KV heads."""
 
     def attend(
@@ -293,7 +359,7 @@ def _sharded_attention(spec: _Spec, block_rows: int, mass: bool) -> Callable[...
     ) -> tuple[jax.Array, Pages, jax.Array]:
         pool = write_pages(pool, layer, inputs.cell_T, k_TKD, v_TKD)
         view = View(inputs.rows, pool, layer, inputs.slots, rotation, inputs.blocks, spec.scale, block_rows)
-        out_THD, lse_TH = paged_interval_attention(q_THD, view)
+        out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
         if not mass:
             return out_THD, pool, jnp.zeros((0, 0))
         return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, view), "kv_heads")

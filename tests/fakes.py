@@ -119,6 +119,7 @@ class FakeEngine:
             ),
             timings=core.Timings(1.0, 2.0, 3.0, ttft, ttft),
             logprobs=self._wanted(request, logprobs),
+            notices=("attention not by triton: no such kernel",),
         )
 
     @staticmethod
@@ -163,6 +164,8 @@ class FakeEngine:
             "running": self.running,
             "pages_used": self.running,
             "pages_total": 128,
+            "attention_calls_total": {"xla": 30 * count},
+            "attention_fallbacks_total": {"triton: no such kernel": 30 * count},
         }
 
     def audit(self) -> None:

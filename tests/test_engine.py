@@ -26,6 +26,7 @@ from ragjax.core import (
     Segment,
 )
 from ragjax.engine import Engine
+from ragjax.runner import Runner
 from tests import tiny
 
 DOCUMENTS = [
@@ -100,6 +101,18 @@ def test_concurrent_requests_answer_as_they_do_alone(seed: int) -> None:
         steps = engine.stats()["steps_total"]
     assert [answer.tokens for answer in answers if answer] == alone
     assert steps < sum(option["max_tokens"] for option in options), "requests were batched"
+
+
+def test_a_fallback_of_attention_shows_in_the_answer() -> None:
+    made = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID, attention="triton")
+    with tiny.engine() as plain, tiny.engine(made) as wishful:
+        first, second = (engine.answer_prompt(tiny.prompt(0), max_tokens=2) for engine in (plain, wishful))
+        stats = wishful.stats()
+    assert first.tokens == second.tokens
+    assert first.notices == ()
+    assert second.notices == ("attention not by triton: it runs on GPUs, not on cpu",)
+    assert stats["attention_calls_total"].keys() == {"xla"}
+    assert stats["attention_fallbacks_total"]["triton: it runs on GPUs, not on cpu"] > 0
 
 
 def test_exact_under_eviction_pressure() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from flax import nnx
 
 import ragjax.runner
 from ragjax.core import NEVER, Grid, Run, Span, Step
+from ragjax.kernels import attention, attention_triton
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.runner import Runner
@@ -374,22 +377,98 @@ def test_pool_is_updated_in_place(scanned: bool) -> None:
         pool = new
 
 
+# ------------------------------------------------------------------------------------------- attention backend
+
+
+def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the Pallas-Triton kernel run here, interpreted."""
+    interpreted = attention.Backend(partial(attention_triton.attend, interpret=True), lambda *_: None)
+    monkeypatch.setitem(attention.BACKENDS, "triton", interpreted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_decoder_on_pallas_attention(monkeypatch: pytest.MonkeyPatch, scanned: bool) -> None:
+    interpret_triton(monkeypatch)
+    made = make_runner(replace(CONFIG, num_layers=2), attention="triton", scanned=scanned)
+    tokens = tokens_of(0, 21)
+    part = whole(tokens, 3, start=5)
+    (first,) = compute(made, [piece(part, 0, 20)], 24)
+    (last,) = compute(made, [piece(part, 20, 21)], 2)
+    want = np.asarray(jax.jit(make_decoder(replace(CONFIG, num_layers=2)).logits)(jnp.asarray(tokens)))
+    assert_near(np.concatenate([first, last]), want)
+    assert made.calls == {"triton": 4} and not made.fallbacks
+
+
+def test_fallback_is_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    made = make_runner(replace(CONFIG, num_layers=2), attention="triton")
+    with caplog.at_level(logging.WARNING):
+        for rows in (24, 24, 2):
+            compute(made, [piece(whole(tokens_of(0, 21), 3), 20, 21)], rows)
+    assert made.calls == {"xla": 6}
+    assert made.fallbacks == {"triton: it runs on GPUs, not on cpu": 6}
+    assert [r.getMessage() for r in caplog.records] == [
+        "attention runs on xla instead of triton: it runs on GPUs, not on cpu"
+    ]
+
+
+def test_unknown_attention_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="'cuda' is none of"):
+        make_runner(attention="cuda").step(step_of([whole(tokens_of(0, 3), 3)], 24))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("page_S", 40, "slots.page holds 40"),
+        ("page_S", -1, "slots.page holds -1"),
+        ("offset_S", -256, "slots.offset holds 256"),
+        ("position_T", 256, "rows.position holds 256"),
+        ("request_T", 1, "rows.request mixes requests in block 0"),
+        ("cell_T", 40 * PAGE, "step.cell_T"),
+        ("cell_T", -1, "step.cell_T"),
+    ],
+)
+def test_step_out_of_range_is_refused(runner: Runner, field: str, value: int, named: str) -> None:
+    """And the pool is as before."""
+    part = whole(tokens_of(0, 21), 3)
+    (before,) = compute(runner, [part], 24)
+    step = step_of([part], 24)
+    getattr(step, field)[1] = value
+    with pytest.raises(ValueError, match=named):
+        runner.step(step)
+    (after,) = compute(runner, [piece(part, 20, 21)], 2)
+    assert_near(after, before[-1:])
+
+
+def test_padding_and_unused_slots_may_hold_anything(runner: Runner) -> None:
+    part = whole(tokens_of(0, 5), 3)
+    step = step_of([part], 24)
+    step.page_S[-1], step.offset_S[-1], step.position_T[-1], step.request_T[-1] = 10**6, 10**6, 10**6, 7
+    logits = runner.logits(runner.step(step), np.arange(5))
+    assert_near(logits, dense(tokens_of(0, 5)))
+
+
 # ---------------------------------------------------------------------------------------------------- mesh
 
 
 SHARDED = """
 import jax, numpy as np
 from dataclasses import replace
+from functools import partial
 from jax.sharding import AxisType
+from ragjax.kernels import attention, attention_triton
 from tests import test_runner as t
+
+triton = partial(attention_triton.attend, interpret=True)
+attention.BACKENDS["triton"] = attention.Backend(triton, lambda *_: None)
 
 config = replace(t.CONFIG, num_layers=2, num_heads=16, num_kv_heads=8)
 prompts = [t.tokens_of(3, 8), t.tokens_of(4, 5)]
 parts = [t.whole(x, 1 + 6 * i, start=i) for i, x in enumerate(prompts)]
 results = []
-for devices in (1, 8):
+for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     mesh = jax.make_mesh((devices,), ("kv_heads",), axis_types=(AxisType.Auto,))
-    made = t.make_runner(config, mesh=mesh)
+    made = t.make_runner(config, mesh=mesh, attention=backend)
     step = t.step_of(parts, 24, mass=True)
     outcome = made.step(step)
     logits = [made.logits(outcome, t.rows_of(step, r)) for r in range(2)]
@@ -400,9 +479,10 @@ for devices in (1, 8):
     qkv = made._stages[0][0]["qkv"].get_value().addressable_shards[0].data.shape
     assert qkv == (8 // devices, 4, 8, 32), qkv
     results.append([*logits, *again, outcome.mass_LSC, *made.read(parts[0].spans[0].run.cells(t.PAGE))])
-for one, other in zip(*results, strict=True):
-    assert one.shape == other.shape
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+for one, *others in zip(*results, strict=True):
+    for other in others:
+        assert one.shape == other.shape
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 print("agree on", jax.device_count(), "devices")
 """
 

@@ -131,6 +131,7 @@ def test_chat_with_openai_client(shared: Served) -> None:
         "score": 0.75,
     }
     assert set(rag["timings_ms"]) == {"retrieve", "load", "prefill", "ttft"}
+    assert rag["notices"] == ["attention not by triton: no such kernel"]
 
 
 def test_chat_stream_with_openai_client(shared: Served) -> None:
@@ -591,6 +592,8 @@ def test_metrics() -> None:
     assert samples["ragjax_requests_total", (("strategy", "naive"),)] == 1
     assert samples["ragjax_reused_tokens_total", ()] == 14
     assert samples["ragjax_pages_capacity", ()] == 128
+    assert samples["ragjax_attention_calls_total", (("backend", "xla"),)] == 60
+    assert samples["ragjax_attention_fallbacks_total", (("reason", "triton: no such kernel"),)] == 60
     assert samples["ragjax_http_requests_total", (chat, ("status", "200"))] == 2
     assert samples["ragjax_http_requests_total", (chat, ("status", "400"))] == 1
     assert samples["ragjax_http_requests_total", (("route", "unknown"), ("status", "404"))] == 2

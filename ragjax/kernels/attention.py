@@ -9,7 +9,6 @@ the one for Hopper, `attention_raw.py` the decode kernel that does not need Pall
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +19,6 @@ import jax.numpy as jnp
 from ragjax.kernels import attention_mosaic, attention_raw, attention_ref, attention_triton, attention_xla
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View, check
-
-log = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
@@ -87,6 +84,9 @@ def paged_interval_attention(q_THD: jax.Array, view: View, *, backend: str = "xl
     check(q_THD, view)
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    reason = BACKENDS[backend].refusal(q_THD, view, Device.of(jax.devices()[0]))
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
     return BACKENDS[backend].attend(q_THD, view)
 
 

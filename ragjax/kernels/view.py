@@ -93,12 +93,8 @@ def check_values(
 ) -> None:
     """Raise ValueError naming the argument that is out of range: on a GPU a stray page id reads stray memory.
 
-    Args:
-        request_T, order_T, position_T: of the rows; rows of order -1 are padding and may hold anything.
-        request_S, page_S, offset_S: of the slots; slots of request -1 are unused and may hold anything.
-        pages: pages of the pool.
-        positions: length of the rotation table.
-        block_rows: rows of a block.
+    Arrays are those of rows and slots; rows of order -1 are padding and slots of request -1 unused: both may hold
+    anything. `pages`: of the pool; `positions`: of the rotation table; `block_rows`: of a block.
     """
     live_T, used_S = np.asarray(order_T) >= 0, np.asarray(request_S) >= 0
     _in_range("slots.page", np.asarray(page_S)[used_S], 0, pages, "pages of the pool")

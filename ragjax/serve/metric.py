@@ -30,10 +30,16 @@ _HELP = {
     "running": "Requests admitted and not finished.",
     "pages_used": "Pages of the device pool in use.",
     "pages_total": "Pages of the device pool.",
+    "attention_calls_total": "Attentions run, one a layer and step, by backend.",
+    "attention_fallbacks_total": "Attentions that a better backend refused, by backend and reason.",
 }
 # `_total` is the suffix of counters; the size of the pool is a gauge.
 _GAUGES = {"pages_total": "pages_capacity"}
-_LABELS = {"requests_total": "strategy"}
+_LABELS = {
+    "requests_total": "strategy",
+    "attention_calls_total": "backend",
+    "attention_fallbacks_total": "reason",
+}
 
 _LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)

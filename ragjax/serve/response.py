@@ -164,6 +164,7 @@ def _rag(answer: core.Answer) -> Json:
         "exact_to": answer.exact_to,
         "segments": [asdict(report) for report in answer.segments],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
+        "notices": list(answer.notices),
     }
 
 

@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
 #   make test                        the suite of every change
 #   make test-long                   randomised runs, kills and kernel matrices
+#   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without
 #   make lint, make format           ruff and mypy
 #   make lock                        solve requirements.lock anew from pyproject.toml; pins that still fit are kept
 #
@@ -19,7 +20,13 @@ READY := .venv/.ready
 RUN := .venv/bin/python -m
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup serve test test-long lint format lock
+# The kernels' second environment: Python 3.12 brings the JAX of GPU images, and Triton with its assembler.
+COMPILE := .venv-compile
+COMPILE_READY := $(COMPILE)/.ready
+PYTHON312 := $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
+	"$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && break; done)
+
+.PHONY: setup serve test test-long test-gpu-compile lint format lock
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -40,6 +47,22 @@ test: setup
 
 test-long: setup
 	$(RUN) pytest -m "long and not gpu" --timeout 3600 --durations 10
+
+ifdef PYTHON312
+test-gpu-compile: $(COMPILE_READY)
+	$(COMPILE)/bin/python -m pytest -m compile --timeout 1200
+else
+test-gpu-compile:
+	@echo "skipped: the kernels are compiled to sm_90 with Python 3.12, and there is none here (python3.12, pyenv)"
+endif
+
+$(COMPILE_READY): requirements.lock requirements-compile.lock pyproject.toml
+	@$(COMPILE)/bin/python -c 'import pip' 2>/dev/null || $(PYTHON312) -m venv --clear $(COMPILE)
+	@echo "installing the locked dependencies and Triton into $(COMPILE) (some minutes, mostly download)"
+	@$(COMPILE)/bin/python $(PIP) --only-binary :all: --require-hashes --requirement requirements.lock
+	@$(COMPILE)/bin/python $(PIP) --only-binary :all: --no-deps --require-hashes --requirement requirements-compile.lock
+	@$(COMPILE)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
 
 lint: setup
 	$(RUN) ruff check .

@@ -320,6 +320,12 @@ class Grid:
     logits: tuple[int, ...] = (2, 8, 32)
 
     @staticmethod
+    def gpu_rows(group: int) -> tuple[tuple[int, int], ...]:
+        """Row buckets for a GPU: larger ones, in blocks that with `group` query heads a KV head fill 128 rows."""
+        block = 128 // (1 << (min(group, 128) - 1).bit_length())
+        return ((8, 1), (64, 1), (128, block), (512, block), (2048, block), (8192, block))
+
+    @staticmethod
     def fit(values: Iterable[int], need: int) -> int:
         """The smallest of ascending `values` that holds `need`.
 

@@ -68,7 +68,7 @@ def load_engine(
     identity = _identity(weights_digest(local.path, cache_dir()), tokenizer, config, dtype)
     itemsize = jnp.dtype(dtype).itemsize
     pages = pool_pages(config, device_cache_gb, itemsize, context)
-    grid = Grid(slots=(64, max(128, -(-2 * context // PAGE_SIZE))))
+    grid = _grid(config, context, jax.default_backend())
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
     mass = any(Want.KEY_MASS in s.wants for s in chosen.values())
     if compile:
@@ -127,6 +127,13 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
     if not 0 < max_context <= config.context_length:
         raise ConfigError(f"max_context must lie in [1, {config.context_length}], the model's context length")
     return max_context
+
+
+def _grid(config: ModelConfig, context: int, platform: str) -> Grid:
+    slots = (64, max(128, -(-2 * context // PAGE_SIZE)))
+    if platform == "cpu":
+        return Grid(slots=slots)
+    return Grid(rows=Grid.gpu_rows(config.num_heads // config.num_kv_heads), slots=slots)
 
 
 def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:

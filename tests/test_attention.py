@@ -44,7 +44,6 @@ from tests.cases import (
 )
 from tests.oracle import (
     EMPTY,
-    NEVER,
     Keys,
     Piece,
     Queries,
@@ -191,52 +190,7 @@ def test_bits_are_bfloat16() -> None:
     np.testing.assert_array_equal(np.asarray(x.astype(jnp.bfloat16)).view(np.uint16), bits)
 
 
-# --------------------------------------------------------------------------------------- visible blocks
-
-
-def needed(case: Case, n: int, s: int) -> bool:
-    """Whether a key of slot s is visible to any order between the least and the greatest of block n."""
-    b = case.shape.block_rows
-    orders = np.asarray(case.rows.order_T)[n * b : (n + 1) * b]
-    live = orders >= 0
-    if not live.any():
-        return False
-    request = np.asarray(case.rows.request_T)[n * b : (n + 1) * b][live][0]
-    every = np.arange(orders[live].min(), orders[live].max() + 1)
-    queries = Queries(np.full_like(every, request), every, every, np.zeros((len(every), 1, 1)))
-    own = np.flatnonzero(case.layout.slot_N == s)
-    return any(is_visible(queries, case.keys, t, k) for k in own for t in range(len(every)))
-
-
-@pytest.mark.parametrize("name", ["d16-p8-g1-b1", "d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32"])
-def test_visible_blocks_are_exact(name: str) -> None:
-    shape = SHAPES[name]
-    listing = jax.jit(visible_blocks, static_argnums=2)
-
-    @budget(25)
-    @given(requests_of(shape), SEEDS)
-    def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)
-        blocks = listing(case.rows, case.layout.slots, shape.block_rows)
-        dense = np.asarray(visible(case.rows, case.layout.slots))
-        dense = dense.reshape(-1, shape.block_rows, *dense.shape[1:]).any((1, 3))
-        for n, count in enumerate(np.asarray(blocks.count_N)):
-            listed = np.asarray(blocks.slot_NS)[n, :count].tolist()
-            assert sorted(listed) == [s for s in range(shape.sizes.slots) if needed(case, n, s)]
-            assert set(np.flatnonzero(dense[n])) <= set(listed)
-
-    holds()
-
-
-def test_slot_hidden_by_order_and_interval_together_is_skipped() -> None:
-    """A key of order 8 hidden from 6 on: rows before it are too early, rows from it on are told not to look."""
-    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (np.arange(5, 11), np.arange(5, 11), np.zeros(6))))
-    cell = jnp.full((1, 1, 8), NEVER, jnp.int32)
-    zero = jnp.zeros((1, 1), jnp.int32)
-    order, hide_from, hide_until = (cell.at[0, 0, 3].set(n) for n in (8, 6, 20))
-    slots = Slots(zero, zero, zero[0], order, hide_from, hide_until)
-    assert not visible(rows, slots).any()
-    assert int(visible_blocks(rows, slots, 6).count_N[0]) == 0
+# ------------------------------------------------------------------------------------------- visibility
 
 
 def test_visible_is_the_rule() -> None:

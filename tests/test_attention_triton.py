@@ -1,6 +1,6 @@
 """The Pallas-Triton backend in interpret mode against the float64 oracle, and planted faults that must show.
 
-What a GPU makes of it is held by tests/test_lowering.py (it lowers) and tests/test_compile.py (registers, tensor cores).
+What a GPU makes of it: tests/test_lowering.py (it lowers) and tests/test_compile.py (registers, tensor cores).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from ragjax.core import Grid
 from ragjax.kernels import attention_triton
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import HOPPER, Device
@@ -147,19 +148,23 @@ def one_run(blocks: Blocks) -> Blocks:
     return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
 
 
+def with_slots(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
+    return lambda view: replace(view, slots=replace(view.slots, **{name: change(getattr(view.slots, name))}))
+
+
 FAULTS: dict[str, Callable[[View], View]] = {
-    "rotation sign": lambda v: replace(v, slots=replace(v.slots, offset_AS=-v.slots.offset_AS)),
-    "no rotation": lambda v: replace(v, slots=replace(v.slots, offset_AS=jnp.zeros_like(v.slots.offset_AS))),
+    "rotation sign": with_slots("offset_AS", lambda x: -x),
+    "no rotation": with_slots("offset_AS", jnp.zeros_like),
     "rotated once for all runs": with_blocks(one_run),
-    "interval ignored": lambda v: replace(v, slots=replace(v.slots, hide_until_ASC=jnp.zeros_like(v.slots.hide_until_ASC))),
-    "less for less or equal": lambda v: replace(v, slots=replace(v.slots, order_ASC=v.slots.order_ASC + 1)),
-    "wrong page": lambda v: replace(v, slots=replace(v.slots, page_AS=(v.slots.page_AS + 1) % 48)),
+    "interval ignored": with_slots("hide_until_ASC", jnp.zeros_like),
+    "less for less or equal": with_slots("order_ASC", lambda x: x + 1),
+    "wrong page": with_slots("page_AS", lambda x: (x + 1) % 48),
     "wrong layer": lambda v: replace(v, layer=1 - v.layer),
     "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
     "skip too eager": with_blocks(lambda b: replace(b, count_N=jnp.maximum(b.count_N - 1, 0), end_NU=b.end_NU - 1)),
     "last run left out": with_blocks(lambda b: replace(b, runs_N=b.runs_N - 1)),
     "scale": lambda v: replace(v, scale=v.scale * 0.9),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ["d64-p16-g4-b8", "d128-p64-g4-b32-bfloat16"])
@@ -201,3 +206,10 @@ def test_refusal_names_its_reason(shape: Shape, device: Device, reason: str | No
     )
     refusal = attention_triton.refusal(case.q, view, device)
     assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16])
+def test_row_buckets_for_gpus_fill_a_program(group: int) -> None:
+    for rows, block in Grid.gpu_rows(group):
+        assert rows % block == 0
+        assert block == 1 or block * 2 ** (group - 1).bit_length() == attention_triton.MOST_ROWS

@@ -24,7 +24,7 @@ DOTTED = re.compile(r"\bragjax(?:\.\w+)+")
 SOURCE = re.compile(r"(?<![\w.*/-])[\w.*/-]+\.py\b")
 PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 OURS = (".lock", ".md", ".py", ".sh", ".toml")
-SKIPPED = {".git", ".venv", ".envs", "__pycache__"}
+SKIPPED = {".git", ".venv", ".venv-compile", ".envs", "__pycache__"}
 
 
 def quoted(text: str) -> tuple[list[str], list[str]]:

@@ -34,6 +34,9 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 }
 PARTS = {"loading": "engine"}  # a module beside the rooms that belongs to one of them
 
+APART = {"ragjax.kernels.attention_raw_kernel": "triton"}
+"""Modules that need a package which is not a dependency; others may import them within functions only."""
+
 DECIDE = ("core", "cache", "reuse", "scheduler", "generation", "prompt")
 COMPUTE = ("kernels", "models", "cache", "store", "runner")
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
@@ -187,10 +190,17 @@ def import_without(blocked: set[str], modules: list[str]) -> subprocess.Complete
 
 @pytest.mark.parametrize(("rooms", "blocked"), [(DECIDE, JAX | HEAVY), (COMPUTE, HEAVY)], ids=["decide", "compute"])
 def test_rooms_import_without_what_they_can_do_without(rooms: tuple[str, ...], blocked: set[str]) -> None:
-    modules = [module for module in MODULES if room_of(module) in rooms]
+    modules = [module for module in MODULES if room_of(module) in rooms and module not in APART]
     assert modules
     done = import_without(blocked, modules)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("module", "package"), APART.items())
+def test_what_stands_apart_says_what_it_needs(module: str, package: str) -> None:
+    assert package in set(imports(SOURCES[module]))
+    done = import_without({package}, [module])
+    assert done.returncode and f"{package} is imported" in done.stderr
 
 
 def test_an_import_that_is_not_there_is_found() -> None:

@@ -107,33 +107,35 @@ def attend(
     extent_N2 = jnp.stack([blocks.runs_N, blocks.count_N], axis=1)
 
     def mine(*shape: int) -> pl.BlockSpec:  # the last rows, which see most, start first
-        return pl.BlockSpec((None, *shape), lambda x, k, z: (programs - 1 - x, *(0,) * len(shape)))
+        return pl.BlockSpec((None, *shape), lambda x, k, j: (programs - 1 - x, *(0,) * len(shape)))
 
     def listed(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda x, k, z: ((programs - 1 - x) // cut.parts, *(0,) * len(shape)))
+        return pl.BlockSpec((None, *shape), lambda x, k, j: ((programs - 1 - x) // cut.parts, *(0,) * len(shape)))
 
     def whole(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec(x.shape, lambda x_, k, z: (0,) * x.ndim)
+        return pl.BlockSpec(x.shape, lambda x_, k, j: (0,) * x.ndim)
 
-    pool_spec = pl.BlockSpec((layers, pool, None, cells, dim), lambda x, k, z: (0, 0, k, 0, 0))
+    pool_spec = pl.BlockSpec((layers, pool, None, cells, dim), lambda x, k, j: (0, 0, k, 0, 0))
     shared = (
         slots.page_AS[0], slots.offset_AS[0], slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0],
         rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1),
     )  # fmt: skip
     lists = (blocks.slot_NS, blocks.partial_NU, blocks.end_NU, extent_N2)
     out_dtype = q_THD.dtype if cut.splits == 1 else jnp.float32
-    out_ZKXMD, lse_ZKXM = pl.pallas_call(
+    out_JKXMD, lse_JKXM = pl.pallas_call(
         functools.partial(_kernel, scale=view.scale * LOG2E, splits=cut.splits),
         grid=(programs, kv_heads, cut.splits),
         in_specs=[
-            pl.BlockSpec((None, None, cut.rows, dim), lambda x, k, z: (k, programs - 1 - x, 0, 0)),
-            mine(cut.rows), pool_spec, pool_spec,
+            pl.BlockSpec((None, None, cut.rows, dim), lambda x, k, j: (k, programs - 1 - x, 0, 0)),
+            mine(cut.rows),
+            pool_spec,
+            pool_spec,
             *(listed(x.shape[1]) for x in lists),
             *(whole(x) for x in shared),
         ],
         out_specs=[
-            pl.BlockSpec((None, None, None, cut.rows, dim), lambda x, k, z: (z, k, programs - 1 - x, 0, 0)),
-            pl.BlockSpec((None, None, None, cut.rows), lambda x, k, z: (z, k, programs - 1 - x, 0)),
+            pl.BlockSpec((None, None, None, cut.rows, dim), lambda x, k, j: (j, k, programs - 1 - x, 0, 0)),
+            pl.BlockSpec((None, None, None, cut.rows), lambda x, k, j: (j, k, programs - 1 - x, 0)),
         ],
         out_shape=[
             jax.ShapeDtypeStruct((cut.splits, *q_KXMD.shape), out_dtype),
@@ -143,7 +145,7 @@ def attend(
         interpret=interpret,
         name="paged_interval_attention",
     )(q_KXMD, order_XM, pages.k_LPKCD, pages.v_LPKCD, *lists, *shared)
-    out_KXMD, lse_KXM = (out_ZKXMD[0], lse_ZKXM[0]) if cut.splits == 1 else merge_splits(out_ZKXMD, lse_ZKXM)
+    out_KXMD, lse_KXM = (out_JKXMD[0], lse_JKXM[0]) if cut.splits == 1 else merge_splits(out_JKXMD, lse_JKXM)
     heads = q_THD.shape[1]
     return unfold(out_KXMD, heads, cut).astype(q_THD.dtype), unfold(lse_KXM[..., None], heads, cut)[..., 0]
 
@@ -232,8 +234,8 @@ def unfold(x_KXMD: jax.Array, heads: int, cut: Tiling) -> jax.Array:
     return x_KTGD.swapaxes(0, 1).reshape(-1, heads, dim)
 
 
-def merge_splits(out_ZKXMD: jax.Array, lse_ZKXM: jax.Array) -> tuple[jax.Array, jax.Array]:
+def merge_splits(out_JKXMD: jax.Array, lse_JKXM: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Exact merge of attentions over disjoint keys, along the first axis."""
-    lse_KXM = jax.nn.logsumexp(lse_ZKXM, axis=0)
-    weight_ZKXM = jnp.exp(lse_ZKXM - jnp.where(jnp.isneginf(lse_KXM), 0.0, lse_KXM))
-    return (out_ZKXMD * weight_ZKXM[..., None]).sum(0), lse_KXM
+    lse_KXM = jax.nn.logsumexp(lse_JKXM, axis=0)
+    weight_JKXM = jnp.exp(lse_JKXM - jnp.where(jnp.isneginf(lse_KXM), 0.0, lse_KXM))
+    return (out_JKXMD * weight_JKXM[..., None]).sum(0), lse_KXM

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from ragjax.core import NEVER
 from ragjax.kernels.slots import Rows, Slots
 
 LAST = 2**31 - 1
 """Sorts behind every entry; offsets stay below a quarter of it (`view.check_values`)."""
+
+TOGETHER = 64
+"""Blocks compared with all keys at once: what is held meanwhile grows with the keys alone."""
 
 
 @jax.tree_util.register_dataclass
@@ -56,16 +61,21 @@ def _extent(rows: Rows, slots: Slots, block_rows: int) -> tuple[jax.Array, jax.A
     """Whether any, and whether every, live row of a block sees keys of a slot, bool [N, S] each."""
     order_NB = rows.order_T.reshape(-1, block_rows)
     live_NB = order_NB >= 0
-    low_N11 = jnp.where(live_NB, order_NB, jnp.int32(2**30)).min(1)[:, None, None]
-    high_N11 = order_NB.max(1)[:, None, None]
+    low_N = jnp.where(live_NB, order_NB, jnp.int32(NEVER)).min(1)
     request_N = jnp.where(live_NB, rows.request_T.reshape(-1, block_rows), -1).max(1)
     order_SC, hide_from_SC, hide_until_SC = slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0]
-    first_NSC = jnp.maximum(low_N11, order_SC)  # orders before a key's own do not see it anyway
-    hidden_NSC = (order_SC > high_N11) | ((hide_from_SC <= first_NSC) & (hide_until_SC > high_N11))
-    overlap_NSC = jnp.maximum(hide_from_SC, low_N11) < jnp.minimum(hide_until_SC, high_N11 + 1)
-    shown_NSC = (order_SC <= low_N11) & ~overlap_NSC
-    same_NS = (slots.request_S == request_N[:, None]) & (slots.request_S >= 0)
-    return same_NS & ~hidden_NSC.all(-1), same_NS & shown_NSC.all(-1)
+
+    def of_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high, request = block
+        first_SC = jnp.maximum(low, order_SC)  # orders before a key's own do not see it anyway
+        hidden_SC = (order_SC > high) | ((hide_from_SC <= first_SC) & (hide_until_SC > high))
+        overlap_SC = jnp.maximum(hide_from_SC, low) < jnp.minimum(hide_until_SC, high + 1)
+        shown_SC = (order_SC <= low) & ~overlap_SC
+        same_S = (slots.request_S == request) & (request >= 0)
+        return same_S & ~hidden_SC.all(-1), same_S & shown_SC.all(-1)
+
+    extent: tuple[jax.Array, jax.Array] = lax.map(of_block, (low_N, order_NB.max(1), request_N), batch_size=TOGETHER)
+    return extent
 
 
 def _runs(offset_NS: jax.Array, full_NS: jax.Array, count_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,0 +1,219 @@
+"""Who sees whom in the prompts that attention is timed on, token by token, and the same laid out in pages.
+
+Sizes: T rows, N keys (cells), S slots, C cells of a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import NEVER
+from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.rope import Rotation
+from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.view import View
+
+Int = NDArray[np.int32]
+
+ALIGN = 128
+"""Chunks that are moved by an offset begin on pages of their own, of this many cells at most."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Rows and keys of one pass, int32. A key of order `NEVER` takes part nowhere; neither does a row of order -1.
+
+    offset_N is equal within a page.
+    """
+
+    name: str
+    order_T: Int
+    request_T: Int
+    order_N: Int
+    request_N: Int
+    hide_from_N: Int
+    hide_until_N: Int
+    offset_N: Int
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is plain causal attention of all tokens."""
+        n = len(self.order_N)
+        whole = len(self.order_T) == n and np.array_equal(self.order_T, np.arange(n, dtype=np.int32))
+        return whole and np.array_equal(self.order_N, self.order_T) and not (self.hide_from_N < self.hide_until_N).any()
+
+
+def causal(n: int) -> Mask:
+    """A plain prompt."""
+    order = np.arange(n, dtype=np.int32)
+    zero = np.zeros(n, np.int32)
+    return Mask("causal", order, zero, order, zero, zero, zero, zero)
+
+
+def chunks(n: int, *, low: int = 256, high: int = 1024, join: int = 128, seed: int = 0) -> Mask:
+    """A system prompt, chunks of `low` to `high` tokens that see it and themselves, a join that sees all."""
+    mask = replace(causal(n), name="chunks")
+    hide_from, hide_until = mask.hide_from_N.copy(), mask.hide_until_N.copy()
+    for begin, end in list(_pieces(n - join, low, high, seed))[1:]:
+        hide_from[begin:end], hide_until[begin:end] = end, n - join
+    return replace(mask, hide_from_N=hide_from, hide_until_N=hide_until)
+
+
+def tree(
+    n: int, *, low: int = 256, high: int = 1024, join: int = 128, deepest: int = 6, seed: int = 0, name: str = "tree"
+) -> Mask:
+    """A dependency tree in pre-order, segments of `low` to `high` tokens that see their ancestors, and a join."""
+    rng = np.random.default_rng(seed)
+    pieces = list(_pieces(n - join, low, high, seed))
+    depths = [0]
+    for _ in pieces[1:]:
+        depths.append(int(rng.integers(1, min(depths[-1] + 1, deepest) + 1)))
+    mask = replace(causal(n), name=name)
+    hide_from, hide_until = mask.hide_from_N.copy(), mask.hide_until_N.copy()
+    open_pieces: list[int] = []
+    for i in [*range(len(pieces)), len(pieces)]:
+        depth, here = (depths[i], pieces[i][0]) if i < len(pieces) else (0, n - join)
+        while open_pieces and depths[open_pieces[-1]] >= depth:  # the subtree of this piece ends here
+            begin, end = pieces[open_pieces.pop()]
+            hide_from[begin:end], hide_until[begin:end] = here, n - join
+        open_pieces.append(i)
+    return replace(mask, hide_from_N=hide_from, hide_until_N=hide_until)
+
+
+def graph(n: int, *, seed: int = 0) -> Mask:
+    """A tree of knowledge-graph paths: runs of 4 to 20 tokens."""
+    return tree(n, low=4, high=20, deepest=8, seed=seed, name="graph")
+
+
+def recompute(n: int, rows: int, *, moved: bool, low: int = 256, high: int = 1024, seed: int = 0) -> Mask:
+    """`rows` of n tokens chosen at random, in order, over all n keys; `moved`: each chunk at an offset of its own."""
+    mask = causal(n)
+    chosen = np.random.default_rng(seed).choice(n, rows, replace=False) if rows < n else np.arange(n)
+    order = np.sort(chosen).astype(np.int32)
+    name = f"recompute-{'moved' if moved else 'in-place'}"
+    offset = _offsets(n, low, high, seed) if moved else mask.offset_N
+    return replace(mask, name=name, order_T=order, request_T=np.zeros(rows, np.int32), offset_N=offset)
+
+
+def patched(n: int, rows: int, page: int, *, low: int = 256, high: int = 1024, seed: int = 0) -> Mask:
+    """As `recompute`, moved, but the chosen tokens' cached keys are hidden and stand anew in pages behind the rest."""
+    mask = recompute(n, rows, moved=True, low=low, high=high, seed=seed)
+    fresh = -(-rows // page) * page
+
+    def more(x: Int, new: Int | int) -> Int:
+        tail = np.full(fresh, 0, np.int32)
+        tail[:rows] = new
+        return np.concatenate([x, tail])
+
+    old = mask.order_N.copy()
+    old[mask.order_T] = NEVER
+    order = more(old, mask.order_T)
+    order[n + rows :] = NEVER
+    return Mask(
+        "recompute-patched", mask.order_T, mask.request_T, order, more(mask.request_N, 0),
+        more(mask.hide_from_N, 0), more(mask.hide_until_N, 0), more(mask.offset_N, 0),
+    )  # fmt: skip
+
+
+def decode(batch: int, context: int, *, moved: bool, low: int = 256, high: int = 1024) -> Mask:
+    """The next token of `batch` requests of `context` tokens each."""
+    one = causal(context)
+    offsets = [_offsets(context, low, high, seed) if moved else one.offset_N for seed in range(batch)]
+    request = np.arange(batch, dtype=np.int32)
+    zero = np.zeros(batch * context, np.int32)
+    return Mask(
+        f"decode-{'moved' if moved else 'in-place'}",
+        np.full(batch, context - 1, np.int32), request, np.tile(one.order_N, batch), np.repeat(request, context),
+        zero, zero, np.concatenate(offsets),
+    )  # fmt: skip
+
+
+def _pieces(n: int, low: int, high: int, seed: int, align: int = 1) -> Iterator[tuple[int, int]]:
+    """[begin, end) of random pieces that cover n tokens; the last takes what would leave less than `low`."""
+    rng = np.random.default_rng([seed, n])
+    begin = 0
+    while begin < n:
+        length = -(-int(rng.integers(low, high + 1)) // align) * align
+        end = n if n - begin - length < low else begin + length
+        yield begin, end
+        begin = end
+
+
+def _offsets(n: int, low: int, high: int, seed: int) -> Int:
+    """For each key how far its chunk was moved from where it was computed: right behind the first one."""
+    pieces = list(_pieces(n, low, high, seed, ALIGN))
+    offset = np.zeros(n, np.int32)
+    for begin, end in pieces[1:]:
+        offset[begin:end] = begin - pieces[0][1]
+    return offset
+
+
+def visible_pairs(mask: Mask) -> int:
+    """How many pairs of a row and a key see each other, counted key by key."""
+    total = 0
+    for request in np.unique(mask.request_T):
+        rows = np.sort(mask.order_T[(mask.request_T == request) & (mask.order_T >= 0)])
+        own = (mask.request_N == request) & (mask.order_N < NEVER)
+        order, low, high = (x[own] for x in (mask.order_N, mask.hide_from_N, mask.hide_until_N))
+        seen = len(rows) - np.searchsorted(rows, order)
+        first, last = np.maximum(low, order), np.maximum(high, order)
+        hidden = np.maximum(np.searchsorted(rows, last) - np.searchsorted(rows, first), 0)
+        total += int((seen - hidden).sum())
+    return total
+
+
+def pairs(mask: Mask) -> int:
+    """Pairs of a row and a key of one request, visible or not."""
+    return sum(int((mask.request_T == r).sum()) * int((mask.request_N == r).sum()) for r in np.unique(mask.request_T))
+
+
+def slots_of(mask: Mask, page_size: int, seed: int = 0) -> Slots:
+    """The keys page by page, on physical pages in random order."""
+    total = len(mask.order_N) // page_size
+    page_S = np.random.default_rng(seed).permutation(total).astype(np.int32)
+
+    def cells(x: Int) -> jax.Array:
+        return jnp.asarray(x.reshape(1, total, page_size))
+
+    offset_S, request_S = mask.offset_N[::page_size], mask.request_N[::page_size]
+    return Slots(
+        jnp.asarray(page_S[None]), jnp.asarray(offset_S[None]), jnp.asarray(request_S),
+        cells(mask.order_N), cells(mask.hide_from_N), cells(mask.hide_until_N),
+    )  # fmt: skip
+
+
+def rows_of(mask: Mask) -> Rows:
+    """The rows; positions are not used by attention itself, which gets rotated queries."""
+    order = jnp.asarray(mask.order_T)
+    return Rows(order, jnp.maximum(order, 0), jnp.asarray(mask.request_T))
+
+
+build_lists = jax.jit(visible_blocks, static_argnames="block_rows")
+"""The block lists of rows over slots, compiled."""
+
+
+def view_of(mask: Mask, pages: Pages, rotation: Rotation, scale: float, block_rows: int) -> View:
+    """The mask as the kernels take it."""
+    rows, slots = rows_of(mask), slots_of(mask, pages.page_size)
+    blocks = build_lists(rows, slots, block_rows=block_rows)
+    return View(rows, pages, 0, slots, rotation, blocks, scale, block_rows)
+
+
+@partial(jax.jit, static_argnames=("pages", "page_size", "kv_heads", "dim", "dtype"))
+def random_pages(key: jax.Array, pages: int, page_size: int, kv_heads: int, dim: int, dtype: str) -> Pages:
+    """A pool of one layer with normal keys and values."""
+    shape = (1, pages, kv_heads, page_size, dim)
+    return Pages(*(jax.random.normal(k, shape, jnp.dtype(dtype)) for k in jax.random.split(key)))
+
+
+def visited_tiles(blocks: Blocks) -> int:
+    """Pairs of a row block and a slot that the lists name."""
+    return int(np.asarray(blocks.count_N, np.int64).sum())

@@ -1,0 +1,271 @@
+"""Our attention beside FlashAttention, FlexAttention and cuDNN, in one run on this machine's device.
+
+    python -m benchmarks.peers [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
+
+Equal shapes and masks: Hq 32, Hkv 8, D 128, bfloat16, 16K and 32K rows. FlexAttention gets an equal block mask, whose
+making is timed apart; FlashAttention (PyTorch's SDPA) and cuDNN (`jax.nn.dot_product_attention`) cannot express these
+masks and compute dense causal attention over all rows. Peers get keys that are rotated already. ratio: the peer's time
+by ours. PyTorch works in a process of its own, while this one waits.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import gpu, masks, report
+from benchmarks.kernels import FULL, REHEARSAL, Bench, oracle
+from benchmarks.masks import Mask
+from ragjax.kernels.attention import paged_interval_attention
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.rope import Rotation
+
+COLUMNS: tuple[str, ...] = ("case", "backend", "page_size", "rows", "keys", "ms", "tflops", "peer", "peer_ms")
+COLUMNS += ("peer_mask_ms", "ratio", "peer_form", "failed")
+FLASH, FLEX, CUDNN = "sdpa-flash", "flex", "cudnn"
+DENSE, EQUAL = "dense causal, all rows", "equal mask"
+WORKER = "torch_attention_worker.py"
+MEMORY_SHARE = 0.4  # of the GPU for this process; the rest is for PyTorch's
+PATIENCE_S = 120.0  # for one answer of PyTorch, compilation included
+
+
+@dataclass
+class Peers:
+    """Who is measured beside us, and the files that carry masks to them."""
+
+    bench: Bench
+    rival: gpu.Rival
+    scratch: Path
+    clock: gpu.Clock
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> str:
+        """The device in PyTorch's words."""
+        return "cuda" if self.bench.device.platform == "gpu" else "cpu"
+
+    def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
+        """Ask the PyTorch worker."""
+        patience = min(PATIENCE_S, max(self.clock.left, 0) + 30)
+        if not self.versions:
+            self.versions = self.rival.ask({"op": "start"}, patience)["versions"]
+        return self.rival.ask({"op": op, **arguments}, patience)
+
+    def sizes(self) -> dict[str, Any]:
+        """What every peer is told."""
+        m = self.bench.model
+        return {
+            "heads": m.heads, "kv_heads": m.kv_heads, "dim": m.dim, "device": self.device, "dtype": m.dtype,
+            "samples": self.bench.samples,
+        }  # fmt: skip
+
+    def flash(self, mask: Mask) -> dict[str, Any]:
+        """FlashAttention over all rows."""
+        found = self.ask("flash", rows=len(mask.order_T), **self.sizes())
+        return {**found, "tflops": self._tflops(masks.visible_pairs(mask), found["ms"])}
+
+    def flex(self, mask: Mask) -> dict[str, Any]:
+        """FlexAttention under the mask."""
+        file = save_mask(mask, self.scratch)
+        found = self.ask("flex", file=str(file), compiled=self.device == "cuda", **self.sizes())
+        pairs = found.pop("visited_pairs")
+        return {**found, "visited_share": pairs / masks.pairs(mask), "tflops": self._tflops(pairs, found["ms"])}
+
+    def cudnn(self, mask: Mask) -> dict[str, Any]:
+        """CuDNN's attention through JAX over all rows (XLA's own where there is no GPU)."""
+        m, n = self.bench.model, len(mask.order_T)
+        kind = "cudnn" if self.device == "cuda" else "xla"
+        q, k, v = (
+            jax.random.normal(jax.random.key(i), (1, n, heads, m.dim), jnp.dtype(m.dtype))
+            for i, heads in enumerate((m.heads, m.kv_heads, m.kv_heads))
+        )
+        attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=kind)
+        program = jax.jit(attend).lower(q, k, v).compile()
+        ms = gpu.milliseconds(lambda: program(q, k, v), samples=self.bench.samples)
+        return {"ms": ms, "tflops": self._tflops(masks.visible_pairs(mask), ms)}
+
+    def _tflops(self, pairs: int, ms: float) -> float:
+        m = self.bench.model
+        return 4 * pairs * m.dim * m.heads / ms / 1e9
+
+
+def save_mask(mask: Mask, folder: Path, **more: Any) -> Path:
+    """The mask's numbers (and arrays beside them) as a .npz file."""
+    file = folder / f"{mask.name}-{len(mask.order_N)}.npz"
+    np.savez(
+        file, order_T=mask.order_T, order_N=mask.order_N, hide_from_N=mask.hide_from_N,
+        hide_until_N=mask.hide_until_N, **more,
+    )  # fmt: skip
+    return file
+
+
+# ---------------------------------------------------------------------------------------- measuring
+
+
+def cases(bench: Bench) -> list[tuple[Mask, tuple[str, ...]]]:
+    """Masks, most important first, with the peers that are measured under each."""
+    m = bench.model
+    long, cut = m.lengths[0], {"low": m.pieces[0], "high": m.pieces[1]}
+    found: list[tuple[Mask, tuple[str, ...]]] = [
+        (masks.causal(long), (FLASH, CUDNN)),
+        (masks.recompute(long, m.recomputed, moved=True, **cut), (FLEX,)),
+        (masks.chunks(long, **cut), (FLEX,)),
+        (masks.tree(long, **cut), (FLEX,)),
+        (masks.recompute(long, m.recomputed, moved=False, **cut), ()),
+        (masks.graph(long), (FLEX,)),
+    ]
+    for short in m.lengths[1:]:
+        found += [
+            (masks.causal(short), (FLASH, CUDNN)),
+            (masks.chunks(short, **cut), (FLEX,)),
+            (masks.tree(short, **cut), (FLEX,)),
+        ]
+    return [*found, (masks.causal(long), (FLEX,))]
+
+
+def measure(record: gpu.Record, peers: Peers) -> None:
+    """Measure ours and the peers, mask by mask."""
+    bench = peers.bench
+    for mask, rivals in cases(bench):
+        for page_size in bench.model.page_sizes:
+            for backend in bench.backends(mask, page_size):
+                key = f"{mask.name}/{len(mask.order_N)}/{backend}/{page_size}"
+                if key not in record.rows:
+                    known = bench.known(mask, backend, page_size)
+                    record.row(key, known, partial(bench.measure, backend, mask, page_size))
+        for rival in rivals:
+            work = {FLASH: peers.flash, FLEX: peers.flex, CUDNN: peers.cudnn}[rival]
+            known = bench.known(mask, rival, 0) | {"page_size": None}
+            record.row(f"{mask.name}/{len(mask.order_N)}/{rival}", known, partial(work, mask))
+
+
+def check_equal(record: gpu.Record, peers: Peers) -> bool:
+    """Whether FlexAttention, under the mask we hand it, computes what we compute."""
+    model = peers.bench.model
+    small = (
+        masks.chunks(512, low=32, high=96, join=32),
+        masks.tree(512, low=32, high=96, join=32),
+        masks.recompute(512, 128, moved=False),
+    )
+    right = True
+    for mask in small:
+        known = peers.bench.known(mask, FLEX, 0) | {"case": f"equal-{mask.name}", "page_size": None}
+        row = record.row(f"equal/{mask.name}", known, partial(_difference, peers, mask, model.kv_heads, model.dim))
+        right &= row is not None and row["error"] <= 2e-2
+    return right
+
+
+def _difference(peers: Peers, mask: Mask, kv_heads: int, dim: int, cells: int = 64) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    heads, total = peers.bench.model.heads, len(mask.order_N) // cells
+    q = rng.standard_normal((len(mask.order_T), heads, dim)).astype(np.float32)
+    k, v = (rng.standard_normal((len(mask.order_N), kv_heads, dim)).astype(np.float32) for _ in range(2))
+    out = peers.scratch / "out.npy"
+    file = save_mask(mask, peers.scratch, q_THD=q, k_NKD=k, v_NKD=v)
+    peers.ask("flex_output", file=str(file), device=peers.device, dtype="float32", out=str(out))
+    place = np.argsort(np.asarray(masks.slots_of(mask, cells).page_AS[0]))
+    pools = (jnp.asarray(x.reshape(total, cells, kv_heads, dim)[place].swapaxes(1, 2)[None]) for x in (k, v))
+    table = Rotation(jnp.ones((len(mask.order_N), dim // 2)), jnp.zeros((len(mask.order_N), dim // 2)))
+    view = masks.view_of(mask, Pages(*pools), table, float(dim**-0.5), 32)
+    ours, _ = jax.jit(partial(paged_interval_attention, backend="xla"))(jnp.asarray(q), view)
+    return {"error": float(oracle.worst_error(np.load(out), np.asarray(ours, np.float64)))}
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+COMPARED = {
+    "recompute-moved": (("recompute-moved", FLEX, EQUAL), ("causal", FLASH, DENSE), ("causal", CUDNN, DENSE)),
+    "recompute-in-place": (("recompute-moved", FLEX, EQUAL), ("causal", FLASH, DENSE), ("causal", CUDNN, DENSE)),
+    "causal": (("causal", FLASH, EQUAL), ("causal", CUDNN, EQUAL), ("causal", FLEX, EQUAL)),
+    "chunks": (("chunks", FLEX, EQUAL), ("causal", FLASH, DENSE), ("causal", CUDNN, DENSE)),
+    "tree": (("tree", FLEX, EQUAL), ("causal", FLASH, DENSE), ("causal", CUDNN, DENSE)),
+    "graph": (("graph", FLEX, EQUAL), ("causal", FLASH, DENSE), ("causal", CUDNN, DENSE)),
+}
+"""What each case of ours stands beside: the peer's case, the peer, and how it does it."""
+
+
+def joined(rows: Sequence[report.Row]) -> list[report.Row]:
+    """Rows of ours, at the page size that suits each best, beside each peer; then the peers' own rows."""
+    timed = [r for r in rows if "ms" in r]
+    theirs = {(r["case"], r["backend"], r["keys"]): r for r in timed if r["backend"] in (FLASH, FLEX, CUDNN)}
+    best: dict[tuple[Any, ...], report.Row] = {}
+    for row in timed:
+        key = (row["case"], row["backend"], row["keys"])
+        if key not in theirs and (key not in best or row["ms"] < best[key]["ms"]):
+            best[key] = row
+    out: list[report.Row] = []
+    for row in best.values():
+        pairs = [(theirs.get((c, peer, row["keys"])), peer, form) for c, peer, form in COMPARED[row["case"]]]
+        beside = [{**row, **_beside(row, rival, peer, form)} for rival, peer, form in pairs if rival is not None]
+        out += beside or [row]
+    return [*out, *theirs.values(), *(r for r in rows if "ms" not in r)]
+
+
+def _beside(row: report.Row, rival: report.Row, peer: str, form: str) -> dict[str, Any]:
+    return {
+        "peer": peer,
+        "peer_ms": rival["ms"],
+        "peer_mask_ms": rival.get("mask_ms"),
+        "ratio": rival["ms"] / row["ms"],
+        "peer_form": form,
+    }
+
+
+def gates(rows: Sequence[report.Row], long: int) -> list[report.Row]:
+    """The targets that this part can judge."""
+
+    def best(peer: str) -> float | None:
+        found = [r["ratio"] for r in rows if (r["case"], r["peer"], r["keys"]) == ("recompute-moved", peer, long)]
+        return max(found, default=None)
+
+    return [
+        gpu.gate("recompute of 15% of 32K beside FlashAttention", ">= 5 times", best(FLASH), lambda x: x >= 5,
+                 "over all rows; the limit is 6.7"),
+        gpu.gate("recompute of 15% of 32K beside FlexAttention", ">= 2 times", best(FLEX), lambda x: x >= 2,
+                 "equal mask, its making not counted"),
+    ]  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------- main
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = gpu.options("peers", (__doc__ or "").partition("\n")[0], arguments)
+    clock = gpu.Clock(chosen.seconds)
+    gpu.choose_platform(chosen, MEMORY_SHARE)
+    limits = gpu.ceilings(chosen.quick)
+    record = gpu.Record(chosen, gpu.header(chosen, limits, arguments), clock)
+    bench = Bench(REHEARSAL, 2) if chosen.quick else Bench(FULL)
+    rival = gpu.Rival(WORKER)
+    right = True
+    with tempfile.TemporaryDirectory() as scratch:
+        peers = Peers(bench, rival, Path(scratch), clock)
+        try:
+            measure(record, peers)
+            right = check_equal(record, peers)
+        except KeyboardInterrupt:
+            print("stopped: what was measured so far follows", file=sys.stderr)
+            record.skipped.append("what was left when it was stopped")
+        finally:
+            rival.close()
+    rows = joined(list(record.rows.values()))
+    record.rows = {str(i): row for i, row in enumerate(rows)}
+    print("\nours beside peers, medians:\n" + report.table(rows, COLUMNS))
+    judged = gates(rows, bench.model.lengths[0])
+    gpu.show_gates(judged)
+    record.finish(judged)
+    return 0 if right and not record.failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

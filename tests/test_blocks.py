@@ -1,0 +1,128 @@
+"""Block lists: every slot that must be visited, no other, in runs of equal offset, full before partial."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.slots import Rows, Slots, visible
+from tests.cases import SEEDS, SHAPES, Case, Request, budget, make_case, requests_of
+from tests.oracle import NEVER, Queries, is_visible
+
+LISTING = jax.jit(visible_blocks, static_argnums=2)
+
+
+def orders_between(case: Case, n: int) -> Queries | None:
+    """Rows at every order from the least to the greatest of block n."""
+    b = case.shape.block_rows
+    orders = np.asarray(case.rows.order_T)[n * b : (n + 1) * b]
+    live = orders >= 0
+    if not live.any():
+        return None
+    request = np.asarray(case.rows.request_T)[n * b : (n + 1) * b][live][0]
+    every = np.arange(orders[live].min(), orders[live].max() + 1)
+    return Queries(np.full_like(every, request), every, every, np.zeros((len(every), 1, 1)))
+
+
+def extent(case: Case, n: int, s: int) -> tuple[bool, bool]:
+    """Whether any order of block n sees any key of slot s, and whether all see all of its page's cells."""
+    queries = orders_between(case, n)
+    if queries is None:
+        return False, False
+    own = np.flatnonzero(case.layout.slot_N == s)
+    seen = [is_visible(queries, case.keys, t, k) for k in own for t in range(len(queries.order_T))]
+    return any(seen), all(seen) and len(own) == case.shape.page_size
+
+
+def runs_of(blocks: Blocks, n: int) -> list[tuple[list[int], list[int]]]:
+    """(full, partial) slots of each run of block n."""
+    slots = np.asarray(blocks.slot_NS)[n].tolist()
+    runs, begin = [], 0
+    for u in range(int(blocks.runs_N[n])):
+        partial, end = int(blocks.partial_NU[n, u]), int(blocks.end_NU[n, u])
+        runs.append((slots[begin:partial], slots[partial:end]))
+        begin = end
+    assert begin == int(blocks.count_N[n])
+    return runs
+
+
+@pytest.mark.parametrize("name", ["d16-p8-g1-b1", "d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32"])
+def test_lists_are_exact(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(25)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        blocks = LISTING(case.rows, case.layout.slots, shape.block_rows)
+        offset_S = np.asarray(case.layout.slots.offset_AS)[0]
+        for n in range(shape.rows // shape.block_rows):
+            want = {s: extent(case, n, s) for s in range(shape.sizes.slots)}
+            runs = runs_of(blocks, n)
+            full = [s for run in runs for s in run[0]]
+            partial = [s for run in runs for s in run[1]]
+            assert sorted(full) == [s for s, (seen, whole) in want.items() if seen and whole]
+            assert sorted(partial) == [s for s, (seen, whole) in want.items() if seen and not whole]
+            offsets = [{offset_S[s] for s in (*run[0], *run[1])} for run in runs]
+            assert all(len(offset) == 1 for offset in offsets), "a run has one offset"
+            assert len(set.union(set(), *offsets)) == len(runs), "and an offset one run"
+
+    holds()
+
+
+@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d64-p64-g2-b32"])
+def test_every_visible_key_is_listed(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(20)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        blocks = LISTING(case.rows, case.layout.slots, shape.block_rows)
+        dense = np.asarray(visible(case.rows, case.layout.slots))
+        live_NB = np.asarray(case.rows.order_T).reshape(-1, shape.block_rows) >= 0
+        dense_NBSC = dense.reshape(-1, shape.block_rows, *dense.shape[1:])
+        for n in range(len(dense_NBSC)):
+            runs = runs_of(blocks, n)
+            assert set(np.flatnonzero(dense_NBSC[n].any((0, 2)))) <= {s for run in runs for s in (*run[0], *run[1])}
+            assert all(dense_NBSC[n][live_NB[n]][:, s].all() for run in runs for s in run[0])
+
+    holds()
+
+
+def test_some_entries_are_full() -> None:
+    """So that the tests above are not about partial ones alone."""
+    shape = SHAPES["d16-p8-g2-b2"]
+    case = make_case(shape, [Request("chain", [11, 12], True)], 3)
+    blocks = visible_blocks(case.rows, case.layout.slots, shape.block_rows)
+    assert any(run[0] for n in range(shape.rows // 2) for run in runs_of(blocks, n))
+
+
+def test_lists_are_never_cut() -> None:
+    """As many entries as there are slots, each of an offset of its own."""
+    count = 200
+    order_SC = np.arange(count * 4).reshape(1, count, 4)
+    zero_SC = np.zeros_like(order_SC)
+    slots = Slots(*(jnp.asarray(x, jnp.int32) for x in (
+        np.arange(count)[None], np.arange(count)[None] - 100, np.zeros(count), order_SC, zero_SC, zero_SC,
+    )))  # fmt: skip
+    rows = Rows(*(jnp.full(2, x, jnp.int32) for x in (10**6, 0, 0)))
+    blocks = visible_blocks(rows, slots, 2)
+    assert int(blocks.count_N[0]) == int(blocks.runs_N[0]) == count
+    assert runs_of(blocks, 0) == [([s], []) for s in range(count)]
+    assert max(x.size for x in jax.tree.leaves(blocks)) <= count
+
+
+def test_slot_hidden_by_order_and_interval_together_is_skipped() -> None:
+    """A key of order 8 hidden from 6 on: rows before it are too early, rows from it on are told not to look."""
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (np.arange(5, 11), np.arange(5, 11), np.zeros(6))))
+    cell = jnp.full((1, 1, 8), NEVER, jnp.int32)
+    zero = jnp.zeros((1, 1), jnp.int32)
+    order, hide_from, hide_until = (cell.at[0, 0, 3].set(n) for n in (8, 6, 20))
+    slots = Slots(zero, zero, zero[0], order, hide_from, hide_until)
+    assert not visible(rows, slots).any()
+    assert int(visible_blocks(rows, slots, 6).count_N[0]) == 0

@@ -279,6 +279,9 @@ class Runner:
         return jax.tree.map(put, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+OUTSIDE = 2**30
+"""A cell beyond any pool."""
+
 POOL = P(None, None, "kv_heads", None, None)
 """How a pool lies on the mesh."""
 
@@ -305,7 +308,10 @@ def _begin(
     slots = Slots(page[None], offset[None], request, order[None], hide_from[None], hide_until[None])
     cos_TR, sin_TR = rotation.at(rows.position_T)
     x_TE = nnx.merge(spec.ends, ends).embed(step["token_T"])
-    return x_TE, _Inputs(cos_TR, sin_TR, step["cell_T"], rows, slots, visible_blocks(rows, slots, block_rows))
+    # padding rows write nowhere: each gets a cell of its own beyond the pool
+    nowhere_T = OUTSIDE + jnp.arange(len(rows.order_T), dtype=jnp.int32)
+    cell_T = jnp.where(rows.order_T >= 0, step["cell_T"], nowhere_T)
+    return x_TE, _Inputs(cos_TR, sin_TR, cell_T, rows, slots, visible_blocks(rows, slots, block_rows))
 
 
 def _stage(
@@ -362,7 +368,9 @@ def _sharded_attention(
         out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
         if not mass:
             return out_THD, pool, jnp.zeros((0, 0))
-        return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, view), "kv_heads")
+        # the Triton reductions serve whatever a GPU backend of attention does
+        mass_SC = key_mass(q_THD, lse_TH, view, backend="xla" if backend == "xla" else "triton")
+        return out_THD, pool, lax.pmean(mass_SC, "kv_heads")
 
     heads = P(None, "kv_heads", None)
     sharded = jax.shard_map(

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ragjax.kernels.attention import merge_states, paged_interval_attention
+from ragjax.kernels.attention import paged_interval_attention
 from ragjax.kernels.blocks import visible_blocks
 from ragjax.kernels.pages import Pages, from_storage, to_storage, write_pages
 from ragjax.kernels.slots import Rows, Slots, visible
+from ragjax.kernels.split import merge_states
 from ragjax.kernels.view import View
 from tests.cases import (
     KINDS,
@@ -174,8 +175,10 @@ def test_write_pages_writes_its_cells_alone(dtype: str) -> None:
     rng = np.random.default_rng(SEED)
     pool = Pages(*(to_storage(jnp.asarray(x, jnp.float32), jnp.dtype(dtype)) for x in rng.random((2, 3, 5, 2, 4, 8))))
     k_TKD, v_TKD = jnp.asarray(rng.random((2, 3, 2, 8)), jnp.float32)
-    cells = np.array([17, 4, 11], np.int32)
+    k_TKD, v_TKD = (jnp.concatenate([x, jnp.full((2, 2, 8), jnp.nan)]) for x in (k_TKD, v_TKD))
+    cells = np.array([17, 4, 11, 20, 2**30], np.int32)  # the last two lie beyond the five pages of four
     wrote = write_pages(pool, 1, jnp.asarray(cells), k_TKD, v_TKD)
+    k_TKD, v_TKD, cells = k_TKD[:3], v_TKD[:3], cells[:3]
     for before, after, new in ((pool.k_LPKCD, wrote.k_LPKCD, k_TKD), (pool.v_LPKCD, wrote.v_LPKCD, v_TKD)):
         want = np.array(before)
         want[1, cells // 4, :, cells % 4] = to_storage(new, jnp.dtype(dtype))

@@ -22,9 +22,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ragjax.kernels import attention_raw
-from ragjax.kernels.attention import merge_states
-from ragjax.kernels.attention_raw import PROGRAMS, Launch, arguments, constants, merge_splits
+from ragjax.kernels import attention_raw, split
+from ragjax.kernels.attention_raw import Launch, arguments, constants
 from ragjax.kernels.device import HOPPER, Device
 from ragjax.kernels.view import View
 from tests.cases import FAR, LOCAL, SEEDS, Case, Request, Shape, budget, check, make_case, requests_of, rotation
@@ -61,29 +60,6 @@ def test_program_takes_what_it_is_given() -> None:
     q, view = DECODE
     assert static == list(constants(q, view, Launch.of(q, view)))
     assert len(parameters) - len(static) == len(jax.eval_shape(arguments, q, view)) + 2
-
-
-@pytest.mark.parametrize("rows", [1, 8, 64, 512])
-@pytest.mark.parametrize("name", MODELS)
-def test_splits_fill_the_device(name: str, rows: int) -> None:
-    blocks, kv_heads, splits = Launch.of(*production_call(MODELS[name], 64, rows=rows, block_rows=1)).grid
-    assert blocks * kv_heads * splits >= min(PROGRAMS, blocks * kv_heads * 128)
-    assert splits == 1 or blocks * kv_heads * (splits - 1) < PROGRAMS
-
-
-def test_splits_are_no_more_than_the_list_can_share() -> None:
-    assert Launch.of(*production_call(MODELS["qwen2.5-0.5b"], 64, rows=1, block_rows=1, slots=16)).grid[2] == 4
-    assert Launch.of(*production_call(MODELS["qwen2.5-0.5b"], 64, rows=1, block_rows=1, slots=1)).grid[2] == 1
-
-
-def test_merging_splits_is_merging_states() -> None:
-    rng = np.random.default_rng(0)
-    out_JTHD, lse_JTH = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, 3, 4), (2, 5, 3)))
-    lse_JTH = lse_JTH.at[0, 0].set(-jnp.inf).at[:, 1].set(-jnp.inf)
-    out_JTHD = jnp.where(jnp.isneginf(lse_JTH)[..., None], 0.0, out_JTHD)
-    want = merge_states(out_JTHD[0], lse_JTH[0], out_JTHD[1], lse_JTH[1])
-    for got, other in zip(merge_splits(out_JTHD, lse_JTH), want, strict=True):
-        np.testing.assert_allclose(got, other, rtol=1e-6, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------ refusals
@@ -149,7 +125,7 @@ def run(
     programs = splits * case.shape.kv_heads * view.blocks.count_N.shape[0]
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "jax_triton", jax_triton)
-        patched.setattr(attention_raw, "PROGRAMS", programs)
+        patched.setattr(split, "PROGRAMS", programs)
         out, lse = attention_raw.attend(case.q, view)
     return np.asarray(out), np.asarray(lse)
 

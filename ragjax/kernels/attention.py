@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from ragjax.kernels import attention_mosaic, attention_raw, attention_ref, attention_triton, attention_xla
 from ragjax.kernels.device import Device
@@ -88,15 +87,3 @@ def paged_interval_attention(q_THD: jax.Array, view: View, *, backend: str = "xl
     if reason is not None:
         raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
     return BACKENDS[backend].attend(q_THD, view)
-
-
-def merge_states(
-    out1_THD: jax.Array, lse1_TH: jax.Array, out2_THD: jax.Array, lse2_TH: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Exact merge of two attentions of the same rows over disjoint keys (FlashInfer §3.1, arXiv 2501.01005)."""
-    lse_TH = jnp.logaddexp(lse1_TH, lse2_TH)
-    safe_TH = jnp.where(jnp.isneginf(lse_TH), 0.0, lse_TH)
-    return (
-        out1_THD * jnp.exp(lse1_TH - safe_TH)[..., None] + out2_THD * jnp.exp(lse2_TH - safe_TH)[..., None],
-        lse_TH,
-    )

@@ -488,13 +488,13 @@ def _turn(sizes: _Sizes, shared: _Shared, warpgroup: jax.Array, u: jax.Array, of
     size = (TILE, sizes.half)
     cos = _along(_load(shared.cos.at[parity], PER_COLUMN) * factor, size)
     sin = _along(_load(shared.sin.at[parity], PER_COLUMN) * signed, size)
-    plgpu.barrier_arrive(shared.run_free.at[parity])
     halves = pl.ds(0, sizes.half), pl.ds(sizes.half, sizes.half)
     x1, x2 = (_load(shared.q.at[warpgroup, :, half], MATRIX).astype(jnp.float32) for half in halves)
     turned = shared.turned.at[warpgroup]
     turned[:, halves[0]] = (x1 * cos + x2 * sin).astype(sizes.dtype)
     turned[:, halves[1]] = (x2 * cos - x1 * sin).astype(sizes.dtype)
     plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.run_free.at[parity])  # after the commit: TMA must not overtake the reads above
 
 
 def _step(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from ragjax.core import NEVER
 from ragjax.kernels.device import Device
+from ragjax.kernels.split import merge_splits, splits
 from ragjax.kernels.view import View
 
 MOST_ROWS = 32
@@ -26,12 +27,6 @@ MOST_ROWS = 32
 
 LEAST_ROWS = 16
 """Rows that a tensor core takes at least; the rest is padding."""
-
-PROGRAMS = 264
-"""Programs that fill a device: two for each of 132 multiprocessors (H100, H200)."""
-
-LEAST_ENTRIES = 4
-"""List entries of a split at least, were all slots visible."""
 
 TILE_BYTES = 16 * 1024
 """Bytes of a tile of keys at most, so that three stages of keys and values fit in shared memory twice."""
@@ -58,10 +53,9 @@ class Launch:
         pool = view.pages.k_LPKCD
         kv_heads, cells = pool.shape[2], pool.shape[3]
         blocks = t // view.block_rows
-        wanted = -(-PROGRAMS // (blocks * kv_heads))
-        splits = max(1, min(wanted, view.slots.request_S.shape[0] // LEAST_ENTRIES))
+        parts = splits(blocks * kv_heads, view.slots.request_S.shape[0])
         rows = LEAST_ROWS if view.block_rows * (heads // kv_heads) <= LEAST_ROWS else MOST_ROWS
-        return Launch((blocks, kv_heads, splits), rows, min(cells, TILE_BYTES // (dim * pool.dtype.itemsize)))
+        return Launch((blocks, kv_heads, parts), rows, min(cells, TILE_BYTES // (dim * pool.dtype.itemsize)))
 
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
@@ -157,12 +151,3 @@ def constants(q_THD: jax.Array, view: View, launch: Launch) -> dict[str, Any]:
         "M": launch.rows,
         "N": launch.tile,
     }
-
-
-def merge_splits(out_JTHD: jax.Array, lse_JTH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Exact merge of attentions over disjoint keys, along the first axis."""
-    if lse_JTH.shape[0] == 1:
-        return out_JTHD[0], lse_JTH[0]
-    lse_TH = jax.nn.logsumexp(lse_JTH, axis=0)
-    weight_JTH = jnp.exp(lse_JTH - jnp.where(jnp.isneginf(lse_TH), 0.0, lse_TH))
-    return (out_JTHD * weight_JTH[..., None]).sum(0), lse_TH

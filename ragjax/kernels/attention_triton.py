@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ragjax.core import NEVER
 from ragjax.kernels.device import Device
+from ragjax.kernels.split import merge_splits, splits
 from ragjax.kernels.view import View
 
 LOG2E = 1.4426950408889634
@@ -33,16 +34,13 @@ MOST_ROWS = 128
 LEAST_ROWS = 16
 """Folded rows of a program at least: tensor cores take no fewer."""
 
-PROGRAMS = 264
-"""Programs that fill a device: two for each of 132 multiprocessors (H100, H200)."""
-
-LEAST_ENTRIES = 4
-"""List entries of a split at least, were all slots visible."""
-
 STAGES = 5
 """Of Triton's pipeline. A page is found by two loads (slot, then page id), each of which takes a stage: five leave two
-pages in flight.
+pages in flight, three one.
 """
+
+TILE = 64 * 128 * 2
+"""Bytes of a page of one KV head that registers and shared memory are best used with: 64 cells of 128 in bfloat16."""
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -69,11 +67,17 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
     _, _, kv_heads, cells, _ = view.pages.k_LPKCD.shape
     groups = max(pl.next_power_of_2(heads // kv_heads), LEAST_ROWS // view.block_rows)
     folded = groups * view.block_rows
-    rows = min(folded, MOST_ROWS if cells * dim <= 64 * 128 else MOST_ROWS // 2)
+    tile = cells * dim * view.pages.k_LPKCD.dtype.itemsize
+    rows = min(folded, MOST_ROWS if tile <= TILE else MOST_ROWS // 2 if tile <= 2 * TILE else LEAST_ROWS)
     programs = t // view.block_rows * (folded // rows) * kv_heads
-    most = max(1, view.slots.request_S.shape[0] // LEAST_ENTRIES)
-    splits = 1 if 2 * programs > PROGRAMS else min(pl.next_power_of_2(-(-PROGRAMS // programs)), most)
-    return Tiling(rows, groups, folded // rows, splits, warps=8 if rows >= 64 else 4, stages=STAGES)
+    return Tiling(
+        rows=rows,
+        groups=groups,
+        parts=folded // rows,
+        splits=splits(programs, view.slots.request_S.shape[0]),
+        warps=8 if rows >= 64 or tile > TILE else 4,
+        stages=STAGES if tile <= 2 * TILE else 3,
+    )
 
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
@@ -145,7 +149,7 @@ def attend(
         interpret=interpret,
         name="paged_interval_attention",
     )(q_KXMD, order_XM, pages.k_LPKCD, pages.v_LPKCD, *lists, *shared)
-    out_KXMD, lse_KXM = (out_JKXMD[0], lse_JKXM[0]) if cut.splits == 1 else merge_splits(out_JKXMD, lse_JKXM)
+    out_KXMD, lse_KXM = merge_splits(out_JKXMD, lse_JKXM)
     heads = q_THD.shape[1]
     return unfold(out_KXMD, heads, cut).astype(q_THD.dtype), unfold(lse_KXM[..., None], heads, cut)[..., 0]
 
@@ -232,10 +236,3 @@ def unfold(x_KXMD: jax.Array, heads: int, cut: Tiling) -> jax.Array:
     kv_heads, _, _, dim = x_KXMD.shape
     x_KTGD = x_KXMD.reshape(kv_heads, -1, cut.groups, dim)[:, :, : heads // kv_heads]
     return x_KTGD.swapaxes(0, 1).reshape(-1, heads, dim)
-
-
-def merge_splits(out_JKXMD: jax.Array, lse_JKXM: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Exact merge of attentions over disjoint keys, along the first axis."""
-    lse_KXM = jax.nn.logsumexp(lse_JKXM, axis=0)
-    weight_JKXM = jnp.exp(lse_JKXM - jnp.where(jnp.isneginf(lse_KXM), 0.0, lse_KXM))
-    return (out_JKXMD * weight_JKXM[..., None]).sum(0), lse_KXM

@@ -28,14 +28,17 @@ class Pages:
 
 
 def write_pages(pages: Pages, layer: int | jax.Array, cell_T: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array) -> Pages:
-    """Put new keys and values into cells (page * C + cell, int32 [T]) of one layer; padding rows name cells of page 0.
+    """Put new keys and values into cells (page * C + cell, int32 [T]) of one layer.
 
-    On CPU the pool must be donated for this to happen in place.
+    Cells must differ from one another, also those beyond the pool, which are not written: padding rows name such. On
+    CPU the pool must be donated for this to happen in place.
     """
     page_T, cell_T = cell_T // pages.page_size, cell_T % pages.page_size
 
     def put(pool: jax.Array, new_TKD: jax.Array) -> jax.Array:
-        return pool.at[layer, page_T, :, cell_T, :].set(to_storage(new_TKD, pool.dtype))
+        return pool.at[layer, page_T, :, cell_T, :].set(
+            to_storage(new_TKD, pool.dtype), mode="drop", unique_indices=True
+        )
 
     return Pages(put(pages.k_LPKCD, k_TKD), put(pages.v_LPKCD, v_TKD))
 

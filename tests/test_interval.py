@@ -7,12 +7,8 @@ in and in the gradients that come back. A section plants bugs, to see that the c
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +27,7 @@ from ragjax.kernels.rope import Rotation
 from ragjax.kernels.slots import Rows, Slots
 from ragjax.kernels.view import View
 from tests.cases import KINDS, SEEDS, Writer, budget
+from tests.devices import assert_agreement
 from tests.oracle import NEVER, Float, Int, worst_error
 
 XLA, REFERENCE = BACKENDS["xla"], BACKENDS["reference"]
@@ -645,11 +642,4 @@ print("agree on", jax.device_count(), "devices")
 
 
 def test_eight_devices_agree_with_one() -> None:
-    root = Path(__file__).parent.parent
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, cwd=root, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "agree on 8 devices"
+    assert_agreement(SHARDED, devices=8)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -49,6 +45,7 @@ from tests.cases import (
     rich_case,
     rotation,
 )
+from tests.devices import assert_agreement
 from tests.oracle import store, turn
 
 SEGMENTS = 5
@@ -552,14 +549,7 @@ print("agree on", jax.device_count(), "devices")
 
 def test_devices_combine_as_the_docstrings_say() -> None:
     """Masses by their mean, deviations by their sum; a device's own mass is another."""
-    root = Path(__file__).parent.parent
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, cwd=root, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "agree on 2 devices"
+    assert_agreement(SHARDED, devices=2)
 
 
 # -------------------------------------------------------------------------------------------- bad input

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +19,7 @@ from ragjax.kernels import attention, attention_triton
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.runner import Runner
+from tests.devices import assert_agreement
 
 PAGE = 8
 CONFIG = ModelConfig(
@@ -491,11 +488,4 @@ print("agree on", jax.device_count(), "devices")
 
 
 def test_eight_devices_agree_with_one() -> None:
-    root = Path(__file__).parent.parent
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, cwd=root, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == "agree on 8 devices"
+    assert_agreement(SHARDED, devices=8)

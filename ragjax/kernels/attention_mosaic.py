@@ -188,9 +188,9 @@ class _Run(NamedTuple):
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     """Why this backend cannot serve the call on the device, or None."""
-    if device.platform != "gpu":
-        return f"Mosaic GPU kernels need a GPU, not platform {device.platform}"
-    if device.capability < (9, 0) or device.capability >= (10, 0):
+    if lack := device.lacks((9, 0)):
+        return lack
+    if device.capability >= (10, 0):
         return f"wgmma needs compute capability 9.x, not {'.'.join(map(str, device.capability))}"
     return _unfit(q_THD, view)
 

@@ -62,10 +62,8 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     """Why this kernel cannot serve the call on this device, or None."""
     _, _, kv_heads, cells, dim = view.pages.k_LPKCD.shape
     folded = view.block_rows * (q_THD.shape[1] // kv_heads)
-    if device.platform != "gpu":
-        return f"it runs on GPUs, not on {device.platform}"
-    if device.capability < (8, 0):
-        return f"it needs compute capability 8.0, the device has {'.'.join(map(str, device.capability))}"
+    if lack := device.lacks((8, 0)):
+        return lack
     if folded > MOST_ROWS:
         return f"{folded} rows share a KV head in a block; it decodes, with at most {MOST_ROWS}"
     if dim not in (64, 128):

@@ -83,10 +83,8 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     """Why these kernels cannot serve the call on this device, or None."""
     _, _, _, cells, dim = view.pages.k_LPKCD.shape
-    if device.platform != "gpu":
-        return f"it runs on GPUs, not on {device.platform}"
-    if device.capability < (8, 0):
-        return f"it needs compute capability 8.0, the device has {'.'.join(map(str, device.capability))}"
+    if lack := device.lacks((8, 0)):
+        return lack
     if dim not in (64, 128):
         return f"head dimension {dim} is neither 64 nor 128"
     if cells < 16 or cells & (cells - 1) or cells > 128:

@@ -20,6 +20,15 @@ class Device:
         major, _, minor = str(getattr(device, "compute_capability", "0.0")).partition(".")
         return Device(device.platform, (int(major), int(minor or 0)))
 
+    def lacks(self, least: tuple[int, int]) -> str | None:
+        """Why a kernel for GPUs of compute capability `least` and more cannot run here, or None."""
+        if self.platform != "gpu":
+            return f"it runs on GPUs, not on {self.platform}"
+        if self.capability < least:
+            have, need = (".".join(map(str, x)) for x in (self.capability, least))
+            return f"it needs compute capability {need}, the device has {have}"
+        return None
+
 
 HOPPER = Device("gpu", (9, 0))
 """For compiling ahead where no GPU is at hand."""

@@ -33,10 +33,8 @@ Arrays = tuple[jax.Array, ...]
 
 def refusal(q_THD: jax.Array, mask: Mask, device: Device) -> str | None:
     """Why these kernels cannot serve the call on this device, or None."""
-    if device.platform != "gpu":
-        return f"it runs on GPUs, not on {device.platform}"
-    if device.capability < (8, 0):
-        return f"it needs compute capability 8.0, the device has {'.'.join(map(str, device.capability))}"
+    if lack := device.lacks((8, 0)):
+        return lack
     if q_THD.shape[-1] not in (64, 128):
         return f"head dimension {q_THD.shape[-1]} is neither 64 nor 128"
     for block in (mask.block_rows, mask.block_keys):

@@ -50,7 +50,7 @@ test-long: setup
 
 ifdef PYTHON312
 test-gpu-compile: $(COMPILE_READY)
-	$(COMPILE)/bin/python -m pytest -m compile --timeout 1200
+	$(COMPILE)/bin/python -m pytest -m "compile and not long" --timeout 1200
 else
 test-gpu-compile:
 	@echo "skipped: the kernels are compiled to sm_90 with Python 3.12, and there is none here (python3.12, pyenv)"

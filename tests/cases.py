@@ -312,8 +312,10 @@ def rich_case(shape: Shape, garbage: float = np.nan) -> Case:
     return make_case(replace(shape, rows=48), requests, SEED, garbage)
 
 
-TOLERANCE = {"float32": (2e-6, 1e-5), "float16": (2e-3, 2e-3), "uint16": (2e-2, 2e-2), "bfloat16": (2e-2, 2e-2)}
-"""Largest error of any row and of any LSE. Found: 9e-7 and 1e-6 in float32, 8e-3 and 1e-2 in bfloat16.
+TOLERANCE = {"float32": (2e-6, 1e-5), "float16": (3e-3, 3e-3), "uint16": (2e-2, 2e-2), "bfloat16": (2e-2, 2e-2)}
+"""Largest error of any row and of any LSE.
+
+Found: 9e-7 and 1e-6 in float32, 2.4e-3 and 1.7e-3 in float16, 8e-3 and 1e-2 in bfloat16.
 
 Over all rows of a case it is 3e-7 and 3.3e-3; `check` holds them to 1e-6 and 5e-3."""
 

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
 
 from ragjax.kernels import interval_triton, reductions_triton
 from ragjax.kernels.blocks import Blocks
@@ -64,15 +65,18 @@ class Resources:
 # ------------------------------------------------------------------------------------------- lowering
 
 
+def hopper_mesh() -> AbstractMesh:
+    """A mesh of one GPU: from 0.11 on JAX asks for its compute capability, before that it assumes Hopper."""
+    device: dict[str, Any] = {}
+    if jax.__version_info__ >= (0, 11):
+        device = {"abstract_device": jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")}
+    return AbstractMesh((1,), ("kv_heads",), axis_types=(AxisType.Auto,), **device)
+
+
 @contextmanager
 def hopper() -> Iterator[None]:
-    """A device to lower for: from 0.11 on JAX asks for its compute capability, before that it assumes Hopper."""
-    mesh: Any = nullcontext()
-    if jax.__version_info__ >= (0, 11):
-        from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-        mesh = use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")))
-    with mesh, warnings.catch_warnings():
+    """The device to lower for."""
+    with jax.sharding.use_abstract_mesh(hopper_mesh()), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
         yield
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from ragjax.kernels import (
-    attention_mosaic,
-    attention_triton,
-)
+from ragjax import runner
+from ragjax.core import Grid
+from ragjax.kernels import attention, attention_mosaic, attention_triton, reductions_triton
 from ragjax.kernels.device import HOPPER
 from ragjax.kernels.pages import Pages
+from ragjax.kernels.rope import Rotation
+from ragjax.models.config import ModelConfig
+from ragjax.models.decoder import Decoder
 from tests.compiler import (
     MODELS,
     MOSAIC_CALL,
@@ -26,6 +30,7 @@ from tests.compiler import (
     TRITON_CALL,
     WORK,
     custom_calls,
+    hopper_mesh,
     kernels,
     lower,
     reductions,
@@ -108,3 +113,44 @@ def test_training_lowers(name: str, dtype: str) -> None:
     calls = training(MODELS[name], dtype=dtype)
     assert len(kernels(lower(*calls["forward"]))) == 1
     assert len(kernels(lower(*calls["backward"]))) == 2
+
+
+# ------------------------------------------------------------------------------------------ whole programs
+
+LLAMA = ModelConfig(
+    family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+    num_kv_heads=8, head_dim=128, rope_theta=5e5, rope_scaling=None, norm_eps=1e-5, tie_embeddings=False,
+    qkv_bias=False, qk_norm=False, context_length=8192, eos_ids=(128001,), bos_id=128000,
+)  # fmt: skip
+QWEN = replace(
+    LLAMA, family="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28,
+    num_kv_heads=4, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mass", [False, True])
+@pytest.mark.parametrize("bucket", [1, -1], ids=["decode", "prefill"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama-3-8b", "qwen2.5-7b"])
+def test_stage_of_a_model_lowers(config: ModelConfig, bucket: int, mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scanned layers under shard_map, with the pool in the carry: one kernel serves them all."""
+    monkeypatch.setitem(attention.BACKENDS, "triton", attention.Backend(attention_triton.attend, lambda *_: None))  # type: ignore[arg-type]
+    monkeypatch.setattr(reductions_triton, "refusal", lambda *_: None)
+    rows, block = Grid.gpu_rows(config.num_heads // config.num_kv_heads)[bucket]
+    layers, slots, cells = 4, 1024, 64
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    step = {f"{n}_T": shape((rows,)) for n in ("token", "order", "position", "request", "cell")}
+    step |= {f"{n}_S": shape((slots,)) for n in ("page", "offset", "request")}
+    step |= {f"{n}_SC": shape((slots, cells)) for n in ("order", "hide_from", "hide_until")}
+    table = Rotation(*[jax.ShapeDtypeStruct((config.context_length, 64), jnp.float32)] * 2)  # type: ignore[arg-type]
+    pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, cells, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
+    decoder = Decoder.abstract(config)
+    layer, states = runner._split_layers(decoder)
+    ends_def, ends = nnx.split(runner._without_layers(decoder))
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), states[0])
+    spec = runner._Spec(config, layer, ends_def, hopper_mesh(), True, config.head_dim**-0.5)  # type: ignore[arg-type]
+    begin = partial(runner._begin, spec, block)
+    lower(begin, ends, table, step)
+    x_TE, inputs = jax.eval_shape(begin, ends, table, step)
+    stage = lower(partial(runner._stage, spec, block, "triton", mass), weights, pool, x_TE, inputs, table)
+    names = [kernel.name for kernel in kernels(stage)]
+    assert names == ["paged_interval_attention", *["key_mass"] * mass]

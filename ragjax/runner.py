@@ -368,9 +368,8 @@ def _sharded_attention(
         out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
         if not mass:
             return out_THD, pool, jnp.zeros((0, 0))
-        # the Triton reductions serve whatever a GPU backend of attention does
-        mass_SC = key_mass(q_THD, lse_TH, view, backend="xla" if backend == "xla" else "triton")
-        return out_THD, pool, lax.pmean(mass_SC, "kv_heads")
+        # by itself it takes Triton wherever a GPU backend of attention serves: they ask for no less
+        return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, view), "kv_heads")
 
     heads = P(None, "kv_heads", None)
     sharded = jax.shard_map(

@@ -64,13 +64,15 @@ def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = N
     raise AssertionError("unreachable: XLA refuses nothing")
 
 
-def paged_interval_attention(q_THD: jax.Array, view: View, *, backend: str = "xla") -> tuple[jax.Array, jax.Array]:
+def paged_interval_attention(
+    q_THD: jax.Array, view: View, *, backend: str | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Attention of rows over the keys of their request that are visible to them.
 
     Args:
         q_THD: queries rotated at `view.rows.position_T`; float32, bfloat16 or float16.
         view: rows, pool, slots and block lists.
-        backend: which implementation computes it; `choose` finds the best for a device.
+        backend: which implementation computes it; None for the one that `choose` finds for the default device.
 
     Returns:
         out [T, H, D] in the dtype of q, and the natural log of the softmax denominator, float32 [T, H]. A row that
@@ -81,9 +83,12 @@ def paged_interval_attention(q_THD: jax.Array, view: View, *, backend: str = "xl
             backend cannot serve the call.
     """
     check(q_THD, view)
+    device = Device.of(jax.devices()[0])
+    if backend is None:
+        backend = choose(q_THD, view, device).backend
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
-    reason = BACKENDS[backend].refusal(q_THD, view, Device.of(jax.devices()[0]))
+    reason = BACKENDS[backend].refusal(q_THD, view, device)
     if reason is not None:
         raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
     return BACKENDS[backend].attend(q_THD, view)

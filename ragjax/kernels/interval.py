@@ -65,7 +65,7 @@ def choose(q_THD: jax.Array, mask: Mask, device: Device) -> str:
 
 
 def interval_attention(
-    q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask, *, scale: float, backend: str = "xla"
+    q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask, *, scale: float, backend: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of all tokens to those that are visible to them, differentiable in q, k and v.
 
@@ -76,7 +76,7 @@ def interval_attention(
         v_TKD: their values.
         mask: the tokens' visibility.
         scale: softmax scale, 1/sqrt(D) as a rule.
-        backend: which implementation computes it; `choose` finds the best for a device.
+        backend: which implementation computes it; None for the one that `choose` finds for the default device.
 
     Returns:
         out [T, H, D] in the dtype of q, and the natural log of the softmax denominator, float32 [T, H]; both may be
@@ -86,6 +86,8 @@ def interval_attention(
         ValueError: naming the argument whose shape or dtype does not fit.
     """
     _check(q_THD, k_TKD, v_TKD, mask)
+    if backend is None:
+        backend = choose(q_THD, mask, Device.of(jax.devices()[0]))
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
     return attend(BACKENDS[backend], scale, q_THD, k_TKD, v_TKD, mask)

@@ -56,7 +56,7 @@ class KeyNeighbours(NamedTuple):
 
 
 def key_mass(
-    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str = "xla"
+    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str | None = None
 ) -> jax.Array:
     """Attention probability that each key receives, summed over the chosen rows and averaged over query heads.
 
@@ -68,7 +68,7 @@ def key_mass(
             masses are then shares.
         view: as given to it.
         chosen_T: bool, the rows that count; None for all.
-        backend: "reference", "xla" or "triton".
+        backend: "reference", "xla" or "triton"; None for Triton where it serves on the default device, else XLA.
 
     Returns:
         float32 [S, C]; zero for a key that no chosen row sees.
@@ -80,7 +80,7 @@ def key_mass(
 
 
 def key_masses(
-    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str = "xla"
+    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str | None = None
 ) -> KeyMass:
     """`key_mass`, and the same weighted by |value|, in one sweep; arguments, errors and sharding are the same.
 
@@ -97,7 +97,7 @@ def row_segment_mass(
     key_segment_SC: jax.Array,
     segments: int,
     *,
-    backend: str = "xla",
+    backend: str | None = None,
 ) -> jax.Array:
     """Attention probability that each row gives to the keys of each segment, averaged over query heads.
 
@@ -127,7 +127,7 @@ def row_segment_mass(
     _expect("key_segment_SC", key_segment_SC, view.slots.order_ASC.shape[1:], jnp.int32)
     if segments < 1:
         raise ValueError(f"segments is {segments}, not positive")
-    _serves(backend, q_THD, view, segments)
+    backend = _serving(backend, q_THD, view, segments)
     if backend == "reference":
         return reductions_ref.row_segment_mass(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
     lse_TH, view = restrict(lse_TH, view, (row_segment_T >= 0) & (row_segment_T < segments))
@@ -143,7 +143,7 @@ def segment_mass(
     key_segment_SC: jax.Array,
     segments: int,
     *,
-    backend: str = "xla",
+    backend: str | None = None,
 ) -> jax.Array:
     """Attention probability that each segment's rows give to each segment's keys: `row_segment_mass` summed by segment.
 
@@ -252,12 +252,12 @@ def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple
 
 
 def _key_masses(
-    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None, backend: str, *, valued: bool
+    q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None, backend: str | None, *, valued: bool
 ) -> tuple[jax.Array, ...]:
     _check_attention(q_THD, lse_TH, view)
     if chosen_T is not None:
         _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
-    _serves(backend, q_THD, view)
+    backend = _serving(backend, q_THD, view)
     if backend == "reference":
         return reductions_ref.key_masses(q_THD, lse_TH, view, chosen_T)
     lse_TH, view = restrict(lse_TH, view, chosen_T)
@@ -285,13 +285,17 @@ def _known(backend: str) -> None:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
 
 
-def _serves(backend: str, q_THD: jax.Array, view: View, segments: int = 1) -> None:
-    _known(backend)
-    if backend != "triton":
-        return
+def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int = 1) -> str:
+    """The backend that serves the call; ValueError if it is named and cannot."""
+    if backend not in (None, "triton"):
+        _known(str(backend))
+        return str(backend)
     reason = reductions_triton.refusal(q_THD, view, Device.of(jax.devices()[0]), segments)
-    if reason is not None:
-        raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
+    if reason is None:
+        return "triton"
+    if backend is None:
+        return "xla"
+    raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
 
 
 def _has_no_kernel(backend: str) -> None:

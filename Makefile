@@ -3,7 +3,8 @@
 #   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
 #   make test                        the suite of every change
 #   make test-long                   randomised runs, kills and kernel matrices
-#   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without
+#   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
+#                                    MARK="compile and long" for the long runs of it
 #   make lint, make format           ruff and mypy
 #   make lock                        solve requirements.lock anew from pyproject.toml; pins that still fit are kept
 #
@@ -22,6 +23,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 
 # The kernels' second environment: Python 3.12 brings the JAX of GPU images, and Triton with its assembler.
 COMPILE := .venv-compile
+MARK ?= compile and not long
 COMPILE_READY := $(COMPILE)/.ready
 PYTHON312 := $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	"$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && break; done)
@@ -46,11 +48,11 @@ test: setup
 	$(RUN) pytest
 
 test-long: setup
-	$(RUN) pytest -m "long and not gpu" --timeout 3600 --durations 10
+	$(RUN) pytest -m "long and not gpu and not compile" --timeout 3600 --durations 10
 
 ifdef PYTHON312
 test-gpu-compile: $(COMPILE_READY)
-	$(COMPILE)/bin/python -m pytest -m "compile and not long" --timeout 1200
+	$(COMPILE)/bin/python -m pytest -m "$(MARK)" --timeout 1200
 else
 test-gpu-compile:
 	@echo "skipped: the kernels are compiled to sm_90 with Python 3.12, and there is none here (python3.12, pyenv)"

@@ -125,7 +125,6 @@ class Runner:
         self._rotation: Rotation = jax.device_put(table, NamedSharding(self._mesh, P()))
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._choices: dict[tuple[int, int], Choice] = {}
-        self._logged: set[str] = set()
 
     def compile(self, *, mass: bool = False, progress: Callable[[str], None] | None = None) -> None:
         """Compile the whole grid ahead, so that no step waits for a compilation.
@@ -227,10 +226,9 @@ class Runner:
         self.calls[choice.backend] += self.config.num_layers
         for backend, reason in choice.refused.items():
             notice = f"{backend}: {reason}"
-            self.fallbacks[notice] += self.config.num_layers
-            if notice not in self._logged:
-                self._logged.add(notice)
+            if notice not in self.fallbacks:
                 log.warning("attention runs on %s instead of %s", choice.backend, notice)
+            self.fallbacks[notice] += self.config.num_layers
 
     def _program(self, kind: str, *shape: Any) -> Any:
         key = (kind, *shape)

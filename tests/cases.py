@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from ragjax.kernels.attention import paged_interval_attention
+from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.slots import Rows, Slots
@@ -40,6 +41,8 @@ from tests.oracle import (
 )
 
 SEED = 20
+
+HOPPER = Device("gpu", (9, 0))
 LOCAL = 4096
 """Positions of one case differ by less than this."""
 

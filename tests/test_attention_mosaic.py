@@ -18,9 +18,9 @@ import pytest
 
 from ragjax.kernels import attention_mosaic
 from ragjax.kernels.blocks import Blocks, visible_blocks
-from ragjax.kernels.device import HOPPER, Device
+from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
-from tests.cases import FAR, KINDS, LOCAL, Case, Request, Shape, check, make_case, rotation
+from tests.cases import FAR, HOPPER, KINDS, LOCAL, Case, Request, Shape, check, make_case, rotation
 from tests.compiler import MOSAIC_CALL, Model, custom_calls, lower, production_call
 from tests.oracle import Sizes
 

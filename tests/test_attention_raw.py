@@ -24,9 +24,9 @@ from hypothesis import given
 
 from ragjax.kernels import attention_raw, split
 from ragjax.kernels.attention_raw import Launch, arguments, constants
-from ragjax.kernels.device import HOPPER, Device
+from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
-from tests.cases import FAR, LOCAL, SEEDS, Case, Request, Shape, budget, check, make_case, requests_of, rotation
+from tests.cases import FAR, HOPPER, LOCAL, SEEDS, Case, Request, Shape, budget, check, make_case, requests_of, rotation
 from tests.compiler import MODELS, production_call
 
 SHAPES = {

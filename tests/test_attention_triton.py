@@ -18,9 +18,9 @@ from hypothesis import given
 from ragjax.core import Grid
 from ragjax.kernels import attention_triton
 from ragjax.kernels.blocks import Blocks
-from ragjax.kernels.device import HOPPER, Device
+from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
-from tests.cases import FAR, LOCAL, SEEDS, Case, Request, Shape, budget, check, make_case, requests_of, rotation
+from tests.cases import FAR, HOPPER, LOCAL, SEEDS, Case, Request, Shape, budget, check, make_case, requests_of, rotation
 
 SHAPES = {
     "d64-p16-g4-b8": Shape(64, 16, 2, 4, 8, 32, scaled=True),
@@ -97,8 +97,6 @@ def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
     case = rich(SHAPES["d64-p16-g4-b8"], garbage=1.0)
     want = attend(case)
     slots, pages, layer = case.layout.slots, case.layout.pages, case.layout.layer
-    stale = np.zeros(np.asarray(slots.order_ASC).shape, bool)
-    stale[0, np.asarray(slots.request_S) < 0, 2] = True
     first = int(np.flatnonzero(np.asarray(slots.request_S) < 0)[0])
     poisoned = [np.array(x) for x in (pages.k_LPKCD, pages.v_LPKCD)]
     free = np.setdiff1d(

@@ -21,8 +21,8 @@ import pytest
 
 from ragjax.kernels import attention_raw, attention_triton
 from ragjax.kernels.attention_raw import Launch
-from ragjax.kernels.device import HOPPER
 from ragjax.kernels.view import View
+from tests.cases import HOPPER
 from tests.compiler import (
     MODELS,
     PAGE_SIZES,

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ragjax.kernels.attention import BACKENDS, Choice, choose, paged_interval_attention
-from ragjax.kernels.device import HOPPER, Device
+from ragjax.kernels.device import Device
 from ragjax.kernels.interval import choose as choose_interval
 from ragjax.kernels.mask import Mask, Tokens
 from ragjax.kernels.reductions import key_mass
 from ragjax.kernels.view import View
-from tests.cases import LOCAL, Case, Shape, rich_case, rotation
+from tests.cases import HOPPER, LOCAL, Case, Shape, rich_case, rotation
 
 FITS = Shape(64, 16, 2, 4, 8, 48)
 AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu")

@@ -22,9 +22,9 @@ from benchmarks.masks import Mask
 from ragjax.core import NEVER
 from ragjax.kernels import attention
 from ragjax.kernels.attention import Backend
-from ragjax.kernels.device import HOPPER
 from ragjax.kernels.slots import visible
 from ragjax.kernels.view import View
+from tests.cases import HOPPER
 from tests.test_imports import HEAVY, import_without
 
 ROOT = Path(__file__).parents[1]

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from jax import lax
 
 from ragjax.kernels.attention import paged_interval_attention
-from ragjax.kernels.device import HOPPER, Device
+from ragjax.kernels.device import Device
 from ragjax.kernels.interval import BACKENDS, Backend, attend, choose, interval_attention
 from ragjax.kernels.mask import Mask, Tiles, Tokens, visible
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.slots import Rows, Slots
 from ragjax.kernels.view import View
-from tests.cases import KINDS, SEEDS, Writer, budget
+from tests.cases import HOPPER, KINDS, SEEDS, Writer, budget
 from tests.devices import assert_agreement
 from tests.oracle import NEVER, Float, Int, worst_error
 

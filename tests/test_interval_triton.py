@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 
 from ragjax.kernels import interval_triton
-from ragjax.kernels.device import HOPPER, Device
+from ragjax.kernels.device import Device
 from ragjax.kernels.interval import Backend, interval_attention
 from ragjax.kernels.mask import Mask, Tokens
-from tests.cases import budget
+from tests.cases import HOPPER, budget
 from tests.compiler import kernels, lower
 from tests.test_interval import CASES, TOLERANCE, Sample, Shape, check, errors, make_case, oracle, rich_case
 

@@ -18,11 +18,11 @@ from flax import nnx
 from ragjax import runner
 from ragjax.core import Grid
 from ragjax.kernels import attention, attention_mosaic, attention_triton, reductions_triton
-from ragjax.kernels.device import HOPPER
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
+from tests.cases import HOPPER
 from tests.compiler import (
     MODELS,
     MOSAIC_CALL,

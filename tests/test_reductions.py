@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from ragjax.kernels import reductions, reductions_triton
 from ragjax.kernels.attention import paged_interval_attention
-from ragjax.kernels.device import HOPPER
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions import (
     key_mass,
@@ -30,6 +29,7 @@ from ragjax.kernels.reductions import (
 from ragjax.kernels.slots import Rows, Slots
 from ragjax.kernels.view import View
 from tests.cases import (
+    HOPPER,
     LOCAL,
     NARROW,
     SEED,
@@ -456,11 +456,11 @@ def test_neighbours_equal_sorted_cosines(backend: str, dtype: str, tile: int) ->
         found = compiled_neighbours(
             store(k, dtype), valid, jnp.asarray(source, jnp.int32), count=count, backend=backend, tile=tile
         )
-        assert found.cosine_IJ.dtype == np.float32 and found.index_IJ.dtype == np.int32
+        assert found.cosine_IY.dtype == np.float32 and found.index_IY.dtype == np.int32
         for i, s in enumerate(source):
             others = [j for j in range(n) if valid[j] and j != s] if s >= 0 and valid[s] else []
             best = sorted(others, key=lambda j: -cosine[s, j])[:count]
-            index, value = np.asarray(found.index_IJ[i]), np.asarray(found.cosine_IJ[i])
+            index, value = np.asarray(found.index_IY[i]), np.asarray(found.cosine_IY[i])
             np.testing.assert_array_equal(index[len(best) :], -1)
             np.testing.assert_array_equal(value[len(best) :], 0)
             assert len(set(index[: len(best)])) == len(best) and set(index[: len(best)]) <= set(others)
@@ -479,9 +479,9 @@ def test_ties_go_to_the_lower_index(backend: str) -> None:
         jnp.asarray(k), np.ones(40, bool), jnp.asarray([1, 4, 38], jnp.int32), count=12, backend=backend, tile=16
     )
     same = [j for j in range(40) if j % 2 and j != 1]
-    np.testing.assert_array_equal(found.index_IJ[0], same[:12])
-    np.testing.assert_array_equal(found.index_IJ[1], [0, *range(8, 40, 4), *[1, 3, 5]])
-    np.testing.assert_array_equal(found.index_IJ[2], [*range(2, 38, 4), *[0, 4, 8]])
+    np.testing.assert_array_equal(found.index_IY[0], same[:12])
+    np.testing.assert_array_equal(found.index_IY[1], [0, *range(8, 40, 4), *[1, 3, 5]])
+    np.testing.assert_array_equal(found.index_IY[2], [*range(2, 38, 4), *[0, 4, 8]])
 
 
 def test_heads_are_one_vector() -> None:
@@ -490,7 +490,7 @@ def test_heads_are_one_vector() -> None:
     k[0, 0, 0], k[0, 1, 0] = 3, 1
     k[1, 0, 0], k[1, 1, 0] = 3, -1
     found = key_neighbours(jnp.asarray(k), jnp.ones(2, bool), jnp.asarray([0], jnp.int32), 1)
-    assert float(found.cosine_IJ[0, 0]) == pytest.approx(0.8)
+    assert float(found.cosine_IY[0, 0]) == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])

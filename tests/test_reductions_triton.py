@@ -16,10 +16,9 @@ from hypothesis import given
 from ragjax.kernels import reductions_triton
 from ragjax.kernels.attention import paged_interval_attention
 from ragjax.kernels.blocks import visible_blocks
-from ragjax.kernels.device import HOPPER
 from ragjax.kernels.reductions import restrict
 from ragjax.kernels.view import View
-from tests.cases import FAR, SEED, SEEDS, Case, Request, Shape, budget, make_case, requests_of, rich_case
+from tests.cases import FAR, HOPPER, SEED, SEEDS, Case, Request, Shape, budget, make_case, requests_of, rich_case
 from tests.compiler import MODELS, SHARED_BYTES, Kernel, Model, compile_kernel, kernels, lower, production_call
 from tests.test_reductions import (
     SEGMENTS,

@@ -28,7 +28,3 @@ class Device:
             have, need = (".".join(map(str, x)) for x in (self.capability, least))
             return f"it needs compute capability {need}, the device has {have}"
         return None
-
-
-HOPPER = Device("gpu", (9, 0))
-"""For compiling ahead where no GPU is at hand."""

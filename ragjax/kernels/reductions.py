@@ -49,10 +49,10 @@ class KVDeviation(NamedTuple):
 
 
 class KeyNeighbours(NamedTuple):
-    """Similarity, float32 [I, J], and index, int32 [I, J], of each source's most similar keys, best first."""
+    """Similarity, float32 [I, Y], and index, int32 [I, Y], of each source's most similar keys, best first."""
 
-    cosine_IJ: jax.Array
-    index_IJ: jax.Array
+    cosine_IY: jax.Array
+    index_IY: jax.Array
 
 
 def key_mass(
@@ -446,13 +446,13 @@ def _key_neighbours(
         compared_IN = fresh_N & real_I[:, None] & (source_I[:, None] != index_N)
         joined_IN = jnp.concatenate([best[0], jnp.where(compared_IN, cosine_IN, -jnp.inf)], axis=1)
         named_IN = jnp.concatenate([best[1], jnp.broadcast_to(index_N, cosine_IN.shape)], axis=1)
-        cosine_IJ, place_IJ = lax.top_k(joined_IN, count)
-        return cosine_IJ, jnp.take_along_axis(named_IN, place_IJ, 1)
+        cosine_IY, place_IY = lax.top_k(joined_IN, count)
+        return cosine_IY, jnp.take_along_axis(named_IN, place_IY, 1)
 
     shape = source_I.shape[0], count
     start = jnp.full(shape, -jnp.inf), jnp.full(shape, -1, jnp.int32)
-    cosine_IJ, index_IJ = lax.fori_loop(0, -(-n // tile), step, start)
-    return jnp.maximum(jnp.where(jnp.isneginf(cosine_IJ), 0.0, cosine_IJ), 0.0), index_IJ
+    cosine_IY, index_IY = lax.fori_loop(0, -(-n // tile), step, start)
+    return jnp.maximum(jnp.where(jnp.isneginf(cosine_IY), 0.0, cosine_IY), 0.0), index_IY
 
 
 def _flat(k_NKD: jax.Array, valid_N: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -88,8 +88,8 @@ def key_neighbours(
     real_I = (source_I >= 0) & valid_N[source_I]
     others_IN = (source_I[:, None] != jnp.arange(len(k_NKD), dtype=jnp.int32)) & valid_N & real_I[:, None]
     index_IN = jnp.argsort(jnp.where(others_IN, -cosine_IN, jnp.inf), axis=1, stable=True).astype(jnp.int32)
-    index_IJ = jnp.pad(index_IN, ((0, 0), (0, count)))[:, :count]
-    within_J = jnp.arange(count, dtype=jnp.int32) < len(k_NKD)
-    found_IJ = within_J & jnp.take_along_axis(others_IN, index_IJ, 1)
-    cosine_IJ = jnp.take_along_axis(cosine_IN, index_IJ, 1)
-    return jnp.where(found_IJ, jnp.maximum(cosine_IJ, 0.0), 0.0), jnp.where(found_IJ, index_IJ, -1)
+    index_IY = jnp.pad(index_IN, ((0, 0), (0, count)))[:, :count]
+    within_Y = jnp.arange(count, dtype=jnp.int32) < len(k_NKD)
+    found_IY = within_Y & jnp.take_along_axis(others_IN, index_IY, 1)
+    cosine_IY = jnp.take_along_axis(cosine_IN, index_IY, 1)
+    return jnp.where(found_IY, jnp.maximum(cosine_IY, 0.0), 0.0), jnp.where(found_IY, index_IY, -1)

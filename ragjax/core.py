@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -79,10 +80,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Hit:
-    """A retrieved chunk and its similarity to the question (cosine, higher is nearer)."""
+    """A chunk for a prompt and its similarity to the question (cosine, higher is nearer).
+
+    public: whether its KV may serve every tenant.
+    """
 
     chunk: Chunk
     score: float
+    public: bool = False
 
 
 # ------------------------------------------------------------------------------------------ prompt
@@ -101,13 +106,17 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens whose KV is made and kept as a unit (int32 [n])."""
+    """A run of tokens whose KV is made and kept as a unit (int32 [n]).
+
+    public: whether its KV may serve every tenant, as long as all before it may.
+    """
 
     id: str
     kind: Kind
     tokens: Tokens
     title: str = ""
     score: float | None = None
+    public: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -132,6 +141,12 @@ class Prompt:
     def starts(self) -> tuple[int, ...]:
         """Order of each segment's first token, and the prompt's length as a last entry."""
         return tuple(int(n) for n in np.cumsum([0, *(len(s) for s in self.segments)]))
+
+    @cached_property
+    def public(self) -> int:
+        """Number of leading tokens whose KV may serve every tenant."""
+        private = (i for i, segment in enumerate(self.segments) if not segment.public)
+        return self.starts[next(private, len(self.segments))]
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -194,7 +209,7 @@ def _depends(row: Segment, key: Segment) -> bool:
 # ------------------------------------------------------------------------------------ runs and passes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """Where `length` consecutive tokens live in the page pool: from cell `start` of `pages[0]` on."""
 
@@ -272,14 +287,17 @@ Results = Mapping[Want, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class SegmentReport:
-    """What became of one segment: token counts, the tier its KV came from, its retrieval score."""
+    """What became of one segment: token counts, its retrieval score, and where its reused KV came from.
+
+    tier: "device", "host" or "disk", the coldest of them; None if nothing was reused.
+    """
 
     id: str
     title: str
     tokens: int
     reused: int
     recomputed: int
-    tier: Literal["device", "host", "disk"] | None = None
+    tier: str | None = None
     score: float | None = None
 
 
@@ -486,3 +504,31 @@ class Delta:
 
 Event = Delta | Answer
 """What `Engine.submit` yields: deltas, then exactly one answer."""
+
+
+# ------------------------------------------------------------------------------------------ storage
+
+
+@dataclass(frozen=True)
+class StorageOptions:
+    """Where KV is kept below the device, and what leaves first.
+
+    policy: name of the replacement policy. cost_profile: JSON of measured prefill times, which "pgdsf" needs.
+    host_gb: host memory for KV, in 2^30 bytes (0: none). disk: folder of the disk tier (None: none), shared by any
+    number of processes; disk_gb: its limit.
+    at_rest: "raw" (exact), or "int8" or "float8": smaller, and all that comes back is labelled approximate.
+    load_timeout: seconds after which a request computes KV rather than wait for it.
+    quotas: most 2^30 bytes of KV that a tenant may hold on the device, and as much in host memory.
+    share_knowledge: whether tenants share the KV of the knowledge bases. What a request brings along stays its own; but
+        how fast an answer comes then tells one tenant which documents others asked for.
+    """
+
+    policy: str = "lru"
+    cost_profile: str | Path | None = None
+    host_gb: float = 0.0
+    disk: str | Path | None = None
+    disk_gb: float = 8.0
+    at_rest: Literal["raw", "int8", "float8"] = "raw"
+    load_timeout: float = 10.0
+    quotas: Mapping[str, float] = field(default_factory=dict)
+    share_knowledge: bool = False

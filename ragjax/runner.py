@@ -35,7 +35,9 @@ from ragjax.kernels.slots import Rows, Slots
 from ragjax.kernels.view import View, check_values
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, Weight, rotation_table
+from ragjax.store import host
 from ragjax.store import pages as page_store
+from ragjax.store.pages import Excerpt
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class Runner:
         attention: backend of attention to try first (`kernels.attention.BACKENDS`).
 
     Attributes:
+        storage_dtype: of the pool's arrays.
         calls: attentions run so far, by backend.
         fallbacks: attentions that a backend refused so far, by "backend: reason".
     """
@@ -117,10 +120,11 @@ class Runner:
         self._ends = self._place(ends)
         self._spec = _Spec(config, layer_def, ends_def, self._mesh, scanned, config.head_dim**-0.5)
 
-        dtype = page_store.storage_dtype(decoder.embedding[...].dtype, platform)
-        sharding = NamedSharding(self._mesh, POOL)
-        create = jax.jit(partial(page_store.create, config, per_stage, pages, page_size, dtype), out_shardings=sharding)
-        self._pools = [create() for _ in stages]
+        self.storage_dtype = page_store.storage_dtype(decoder.embedding[...].dtype, platform)
+        self._pool_sharding = NamedSharding(self._mesh, POOL)
+        create = partial(page_store.create, config, per_stage, pages, page_size, self.storage_dtype)
+        self._create = jax.jit(create, out_shardings=self._pool_sharding)
+        self._pools: list[Pages] = [self._create() for _ in stages]
         table = rotation_table(config, context or config.context_length)
         self._rotation: Rotation = jax.device_put(table, NamedSharding(self._mesh, P()))
         self._programs: dict[tuple[Any, ...], Any] = {}
@@ -146,6 +150,7 @@ class Runner:
             *(("begin", rows, slots) for rows, slots in pairs),
             *(("stage", rows, slots, kind) for rows, slots in pairs for kind in kinds),
             *(("end", rows, n) for rows, _ in self.grid.rows for n in self.grid.logits if n <= rows),
+            *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
         ]
 
     def step(self, step: Step) -> Outcome:
@@ -178,6 +183,70 @@ class Runner:
             parts.append(np.asarray(self._program("end", total, n)(self._ends, outcome.x_TE, index_N))[: len(part)])
         return np.concatenate(parts)
 
+    def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]:
+        """Copies of whole pages in all layers, in parts (`store.pages.cuts`). Waits for nothing.
+
+        The pages are read as they are now: whatever is dispatched later, the copies do not see.
+
+        Raises:
+            ValueError: if a page is outside of the pool.
+        """
+        self._check_pages(pages)
+
+        def take(part: NDArray[np.int32]) -> Excerpt:
+            program = self._program("extract", len(part))
+            return tuple(program(pool, part) for pool in self._pools)
+
+        return [take(pages[part]) for part in page_store.cuts(len(pages))]
+
+    def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]:
+        """Bring pages of all layers, in the pool's dtype, to the device, for `insert`; waits until they are there.
+
+        Any thread may call it: it does not touch the pool. The arrays must not change afterwards.
+        """
+
+        def put(x_LPKCD: NDArray[Any], stage: slice, part: slice) -> jax.Array:
+            x_LPKCD = x_LPKCD[stage, part].view(self.storage_dtype)
+            return host.upload(np.ascontiguousarray(x_LPKCD), self._pool_sharding)
+
+        depth = self.config.num_layers // len(self._pools)
+        stages = [slice(i, i + depth) for i in range(0, self.config.num_layers, depth)]
+        excerpts = [
+            tuple(Pages(put(k_LPKCD, stage, part), put(v_LPKCD, stage, part)) for stage in stages)
+            for part in page_store.cuts(k_LPKCD.shape[1])
+        ]
+        return jax.block_until_ready(excerpts)  # type: ignore[no-any-return]
+
+    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt]) -> None:
+        """Overwrite whole pages in all layers by what `extract` or `upload` gave, in place. Waits for nothing.
+
+        Raises:
+            ValueError: if a page is outside of the pool or named twice, or the excerpts are of another number of pages.
+        """
+        self._check_pages(pages)
+        if len(np.unique(pages)) != len(pages):
+            raise ValueError("pages names a page twice")
+        parts = list(page_store.cuts(len(pages)))
+        if [excerpt[0].k_LPKCD.shape[1] for excerpt in excerpts] != [part.stop - part.start for part in parts]:
+            raise ValueError(f"excerpts are not those of {len(pages)} pages")
+        for part, excerpt in zip(parts, excerpts, strict=True):
+            program = self._program("insert", part.stop - part.start)
+            for i, new in enumerate(excerpt):
+                self._pools[i] = program(self._pools[i], pages[part], new)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a pool is gone: a program that took it failed. Does not wait for programs that still run."""
+        return any(_is_lost(array) for array in jax.tree.leaves(self._pools))
+
+    def reset(self) -> None:
+        """New pools of zeros, for ones that are lost; the old ones are freed first."""
+        for array in jax.tree.leaves(self._pools):
+            if not array.is_deleted():
+                array.delete()
+        for i in range(len(self._pools)):
+            self._pools[i] = self._create()
+
     def read(self, cells: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of cells, float32 [L, n, K, D] each: for audits and tests, not for serving."""
         page, cell = cells // self.page_size, cells % self.page_size
@@ -209,6 +278,11 @@ class Runner:
         )
         if step.cell_T.min() < 0 or step.cell_T.max() >= pages * cells:
             raise ValueError(f"step.cell_T holds cells outside of the {pages * cells} of the pool")
+
+    def _check_pages(self, pages: NDArray[np.int32]) -> None:
+        total = self._pools[0].k_LPKCD.shape[1]
+        if len(pages) and not 0 <= pages.min() <= pages.max() < total:
+            raise ValueError(f"pages holds {pages.min()} to {pages.max()}, of {total} pages")
 
     def _choice(self, rows: int, slots: int) -> Choice:
         """The backend of attention for a bucket; each refusal on the way is logged once."""
@@ -257,6 +331,19 @@ class Runner:
         x_TE = jax.ShapeDtypeStruct((rows, self.config.hidden_size), jnp.float32)
         index_N = jax.ShapeDtypeStruct((n,), jnp.int32)
         return jax.jit(partial(_end, self._spec)).lower(self._ends, *self._replicated((x_TE, index_N))).compile()
+
+    def _compile_extract(self, n: int) -> Any:
+        page_P = self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
+        return jax.jit(page_store.extract, out_shardings=self._pool_sharding).lower(self._pools[0], page_P).compile()
+
+    def _compile_insert(self, n: int) -> Any:
+        page_P = self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
+
+        def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype, sharding=self._pool_sharding)
+
+        jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
+        return jitted.lower(self._pools[0], page_P, jax.tree.map(shape, self._pools[0])).compile()
 
     def _step_shapes(self, rows: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
         sizes = {"T": (rows,), "S": (slots,), "SC": (slots, self.page_size)}
@@ -382,6 +469,18 @@ def _sharded_attention(
 
 def _end(spec: _Spec, ends: Weights, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
     return nnx.merge(spec.ends, ends).unembed(x_TE[index_N])
+
+
+def _is_lost(array: Any) -> bool:
+    if array.is_deleted():
+        return True
+    if not array.is_ready():
+        return False
+    try:
+        array.block_until_ready()
+    except Exception:  # the error of the program that should have made it, of whatever kind
+        return True
+    return False
 
 
 def _stage_layers(layers: int) -> int:

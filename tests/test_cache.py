@@ -1,8 +1,4 @@
-"""The cache against a plain reference model, with a simulated pool that shows wrong pages.
-
-The simulated pool writes into each cell a hash of everything the KV there depends on, so a lease whose
-cells hold the hashes of its own tokens is proof that no page was lost, doubled, shifted or reused too early.
-"""
+"""The cache on the device alone, against a plain reference model; `carriers` has the simulated pool."""
 
 import numpy as np
 import pytest
@@ -10,81 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.pages import AuditError, PagePool
-from ragjax.cache.policy.base import Victims
+from ragjax.cache.pages import AuditError
+from ragjax.cache.policy.base import Access, Victims
 from ragjax.cache.policy.lru import LRU
-from ragjax.cache.tree import Node, Provenance
+from ragjax.cache.tree import Node, Provenance, context_digest
 from ragjax.core import OutOfPages
-
-PAGE = 4
-
-
-def tokens(*ids):
-    return np.asarray(ids, np.int32)
-
-
-def causal_content(tenant, ids):
-    """What the cells of a causal run hold: each token's whole path, hashed; int64 [n]."""
-    return np.asarray([hash((tenant, tuple(ids[: i + 1]))) for i in range(len(ids))], np.int64)
-
-
-def keyed_content(tenant, context, provenance, method, ids):
-    return np.asarray(
-        [hash((tenant, tuple(context), provenance, method, tuple(ids[: i + 1]))) for i in range(len(ids))], np.int64
-    )
-
-
-class Bench:
-    """A cache with its simulated pool."""
-
-    def __init__(self, pages=32):
-        self.pool = PagePool(pages, PAGE)
-        self.cache = KnowledgeCache(b"model", self.pool, LRU())
-        self.cells = np.zeros(pages * PAGE, np.int64)
-
-    def reserve(self, n, label=""):
-        run = self.cache.reserve(n, label)
-        self.cells[run.cells(PAGE)] = -1
-        return run
-
-    def write(self, run, content):
-        self.cells[run.cells(PAGE)[: len(content)]] = content
-
-    def read(self, lease):
-        return np.concatenate([np.zeros(0, np.int64), *(self.cells[run.cells(PAGE)] for run, _ in lease.spans)])
-
-    def put(self, ids, cuts=(), tenant=""):
-        """What a request does that computes and admits a prompt."""
-        with self.cache.match_prefix(tokens(*ids), tenant) as lease:
-            if lease.complete:
-                return
-            run = self.reserve(len(ids) - lease.length)
-            self.write(run, causal_content(tenant, ids)[lease.length :])
-            self.cache.admit_prefix(lease, tokens(*ids), lease.length, run, cuts)
-            self.cache.free(run)
-
-    def put_segment(self, context, ids, provenance=Provenance.ISOLATED, method="naive", tenant=""):
-        with self.cache.match_prefix(tokens(*context), tenant) as lease:
-            run = self.reserve(len(ids))
-            self.write(run, keyed_content(tenant, context, provenance, method, ids))
-            self.cache.admit_segment(lease, tokens(*ids), run, len(context), provenance, method)
-            self.cache.free(run)
-
-    def length(self, ids, tenant=""):
-        with self.cache.match_prefix(tokens(*ids), tenant) as lease:
-            assert np.array_equal(self.read(lease), causal_content(tenant, ids)[: lease.length])
-            return lease.length
-
-    def state(self):
-        """Everything a failed call must leave alone."""
-        nodes = [
-            (n.key, n.run, n.local_start, n.pins, n.last_use, tuple(c.key for c in n.children()))
-            for n in self.cache.tree.nodes()
-        ]
-        victims = {n.key for n in self.cache._victims.nodes()}
-        return nodes, self.pool.counts.tolist(), self.pool.free_pages, self.cache.metrics, victims
-
+from tests.carriers import PAGE, Bench, causal_content, keyed_content, tokens
 
 # ------------------------------------------------------------------------------------ one case at a time
 
@@ -205,9 +132,13 @@ def test_a_segment_admitted_inside_a_node_splits_it():
 def test_what_is_not_causal_is_never_a_prefix(provenance):
     bench = Bench()
     bench.put([1, 2])
-    bench.put_segment([1, 2], [3, 4], provenance)
-    bench.put_segment([], [1, 2, 3], provenance)
+    for context, ids in (([1, 2], [3, 4]), ([], [1, 2, 3])):
+        if provenance is Provenance.DEPENDENCY:
+            bench.put_path(context, ids)
+        else:
+            bench.put_segment(context, ids, provenance)
     assert bench.length([1, 2, 3, 4]) == 2
+    bench.audit()
 
 
 def test_tenants_share_nothing():
@@ -220,7 +151,7 @@ def test_tenants_share_nothing():
     for context in ([1, 2, 3], []):
         with bench.cache.match_prefix(tokens(*context), "b") as lease:
             assert bench.cache.match_segment(lease, tokens(4, 5), Provenance.ISOLATED, "naive") is None
-    assert all(n.tenant == "a" for n in bench.cache.tree.places(bench.cache.tree.content("a", tokens(4, 5))))
+    assert all(n.tenant == "a" for n in bench.cache.tree.places("a", tokens(4, 5).tobytes()))
     bench.cache.audit(live=())
 
 
@@ -336,10 +267,11 @@ def test_the_audit_sees_a_wrong_pin_and_a_lost_victim():
     bench = Bench()
     bench.put([1, 2, 3])
     node = next(n for n in bench.cache.tree.nodes() if n.run)
-    bench.cache._victims.discard(node)
+    victims = bench.cache._hierarchy.device
+    victims.discard(node)
     with pytest.raises(AuditError, match="victims"):
         bench.cache.audit()
-    bench.cache._victims.push(node)
+    victims.push(node)
     bench.cache.audit()
     bench.cache.tree.pin(node)
     with pytest.raises(AuditError, match="counts 1 pins, 0 leases"):
@@ -353,7 +285,7 @@ def test_a_lease_keeps_its_tokens_when_the_callers_array_changes():
     with bench.cache.match_prefix(ids) as lease:
         ids[:] = 0
         assert list(lease.tokens) == [1, 2, 3]
-        assert lease.context == bench.cache.tree.context(tokens(1, 2, 3))
+        assert lease.context == context_digest(tokens(1, 2, 3).tobytes())
 
 
 def test_idle_tenants_leave_nothing_behind():
@@ -377,6 +309,8 @@ def test_arguments_that_do_not_fit_are_refused():
         (lambda: cache.admit_prefix(lease, ids, 2, run, (5,)), "a cut lies outside"),
         (lambda: cache.admit_segment(lease, tokens(7, 7), run, 0, isolated, "naive"), "3 of 4 tokens"),
         (lambda: cache.match_segment(lease, tokens(7, 7), Provenance.CAUSAL, ""), "as a prefix"),
+        (lambda: cache.match_segment(lease, tokens(7, 7), Provenance.DEPENDENCY, "x"), "or a path"),
+        (lambda: cache.admit_segment(lease, tokens(7, 7), run, 0, Provenance.DEPENDENCY, "x"), "or a path"),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
@@ -397,19 +331,19 @@ def test_arguments_that_do_not_fit_are_refused():
 
 
 def test_the_victim_queue_forgets_stale_entries():
-    policy, node = LRU(), Node("", tokens(1), None, 0, 0)
-    victims, other = Victims(policy), Node("", tokens(2), None, 0, 0)
+    policy, node = LRU(), Node("", tokens(1).tobytes(), None, 0)
+    victims, other = Victims(policy), Node("", tokens(2).tobytes(), None, 0)
     victims.push(other)
     for _ in range(1000):
-        policy.on_access(node)
+        policy.on_access(node, Access(True, 1, 0))
         victims.push(node)
-    assert len(victims._heap) < 100
+    assert sum(map(len, victims._heaps)) < 100
     assert [victims.pop(), victims.pop(), victims.pop()] == [other, node, None]
 
 
 # --------------------------------------------------------------------------------- against the reference
 
-TENANTS = st.sampled_from(["", "a"])
+TENANTS = st.sampled_from(["", "a", "b"])
 WORDS = [(0,), (1, 1, 1), (0, 1, 0, 1, 2), (0, 1, 2, 2, 1, 0)]
 PROMPT = st.lists(st.sampled_from(WORDS), max_size=4).map(lambda words: tuple(t for word in words for t in word)[:14])
 PICK = st.integers(0, 99)
@@ -417,7 +351,9 @@ CUTS = st.lists(st.integers(0, 14), max_size=3)
 
 
 class Against(RuleBasedStateMachine):
-    """Random requests; the reference is the set of causal prefixes held, per tenant, and a dict of segments.
+    """Random requests; the reference is the set of causal prefixes held, by owner, and a set of segments.
+
+    A tenant sees what is its own and what is public (the tenant "").
 
     What leaves under pressure is the policy's choice, so after an eviction the reference is read off the
     tree's nodes, and the change is checked: only a shrinking, prefix-closed, of the size counted, and
@@ -438,7 +374,7 @@ class Against(RuleBasedStateMachine):
     @rule(ids=PROMPT, tenant=TENANTS)
     def match(self, ids, tenant):
         lease = self.cache.match_prefix(tokens(*ids), tenant, label="r")
-        known = [n for n in range(len(ids) + 1) if n == 0 or (tenant, tuple(ids[:n])) in self.prefixes]
+        known = [n for n in range(len(ids) + 1) if n == 0 or self.sees(tenant, tuple(ids[:n]))]
         assert lease.length == max(known) and lease.complete == (lease.length == len(ids))
         self.leases.append((lease, tenant, tuple(ids), None))
 
@@ -491,19 +427,20 @@ class Against(RuleBasedStateMachine):
         run, lease, tenant, ids, from_ = self.pick(open_runs, pick)
         part = run.slice(0, len(ids) - from_, PAGE)
         self.cache.admit_prefix(lease, tokens(*ids), from_, part, [c for c in cuts if c <= len(ids)])
-        self.prefixes |= {(tenant, ids[:n]) for n in range(1, len(ids) + 1)}
+        self.prefixes |= {(tenant, ids[:n]) for n in range(1, len(ids) + 1) if not self.sees(tenant, ids[:n])}
 
     @precondition(lambda self: self.complete_leases())
     @rule(pick=PICK, ids=st.lists(st.integers(0, 2), min_size=1, max_size=6), method=st.sampled_from(["x", "y"]),
-          provenance=st.sampled_from(list(Provenance)[1:]))  # fmt: skip
+          provenance=st.sampled_from([Provenance.ISOLATED, Provenance.APPROXIMATE]))  # fmt: skip
     def segment(self, pick, ids, method, provenance):
         """Look a segment up under a matched context; compute and admit it on a miss."""
         context, tenant, before, _ = self.pick(self.complete_leases(), pick)
         what = (tenant, before, provenance, method, tuple(ids))
         lease = self.cache.match_segment(context, tokens(*ids), provenance, method)
-        assert (lease is not None) == (what in self.segments)
+        found = next((w for w in (what, ("", *what[1:])) if w in self.segments), None)
+        assert (lease is not None) == (found is not None)
         if lease is not None:
-            self.leases.append((lease, tenant, tuple(ids), what))
+            self.leases.append((lease, tenant, tuple(ids), found))
             return
         run = self.reserve(len(ids))
         if run is None:
@@ -544,8 +481,10 @@ class Against(RuleBasedStateMachine):
     @invariant()
     def leases_hold_their_content(self):
         for lease, tenant, ids, what in self.leases:
-            expected = causal_content(tenant, ids[: lease.length]) if what is None else keyed_content(*what)
-            assert np.array_equal(self.bench.read(lease), expected)
+            if what is None:
+                self.check_prefix(self.bench.read(lease), tenant, ids[: lease.length])
+            else:
+                assert np.array_equal(self.bench.read(lease), keyed_content(*what))
             starts = [at for _, at in lease.spans]
             lengths = [run.length for run, _ in lease.spans]
             first = 0 if what is None else len(what[1])
@@ -581,13 +520,22 @@ class Against(RuleBasedStateMachine):
         assert prefixes <= self.prefixes and segments <= self.segments
         gone = len(self.prefixes) - len(prefixes) + sum(len(what[-1]) for what in self.segments - segments)
         assert gone == evicted
-        for lease, tenant, ids, what in self.leases:
-            if what is not None:
-                assert what in segments
-            assert lease.length == 0 or (tenant, ids[: lease.length]) in prefixes or what is not None
-        assert all(len(ids) == 1 or (tenant, ids[:-1]) in prefixes for tenant, ids in prefixes)
-        assert all(not what[1] or what[:2] in prefixes for what in segments)
+        for *_, what in self.leases:
+            assert what is None or what in segments
         self.prefixes, self.segments = prefixes, segments
+        for lease, tenant, ids, what in self.leases:
+            assert lease.length == 0 or what is not None or self.sees(tenant, ids[: lease.length])
+        assert all(len(ids) == 1 or self.sees(tenant, ids[:-1]) for tenant, ids in prefixes)
+        assert all(not what[1] or self.sees(*what[:2]) for what in segments)
+
+    def sees(self, tenant, ids):
+        return (tenant, ids) in self.prefixes or ("", ids) in self.prefixes
+
+    def check_prefix(self, cells, tenant, ids):
+        """Each cell is what the tenant computed, or what is public."""
+        own, public = causal_content(tenant, ids), causal_content("", ids)
+        for n, cell in enumerate(cells, 1):
+            assert cell == own[n - 1] or (cell == public[n - 1] and ("", ids[:n]) in self.prefixes)
 
     def held(self):
         prefixes, segments = set(), set()

@@ -16,9 +16,11 @@ from flax import nnx
 import ragjax.runner
 from ragjax.core import NEVER, Grid, Run, Span, Step
 from ragjax.kernels import attention, attention_triton
+from ragjax.kernels.pages import Pages
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.runner import Runner
+from ragjax.store.pages import BUCKETS, Excerpt
 from tests.devices import assert_agreement
 
 PAGE = 8
@@ -326,7 +328,7 @@ def test_compile_compiles_everything() -> None:
     made = make_runner(replace(CONFIG, num_layers=2), grid=small)
     names: list[str] = []
     made.compile(mass=True, progress=names.append)
-    assert len(names) == len(made.programs(mass=True)) == 2 + 4 + 2
+    assert len(names) == len(made.programs(mass=True)) == 2 + 4 + 2 + 2 * len(BUCKETS)
     before = set(made._programs)
     tokens = tokens_of(21, 4)
     for begin, rows in ((0, 2), (2, 2)):
@@ -372,6 +374,201 @@ def test_pool_is_updated_in_place(scanned: bool) -> None:
         assert pool.k_LPKCD.is_deleted()
         assert (new.k_LPKCD.unsafe_buffer_pointer(), new.v_LPKCD.unsafe_buffer_pointer()) == where
         pool = new
+
+
+# ------------------------------------------------------------------------------------- pages out and in
+
+
+def random_pages(made: Runner, pages: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values of whole pages, in the pool's dtype."""
+    shape = (2, made.config.num_layers, pages, made.config.num_kv_heads, made.page_size, made.config.head_dim)
+    values = np.random.default_rng(seed).standard_normal(shape)
+    if made.storage_dtype == np.uint16:
+        values = values.astype(jnp.bfloat16).view(np.uint16)
+    k, v = values.astype(made.storage_dtype)
+    return k, v
+
+
+def put(made: Runner, pages: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    k, v = random_pages(made, len(pages), seed)
+    made.insert(np.asarray(pages, np.int32), made.upload(k, v))
+    return k, v
+
+
+def joined(excerpts: list[Excerpt]) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values [L, P, K, C, D] of all stages and parts."""
+
+    def join(name: str) -> np.ndarray:
+        return np.concatenate([np.concatenate([getattr(s, name) for s in stages]) for stages in excerpts], axis=1)
+
+    return join("k_LPKCD"), join("v_LPKCD")
+
+
+def out(made: Runner, pages: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    return joined(made.extract(np.asarray(pages, np.int32)))
+
+
+def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
+    for x, y in zip(one, other, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layers", [1, 4], ids=["stages", "one stage"])
+def test_pages_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch, layers: int, dtype: str) -> None:
+    monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", layers)
+    made = make_runner(dtype=dtype)
+    assert len(made._pools) == 4 // layers
+    order = np.random.default_rng(0).permutation(np.arange(1, 40)).tolist()
+    kept = put(made, order, 1)
+    for n in (1, 2, 4, 16, 21, 39):  # less than a bucket, whole ones, several
+        assert_same(out(made, order[:n]), [x[:, :n] for x in kept])
+    some = put(made, order[7:12], 2)
+    assert_same(out(made, order[7:12]), some)
+    assert_same(out(made, order[:7] + order[12:]), [np.delete(x, np.s_[7:12], 1) for x in kept])
+    made.insert(np.array(order[20:39], np.int32), made.extract(np.array(order[:19], np.int32)))  # with no detour
+    assert_same(out(made, order[20:39]), out(made, order[:19]))
+    # and the cells are those that steps read
+    page, cell = order[9], 5
+    k, v = made.read(np.array([page * PAGE + cell], np.int32))
+    for got, pages in zip((k, v), some, strict=True):
+        want = pages[:, 2, :, cell]
+        np.testing.assert_array_equal(got[:, 0], want if dtype == "float32" else want.view(jnp.bfloat16).astype("f4"))
+
+
+def test_nothing_moves_for_no_pages(runner: Runner) -> None:
+    assert runner.extract(np.zeros(0, np.int32)) == []
+    runner.insert(np.zeros(0, np.int32), runner.upload(*random_pages(runner, 0, 0)))
+
+
+def test_what_was_extracted_does_not_see_later_writes(runner: Runner) -> None:
+    """The pools are donated to each step and insertion, and written in place, while the copies may be on their way."""
+    tokens = tokens_of(0, 21)
+    for seed in range(20):
+        kept = put(runner, range(1, 22), seed)
+        taken = runner.extract(np.arange(1, 22, dtype=np.int32))
+        runner.step(step_of([whole(tokens, 3)], 24))
+        put(runner, range(1, 22), seed + 100)
+        runner.step(step_of([whole(tokens, 5)], 24))
+        assert_same(joined(taken), kept)
+
+
+def test_moved_pages_serve_a_step(runner: Runner) -> None:
+    """A prefix computed on some pages, moved to others, continues as if it had been there."""
+    tokens = tokens_of(7, 20)
+    part = whole(tokens, 2)
+    compute(runner, [piece(part, 0, 16)], 24)
+    moved = runner.extract(np.asarray(part.spans[0].run.pages[:2], np.int32))
+    put(runner, range(1, 20), 5)
+    there = Run((31, 30, 29), 0, 20)
+    runner.insert(np.array([31, 30], np.int32), runner.upload(*joined(moved)))
+    rest = piece(replace(part, spans=(Span.consecutive(0, there),)), 16, 20)
+    assert_near(compute(runner, [rest], 24)[0], dense(tokens)[16:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pages_are_inserted_in_place(dtype: str) -> None:
+    made = make_runner(dtype=dtype, pages=400)
+    pool = made._pools[0]
+    where = pool.k_LPKCD.unsafe_buffer_pointer(), pool.v_LPKCD.unsafe_buffer_pointer()
+    size = sum(x.nbytes for x in jax.tree.leaves(pool))
+    put(made, range(3, 24), 0)
+    new = jax.block_until_ready(made._pools[0])
+    assert pool.k_LPKCD.is_deleted()
+    assert (new.k_LPKCD.unsafe_buffer_pointer(), new.v_LPKCD.unsafe_buffer_pointer()) == where
+    for n in BUCKETS:
+        inserted = made._program("insert", n).memory_analysis()
+        assert inserted.alias_size_in_bytes == size
+        assert inserted.temp_size_in_bytes < size * (n + 1) / 400
+        assert made._program("extract", n).memory_analysis().temp_size_in_bytes < size * (n + 1) / 400
+
+
+@pytest.mark.parametrize(
+    ("pages", "count", "named"),
+    [
+        ([3, 40], 2, "pages holds 3 to 40, of 40 pages"),
+        ([-1, 4], 2, "pages holds -1 to 4"),
+        ([3, 4, 3], 3, "pages names a page twice"),
+        ([3, 4], 3, "excerpts are not those of 2 pages"),
+    ],
+)
+def test_bad_pages_are_refused(runner: Runner, pages: list[int], count: int, named: str) -> None:
+    before = put(runner, [3, 4, 39], 0)
+    with pytest.raises(ValueError, match=named):
+        runner.insert(np.asarray(pages, np.int32), runner.upload(*random_pages(runner, count, 1)))
+    if named.startswith("pages holds"):
+        with pytest.raises(ValueError, match=named):
+            runner.extract(np.asarray(pages, np.int32))
+    assert_same(out(runner, [3, 4, 39]), before)
+
+
+# ------------------------------------------------------------------------------------------- loss of the pool
+
+
+def test_a_step_that_fails_halfway_loses_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", 2)
+    made = make_runner()
+    step = step_of([whole(tokens_of(0, 5), 3)], 24)
+    assert not made.lost
+    made.step(step)
+    assert not made.lost
+    real = made._program("stage", 24, 16, False)
+
+    def failing(weights: object, pool: Pages, *rest: object) -> object:
+        real(weights, pool, *rest)
+        raise RuntimeError("device lost")
+
+    made._programs["stage", 24, 16, False] = failing
+    with pytest.raises(RuntimeError, match="device lost"):
+        made.step(step)
+    assert made.lost
+    with pytest.raises(RuntimeError):
+        jax.block_until_ready(made.extract(np.array([3], np.int32)))
+    made._programs["stage", 24, 16, False] = real
+    made.reset()
+    assert not made.lost
+    assert not any(x.any() for x in out(made, [1, 3, 39]))
+    (got,) = compute(made, [whole(tokens_of(0, 5), 3)], 24)
+    assert_near(got, dense(tokens_of(0, 5)))
+
+
+class Poisoned:
+    """What a dispatched program leaves of an array that it could not make."""
+
+    def __init__(self, ready: bool) -> None:
+        self.ready = ready
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def block_until_ready(self) -> None:
+        assert self.ready, "this waits for the device"
+        raise RuntimeError("device lost")
+
+
+def test_an_error_that_comes_late_loses_the_pool() -> None:
+    made = make_runner()
+    kept = made._pools[0]
+    for ready in (False, True):
+        made._pools[0] = Pages(kept.k_LPKCD, Poisoned(ready))  # type: ignore[arg-type]
+        assert made.lost == ready
+
+
+def test_reset_gives_pools_of_the_same_kind(runner: Runner) -> None:
+    """So that compiled programs take them."""
+    made = make_runner()
+    compute(made, [whole(tokens_of(0, 5), 3)], 24)
+    before = made._pools[0].k_LPKCD
+    made.reset()
+    assert before.is_deleted()
+    after = made._pools[0].k_LPKCD
+    assert (after.shape, after.dtype) == (before.shape, before.dtype)
+    assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+    (got,) = compute(made, [whole(tokens_of(0, 5), 3)], 24)
+    assert_near(got, dense(tokens_of(0, 5)))
 
 
 # ------------------------------------------------------------------------------------------- attention backend
@@ -454,6 +651,7 @@ from dataclasses import replace
 from functools import partial
 from jax.sharding import AxisType
 from ragjax.kernels import attention, attention_triton
+from ragjax.kernels.pages import Pages
 from tests import test_runner as t
 
 triton = partial(attention_triton.attend, interpret=True)
@@ -475,7 +673,14 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     assert shard == (2, 40, 8 // devices, t.PAGE, 8), shard
     qkv = made._stages[0][0]["qkv"].get_value().addressable_shards[0].data.shape
     assert qkv == (8 // devices, 4, 8, 32), qkv
-    results.append([*logits, *again, outcome.mass_LSC, *made.read(parts[0].spans[0].run.cells(t.PAGE))])
+    pages = np.arange(1, 7, dtype=np.int32)
+    copies = made.extract(pages)
+    assert len(copies[0][0].k_LPKCD.addressable_shards) == devices
+    made.insert(pages + 20, made.upload(*t.joined(copies)))
+    made.insert(pages + 30, copies)
+    assert {s.data.shape for s in made._pools[0].k_LPKCD.addressable_shards} == {shard}
+    moved = [*t.out(made, range(21, 27)), *t.out(made, range(31, 37))]
+    results.append([*logits, *again, outcome.mass_LSC, *made.read(parts[0].spans[0].run.cells(t.PAGE)), *moved])
 for one, *others in zip(*results, strict=True):
     for other in others:
         assert one.shape == other.shape

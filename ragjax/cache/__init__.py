@@ -1,8 +1,9 @@
 """Host-side cache of KV: which tokens are kept where, who is using them, and what leaves first. No jax."""
 
 from ragjax.cache.cache import KnowledgeCache as KnowledgeCache
-from ragjax.cache.cache import Lease as Lease
-from ragjax.cache.cache import Metrics as Metrics
+from ragjax.cache.hierarchy import Storage as Storage
+from ragjax.cache.lease import Lease as Lease
+from ragjax.cache.lease import Metrics as Metrics
 from ragjax.cache.pages import AuditError as AuditError
 from ragjax.cache.pages import PagePool as PagePool
 from ragjax.cache.policy.lru import LRU as LRU

@@ -9,161 +9,240 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from types import TracebackType
+from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 
+from ragjax.cache.hierarchy import Hierarchy, Steps, Storage
+from ragjax.cache.lease import EXACT, Lease, Metrics
 from ragjax.cache.pages import AuditError, PagePool
-from ragjax.cache.policy.base import Policy, Victims
-from ragjax.cache.tree import KnowledgeTree, Node, Provenance
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tier import Record
+from ragjax.cache.tree import (
+    PUBLIC,
+    RADIX,
+    KnowledgeTree,
+    Node,
+    Provenance,
+    context_digest,
+    context_hasher,
+    context_of,
+    join_runs,
+    name,
+)
+from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
 
-EXACT = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
-"""Provenances whose reuse is exact to some attention that a model was trained on."""
-
-
-@dataclass
-class Metrics:
-    """Counters since the start, in tokens unless named otherwise; `pages_used` is the present state."""
-
-    lookups: int = 0
-    exact_hit_tokens: int = 0
-    approximate_hit_tokens: int = 0
-    missed_tokens: int = 0
-    admitted_tokens: int = 0
-    evicted_tokens: int = 0
-    pages_used: int = 0
-
-    @property
-    def hit_tokens(self) -> int:
-        """Tokens found, exact or not."""
-        return self.exact_hit_tokens + self.approximate_hit_tokens
-
-
-@dataclass(eq=False)
-class Lease:
-    """Cached KV that a request is using; nothing of it leaves until `release`, which is called exactly once.
-
-    spans: where the KV is, in order: runs, and the RoPE position each run's first K is stored rotated at.
-    tokens: the tokens found, int32 [length], a prefix of the `asked` tokens that were looked for.
-    node: the deepest node in use; it may end beyond `length`.
-    label: who holds it, a request id for instance; audits name it.
-    """
-
-    spans: tuple[tuple[Run, int], ...]
-    tokens: Tokens
-    asked: int
-    node: Node
-    label: str
-    _cache: KnowledgeCache = field(repr=False)
-    released: bool = False
-
-    @property
-    def length(self) -> int:
-        """Number of tokens found."""
-        return len(self.tokens)
-
-    @property
-    def complete(self) -> bool:
-        """Whether everything that was looked for was found."""
-        return self.length == self.asked
-
-    @property
-    def tenant(self) -> str:
-        """Whose KV it is."""
-        return self.node.tenant
-
-    @cached_property
-    def context(self) -> bytes:
-        """Digest of the tokens found, as the context of other nodes, 32 bytes."""
-        return self._cache.tree.context(self.tokens)
-
-    def release(self) -> None:
-        """Let go.
-
-        Raises:
-            RuntimeError: if it was released before.
-        """
-        self._cache._release(self)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
+VARIANTS = 500
+"""Variants in all: N = 100 chunks with M = 5 (Cache-Craft, section 5)."""
 
 
 class KnowledgeCache:
-    """KV of one model identity in the pages of one pool.
+    """KV of one model identity in the pages of one pool, and in the tiers below if there is a `storage`.
 
     `identity` covers all that KV depends on besides tokens: weights, tokenizer, RoPE, dtype.
     """
 
-    def __init__(self, identity: bytes, pool: PagePool, policy: Policy):
+    def __init__(
+        self,
+        identity: bytes,
+        pool: PagePool,
+        policy: Policy,
+        storage: Storage | None = None,
+        *,
+        variants: int = VARIANTS,
+    ):
         self.pool = pool
         self.tree = KnowledgeTree(identity, pool)
         self._policy = policy
-        self._victims = Victims(policy)
+        self._storage = storage
+        self._metrics = Metrics()
+        self._hierarchy = Hierarchy(self.tree, pool, policy, self._metrics, storage)
+        self._variants = Variants(variants)
         self._leases: dict[Lease, None] = {}
         self._reserved: dict[Run, str] = {}
-        self._metrics = Metrics()
 
     @property
     def metrics(self) -> Metrics:
         """A copy of the counters."""
-        return replace(self._metrics, pages_used=self.pool.capacity - self.pool.free_pages)
+        metrics = self._metrics
+        return replace(
+            metrics,
+            tier_hit_tokens=Counter(metrics.tier_hit_tokens),
+            jobs=Counter(metrics.jobs),
+            job_bytes=Counter(metrics.job_bytes),
+            failures=Counter(metrics.failures),
+            pages_used=self.pool.capacity - self.pool.free_pages,
+            host_bytes=self._hierarchy.host_used,
+            nodes=len(self.tree),
+        )
 
     # ------------------------------------------------------------------------------------------- match
 
-    def match_prefix(self, tokens: Tokens, tenant: str = "", label: str = "") -> Lease:
-        """Pin the longest prefix of `tokens` (int32 [n]) whose exact causal KV is kept; it may be empty."""
-        tokens = _as_tokens(tokens)
-        root = self.tree.root(tenant)
-        steps = self.tree.walk(root, tokens)
-        found = sum(used for _, used in steps)
-        self._count_lookup(Provenance.CAUSAL, found, len(tokens) - found)
-        node = steps[-1][0] if steps else root
-        return self._lease(node, steps, tokens[:found], len(tokens), label)
+    def match_prefix(self, tokens: Tokens, tenant: str = PUBLIC, label: str = "", *, cold: bool = True) -> Lease:
+        """Pin the longest prefix of `tokens` (int32 [n]) whose causal KV is kept; it may be empty.
 
-    def match_segment(self, context: Lease, tokens: Tokens, provenance: Provenance, method: str) -> Lease | None:
+        cold: look below the device too. What lies there is ordered; the lease is `ready` when it has arrived.
+        """
+        raw = _raw(tokens)
+        steps = self.tree.walk(raw, tenant)
+        if cold and self._storage is not None:
+            steps = self._hierarchy.bring(self.tree.root, steps, raw, tenant)
+        else:
+            steps = list(takewhile(lambda step: step[0].run is not None and not step[0].loading, steps))
+        found = sum(used for _, used in steps)
+        return self._lease(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0)
+
+    def match_segment(
+        self,
+        context: Lease,
+        tokens: Tokens,
+        provenance: Provenance,
+        method: str,
+        *,
+        behind: bytes = b"",
+        cold: bool = True,
+        cfo: float = 1.0,
+    ) -> Lease | None:
         """Pin the KV of `tokens` (int32 [n], all of them) as computed by `method` on exactly the leased context.
 
+        behind: digest of the neighbours it was computed behind, besides. cfo: cache fixing overhead of reusing it.
         None if it is not kept, or if the context itself was not found whole.
         """
         self._require_context(context, provenance)
-        tokens = _as_tokens(tokens)
-        key = self.tree.key(context.tenant, provenance, method, context.context, tokens)
-        node = self.tree.find(key) if context.complete else None
+        raw = _raw(tokens)
+        node = self._find(context, raw, provenance, method, behind, cold) if _usable(context) else None
         if node is None:
-            self._count_lookup(provenance, 0, len(tokens))
+            self._count_miss(tokens)
             return None
-        self._count_lookup(provenance, len(tokens), 0)
-        return self._lease(node, [(node, len(tokens))], tokens, len(tokens), context.label)
+        if behind:
+            self._variants.use(node, cfo)
+        return self._lease([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
 
-    def _lease(self, node: Node, steps: list[tuple[Node, int]], tokens: Tokens, asked: int, label: str) -> Lease:
-        for step, _ in steps:
-            self._policy.on_access(step)
-        self._victims.discard(node)
-        self.tree.pin(node)
-        lease = Lease(self._spans(steps), tokens.copy(), asked, node, label, self)
-        self._leases[lease] = None
+    def _find(
+        self, context: Lease, raw: bytes, provenance: Provenance, method: str, behind: bytes, cold: bool
+    ) -> Node | None:
+        """The keyed node, on the device or on its way there: the tenant's own, or a public one."""
+        storage = self._storage if cold else None
+        parent = next(step for step in context.node.path() if step.start < context.length or step.parent is None)
+        for tenant in dict.fromkeys((context.tenant, PUBLIC)):
+            key = self.tree.key(tenant, provenance, method, context.context, raw, behind)
+            node = self.tree.find(key)
+            if node is not None and node.run is not None and (cold or not node.loading):
+                return node
+            if node is not None and storage is not None:
+                return self._bring_node(node, tenant)
+            record = storage.shelf.find(key) if node is None and storage is not None and storage.shelf else None
+            if record is not None and tenant in (parent.tenant, context.tenant):
+                return self._bring_record(self._end_of(context), record, tenant, behind)
+        return None
+
+    def _bring_node(self, node: Node, tenant: str) -> Node | None:
+        """A node of host memory, on its way to the device with its whole path, which need not be the context's own."""
+        steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
+        brought = self._hierarchy.bring(self.tree.root, steps, b"", tenant)
+        return node if brought and brought[-1][0] is node else None
+
+    def _bring_record(self, parent: Node, record: Record, tenant: str, behind: bytes) -> Node | None:
+        node = self._hierarchy.bring_record(parent, record, tenant, behind)
+        if node is not None and behind:
+            self._variants.add(node)
+        return node
+
+    def match_dependency(self, context: Lease, tokens: Tokens, method: str) -> Lease:
+        """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the leased context.
+
+        It is exact to dependency attention; siblings share what their paths share (DepCache, section 4.2.1).
+        """
+        self._require_context(context)
+        raw = _raw(tokens)
+        steps: Steps = []
+        if _usable(context):
+            end = self._end_of(context)
+            steps = self.tree.walk(raw, context.tenant, end, method)
+            steps = self._hierarchy.bring(end, steps, raw, context.tenant, method)
+        found = sum(used for _, used in steps)
+        lease = self._lease(steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node)
         return lease
 
-    def _spans(self, steps: list[tuple[Node, int]]) -> tuple[tuple[Run, int], ...]:
+    def variants(self, tokens: Tokens, method: str, tenant: str = PUBLIC) -> tuple[Node, ...]:
+        """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first."""
+        raw = _raw(tokens)
+        found = [node for t in dict.fromkeys((tenant, PUBLIC)) for node in self.tree.places(t, raw)]
+        return tuple(node for node in found if node.method == method)
+
+    def match_path(self, context: Lease, chunks: Sequence[Tokens], method: str) -> list[Lease | None]:
+        """Pin each chunk's KV as it was computed behind as many of the chunks before it as possible.
+
+        FusionRAG's alternative path (section 4.1): the longest prefix first, then without its first chunks, one by
+        one, down to the context alone. All that is found is approximate, but for the context itself.
+        """
+        found: list[Lease | None] = []
+        for i, chunk in enumerate(chunks):
+            lease = None
+            for begin in range(i + 1):
+                behind = neighbours(chunks[begin:i])
+                key = Provenance.APPROXIMATE if behind else Provenance.ISOLATED
+                if begin == i or self._kept(context, _raw(chunk), key, method, behind):
+                    lease = self.match_segment(context, chunk, key, method, behind=behind)
+                    break
+            found.append(lease)
+        return found
+
+    def _kept(self, context: Lease, raw: bytes, provenance: Provenance, method: str, behind: bytes) -> bool:
+        keys = [
+            self.tree.key(tenant, provenance, method, context.context, raw, behind)
+            for tenant in dict.fromkeys((context.tenant, PUBLIC))
+        ]
+        shelf = self._storage.shelf if self._storage is not None else None
+        return any(self.tree.find(key) or (shelf is not None and shelf.find(key)) for key in keys)
+
+    def _lease(
+        self,
+        steps: Steps,
+        tokens: Tokens,
+        asked: int,
+        tenant: str,
+        label: str,
+        cfo: float,
+        anchor: Node | None = None,
+    ) -> Lease:
+        found = len(tokens)
+        lossy = False
+        access = Access(True, found, asked - found, cfo)
+        for node, _ in steps:
+            self._policy.on_access(node, access)
+            self._hierarchy.accessed(node)
+            lossy = lossy or node.lossy
+        node = steps[-1][0] if steps else anchor or self.tree.root
+        self._hierarchy.device.discard(node)
+        self.tree.pin(node)
+        lease = Lease(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
+        lease.origins = self._hierarchy.wait(lease, steps)
+        self._leases[lease] = None
+        self._count_lookup(steps, lease)
+        self._touch(steps)
+        return lease
+
+    def _touch(self, steps: Steps) -> None:
+        shelf = self._storage.shelf if self._storage is not None else None
+        if shelf is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
+            shelf.touch(keys)
+
+    def _spans(self, steps: Steps) -> tuple[tuple[Run, int], ...]:
         """Runs that follow each other in the pool become one, so that splits and cuts cost a reader nothing."""
         spans: list[tuple[Run, int]] = []
+        page_size = self.pool.page_size
         for node, used in steps:
             assert node.run is not None
-            run, start = node.run.slice(0, used, self.pool.page_size), node.local_start
-            joined = _join(*spans[-1], run, start, self.pool.page_size) if spans else None
-            if joined is None:
-                spans.append((run, start))
-            else:
-                spans[-1] = (joined, spans[-1][1])
+            run = node.run if used == node.run.length else node.run.slice(0, used, page_size)
+            if spans and node.local_start == spans[-1][1] + spans[-1][0].length:
+                joined = join_runs(spans[-1][0], run, page_size)
+                if joined is not None:
+                    spans[-1] = (joined, spans[-1][1])
+                    continue
+            spans.append((run, node.local_start))
         return tuple(spans)
 
     def _release(self, lease: Lease) -> None:
@@ -171,8 +250,9 @@ class KnowledgeCache:
             raise RuntimeError(f"the lease of {lease.label!r} on {lease.length} tokens was released before")
         lease.released = True
         del self._leases[lease]
-        self.tree.unpin(lease.node)
-        self._consider(lease.node)
+        self._hierarchy.let_go(lease.node)
+        for tenant in {lease.tenant, PUBLIC}:
+            self._hierarchy.enforce(tenant)
 
     # ----------------------------------------------------------------------------------------- reserve
 
@@ -189,7 +269,7 @@ class KnowledgeCache:
                 f"{n_tokens} tokens need {need} pages; {pinned} of {self.pool.capacity} are pinned by running "
                 "requests: wait for them, ask for less, or give the device cache more memory"
             )
-        self._make_room(need)
+        self._hierarchy.room(need)
         run = self.pool.allocate(n_tokens)
         self.pool.pin(run)
         self._reserved[run] = label
@@ -206,44 +286,15 @@ class KnowledgeCache:
         self.pool.unpin(run)
         self.pool.release(run)
 
-    def _make_room(self, need: int) -> None:
-        """Evict until `need` pages are free; the caller has checked that it can be done.
-
-        Nodes whose pages running requests hold anyway would free nothing: they leave last.
-        """
-        spared: list[Node] = []
-        while self.pool.free_pages < need:
-            node = self._victims.pop()
-            if node is None:
-                self._evict(spared.pop(0))
-            elif node.run is not None and self.pool.all_pinned(node.run):
-                spared.append(node)
-            else:
-                self._evict(node)
-        for node in spared:
-            self._victims.push(node)
-
-    def _evict(self, node: Node) -> None:
-        self._metrics.evicted_tokens += len(node)
-        self._consider(self.tree.remove(node))
-
-    def _consider(self, node: Node) -> None:
-        """Queue a node as one that may leave, if it may."""
-        if node.pins or not node.is_leaf:
-            return
-        if node.parent is None:
-            self.tree.drop_root(node)
-        else:
-            self._victims.push(node)
-
     def clear(self) -> None:
-        """Drop everything that no lease pins."""
-        while (node := self._victims.pop()) is not None:
-            self._evict(node)
+        """Drop everything that no lease pins, on the device and in host memory."""
+        self._hierarchy.clear()
 
     # ------------------------------------------------------------------------------------------- admit
 
-    def admit_prefix(self, context: Lease, tokens: Tokens, from_: int, run: Run, cuts: Sequence[int]) -> None:
+    def admit_prefix(
+        self, context: Lease, tokens: Tokens, from_: int, run: Run, cuts: Sequence[int], public: int | None = None
+    ) -> None:
         """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to orders.
 
         What the tree holds already stays as it is, and that part of `run` is not kept. The cache takes
@@ -252,36 +303,95 @@ class KnowledgeCache:
         context: lease that covers at least `tokens[:from_]`.
         tokens: the whole prefix from order 0 on, int32 [n]; run: n - from_ tokens.
         cuts: orders at which segments begin or end (all of the prompt's will do); nodes are cut there.
+        public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
 
         Raises:
             ValueError: if the arguments do not fit each other or the lease.
         """
-        tokens = _as_tokens(tokens)
         self._require_context(context)
         if not 0 <= from_ <= context.length or not np.array_equal(tokens[:from_], context.tokens[:from_]):
             raise ValueError(f"the lease of {context.length} tokens does not cover the {from_} before the new ones")
+        if from_ and context.broken is not None:
+            raise ValueError(f"the {from_} tokens before the new ones never arrived: {context.broken}")
         if run.length != len(tokens) - from_:
             raise ValueError(f"the run holds {run.length} tokens, not the {len(tokens) - from_} from {from_} on")
         if any(not 0 <= cut <= len(tokens) for cut in cuts):
             raise ValueError(f"a cut lies outside the {len(tokens)} tokens")
-        root = self.tree.root(context.tenant)
-        steps = self.tree.walk(root, tokens)
+        raw, tenant = _raw(tokens), context.tenant
+        if public is None:
+            public = 0 if tenant else len(tokens)
+        steps = self.tree.walk(raw, tenant)
         at = sum(used for _, used in steps)
-        if at == len(tokens):
+        lossy = context.lossy and from_ > 0
+        parent = self._cut_after(*steps[-1]) if steps else self.tree.root
+        self._land(parent, run, from_, lossy)
+        if at >= len(tokens) or (parent.run is None and parent.parent is not None):
             return
-        parent = self._cut_after(*steps[-1]) if steps else root
         rest = run.slice(at - from_, run.length, self.pool.page_size)
-        offsets = sorted({cut - at for cut in cuts if at < cut < len(tokens)})
-        self._victims.discard(parent)
-        self._admitted(self.tree.extend(parent, tokens[at:], rest, tuple(offsets)))
+        self._hierarchy.device.discard(parent)
+        self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, from_, len(tokens) - from_))
+
+    def _land(self, node: Node, run: Run, from_: int, lossy: bool) -> None:
+        """Nodes of a path that are in host memory alone come back with the KV that a request has computed anew."""
+        cold = [step for step in node.path() if step.run is None and step.parent is not None]
+        if self._storage is None or not cold or cold[-1].start < from_:
+            return  # the lease lies on another path, of the same tokens
+        for step in reversed(cold):
+            assert step.parent is not None
+            self.tree.land(step, run.slice(step.start - from_, step.end - from_, self.pool.page_size))
+            step.lossy = lossy or (step.lossy and not self._storage.carrier.lossy)  # its host copy is what it was
+            self._hierarchy.device.discard(step.parent)
+            self._hierarchy.consider(step)
+        for owner in {step.tenant for step in cold}:
+            self._hierarchy.enforce(owner)
+
+    def _extend(
+        self,
+        parent: Node,
+        raw: bytes,
+        at: int,
+        run: Run,
+        cuts: Sequence[int],
+        public: int,
+        tenant: str,
+        lossy: bool,
+        access: Access,
+    ) -> None:
+        """Hang tokens [at, n) as a chain of causal nodes below `parent`, cut at `cuts` and behind the public ones."""
+        end, page_size, first = len(raw) // 4, self.pool.page_size, at
+        hasher = context_hasher()
+        hasher.update(raw[: 4 * at])
+        nodes = []
+        for stop in sorted({cut for cut in (*cuts, public) if at < cut < end} | {end}):
+            owner = PUBLIC if stop <= public and parent.tenant == PUBLIC else tenant
+            node = Node(owner, raw[4 * at : 4 * stop], parent, at, lossy=lossy)
+            self.tree.attach(node, hasher.digest(), run.slice(at - first, stop - first, page_size))
+            hasher.update(node.raw)
+            nodes.append(node)
+            parent, at = node, stop
+        self._admitted(nodes, access)
 
     def admit_segment(
-        self, context: Lease, tokens: Tokens, run: Run, local_start: int, provenance: Provenance, method: str
+        self,
+        context: Lease,
+        tokens: Tokens,
+        run: Run,
+        local_start: int,
+        provenance: Provenance,
+        method: str,
+        *,
+        behind: bytes = b"",
+        meta: bytes = b"",
+        public: bool | None = None,
     ) -> None:
         """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the leased context.
 
         A node that is there already stays. The cache takes a reference of its own to `run` (n tokens, the
         first one's K rotated at `local_start`).
+
+        behind: digest of neighbours it was computed behind (`neighbours`): such a node is a variant, and the number
+            of variants is limited. meta: the strategy's own, kept with it. public: whether every tenant may read it
+            (None: if the request has no tenant).
 
         Raises:
             ValueError: if the context was not found whole, or run and tokens do not fit.
@@ -289,44 +399,176 @@ class KnowledgeCache:
         self._require_context(context, provenance)
         if not context.complete:
             raise ValueError(f"the context was found for {context.length} of {context.asked} tokens: admit it first")
+        if context.broken is not None:
+            raise ValueError(f"the context never arrived: {context.broken}")
         if run.length != len(tokens) or not run.length:
             raise ValueError(f"the run holds {run.length} tokens, the segment {len(tokens)}")
-        tokens = _as_tokens(tokens)
-        if self.tree.find(self.tree.key(context.tenant, provenance, method, context.context, tokens)) is not None:
+        raw, parent = _raw(tokens), self._end_of(context)
+        public = not context.tenant if public is None else public
+        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
+        key = self.tree.key(tenant, provenance, method, context.context, raw, behind)
+        if self.tree.find(key) is not None or (parent.run is None and parent.parent is not None):
             return
-        parent = self._end_of(context)
-        self._admitted([self.tree.attach(parent, tokens, run, local_start, provenance, method)])
+        node = Node(tenant, raw, parent, local_start, provenance, method, behind=behind, meta=meta, lossy=context.lossy)
+        self.tree.attach(node, context.context, run)
+        self._admitted([node], Access(False, context.length, len(tokens)))
+        if behind:
+            self._variants.add(node)
+            self._limit_variants()
 
-    def _admitted(self, nodes: list[Node]) -> None:
+    def admit_dependency(
+        self, context: Lease, tokens: Tokens, from_: int, run: Run, cuts: Sequence[int], method: str
+    ) -> None:
+        """Keep the KV of a dependency path behind a context: `tokens[from_:]`, which lies in `run`.
+
+        Every token was computed on the context and its ancestors on the path alone, at the position that follows them
+        (`path` positions, DepCache as ragjax reads it). What the tree holds already stays as it is.
+
+        context: lease of exactly the tokens before the path. tokens: the path, int32 [n]; run: n - from_ tokens.
+        cuts: offsets in the path at which an entity or a relation begins.
+
+        Raises:
+            ValueError: if the context was not found whole, or the path's first `from_` tokens are not kept.
+        """
+        self._require_context(context)
+        if not context.complete or run.length != len(tokens) - from_:
+            raise ValueError(
+                f"a run of {run.length} tokens, or its context, does not fit tokens [{from_}, {len(tokens)})"
+            )
+        if context.broken is not None:
+            raise ValueError(f"the context never arrived: {context.broken}")
+        raw, top, page_size = _raw(tokens), self._end_of(context), self.pool.page_size
+        steps = self.tree.walk(raw, context.tenant, top, method)
+        at = sum(used for _, used in steps)
+        if at < from_:
+            raise ValueError(f"the path's first {from_} tokens are not kept, only {at} of them")
+        parent = self._cut_after(*steps[-1]) if steps else top
+        if at >= len(tokens) or (parent.run is None and parent.parent is not None):
+            return
+        self._hierarchy.device.discard(parent)
+        nodes, lossy = [], context.lossy or any(node.lossy for node, _ in steps)
+        for stop in sorted({cut for cut in cuts if at < cut < len(tokens)} | {len(tokens)}):
+            node = Node(context.tenant, raw[4 * at : 4 * stop], parent, parent.end, Provenance.DEPENDENCY, method,
+                        lossy=lossy)  # fmt: skip
+            self.tree.attach(node, context_of(parent), run.slice(at - from_, stop - from_, page_size))
+            nodes.append(node)
+            parent, at = node, stop
+        self._admitted(nodes, Access(False, from_, len(tokens) - from_))
+
+    def _admitted(self, nodes: list[Node], access: Access) -> None:
+        owners = {nodes[0].tenant, nodes[-1].tenant}
+        for owner in owners:
+            self._hierarchy.own(owner)
         for node in nodes:
             self._metrics.admitted_tokens += len(node)
-            self._policy.on_access(node)
-            self._consider(node)
+            self._policy.on_access(node, access)
+            self._hierarchy.consider(node)
+        for owner in owners:
+            self._hierarchy.enforce(owner)
+
+    def _limit_variants(self) -> None:
+        while (node := self._variants.excess()) is not None:
+            self._hierarchy.remove(node)
 
     def _cut_after(self, node: Node, used: int) -> Node:
         """The node that ends after the first `used` tokens of `node`."""
-        return node if used == len(node) else self.tree.split(node, used)
+        return node if used == len(node) else self._hierarchy.split(node, used)
 
     def _end_of(self, lease: Lease) -> Node:
         """The node that ends exactly where the lease does (its own node may lie deeper)."""
         node = next(step for step in lease.node.path() if step.start < lease.length or step.parent is None)
-        return self._cut_after(node, lease.length - node.start)
+        return node if node.parent is None else self._cut_after(node, lease.length - node.start)
 
     def _require_context(self, context: Lease, provenance: Provenance | None = None) -> None:
         if context.released or context not in self._leases:
             raise ValueError("the context's lease was released, or is another cache's")
         if context.node.provenance is not Provenance.CAUSAL:
             raise ValueError("the context must be a causal prefix")
-        if provenance is Provenance.CAUSAL:
-            raise ValueError("causal KV is matched and admitted as a prefix")
+        if provenance in RADIX:
+            raise ValueError(f"{provenance} KV is matched and admitted as a prefix or a path, not as a segment")
 
-    def _count_lookup(self, provenance: Provenance, found: int, missed: int) -> None:
+    def _count_miss(self, tokens: Tokens) -> None:
         self._metrics.lookups += 1
-        self._metrics.missed_tokens += missed
-        if provenance in EXACT:
-            self._metrics.exact_hit_tokens += found
+        self._metrics.missed_tokens += len(tokens)
+
+    def _count_lookup(self, steps: Steps, lease: Lease) -> None:
+        metrics = self._metrics
+        metrics.lookups += 1
+        metrics.missed_tokens += lease.asked - lease.length
+        if lease.lossy or (steps and steps[-1][0].provenance not in EXACT):
+            metrics.approximate_hit_tokens += lease.length
         else:
-            self._metrics.approximate_hit_tokens += found
+            metrics.exact_hit_tokens += lease.length
+        for tokens, tier in lease.origins:
+            metrics.tier_hit_tokens[tier.label] += tokens
+
+    # --------------------------------------------------------------------------------- who waits, what moves
+
+    def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC) -> tuple[bytes, ...]:
+        """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add."""
+        raw = _raw(tokens)
+        steps = self.tree.walk(raw, tenant)
+        keys = [node.key for node, _ in steps]
+        at = sum(used for _, used in steps)
+        hasher = context_hasher()
+        hasher.update(raw[: 4 * at])
+        for stop in sorted(
+            {cut for cut in cuts if at < cut < len(tokens)} | ({len(tokens)} if at < len(tokens) else set())
+        ):
+            part = raw[4 * at : 4 * stop]
+            keys.append(self.tree.key(tenant, Provenance.CAUSAL, "", hasher.digest(), part))
+            hasher.update(part)
+            at = stop
+        return tuple(keys)
+
+    def key_of(
+        self, context: Tokens, tokens: Tokens, provenance: Provenance, method: str, tenant: str = PUBLIC
+    ) -> bytes:
+        """Key of the node of `tokens` as computed by `method` on the causal `context`."""
+        return self.tree.key(tenant, provenance, method, context_digest(_raw(context)), _raw(tokens))
+
+    def announce(self, request: str, keys: Collection[bytes]) -> None:
+        """A request waits that will use the nodes with these keys (`keys_of`), whether they are kept or not."""
+        self._policy.on_queue(request, keys)
+
+    def withdraw(self, request: str) -> None:
+        """The request waits no more: it starts, or was cancelled."""
+        for key in self._policy.on_start(request):
+            node = self.tree.find(key)
+            if node is not None:
+                self._hierarchy.device.refresh(node)
+                self._hierarchy.host.refresh(node)
+
+    def vacate(self) -> None:
+        """Move everything that nobody uses off the device, so that what comes back lies together."""
+        self._hierarchy.room(self.pool.reclaimable_pages)
+
+    def poll(self) -> bool:
+        """Take note of bytes that have arrived, or never will; whether there was anything."""
+        return self._hierarchy.poll()
+
+    def tend(self) -> bool:
+        """Copy hot nodes to the tiers below while there is time; whether there were any."""
+        return self._hierarchy.tend()
+
+    @property
+    def loading(self) -> int:
+        """Loads under way."""
+        return self._hierarchy.loading
+
+    def flush(self, limit: int = 256) -> bool:
+        """Order up to `limit` nodes that no disk has to be written; whether there were any."""
+        return self._hierarchy.flush(limit)
+
+    def lose_device(self) -> None:
+        """The device's pool is empty again: keep what host memory holds.
+
+        Raises:
+            ValueError: if a lease, a reservation or a load is outstanding.
+        """
+        if self._leases or self._reserved:
+            raise ValueError(f"{len(self._leases)} leases and {len(self._reserved)} reservations are outstanding")
+        self._hierarchy.lose_device()
 
     # ------------------------------------------------------------------------------------------- audit
 
@@ -340,15 +582,20 @@ class KnowledgeCache:
         """
         self._audit_holders(live)
         self.tree.audit()
-        self._audit_pins()
-        nodes = [node for node in self.tree.nodes() if node.run is not None]
+        nodes = list(self.tree.nodes())
+        dead = list(self._hierarchy.held_runs())
+        self._audit_pins({*nodes, *dead, self.tree.root})
         self.pool.audit(
-            held=[*_runs(nodes), *self._reserved],
-            pinned=[*_runs(node for node in nodes if node.pins), *self._reserved],
+            held=[*_runs((*nodes, *dead)), *self._reserved],
+            pinned=[*_runs(node for node in (*nodes, *dead) if node.pins), *self._reserved],
         )
-        may_leave = {node for node in nodes if node.is_leaf and not node.pins}
-        if may_leave != self._victims.nodes():
-            raise AuditError("the queue of victims is not the set of unpinned leaves")
+        self._hierarchy.audit(nodes)
+
+    def audit_counts(self) -> None:
+        """Check what can be checked after every operation: capacities, and the queues' tops."""
+        self._hierarchy.audit_counts()
+        if self.pool.free_pages > self.pool.reclaimable_pages or self.pool.reclaimable_pages > self.pool.capacity:
+            raise AuditError(f"{self.pool.free_pages} pages are free, {self.pool.reclaimable_pages} can be had")
 
     def _audit_holders(self, live: Collection[str] | None) -> None:
         if live is None:
@@ -360,30 +607,31 @@ class KnowledgeCache:
             if label not in live:
                 raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
 
-    def _audit_pins(self) -> None:
-        pins = Counter(step for lease in self._leases for step in lease.node.path())
-        known = set(self.tree.nodes())
+    def _audit_pins(self, known: Collection[Node]) -> None:
+        holders = [lease.node for lease in self._leases] + list(self._hierarchy.pinned_by_loads())
+        pins = Counter(step for node in holders for step in node.path())
         for lease in self._leases:
             if lease.node not in known:
                 raise AuditError(f"the node under the lease of {lease.label!r} left the tree")
         for node in known:
             if node.pins != pins[node]:
-                raise AuditError(f"node {node.key.hex()[:12]} counts {node.pins} pins, {pins[node]} leases need it")
+                raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} leases and loads need it")
 
 
-def _join(first: Run, first_start: int, second: Run, second_start: int, page_size: int) -> Run | None:
-    """The two runs as one, if the second begins in the cell (or at the top of a page) after the first."""
-    cell = (first.start + first.length) % page_size
-    if second.start != cell or second_start != first_start + first.length:
-        return None
-    if cell and first.pages[-1] != second.pages[0]:
-        return None
-    return Run(first.pages + second.pages[bool(cell) :], first.start, first.length + second.length)
+def neighbours(chunks: Iterable[Tokens]) -> bytes:
+    """Digest of the ordered chunks that KV was computed behind, 32 bytes; b"" for none."""
+    raws = [_raw(chunk) for chunk in chunks]
+    return context_digest(*(len(raw).to_bytes(8, "little") + raw for raw in raws)) if raws else b""
+
+
+def _usable(context: Lease) -> bool:
+    """Whether other nodes may be looked for behind it."""
+    return context.complete and context.broken is None
 
 
 def _runs(nodes: Iterable[Node]) -> list[Run]:
     return [node.run for node in nodes if node.run is not None]
 
 
-def _as_tokens(tokens: Tokens) -> Tokens:
-    return np.ascontiguousarray(tokens, np.int32)
+def _raw(tokens: Tokens) -> bytes:
+    return np.ascontiguousarray(tokens, "<i4").tobytes()

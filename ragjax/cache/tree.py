@@ -1,9 +1,12 @@
-"""The knowledge tree (RAGCache, section 5.1) as a compressed radix tree of token runs.
+"""The knowledge tree (RAGCache, section 5.1; DepCache, section 4.2.1) as a compressed radix tree of token runs.
 
-Causal edges: a child continues its parent's tokens and is found by its first token; nodes split at any
-token. Keyed edges: a node whose KV was computed on its parent's context under some other mask (isolated,
-dependency) or on approximate context; it is found by its key alone, so a walk along causal edges never
-meets it. Every tenant has a root of its own.
+Radix edges: a child continues its parent's tokens and is found by its first token; nodes split at any token, and
+merge again where a path no longer branches. Causal edges are one kind, the edges of each dependency method another.
+Keyed edges: a node whose KV was computed under some other mask (isolated) or on approximate context; it is found by
+its key alone, so a walk along causal edges never meets it.
+
+All hang under one root. A node belongs to a tenant, the public corpus being the tenant ""; below a tenant's node there
+are only nodes of the same tenant, and the edges to them carry its name, so that no walk of another takes them.
 
 A node's key is a digest of everything its KV depends on. Its context part covers the tokens before it and
 not how they are cut into nodes, so splitting an ancestor changes no key below.
@@ -12,14 +15,19 @@ not how they are cut into nodes, so splitting an ancestor changes no key below.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 
 from ragjax.cache.pages import AuditError, PagePool
+from ragjax.cache.tier import Copy, Tier
 from ragjax.core import Run, Tokens
+
+PUBLIC = ""
+"""The tenant whose nodes everybody reads."""
 
 
 class Provenance(StrEnum):
@@ -32,54 +40,121 @@ class Provenance(StrEnum):
     DEPENDENCY = "dependency"
     """Its ancestors in a dependency tree."""
     APPROXIMATE = "approximate"
-    """KV that was itself reused or repaired; never exact."""
+    """KV that was itself reused or repaired, or computed behind neighbours; never exact."""
 
 
-@dataclass(slots=True, eq=False)
+RADIX = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
+"""Provenances whose nodes continue their parent's tokens and may be split."""
+
+
 class Node:
     """A run of tokens whose KV is kept.
 
-    key: digest of all that the KV depends on, 32 bytes. content: digest of tenant and tokens, 32 bytes.
-    start: number of tokens on the path before it.
-    run: where the KV lives; None for a root.
+    tenant: whose it is. raw: its tokens, int32, little-endian. start: number of tokens on the path before it.
     local_start: RoPE position at which token 0's K is stored rotated.
-    pins: leases on this node or below it.
-    last_use: tick of the last access. queued: entry in the queue of victims (0: none).
+    key: digest of all that the KV depends on, 32 bytes.
+    behind: digest of neighbours that the KV was computed behind, besides the path (b"": none). meta: a strategy's own.
+    run: where the KV lies on the device; host: where in host memory; a root has neither.
+    lossy: whether its bytes, or those it was computed on, lost precision at rest.
+    shelved: whether it is known to be on disk.
+    edges: children by their edge, None if there are none. on_device, on_host: how many children are there.
+    pins: leases and loads on this node or below it. loading: number of the load that brings it (0: it is here).
+    hits: requests that matched it. note: what the replacement policy remembers of it.
+    queued: entry in each tier's queue of victims (0: none). dead: out of the tree, kept while it is pinned.
     """
 
-    tenant: str
-    tokens: Tokens
-    run: Run | None
-    start: int
-    local_start: int
-    provenance: Provenance = Provenance.CAUSAL
-    method: str = ""
-    parent: Node | None = None
-    key: bytes = b""
-    content: bytes = b""
-    causal: dict[int, Node] = field(default_factory=dict)
-    keyed: dict[bytes, Node] = field(default_factory=dict)
-    pins: int = 0
-    last_use: int = 0
-    queued: int = 0
+    __slots__ = (
+        "behind",
+        "dead",
+        "edges",
+        "hits",
+        "host",
+        "key",
+        "loading",
+        "local_start",
+        "lossy",
+        "meta",
+        "method",
+        "note",
+        "on_device",
+        "on_host",
+        "parent",
+        "pins",
+        "provenance",
+        "queued",
+        "raw",
+        "run",
+        "shelved",
+        "start",
+        "tenant",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tenant: str,
+        raw: bytes,
+        parent: Node | None,
+        local_start: int,
+        provenance: Provenance = Provenance.CAUSAL,
+        method: str = "",
+        *,
+        behind: bytes = b"",
+        meta: bytes = b"",
+        lossy: bool = False,
+    ):
+        self.tenant = tenant
+        self.raw = raw
+        self.parent = parent
+        self.start = parent.end if parent is not None else 0
+        self.local_start = local_start
+        self.provenance = provenance
+        self.method = method
+        self.behind = behind
+        self.meta = meta
+        self.lossy = lossy
+        self.key = b""
+        self.run: Run | None = None
+        self.host: Copy | None = None
+        self.shelved = False
+        self.edges: dict[bytes, Node] | None = None
+        self.on_device = 0
+        self.on_host = 0
+        self.pins = 0
+        self.loading = 0
+        self.hits = 0
+        self.note: Any = None
+        self.queued = [0, 0]
+        self.dead = False
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.raw) // 4
+
+    def __repr__(self) -> str:
+        return f"<{self.provenance} node {name(self)} of {len(self)} tokens>"
+
+    @property
+    def tokens(self) -> Tokens:
+        """Token ids, int32 [n], read-only."""
+        return np.frombuffer(self.raw, "<i4")
 
     @property
     def end(self) -> int:
         """Number of tokens on the path up to and with this node."""
-        return self.start + len(self.tokens)
+        return self.start + len(self.raw) // 4
+
+    @property
+    def radix_method(self) -> str | None:
+        """The dependency method whose radix edges lead to it; None for causal ones."""
+        return self.method if self.provenance is Provenance.DEPENDENCY else None
 
     @property
     def is_leaf(self) -> bool:
         """Whether nothing depends on it."""
-        return not self.causal and not self.keyed
+        return not self.edges
 
     def children(self) -> Iterator[Node]:
         """All nodes whose KV is useless without this one."""
-        yield from self.causal.values()
-        yield from self.keyed.values()
+        yield from (self.edges or {}).values()
 
     def path(self) -> Iterator[Node]:
         """This node and its ancestors, upward to the root."""
@@ -88,250 +163,428 @@ class Node:
             yield node
             node = node.parent
 
-
-class KnowledgeTree:
-    """Nodes, their keys, and the pages they refer to. Every node holds one reference to each page of its run."""
-
-    def __init__(self, identity: bytes, pool: PagePool):
-        self._identity = identity
-        self._pool = pool
-        self._roots: dict[str, Node] = {}
-        self._by_key: dict[bytes, Node] = {}
-        self._by_content: dict[bytes, dict[Node, None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def root(self, tenant: str) -> Node:
-        """The tenant's root, made if there is none."""
-        if tenant not in self._roots:
-            self._roots[tenant] = Node(tenant, np.zeros(0, np.int32), None, 0, 0)
-        return self._roots[tenant]
-
-    def drop_root(self, root: Node) -> None:
-        """Forget a root that nothing hangs under and nothing pins, so that idle tenants cost nothing."""
-        if root.is_leaf and not root.pins:
-            del self._roots[root.tenant]
-
-    def walk(self, root: Node, tokens: Tokens) -> list[tuple[Node, int]]:
-        """The longest causal path that spells a prefix of `tokens`: nodes, and how much of each matches.
-
-        Only the last node may match in part. O(path length) comparisons of runs.
-        """
-        steps: list[tuple[Node, int]] = []
-        node, at = root, 0
-        while at < len(tokens):
-            child = node.causal.get(int(tokens[at]))
-            if child is None:
-                break
-            common = _common_prefix(child.tokens, tokens[at:])
-            steps.append((child, common))
-            at += common
-            if common < len(child):
-                break
-            node = child
-        return steps
-
-    def context(self, tokens: Tokens) -> bytes:
-        """Digest of a causal context, 32 bytes."""
-        return _path_digest(tokens).digest()
-
-    def key(self, tenant: str, provenance: Provenance, method: str, context: bytes, tokens: Tokens) -> bytes:
-        """A node's key, 32 bytes; every field is length-prefixed, so no two sets of fields share one."""
-        fields = (tenant.encode(), provenance.encode(), method.encode(), context, tokens.tobytes())
-        return _digest(b"node", self._identity, *fields)
-
-    def content(self, tenant: str, tokens: Tokens) -> bytes:
-        """Digest of what a node says, wherever it stands, 32 bytes; a tenant's own."""
-        return _digest(b"content", tenant.encode(), tokens.tobytes())
-
-    def find(self, key: bytes) -> Node | None:
-        """The node with this key."""
-        return self._by_key.get(key)
-
-    def places(self, content: bytes) -> tuple[Node, ...]:
-        """Every node that holds exactly this content, oldest first."""
-        return tuple(self._by_content.get(content, ()))
-
-    def extend(self, parent: Node, tokens: Tokens, run: Run, cuts: tuple[int, ...]) -> list[Node]:
-        """Hang `tokens` as a chain of causal nodes below `parent`, cut at the ascending offsets `cuts`.
-
-        No child of `parent` may start with the same token.
-        """
-        hasher = _path_digest(*_path_tokens(parent))
-        chain: list[Node] = []
-        for begin, end in zip((0, *cuts), (*cuts, len(tokens)), strict=True):
-            part = run.slice(begin, end, self._pool.page_size)
-            node = Node(parent.tenant, _frozen(tokens[begin:end]), part, parent.end, parent.end, parent=parent)
-            parent.causal[int(node.tokens[0])] = node
-            self._insert(node, hasher.digest())
-            hasher.update(node.tokens.tobytes())
-            chain.append(node)
-            parent = node
-        return chain
-
-    def attach(
-        self, parent: Node, tokens: Tokens, run: Run, local_start: int, provenance: Provenance, method: str
-    ) -> Node:
-        """Hang a keyed node under the context it was computed on."""
-        tokens = _frozen(tokens)
-        node = Node(parent.tenant, tokens, run, parent.end, local_start, provenance, method, parent)
-        self._insert(node, _path_digest(*_path_tokens(parent)).digest())
-        parent.keyed[node.key] = node
-        return node
-
-    def _insert(self, node: Node, context: bytes) -> None:
-        assert node.run is not None
-        self._pool.retain(node.run)
-        self._index(node, context)
-
-    def split(self, node: Node, at: int) -> Node:
-        """Cut a causal node before its token `at`, and return the new upper half.
-
-        The node itself becomes the lower half: it keeps its children, and leases on it stay good, for they
-        pin the whole path upward.
-        """
-        run = node.run
-        if run is None or not 0 < at < len(node) or node.provenance is not Provenance.CAUSAL:
-            raise ValueError(f"cannot split a {node.provenance} node of {len(node)} tokens at {at}")
-        context = _path_digest(*_path_tokens(node.parent))
-        self._unindex(node)
-        upper = Node(node.tenant, _frozen(node.tokens[:at]), run.slice(0, at, self._pool.page_size), node.start,
-                     node.local_start, parent=node.parent, pins=node.pins, last_use=node.last_use)  # fmt: skip
-        assert node.parent is not None and upper.run is not None
-        node.parent.causal[int(upper.tokens[0])] = upper
-        node.parent = upper
-        node.tokens = _frozen(node.tokens[at:])
-        node.run = run.slice(at, run.length, self._pool.page_size)
-        node.start += at
-        node.local_start += at
-        upper.causal[int(node.tokens[0])] = node
-        self._replace_run(run, (upper.run, node.run), pinned=node.pins > 0)
-        self._index(upper, context.digest())
-        context.update(upper.tokens.tobytes())
-        self._index(node, context.digest())
-        return upper
-
-    def _replace_run(self, old: Run, parts: tuple[Run, ...], pinned: bool) -> None:
-        for part in parts:
-            self._pool.retain(part)
-            if pinned:
-                self._pool.pin(part)
-        if pinned:
-            self._pool.unpin(old)
-        self._pool.release(old)
-
-    def remove(self, node: Node) -> Node:
-        """Take an unpinned leaf out and give its pages back; returns its parent."""
-        if node.pins or not node.is_leaf or node.parent is None or node.run is None:
-            raise ValueError(f"node {_name(node)} is pinned, has children or is a root")
-        parent, node.parent = node.parent, None
-        if node.provenance is Provenance.CAUSAL:
-            del parent.causal[int(node.tokens[0])]
-        else:
-            del parent.keyed[node.key]
-        self._unindex(node)
-        self._pool.release(node.run)
-        return parent
-
-    def pin(self, node: Node) -> None:
-        """Keep a node and all its ancestors from leaving."""
-        for step in node.path():
-            step.pins += 1
-            if step.pins == 1 and step.run is not None:
-                self._pool.pin(step.run)
-
-    def unpin(self, node: Node) -> None:
-        """Undo one `pin`."""
-        for step in node.path():
-            step.pins -= 1
-            if step.pins == 0 and step.run is not None:
-                self._pool.unpin(step.run)
-
-    def nodes(self) -> Iterator[Node]:
-        """Every node and root, parents first."""
-        stack = list(self._roots.values())
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below, parents first."""
+        stack = [self]
         while stack:
             node = stack.pop()
             yield node
             stack.extend(node.children())
 
+
+class KnowledgeTree:
+    """Nodes, their keys, and the pages they refer to. A node on the device holds one reference to each page of its run.
+
+    `identity` covers all that KV depends on besides tokens and context. `held` counts tokens on the device and in host
+    memory, by tenant.
+    """
+
+    def __init__(self, identity: bytes, pool: PagePool):
+        self._identity = identity
+        self._pool = pool
+        self.root = Node(PUBLIC, b"", None, 0)
+        self.held: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self._by_key: dict[bytes, Node] = {}
+        self._by_content: dict[bytes, Node | tuple[Node, ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    # -------------------------------------------------------------------------------------------- names
+
+    def key(
+        self, tenant: str, provenance: Provenance, method: str, context: bytes, raw: bytes, behind: bytes = b""
+    ) -> bytes:
+        """A node's key, 32 bytes; every field is length-prefixed, so no two sets of fields share one."""
+        fields = (tenant.encode(), provenance.encode(), method.encode(), context, behind, raw)
+        return _digest(b"node", self._identity, *fields)
+
+    def place(self, tenant: str, context: bytes, method: str | None = None) -> bytes:
+        """Digest under which KV that continues `context` is looked for on disk; a tenant's own, 32 bytes.
+
+        method: of dependency attention (None: causal).
+        """
+        return _digest(b"place", self._identity, _radix_tag(tenant, method), context)
+
+    def content(self, tenant: str, raw: bytes) -> bytes:
+        """Digest of what a node says, wherever it stands, 32 bytes; a tenant's own."""
+        return _digest(b"content", tenant.encode(), raw)
+
+    # ---------------------------------------------------------------------------------------- look-ups
+
+    def walk(
+        self, raw: bytes, tenant: str = PUBLIC, start: Node | None = None, method: str | None = None
+    ) -> list[tuple[Node, int]]:
+        """The longest path below `start` (the root) that spells a prefix of the tokens: nodes, and how many of each.
+
+        It takes causal edges, or those of a dependency method, to nodes of the tenant or of the public corpus. Only
+        the last node may match in part. O(path length) comparisons of runs.
+        """
+        top = start or self.root
+        public = _follow(top, raw, 0, _radix_tag(PUBLIC, method)) if top.tenant == PUBLIC else []
+        if tenant == PUBLIC:
+            return public
+        # The tenant's own nodes hang below public ones in any number of places: the longest path wins, and of equals
+        # that which turns off first, so that what was found once is found as long as it is kept.
+        tag = _radix_tag(tenant, method)
+        best = _follow(top, raw, 0, tag)
+        longest, at = sum(used for _, used in best), 0
+        for i, (node, used) in enumerate(public):
+            at += used
+            own = _follow(node, raw, 4 * at, tag) if used == len(node) else []
+            length = at + sum(used for _, used in own)
+            if length > longest:
+                best, longest = [*public[: i + 1], *own], length
+        return best
+
+    def find(self, key: bytes) -> Node | None:
+        """The node with this key."""
+        return self._by_key.get(key)
+
+    def places(self, tenant: str, raw: bytes) -> tuple[Node, ...]:
+        """Every node of the tenant that holds exactly these tokens, oldest first."""
+        found = self._by_content.get(self.content(tenant, raw), ())
+        return found if isinstance(found, tuple) else (found,)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node but the root, parents first."""
+        nodes = self.root.subtree()
+        next(nodes)
+        return nodes
+
+    # -------------------------------------------------------------------------------------- what changes
+
+    def attach(self, node: Node, context: bytes, run: Run | None) -> Node:
+        """Hang a new node under its parent; `context` is the parent's (`context_of`). It takes references to `run`.
+
+        No radix child of the parent may start with the same token (of the same tenant and method).
+        """
+        assert node.parent is not None
+        node.key = self.key(node.tenant, node.provenance, node.method, context, node.raw, node.behind)
+        if node.parent.edges is None:
+            node.parent.edges = {}
+        node.parent.edges[_edge(node)] = node
+        self._index(node)
+        if run is not None:
+            self.land(node, run)
+        return node
+
+    def land(self, node: Node, run: Run) -> None:
+        """The node's KV lies on the device now, or will when its load is done."""
+        assert node.run is None and node.parent is not None
+        self._pool.retain(run)
+        node.run = run
+        node.parent.on_device += 1
+        self.held[Tier.DEVICE][node.tenant] += len(node)
+        if node.pins:
+            self._pool.pin(run)
+
+    def lift(self, node: Node) -> None:
+        """The node leaves the device; its pages are given back."""
+        assert node.run is not None and node.parent is not None
+        if node.pins:
+            self._pool.unpin(node.run)
+        self._pool.release(node.run)
+        node.run = None
+        node.parent.on_device -= not node.dead  # `detach` took it off the count
+        self.held[Tier.DEVICE][node.tenant] -= len(node)
+
+    def store(self, node: Node, copy: Copy | None) -> None:
+        """Set where in host memory the node lies (None: nowhere)."""
+        assert node.parent is not None
+        change = (copy is not None) - (node.host is not None)
+        node.parent.on_host += change if not node.dead else 0
+        self.held[Tier.HOST][node.tenant] += change * len(node)
+        node.host = copy
+
+    def split(self, node: Node, at: int) -> Node:
+        """Cut a radix node before its token `at`, and return the new upper half.
+
+        The node itself becomes the lower half: it keeps its children, and leases on it stay good, for they
+        pin the whole path upward.
+        """
+        if node.provenance not in RADIX or not 0 < at < len(node):
+            raise ValueError(f"cannot split a {node.provenance} node of {len(node)} tokens at {at}")
+        parent = node.parent
+        assert parent is not None and parent.edges is not None
+        context = context_of(parent)
+        self._unindex(node)
+        upper = Node(node.tenant, node.raw[: 4 * at], parent, node.local_start, node.provenance, node.method,
+                     behind=node.behind, meta=node.meta, lossy=node.lossy)  # fmt: skip
+        upper.pins, upper.loading, upper.hits, upper.note = node.pins, node.loading, node.hits, node.note
+        upper.shelved, node.shelved = node.shelved, False  # on disk the whole is found where its first part is
+        parent.edges[_edge(upper)] = upper
+        node.parent, node.raw = upper, node.raw[4 * at :]
+        node.start += at
+        node.local_start += at
+        upper.edges = {_edge(node): node}
+        self._split_run(upper, node, at)
+        if node.host is not None:
+            upper.host, node.host = node.host.slice(0, at), node.host.slice(at, node.host.length)
+            upper.on_host = 1
+        upper.key = self.key(upper.tenant, upper.provenance, upper.method, context, upper.raw, upper.behind)
+        node.key = self.key(node.tenant, node.provenance, node.method, context_of(upper), node.raw, node.behind)
+        self._index(upper)
+        self._index(node)
+        return upper
+
+    def _split_run(self, upper: Node, lower: Node, at: int) -> None:
+        run = lower.run
+        if run is None:
+            return
+        upper.run = run.slice(0, at, self._pool.page_size)
+        lower.run = run.slice(at, run.length, self._pool.page_size)
+        upper.on_device = 1
+        for part in (upper.run, lower.run):
+            self._pool.retain(part)
+            if lower.pins:
+                self._pool.pin(part)
+        if lower.pins:
+            self._pool.unpin(run)
+        self._pool.release(run)
+
+    def merge(self, lower: Node) -> bool:
+        """Undo a split: the node takes in its parent, if neither branches, is in use, or lies elsewhere.
+
+        DepCache compresses non-branching paths so (section 4.2.1); pages and host entries must follow each other.
+        """
+        upper = lower.parent
+        if upper is None or upper.parent is None or len(upper.edges or ()) != 1 or not _alike(upper, lower):
+            return False
+        run, host = _joined(upper, lower, self._pool.page_size)
+        if (run is None) != (lower.run is None) or (host is None) != (lower.host is None):
+            return False
+        self._unindex(upper)
+        self._unindex(lower)
+        parent = upper.parent
+        assert parent.edges is not None
+        if run is not None and upper.run is not None and lower.run is not None:
+            self._pool.retain(run)
+            self._pool.release(upper.run)
+            self._pool.release(lower.run)
+        lower.run, lower.host, lower.parent = run, host, parent
+        lower.raw = upper.raw + lower.raw
+        lower.start, lower.local_start = upper.start, upper.local_start
+        lower.lossy, lower.shelved = lower.lossy or upper.lossy, False
+        lower.key = self.key(lower.tenant, lower.provenance, lower.method, context_of(parent), lower.raw, lower.behind)
+        parent.edges[_edge(lower)] = lower
+        self._index(lower)
+        upper.dead = True
+        return True
+
+    def detach(self, node: Node) -> Node:
+        """Take a node with all that is below it out of the tree, where no look-up finds them; returns its parent.
+
+        Runs, pins and copies are left as they are: the caller gives them back, at once or when nobody reads them.
+        """
+        parent = node.parent
+        assert parent is not None and parent.edges is not None
+        del parent.edges[_edge(node)]
+        if not parent.edges:
+            parent.edges = None
+        parent.on_device -= node.run is not None
+        parent.on_host -= node.host is not None
+        for below in node.subtree():
+            self._unindex(below)
+            below.dead = True
+        return parent
+
+    def pin(self, node: Node) -> None:
+        """Keep a node and all its ancestors from leaving the device."""
+        step: Node | None = node
+        while step is not None:
+            step.pins += 1
+            if step.pins == 1 and step.run is not None:
+                self._pool.pin(step.run)
+            step = step.parent
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin`."""
+        step: Node | None = node
+        while step is not None:
+            step.pins -= 1
+            if step.pins == 0 and step.run is not None:
+                self._pool.unpin(step.run)
+            step = step.parent
+
+    def _index(self, node: Node) -> None:
+        self._by_key[node.key] = node
+        content = self.content(node.tenant, node.raw)
+        found = self._by_content.setdefault(content, node)
+        if found is not node:
+            self._by_content[content] = (*(found if isinstance(found, tuple) else (found,)), node)
+
+    def _unindex(self, node: Node) -> None:
+        del self._by_key[node.key]
+        content = self.content(node.tenant, node.raw)
+        found = self._by_content[content]
+        left = tuple(n for n in found if n is not node) if isinstance(found, tuple) else ()
+        if not left:
+            del self._by_content[content]
+        else:
+            self._by_content[content] = left if len(left) > 1 else left[0]
+
+    # --------------------------------------------------------------------------------------------- audit
+
     def audit(self) -> None:
-        """Check shape, keys and both indexes; O(tokens on all paths).
+        """Check shape, keys, counts and both indexes; O(tokens on all paths).
 
         Raises:
             AuditError: naming the first node that is wrong.
         """
         held = 0
+        self._audit_children(self.root)
         for node in self.nodes():
-            self._audit_shape(node)
-            if node.run is None:
-                continue
             held += 1
-            context = _path_digest(*_path_tokens(node.parent)).digest()
-            if node.key != self.key(node.tenant, node.provenance, node.method, context, node.tokens):
-                raise AuditError(f"node {_name(node)} does not have the key of its path")
+            self._audit_shape(node)
+            self._audit_children(node)
+            if node.key != self.key_of(node):
+                raise AuditError(f"node {name(node)} does not have the key of its path")
             if self._by_key.get(node.key) is not node:
-                raise AuditError(f"node {_name(node)} is not found by its key")
-            if node.content != self.content(node.tenant, node.tokens) or node not in self.places(node.content):
-                raise AuditError(f"node {_name(node)} is not found by its content")
-        if held != len(self._by_key) or held != sum(map(len, self._by_content.values())):
-            raise AuditError("an index holds a node that no root leads to")
+                raise AuditError(f"node {name(node)} is not found by its key")
+            if node not in self.places(node.tenant, node.raw):
+                raise AuditError(f"node {name(node)} is not found by its content")
+        for tier, place in ((Tier.DEVICE, "run"), (Tier.HOST, "host")):
+            tokens = Counter[str]()
+            for node in self.nodes():
+                tokens[node.tenant] += len(node) if getattr(node, place) is not None else 0
+            if any(tokens[t] > self.held[tier][t] for t in tokens):  # dead nodes are held besides
+                raise AuditError(f"{dict(self.held[tier])} tokens are counted on tier {tier.label}: {dict(tokens)}")
+        contents = sum(len(n) if isinstance(n, tuple) else 1 for n in self._by_content.values())
+        if held != len(self._by_key) or held != contents:
+            raise AuditError("an index holds a node that the root does not lead to")
+
+    def key_of(self, node: Node) -> bytes:
+        """The key that a node has by its place and its tokens; O(tokens on its path)."""
+        return self.key(node.tenant, node.provenance, node.method, context_of(node.parent), node.raw, node.behind)
 
     def _audit_shape(self, node: Node) -> None:
-        if (node.run is None) != (node.parent is None) or (node.run is not None and node.run.length != len(node)):
-            raise AuditError(f"node {_name(node)} of {len(node)} tokens has the run {node.run}")
+        if node.run is None and node.host is None:
+            raise AuditError(f"node {name(node)} is kept nowhere")
+        if node.run is not None and node.run.length != len(node):
+            raise AuditError(f"node {name(node)} of {len(node)} tokens has the run {node.run}")
+        if node.host is not None and node.host.length != len(node):
+            raise AuditError(f"node {name(node)} of {len(node)} tokens has the copy {node.host}")
         if node.parent is not None and node.start != node.parent.end:
-            raise AuditError(f"node {_name(node)} starts at {node.start}, its parent ends at {node.parent.end}")
+            raise AuditError(f"node {name(node)} starts at {node.start}, its parent ends at {node.parent.end}")
         if node.provenance is Provenance.CAUSAL and node.local_start != node.start:
-            raise AuditError(f"causal node {_name(node)} is rotated from {node.local_start} on, not {node.start}")
-        for child in node.children():
-            if child.parent is not node or child.tenant != node.tenant or not len(child):
-                raise AuditError(f"node {_name(child)} hangs under {_name(node)}, which is not its parent")
-        for first, child in node.causal.items():
-            if child.provenance is not Provenance.CAUSAL or int(child.tokens[0]) != first:
-                raise AuditError(f"node {_name(child)} is on the wrong causal edge")
-        for key, child in node.keyed.items():
-            if child.provenance is Provenance.CAUSAL or child.key != key:
-                raise AuditError(f"node {_name(child)} is on the wrong keyed edge")
+            raise AuditError(f"causal node {name(node)} is rotated from {node.local_start} on, not {node.start}")
+        if node.dead:
+            raise AuditError(f"node {name(node)} is in the tree and dead")
 
-    def _index(self, node: Node, context: bytes) -> None:
-        node.key = self.key(node.tenant, node.provenance, node.method, context, node.tokens)
-        node.content = self.content(node.tenant, node.tokens)
-        self._by_key[node.key] = node
-        self._by_content.setdefault(node.content, {})[node] = None
-
-    def _unindex(self, node: Node) -> None:
-        del self._by_key[node.key]
-        places = self._by_content[node.content]
-        del places[node]
-        if not places:
-            del self._by_content[node.content]
+    def _audit_children(self, node: Node) -> None:
+        for edge, child in (node.edges or {}).items():
+            if child.parent is not node or not len(child) or edge != _edge(child):
+                raise AuditError(f"node {name(child)} is on a wrong edge below {name(node)}")
+            if node.tenant not in (PUBLIC, child.tenant):
+                raise AuditError(f"node {name(child)} hangs under another tenant's {name(node)}")
+            if child.run is not None and node.run is None and node.parent is not None:
+                raise AuditError(f"node {name(child)} is on the device, its parent {name(node)} is not")
+        if node.on_device != sum(child.run is not None for child in node.children()):
+            raise AuditError(f"node {name(node)} counts {node.on_device} children on the device")
+        if node.on_host != sum(child.host is not None for child in node.children()):
+            raise AuditError(f"node {name(node)} counts {node.on_host} children in host memory")
 
 
-def _common_prefix(a: Tokens, b: Tokens) -> int:
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax())
-    return first if differs[first] else n
+def join_runs(first: Run, second: Run, page_size: int) -> Run | None:
+    """The two runs as one, if the second begins in the cell (or at the top of a page) after the first."""
+    cell = (first.start + first.length) % page_size
+    if second.start != cell or (cell and first.pages[-1] != second.pages[0]):
+        return None
+    return Run(first.pages + second.pages[bool(cell) :], first.start, first.length + second.length)
 
 
-def _frozen(tokens: Tokens) -> Tokens:
-    """A copy of its own, so that a node never keeps a whole prompt alive nor changes under its key."""
-    copy = np.array(tokens, np.int32)
-    copy.setflags(write=False)
-    return copy
+def context_digest(*raws: bytes) -> bytes:
+    """Digest of a context: the tokens before a node, however they are cut; 32 bytes."""
+    hasher = context_hasher()
+    for raw in raws:
+        hasher.update(raw)
+    return hasher.digest()
 
 
-def _path_tokens(node: Node | None) -> list[Tokens]:
-    return [] if node is None else [step.tokens for step in node.path()][::-1]
+def context_hasher() -> hashlib.blake2b:
+    """A hasher whose digest is the context of the tokens it was fed."""
+    return hashlib.blake2b(digest_size=32, person=b"context")
 
 
-def _path_digest(*tokens: Tokens) -> hashlib.blake2b:
-    hasher = hashlib.blake2b(digest_size=32, person=b"context")
-    for part in tokens:
-        hasher.update(part.tobytes())
-    return hasher
+def context_of(node: Node | None) -> bytes:
+    """Context digest of what hangs under the node: the tokens of its path.
+
+    A dependency path's own tokens follow the digest of those before the path, since where it begins makes a difference.
+    """
+    steps = [] if node is None else list(node.path())[::-1]
+    path = [step.raw for step in steps if step.provenance is Provenance.DEPENDENCY]
+    before = context_digest(*(step.raw for step in steps[: len(steps) - len(path)]))
+    return context_digest(before, *path) if path else before
+
+
+def context_behind(node: Node, raw: bytes, method: str | None) -> bytes:
+    """Context digest of what continues tokens behind a causal node: causally (None), or as a dependency path."""
+    steps = [step.raw for step in node.path()][::-1]
+    if method is None:
+        return context_digest(*steps, raw)
+    before = context_digest(*steps)
+    return context_digest(before, raw) if raw else before
+
+
+def common_prefix(a: bytes, b: bytes) -> int:
+    """Number of int32 tokens in which two runs agree from their first one on."""
+    n = min(len(a), len(b)) // 4
+    differs = np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n)
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def name(node: Node) -> str:
+    """A node as error messages name it."""
+    return node.key.hex()[:12] or "root"
+
+
+def _edge(node: Node) -> bytes:
+    if node.provenance not in RADIX:
+        return node.key
+    return node.raw[:4] + _radix_tag(node.tenant, node.radix_method)
+
+
+def _radix_tag(tenant: str, method: str | None) -> bytes:
+    """What distinguishes the radix edges of a tenant and of a dependency method (None: causal)."""
+    if method is None and tenant == PUBLIC:
+        return b""
+    return b"\0".join((tenant.encode(), b"" if method is None else b"\1" + method.encode()))
+
+
+def _follow(node: Node, raw: bytes, at: int, tag: bytes) -> list[tuple[Node, int]]:
+    """The path along edges with one tag that spells the tokens from byte `at` on."""
+    steps: list[tuple[Node, int]] = []
+    while at < len(raw) and node.edges and (child := node.edges.get(raw[at : at + 4] + tag)) is not None:
+        if not raw.startswith(child.raw, at):
+            steps.append((child, common_prefix(child.raw, raw[at : at + len(child.raw)])))
+            break
+        steps.append((child, len(child)))
+        at += len(child.raw)
+        node = child
+    return steps
+
+
+def _alike(upper: Node, lower: Node) -> bool:
+    same = ("tenant", "provenance", "method", "behind", "meta")
+    return (
+        upper.provenance in RADIX
+        and all(getattr(upper, field) == getattr(lower, field) for field in same)
+        and not (upper.pins or lower.pins or upper.loading or lower.loading)
+        and (upper.run is None) == (lower.run is None)
+        and (upper.host is None) == (lower.host is None)
+        and lower.local_start == upper.local_start + len(upper)
+    )
+
+
+def _joined(upper: Node, lower: Node, page_size: int) -> tuple[Run | None, Copy | None]:
+    """Both halves' places as one; None where they do not follow each other, or there are none."""
+    run = join_runs(upper.run, lower.run, page_size) if upper.run is not None and lower.run is not None else None
+    a, b = upper.host, lower.host
+    if a is None or b is None or a.entry != b.entry or a.begin + a.length != b.begin:
+        return run, None
+    return run, Copy(a.entry, a.begin, a.length + b.length)
 
 
 def _digest(person: bytes, *fields: bytes) -> bytes:
@@ -340,7 +593,3 @@ def _digest(person: bytes, *fields: bytes) -> bytes:
         hasher.update(len(part).to_bytes(8, "little"))
         hasher.update(part)
     return hasher.digest()
-
-
-def _name(node: Node) -> str:
-    return node.key.hex()[:12] or f"root of {node.tenant!r}"

@@ -6,8 +6,10 @@ never a scan input or output). Zeros at the start matter: an unused cell must be
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,6 +17,12 @@ from ragjax.kernels.pages import Pages
 from ragjax.models.config import ModelConfig
 
 DType = np.dtype[Any]
+
+Excerpt = tuple[Pages, ...]
+"""Copies of some pages in all layers: for each stage, [layers of the stage, pages, K, C, D] of keys and of values."""
+
+BUCKETS = (16, 4, 1)
+"""Pages that one program moves. A request is cut into these sizes, none padded: what is moved is what was asked."""
 
 
 def storage_dtype(dtype: DType, platform: str) -> DType:
@@ -28,3 +36,30 @@ def create(config: ModelConfig, layers: int, pages: int, page_size: int, dtype: 
     """A pool of zeros for `layers` layers, [layers, pages, K, page_size, D] each for keys and values."""
     shape = (layers, pages, config.num_kv_heads, page_size, config.head_dim)
     return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def cuts(pages: int, buckets: Sequence[int] = BUCKETS) -> Iterator[slice]:
+    """So many pages in parts that a program moves at once, largest first."""
+    begin = 0
+    for size in buckets:
+        while pages - begin >= size:
+            yield slice(begin, begin + size)
+            begin += size
+
+
+def extract(pool: Pages, page_P: jax.Array) -> Pages:
+    """Copies of the pages with these numbers (int32, within the pool)."""
+
+    def take(pool_LPKCD: jax.Array) -> jax.Array:
+        return pool_LPKCD.at[:, page_P].get(mode="promise_in_bounds")
+
+    return Pages(take(pool.k_LPKCD), take(pool.v_LPKCD))
+
+
+def insert(pool: Pages, page_P: jax.Array, new: Pages) -> Pages:
+    """Overwrite the pages with these numbers (int32, within the pool, none twice); in place if the pool is donated."""
+
+    def put(pool_LPKCD: jax.Array, new_LPKCD: jax.Array) -> jax.Array:
+        return pool_LPKCD.at[:, page_P].set(new_LPKCD, mode="promise_in_bounds", unique_indices=True)
+
+    return Pages(put(pool.k_LPKCD, new.k_LPKCD), put(pool.v_LPKCD, new.v_LPKCD))

@@ -1,67 +1,162 @@
-"""What a replacement policy answers, and the queue of nodes that may leave.
+"""What a replacement policy answers, and the queue of nodes that may leave a tier.
 
-The cache decides which nodes can leave (leaves nobody uses); a policy only orders them.
+The cache decides which nodes can leave (leaves nobody uses); a policy only orders them. To add one: a file with a
+subclass of `Policy` that overrides what it needs, its source in the docstring, and a line in `policy/__init__.py`.
 """
 
 from __future__ import annotations
 
 import heapq
-from typing import Protocol
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
+from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
 
 
-class Policy(Protocol):
-    """Orders nodes: the one with the lowest score leaves first."""
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a request met a node.
 
-    def on_access(self, node: Node) -> None:
+    hit: whether the node was cached; if not, the request computed it and it is admitted now.
+    cached, new: tokens of the request that were cached, and that had to be computed.
+    cfo: cache fixing overhead of reusing the node, in [0, 1] (Cache-Craft, section 3.2); 1 if nobody measured it.
+    """
+
+    hit: bool
+    cached: int
+    new: int
+    cfo: float = 1.0
+
+
+class Policy:
+    """Orders nodes: the one with the lowest score leaves first. By default every node is worth the same.
+
+    What a policy remembers of a node it keeps in `node.note`, which is None at first and nobody else's. Scores may
+    rise unnoticed (the queue reads them again before a node leaves); one that falls must be told by `on_access` of
+    the node itself or by `on_start`.
+    """
+
+    lanes = 1
+    """Number of separate queues."""
+
+    def admit(self, node: Node, tier: Tier) -> bool:
+        """Whether a node that leaves the tier above is worth a place in `tier` (the device takes all)."""
+        return True
+
+    def on_access(self, node: Node, access: Access) -> None:
         """The node was admitted, or a request matched it."""
 
-    def score(self, node: Node) -> float:
-        """What the node is worth keeping; read when it becomes one that may leave."""
+    def score(self, node: Node, tier: Tier) -> float:
+        """What the node is worth keeping in `tier`."""
+        return 0.0
+
+    def spare(self, node: Node, tier: Tier) -> bool:
+        """The node is about to leave: True lets it stay for another turn, at the score it has after this call."""
+        return False
+
+    def on_evict(self, node: Node, tier: Tier) -> None:
+        """The node leaves `tier`."""
+
+    def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
+        """The node with this key was cut in two; `upper`, new, is its first part and has the note of `lower`."""
+
+    def on_merge(self, upper: Node, lower: Node) -> None:
+        """`lower` has taken in its parent `upper`, which is no more."""
+
+    def lane(self, node: Node, tier: Tier) -> int:
+        """The queue, of `lanes`, that the node stands in now."""
+        return 0
+
+    def turn(self, tier: Tier) -> int:
+        """The queue to take from next, if it has anybody."""
+        return 0
+
+    def on_queue(self, request: str, keys: Collection[bytes]) -> None:
+        """A request began to wait; it will use the nodes with these keys, kept or not."""
+
+    def on_start(self, request: str) -> Iterable[bytes]:
+        """The request waits no more; returns the keys whose scores fell."""
+        return ()
 
 
 class Victims:
-    """The nodes that may leave, lowest score first; O(log n) per call, stale entries dropped lazily.
+    """The nodes that may leave one tier, lowest score first; O(log n) per call, stale entries dropped lazily.
 
     An entry is good while its serial number is the one its node remembers.
     """
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, tier: Tier = Tier.DEVICE):
         self._policy = policy
-        self._heap: list[tuple[float, int, Node]] = []
+        self._tier = tier
+        self._heaps: list[list[tuple[float, int, Node]]] = [[] for _ in range(policy.lanes)]
+        self._owned: dict[str, list[tuple[float, int, Node]]] = {}
         self._serial = 0
         self._live = 0
+
+    def __len__(self) -> int:
+        return self._live
+
+    def own(self, tenant: str) -> None:
+        """From now on (before any of its nodes is queued) `pop(tenant)` is asked for too."""
+        self._owned.setdefault(tenant, [])
 
     def push(self, node: Node) -> None:
         """The node may leave, at the score it has now."""
         self.discard(node)
         self._serial += 1
         self._live += 1
-        node.queued = self._serial
-        heapq.heappush(self._heap, (self._policy.score(node), self._serial, node))
-        if len(self._heap) > 2 * self._live + 64:
-            self._heap = [entry for entry in self._heap if _good(entry)]
-            heapq.heapify(self._heap)
+        node.queued[self._tier] = self._serial
+        entry = (self._policy.score(node, self._tier), self._serial, node)
+        self._put(self._heaps[self._policy.lane(node, self._tier)], entry)
+        owned = self._owned.get(node.tenant)
+        if owned is not None:
+            self._put(owned, entry)
+
+    def _put(self, heap: list[tuple[float, int, Node]], entry: tuple[float, int, Node]) -> None:
+        heapq.heappush(heap, entry)
+        if len(heap) > 2 * self._live + 64:
+            heap[:] = [e for e in heap if self._good(e)]
+            heapq.heapify(heap)
 
     def discard(self, node: Node) -> None:
         """The node may not leave (any more)."""
-        self._live -= node.queued != 0
-        node.queued = 0
+        self._live -= node.queued[self._tier] != 0
+        node.queued[self._tier] = 0
 
-    def pop(self) -> Node | None:
-        """The node to leave next, which is no longer in the queue; None if there is none."""
-        while self._heap:
-            entry = heapq.heappop(self._heap)
-            if _good(entry):
-                self.discard(entry[2])
-                return entry[2]
+    def refresh(self, node: Node) -> None:
+        """The score of a node fell, which stands in the queue or not."""
+        if node.queued[self._tier]:
+            self.push(node)
+
+    def pop(self, tenant: str | None = None) -> Node | None:
+        """The node to leave next (of a tenant that was named by `own`), no longer queued; None if there is none."""
+        while (entry := self._lowest(tenant)) is not None:
+            node = entry[2]
+            if self._policy.score(node, self._tier) > entry[0] or self._policy.spare(node, self._tier):
+                self.push(node)
+                continue
+            self.discard(node)
+            return node
+        return None
+
+    def _lowest(self, tenant: str | None) -> tuple[float, int, Node] | None:
+        if tenant is not None:
+            return self._take(self._owned[tenant])
+        first = self._policy.turn(self._tier)
+        order = (self._heaps[first], *self._heaps[:first], *self._heaps[first + 1 :])
+        return next((entry for heap in order if (entry := self._take(heap)) is not None), None)
+
+    def _take(self, heap: list[tuple[float, int, Node]]) -> tuple[float, int, Node] | None:
+        while heap:
+            entry = heapq.heappop(heap)
+            if self._good(entry):
+                return entry
         return None
 
     def nodes(self) -> set[Node]:
         """Every node that may leave; O(n), for audits."""
-        return {entry[2] for entry in self._heap if _good(entry)}
+        return {entry[2] for heap in self._heaps for entry in heap if self._good(entry)}
 
-
-def _good(entry: tuple[float, int, Node]) -> bool:
-    return entry[2].queued == entry[1]
+    def _good(self, entry: tuple[float, int, Node]) -> bool:
+        return entry[2].queued[self._tier] == entry[1]

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
 
 
-class LRU:
-    """The node whose last access is longest ago leaves first."""
+class LRU(Policy):
+    """The node whose last access is longest ago leaves first. Note: the tick of that access."""
 
     def __init__(self) -> None:
         self._tick = 0
 
-    def on_access(self, node: Node) -> None:
+    def on_access(self, node: Node, access: Access) -> None:
         """Stamp the node with a new tick."""
         self._tick += 1
-        node.last_use = self._tick
+        node.note = self._tick
 
-    def score(self, node: Node) -> float:
+    def score(self, node: Node, tier: Tier) -> float:
         """The tick of the last access."""
-        return node.last_use
+        return node.note or 0

@@ -1,0 +1,22 @@
+"""Cache-Craft's frequency of reuse (section 3.3, arXiv:2502.15734)."""
+
+from __future__ import annotations
+
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tier import Tier
+from ragjax.cache.tree import Node
+
+LOWEST_CFO = 0.01
+"""A reuse that needs (almost) no fixing counts as much as this one."""
+
+
+class Craft(Policy):
+    """The lowest f_r leaves first; each access adds 1 / CFO, so what needs little fixing stays. Note: f_r."""
+
+    def on_access(self, node: Node, access: Access) -> None:
+        """Add 1 / CFO."""
+        node.note = (node.note or 0.0) + 1 / max(access.cfo, LOWEST_CFO)
+
+    def score(self, node: Node, tier: Tier) -> float:
+        """f_r."""
+        return node.note or 0.0

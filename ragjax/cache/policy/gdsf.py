@@ -1,0 +1,76 @@
+"""Greedy-Dual-Size-Frequency (Cherkasova, HP Labs 1998), as RAGCache compares itself with (section 7.3,
+arXiv:2404.12457): the cost of a node is proportional to its size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tier import Tier
+from ragjax.cache.tree import Node
+
+WINDOW = 1_000_000
+"""Accesses of nodes over which a frequency is counted."""
+
+
+@dataclass(slots=True)
+class Worth:
+    """What is known of a node.
+
+    frequency: its accesses in window number `window`, in which its last one fell.
+    clocks: those of device and host at its last access.
+    rate: cost per token; mean over the `misses` that told it.
+    """
+
+    frequency: int = 0
+    window: int = 0
+    clocks: tuple[float, float] = (0.0, 0.0)
+    rate: float = 1.0
+    misses: int = 0
+
+
+class GDSF(Policy):
+    """The lowest Clock + Frequency × Cost / Size leaves first; here Cost / Size is 1.
+
+    Each tier has a clock: the highest priority among the nodes that left it. A node's own is set when it is accessed,
+    so what nobody asks for falls behind. Time is counted in accesses of nodes and cut into windows of `window`;
+    a frequency is that of the window of the node's last access, so that the past wears off.
+    """
+
+    def __init__(self, window: int = WINDOW):
+        if window < 1:
+            raise ValueError(f"window: {window} accesses; at least 1 is needed")
+        self._window = window
+        self._accesses = 0
+        self._clocks = (0.0, 0.0)
+
+    def on_access(self, node: Node, access: Access) -> None:
+        """Count, and set the node's clocks."""
+        worth = node.note
+        if worth is None:
+            worth = node.note = Worth()
+        window = self._accesses // self._window
+        self._accesses += 1
+        worth.frequency = worth.frequency + 1 if worth.window == window else 1
+        worth.window = window
+        worth.clocks = self._clocks
+
+    def score(self, node: Node, tier: Tier) -> float:
+        """The priority (RAGCache, formula 1)."""
+        worth = node.note
+        if worth is None:
+            return 0.0
+        priority: float = worth.clocks[tier] + worth.frequency * worth.rate
+        return priority
+
+    def on_evict(self, node: Node, tier: Tier) -> None:
+        """Advance the tier's clock (formula 2)."""
+        device, host = self._clocks
+        priority = self.score(node, tier)
+        self._clocks = (max(device, priority), host) if tier is Tier.DEVICE else (device, max(host, priority))
+
+    def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
+        """Both halves were met as often, and cost as much per token."""
+        if lower.note is not None:
+            upper.note = replace(lower.note)

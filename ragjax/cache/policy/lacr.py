@@ -1,0 +1,195 @@
+"""Locality-aware cache replacement (DepCache, section 4.2.2, equation 6)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from math import inf, log2
+
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tier import Tier
+from ragjax.cache.tree import Node
+
+ALPHA = 0.2
+"""Weight of the past (the paper's)."""
+
+WINDOW = 32
+"""Waiting requests that count."""
+
+HALF_LIFE = 1000.0
+"""Requests after which one counts half."""
+
+
+@dataclass(slots=True, eq=False)
+class Demand:
+    """What waiting requests want of the node with one key.
+
+    users: waiting requests that want it, in the window or beyond. count, slots: of those in the window, how many
+    they are and the sum of their slots. key: the node's.
+    whole: the demand for the node that this one is a part of; who wanted that wants this. parts: the other way.
+    """
+
+    key: bytes
+    users: int = 0
+    count: int = 0
+    slots: int = 0
+    whole: Demand | None = None
+    parts: list[Demand] = field(default_factory=list)
+
+    def names(self) -> Iterator[bytes]:
+        """The keys of the nodes it is about."""
+        yield self.key
+        for part in self.parts:
+            yield from part.names()
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A waiting request. slot: its rank in the window plus the number of requests that left the window before."""
+
+    demands: tuple[Demand, ...]
+    slot: int = 0
+
+
+class LACR(Policy):
+    """The lowest α · History + (1 - α) · Future leaves first.
+
+    History is the share of the requests so far that used the node since it is kept; a request counts half as much
+    as one that came `half_life` requests later, so that what was liked long ago does not stay for ever (the paper
+    counts all alike: infinity). Future is the share of the window's weight that the requests have which will use the
+    node: the first of the waiting weighs `window`, the next one less, and so on; beyond the window they weigh
+    nothing. Both lie in [0, 1].
+
+    A score is the logarithm of the priority times what all requests so far count together, taken with the latest
+    weighing 2 ** (requests / half_life): so History never changes but by an access, and nothing overflows. Note: the
+    logarithm of the node's own count. A request that starts costs O(its keys), and if it overtakes others, theirs too.
+    """
+
+    def __init__(self, alpha: float = ALPHA, window: int = WINDOW, half_life: float = HALF_LIFE):
+        if not 0 < alpha < 1:
+            raise ValueError(f"alpha: {alpha} is not between 0 and 1")
+        if window < 1:
+            raise ValueError(f"window: {window} requests; at least 1 is needed")
+        if not half_life > 0:
+            raise ValueError(f"half_life: {half_life} requests; it must be positive")
+        self._alpha = log2(alpha)
+        self._beta = (1 - alpha) / (window * (window + 1) / 2)
+        self._length = window
+        self._step = 1 / half_life
+        self._now = 0.0
+        self._count = 1.0  # of all requests, in units of the latest; as if there had been one before the first
+        self._left = 0
+        self._window: list[str] = []
+        self._beyond: OrderedDict[str, None] = OrderedDict()
+        self._waiting: dict[str, Waiting] = {}
+        self._demands: dict[bytes, Demand] = {}
+
+    def on_access(self, node: Node, access: Access) -> None:
+        """Count."""
+        node.note = self._now if node.note is None else _log_sum(node.note, self._now)
+
+    def score(self, node: Node, tier: Tier) -> float:
+        """Logarithm of equation 6."""
+        past: float = -inf if node.note is None else self._alpha + node.note
+        demand = self._demands.get(node.key)
+        weight = self._weight(demand) if demand is not None else 0
+        return _log_sum(past, self._now + log2(self._beta * self._count * weight)) if weight else past
+
+    def _weight(self, demand: Demand | None) -> int:
+        total = 0
+        while demand is not None:
+            total += demand.count * (self._length + self._left) - demand.slots
+            demand = demand.whole
+        return total
+
+    def on_queue(self, request: str, keys: Collection[bytes]) -> None:
+        """The request joins the end of the queue.
+
+        Raises:
+            ValueError: if it waits already.
+        """
+        if request in self._waiting:
+            raise ValueError(f"request: {request!r} waits already")
+        demands = tuple(self._demand(key) for key in dict.fromkeys(keys))
+        for demand in demands:
+            demand.users += 1
+        self._waiting[request] = Waiting(demands)
+        self._beyond[request] = None
+        self._advance()
+
+    def _demand(self, key: bytes) -> Demand:
+        demand = self._demands.get(key)
+        if demand is None:
+            demand = self._demands[key] = Demand(key)
+        return demand
+
+    def _advance(self) -> None:
+        """The first beyond the window comes into it, if there is room."""
+        if not self._beyond or len(self._window) == self._length:
+            return
+        request, _ = self._beyond.popitem(last=False)
+        waiting = self._waiting[request]
+        waiting.slot = self._left + len(self._window)
+        self._window.append(request)
+        for demand in waiting.demands:
+            demand.count += 1
+            demand.slots += waiting.slot
+
+    def on_start(self, request: str) -> Iterable[bytes]:
+        """The request leaves the queue; those behind it move up. Returns the keys that it wanted."""
+        self._now += self._step
+        self._count = 1 + self._count / 2**self._step
+        waiting = self._waiting.pop(request, None)
+        if waiting is None:
+            return ()
+        if request in self._beyond:
+            del self._beyond[request]
+        else:
+            self._leave(request, waiting)
+            self._advance()
+        fallen = [key for demand in waiting.demands for key in demand.names()]
+        for demand in waiting.demands:
+            demand.users -= 1
+            self._forget(demand)
+        return fallen
+
+    def _leave(self, request: str, waiting: Waiting) -> None:
+        for demand in waiting.demands:
+            demand.count -= 1
+            demand.slots -= waiting.slot
+        rank = self._window.index(request)
+        del self._window[rank]
+        self._left += 1
+        for ahead in self._window[:rank]:  # these keep their ranks
+            overtaken = self._waiting[ahead]
+            overtaken.slot += 1
+            for demand in overtaken.demands:
+                demand.slots += 1
+
+    def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
+        """Who wants the node that had this key wants both halves."""
+        demand = self._demands.get(key)
+        if demand is None:
+            return
+        for half in (upper, lower):
+            part = self._demand(half.key)
+            if part.whole is None:
+                part.whole = demand
+                demand.parts.append(part)
+
+    def _forget(self, demand: Demand) -> None:
+        """Drop what nobody wants; parts of it stand on their own."""
+        if demand.users or demand.whole is not None:
+            return
+        for part in demand.parts:
+            part.whole = None
+            self._forget(part)
+        if self._demands.get(demand.key) is demand:
+            del self._demands[demand.key]
+
+
+def _log_sum(a: float, b: float) -> float:
+    """log2(2 ** a + 2 ** b); b is finite."""
+    low, high = (a, b) if a < b else (b, a)
+    return high + log2(1 + 2 ** (low - high))

@@ -1,0 +1,30 @@
+"""Least frequently used, among the nodes that are kept."""
+
+from __future__ import annotations
+
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tier import Tier
+from ragjax.cache.tree import Node
+
+_TICKS = 40
+"""Bits of the tick below the frequency."""
+
+
+class LFU(Policy):
+    """The node with the fewest accesses leaves first; of equals, the one whose last access is longest ago.
+
+    Note: frequency and tick of the last access as one whole number, which is the score too. A node that left every
+    tier is forgotten, and with it its frequency.
+    """
+
+    def __init__(self) -> None:
+        self._tick = 0
+
+    def on_access(self, node: Node, access: Access) -> None:
+        """Count, and stamp the node with a new tick."""
+        self._tick += 1
+        node.note = (((node.note or 0) >> _TICKS) + 1 << _TICKS) + self._tick
+
+    def score(self, node: Node, tier: Tier) -> float:
+        """Frequency first, then the tick."""
+        return node.note or 0

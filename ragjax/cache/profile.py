@@ -1,0 +1,110 @@
+"""The cost profile: seconds of prefill by tokens cached and tokens computed, measured once per device.
+
+Between measurements as RAGCache has it (Algorithm 1, lines 6 to 9, arXiv:2404.12457).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ragjax.core import ConfigError
+
+VERSION = 1
+"""Of the file format."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """T(cached, new): seconds that a prefill of `new` tokens takes behind `cached` tokens whose KV is there.
+
+    cached: ascending token counts from 0 on, at least two. new: ascending, at least two, from 1 on.
+    seconds: one row for each of `cached`, in it one positive figure for each of `new`.
+    measured_on: model, dtype and device, for people to read.
+
+    Raises:
+        ValueError: naming the field that is not so.
+    """
+
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    measured_on: str = ""
+
+    def __post_init__(self) -> None:
+        _require_ascending("cached", self.cached, 0)
+        _require_ascending("new", self.new, 1)
+        if self.cached[0] != 0:
+            raise ValueError(f"cached: starts at {self.cached[0]}, not at 0")
+        if len(self.seconds) != len(self.cached) or any(len(row) != len(self.new) for row in self.seconds):
+            raise ValueError(f"seconds: not {len(self.cached)} rows of {len(self.new)}")
+        if not all(math.isfinite(cost) and cost > 0 for row in self.seconds for cost in row):
+            raise ValueError("seconds: all must be positive and finite")
+
+    def cost(self, cached: int, new: int) -> float:
+        """T(cached, new) in seconds; 0 for nothing new. O(log size).
+
+        Bilinear within the grid. Outside, the nearest cell's line goes on; but more tokens never cost less than the
+        edge of the grid, and fewer than the smallest `new` never less than their share of its cost.
+        """
+        if cached < 0 or new < 0:
+            raise ValueError(f"cached, new: {cached}, {new}; neither may be negative")
+        if new == 0:
+            return 0.0
+        edge = min(cached, self.cached[-1]), min(max(new, self.new[0]), self.new[-1])
+        if edge == (cached, new):
+            return self._bilinear(cached, new)
+        return max(self._bilinear(cached, new), self._bilinear(*edge) * min(1.0, new / self.new[0]))
+
+    def _bilinear(self, cached: int, new: int) -> float:
+        row, column = _cell(self.cached, cached), _cell(self.new, new)
+        across, along = _share(self.cached, row, cached), _share(self.new, column, new)
+        near, far = self.seconds[row], self.seconds[row + 1]
+        low = near[column] + across * (far[column] - near[column])
+        high = near[column + 1] + across * (far[column + 1] - near[column + 1])
+        return low + along * (high - low)
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: if there is no such file, or it holds no profile.
+        """
+        try:
+            return cls._of(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{path}: no cost profile: {error!r}") from error
+
+    @classmethod
+    def _of(cls, data: Any) -> Profile:
+        if data["version"] != VERSION:
+            raise ValueError(f"version: {data['version']!r}, not {VERSION}")
+        rows = tuple(tuple(float(cost) for cost in row) for row in data["seconds"])
+        return cls(tuple(map(int, data["cached"])), tuple(map(int, data["new"])), rows, str(data["measured_on"]))
+
+
+def _require_ascending(name: str, counts: Sequence[int], least: int) -> None:
+    if len(counts) < 2:
+        raise ValueError(f"{name}: {len(counts)} token counts; at least two are needed")
+    if counts[0] < least or any(low >= high for low, high in pairwise(counts)):
+        raise ValueError(f"{name}: token counts must ascend from at least {least}")
+
+
+def _cell(counts: Sequence[int], at: int) -> int:
+    """Where the cell begins that holds `at`, or is nearest to it."""
+    return min(max(bisect_right(counts, at) - 1, 0), len(counts) - 2)
+
+
+def _share(counts: Sequence[int], cell: int, at: int) -> float:
+    return (at - counts[cell]) / (counts[cell + 1] - counts[cell])

@@ -1,0 +1,156 @@
+"""Tiers, and the contract between those who decide (the cache) and those who move bytes (`store`).
+
+The cache gives orders: save a run of the device to host memory, write a host entry to disk, load entries into a run.
+A `Carrier` carries them out, batched and asynchronously, and reports each one; a `Shelf` is the index of what lies
+on disk, where other processes and earlier lives of this one put things too. No arrays pass here, only names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from ragjax.core import Run
+
+
+class Tier(IntEnum):
+    """Where KV lies, hottest first."""
+
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+
+    @property
+    def label(self) -> str:
+        """As responses and metrics spell it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tokens [begin, begin + length) of an entry at rest.
+
+    entry: a host entry's number, or the 32-byte key of an entry on disk.
+    """
+
+    entry: int | bytes
+    begin: int
+    length: int
+
+    def slice(self, begin: int, end: int) -> Copy:
+        """Tokens [begin, end) of this copy."""
+        if not 0 <= begin <= end <= self.length:
+            raise ValueError(f"[{begin}, {end}) is outside a copy of {self.length} tokens")
+        return Copy(self.entry, self.begin + begin, end - begin)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What an entry on disk says of its KV; all digests are 32 bytes and salted by tenant.
+
+    key: digest of all that the KV depends on. place: digest of the context the KV was computed on, where readers look
+    for what continues it. tokens: int32 ids, little-endian. local_start: RoPE position at which token 0's K is stored
+    rotated. lossy: whether the bytes, or the context they were computed on, lost precision. meta: a strategy's own.
+    """
+
+    key: bytes
+    place: bytes
+    tokens: bytes
+    provenance: str
+    method: str
+    local_start: int
+    lossy: bool = False
+    meta: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.tokens) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Copy a run of the device into the new host entry `entry`; the run's pages may be written again at once."""
+
+    entry: int
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Put part of a host entry on disk."""
+
+    record: Record
+    copy: Copy
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill `run`, which lies in fresh pages from a page's first cell on, with the pieces' tokens in order."""
+
+    number: int
+    run: Run
+    pieces: tuple[Copy, ...]
+
+
+Job = Save | Write | Load
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished job. error: why it failed (None: all bytes arrived). loss: relative RMS error of its encoding."""
+
+    job: Job
+    error: str | None = None
+    bytes: int = 0
+    seconds: float = 0.0
+    loss: float = 0.0
+
+
+class Carrier(Protocol):
+    """Moves KV between tiers. All methods are called in the thread that owns the pool; none waits for bytes.
+
+    lossy: whether what it saves loses precision.
+    """
+
+    lossy: bool
+
+    def size(self, tokens: int) -> int:
+        """Bytes that an entry of so many tokens takes at rest."""
+        ...
+
+    def save(self, jobs: Sequence[Save]) -> None:
+        """Begin; the runs are read as they are now, before any later step of the pool."""
+        ...
+
+    def write(self, jobs: Sequence[Write]) -> None:
+        """Begin."""
+        ...
+
+    def load(self, jobs: Sequence[Load]) -> None:
+        """Begin; a piece whose save is under way is waited for (not here)."""
+        ...
+
+    def forget(self, entries: Iterable[int]) -> None:
+        """Free host entries, each once the jobs begun before have finished."""
+        ...
+
+    def poll(self) -> Sequence[Done]:
+        """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
+        ...
+
+
+class Shelf(Protocol):
+    """The index of the disk tier. Answers at once, from the index alone."""
+
+    def find(self, key: bytes) -> Record | None:
+        """The entry with this key."""
+        ...
+
+    def children(self, place: bytes, first: int) -> Sequence[Record]:
+        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
+        ...
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note an access, of ancestors last: what was touched longest ago leaves first."""
+        ...

@@ -1,0 +1,71 @@
+"""Variants of a chunk: KV computed behind other neighbours, N times M of them in total (Cache-Craft, section 3.3).
+
+A chunk may have any number of variants as long as all chunks together keep to the limit: from one chunk with N·M
+variants to N·M chunks with one. A variant is added when a chunk meets a prefix it was not computed behind; beyond the
+limit the one that was reused least leaves, where reuse is f_r, the sum of 1/CFO over its uses.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from ragjax.cache.tree import Node
+
+CFO_FLOOR = 0.01
+"""Least overhead that a use counts with: a variant that needs no fixing must not outweigh all others for ever."""
+
+
+class Variants:
+    """The variants that are kept, and how much each was reused."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._reuse: dict[Node, float] = {}
+        self._heap: list[tuple[float, int, Node]] = []
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._reuse)
+
+    def reuse(self, node: Node) -> float:
+        """f_r of a variant."""
+        return self._reuse[node]
+
+    def add(self, node: Node) -> None:
+        """A new variant, not used yet."""
+        self._reuse[node] = 0.0
+        self._push(node)
+
+    def use(self, node: Node, cfo: float) -> None:
+        """A request reuses the node at this cache fixing overhead, in [0, 1]; others than variants are let pass."""
+        if node in self._reuse:
+            self._reuse[node] += 1 / max(cfo, CFO_FLOOR)
+
+    def excess(self) -> Node | None:
+        """The variant to leave next while there are more than the limit, the least reused one that nobody uses now."""
+        if len(self._reuse) > self._limit:
+            self._forget_dead()
+        kept: list[Node] = []
+        found = None
+        while found is None and len(self._reuse) > self._limit and self._heap:
+            reuse, _, node = heapq.heappop(self._heap)
+            if self._reuse[node] > reuse:
+                self._push(node)
+            elif node.pins or node.loading or not node.is_leaf:
+                kept.append(node)
+            else:
+                found = node
+                del self._reuse[node]
+        for node in kept:
+            self._push(node)
+        return found
+
+    def _forget_dead(self) -> None:
+        """Variants that left the tree by themselves no longer count; O(limit)."""
+        self._reuse = {node: reuse for node, reuse in self._reuse.items() if not node.dead}
+        self._heap = [entry for entry in self._heap if entry[2] in self._reuse]
+        heapq.heapify(self._heap)
+
+    def _push(self, node: Node) -> None:
+        self._serial += 1
+        heapq.heappush(self._heap, (self._reuse[node], self._serial, node))

@@ -1,0 +1,164 @@
+"""The host tier: KV entries in ordinary memory, and the way between there and the device.
+
+A GPU copies at full speed, and beside its computing, only from and to host memory that is pinned. Pinned memory is
+scarce and slow to get, so entries do not lie in it: they pass through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from numpy.typing import NDArray
+
+from ragjax.store.codec import Arrays
+from ragjax.store.pages import Excerpt
+
+PINNED = "pinned_host"
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """KV of one saved run, perhaps not there yet.
+
+    ready: done once `arrays` or `error` is set. users: who keeps it: the cache until it forgets it, and jobs at work.
+    """
+
+    tokens: int
+    ready: Future[None] = field(default_factory=Future)
+    arrays: Arrays | None = None
+    error: str | None = None
+    users: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Of its arrays; 0 before they are there."""
+        return sum(x.nbytes for x in (self.arrays or {}).values())
+
+    def read(self) -> Arrays:
+        """The arrays of an entry that is ready.
+
+        Raises:
+            OSError: if its save failed.
+        """
+        if self.arrays is None:
+            raise OSError(f"the host entry was never saved: {self.error}")
+        return self.arrays
+
+
+class HostStore:
+    """Entries by number. Safe to call from any thread; nothing waits.
+
+    Attributes:
+        bytes: taken by all entries, also by those that were forgotten and are still in use.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._entries: dict[int, Entry] = {}
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._entries
+
+    def begin(self, number: int, tokens: int) -> Entry:
+        """A new entry, whose arrays will come; as after `use`, to be released by who brings them.
+
+        Raises:
+            ValueError: if there is one with this number.
+        """
+        with self._lock:
+            if number in self._entries:
+                raise ValueError(f"there is a host entry {number} already")
+            self._entries[number] = Entry(tokens, users=2)
+            return self._entries[number]
+
+    def put(self, entry: Entry, arrays: Arrays) -> None:
+        """The arrays have come."""
+        with self._lock:
+            entry.arrays = arrays
+            self.bytes += entry.bytes
+
+    def use(self, number: int) -> Entry:
+        """The entry, kept until `release`.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        with self._lock:
+            entry = self._find(number)
+            entry.users += 1
+            return entry
+
+    def tokens(self, number: int) -> int:
+        """How long the entry is, be it there yet or not.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        with self._lock:
+            return self._find(number).tokens
+
+    def release(self, entry: Entry) -> None:
+        """One user less; the last one frees it."""
+        with self._lock:
+            entry.users -= 1
+            if entry.users == 0:
+                self.bytes -= entry.bytes
+                entry.arrays = None
+
+    def forget(self, number: int) -> None:
+        """The cache needs the entry no more.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        with self._lock:
+            entry = self._find(number)
+            del self._entries[number]
+        self.release(entry)
+
+    def _find(self, number: int) -> Entry:
+        if number not in self._entries:
+            raise ValueError(f"there is no host entry {number}")
+        return self._entries[number]
+
+
+def download(excerpts: Sequence[Excerpt]) -> list[Excerpt]:
+    """Begin to copy to pinned host memory, where the device has such; `to_numpy` waits for it."""
+
+    def begin(x: jax.Array) -> jax.Array:
+        sharding = staging(x.sharding)
+        return x if sharding is None else jax.device_put(x, sharding)
+
+    begun: list[Excerpt] = jax.tree.map(begin, list(excerpts))
+    return begun
+
+
+def upload(x: NDArray[Any], sharding: Sharding) -> jax.Array:
+    """Begin to copy an array to the device, through pinned host memory where it has such; x must not change again."""
+    stage = staging(sharding)
+    there: jax.Array = jax.device_put(x if stage is None else jax.device_put(x, stage), sharding)
+    return there
+
+
+def staging(sharding: Sharding) -> Sharding | None:
+    """The sharding's twin in pinned host memory; None on CPU, whose memory is the host's, and where there is none."""
+    device: Any = next(iter(sharding.device_set))
+    if device.platform == "cpu" or all(memory.kind != PINNED for memory in device.addressable_memories()):
+        return None
+    return sharding.with_memory_kind(PINNED)
+
+
+def to_numpy(x: jax.Array, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The array's bits as `dtype`, once they are there; on CPU a view that keeps x alive."""
+    return np.asarray(x).view(dtype)

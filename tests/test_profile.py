@@ -1,0 +1,96 @@
+"""The cost profile: interpolation, its edges, and the file."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragjax.cache.profile import Profile
+from ragjax.core import ConfigError
+
+GRID = Profile((0, 100, 300), (10, 200, 400), ((1.0, 2.0, 5.0), (1.5, 3.0, 6.0), (2.0, 4.0, 9.0)), "a laptop")
+
+
+def test_measured_points_come_back_as_they_are():
+    for i, cached in enumerate(GRID.cached):
+        for j, new in enumerate(GRID.new):
+            assert GRID.cost(cached, new) == pytest.approx(GRID.seconds[i][j])
+
+
+def test_between_them_it_is_bilinear():
+    # cached 150 of 100 to 300: a quarter. At 200 new 3 + ¼ = 3.25, at 400 new 6 + ¾ = 6.75; halfway 5
+    assert GRID.cost(150, 300) == pytest.approx(5.0)
+
+
+@given(st.integers(0, 5000), st.integers(1, 5000))
+def test_a_cost_that_is_bilinear_is_found_everywhere(cached, new):
+    def truth(c, n):
+        return 0.25 + 0.5 * n + 0.125 * c + 0.01 * c * n
+
+    profile = Profile((0, 64, 256), (1, 32, 128), tuple(tuple(truth(c, n) for n in (1, 32, 128)) for c in (0, 64, 256)))
+    assert profile.cost(cached, new) == pytest.approx(truth(cached, new))
+
+
+def test_outside_lines_go_on_but_never_below_the_edge():
+    assert GRID.cost(0, 600) == pytest.approx(5.0 + 3.0)
+    assert GRID.cost(500, 10) == pytest.approx(2.5)
+    falling = Profile((0, 100), (10, 20), ((2.0, 1.0), (2.0, 1.0)))
+    assert falling.cost(0, 1000) == pytest.approx(1.0)
+    steep = Profile((0, 100), (10, 20), ((1.0, 9.0), (1.0, 9.0)))
+    assert steep.cost(0, 5) == pytest.approx(0.5)
+    assert GRID.cost(0, 0) == 0.0
+    with pytest.raises(ValueError, match="-1"):
+        GRID.cost(-1, 4)
+
+
+@given(st.integers(0, 2000), st.integers(1, 2000))
+def test_it_is_positive_and_without_jumps(cached, new):
+    cost = GRID.cost(cached, new)
+    assert cost > 0
+    assert abs(GRID.cost(cached + 1, new) - cost) < 0.2
+    assert abs(GRID.cost(cached, new + 1) - cost) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("cached", {"cached": (0,)}),
+        ("cached", {"cached": (0, 300, 100)}),
+        ("cached", {"cached": (50, 100, 300)}),
+        ("new", {"new": (0, 200, 400)}),
+        ("new", {"new": (10, 10, 400)}),
+        ("seconds", {"seconds": ((1.0, 2.0, 5.0),)}),
+        ("seconds", {"seconds": ((1.0,), (1.0,), (1.0,))}),
+        ("seconds", {"seconds": ((1.0, 2.0, 5.0), (1.0, 0.0, 5.0), (1.0, 2.0, 5.0))}),
+        ("seconds", {"seconds": ((1.0, 2.0, 5.0), (1.0, float("nan"), 5.0), (1.0, 2.0, 5.0))}),
+        ("seconds", {"seconds": ((1.0, 2.0, 5.0), (1.0, float("inf"), 5.0), (1.0, 2.0, 5.0))}),
+    ],
+)
+def test_a_grid_that_cannot_be_is_refused(field, fields):
+    good = {"cached": GRID.cached, "new": GRID.new, "seconds": GRID.seconds}
+    with pytest.raises(ValueError, match=field):
+        Profile(**{**good, **fields})
+
+
+def test_it_survives_the_file(tmp_path):
+    GRID.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == GRID
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1, "cached": 3}', "null", '"\\ud800"'])
+def test_a_file_that_holds_no_profile_is_named(tmp_path, text):
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"profile\.json"):
+        Profile.load(path)
+
+
+def test_another_version_and_a_missing_file_are_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    with pytest.raises(ConfigError, match=r"profile\.json"):
+        Profile.load(path)
+    GRID.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    with pytest.raises(ConfigError, match="version"):
+        Profile.load(path)

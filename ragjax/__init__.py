@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ragjax.core import Answer, Document, Kind, Message, Prompt, Rag, Request, RequestError, Sampling, Segment
+from ragjax.core import (
+    Answer,
+    Document,
+    Kind,
+    Message,
+    Prompt,
+    Rag,
+    Request,
+    RequestError,
+    Sampling,
+    Segment,
+    StorageOptions,
+)
 
 if TYPE_CHECKING:
     from ragjax.engine import Engine
@@ -21,6 +33,7 @@ __all__ = [
     "RequestError",
     "Sampling",
     "Segment",
+    "StorageOptions",
 ]
 
 

@@ -15,9 +15,9 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ragjax import prompt as prompts
@@ -36,6 +36,7 @@ from ragjax.core import (
     Request,
     RequestError,
     Sampling,
+    StorageOptions,
     Timings,
 )
 from ragjax.generation import Generation
@@ -45,46 +46,15 @@ from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.reuse.base import Holding, Strategy
 from ragjax.runner import Runner
 from ragjax.scheduler import Batch, Scheduler, Task
+from ragjax.store.disk import DiskStore
+from ragjax.store.mover import Mover
+from ragjax.ticket import RESTARTS, Counters, Sink, Ticket
+from ragjax.trace import Recorder
 
 _log = logging.getLogger(__name__)
 
-Sink = Callable[[Event | BaseException], None]
-"""Where a request's events go: deltas, then one answer or one error."""
-
-
-@dataclass
-class Ticket:
-    """One request inside the engine."""
-
-    id: str
-    prompt: Prompt
-    strategy: Strategy
-    request: Request
-    sink: Sink
-    arrival: float
-    retrieve_ms: float
-    generation: Generation
-    task: Task | None = None
-    cancelled: bool = False
-    admitted: float = 0.0
-    first_token: float = 0.0
-    load_ms: float = 0.0
-    compute_ms: float = 0.0
-
-
-@dataclass
-class Counters:
-    """What has happened since the start; only ever grows."""
-
-    requests: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    recomputed_tokens: int = 0
-    generated_tokens: int = 0
-    cancelled: int = 0
-    errors: int = 0
-    steps: int = 0
-    overhead_ms_last: float = 0.0
+TICK = 0.02
+"""Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
 
 
 class Engine:
@@ -104,6 +74,11 @@ class Engine:
         top_k: int = 3,
         chunker: Chunker,
         open_knowledge: Callable[[str], KnowledgeBase],
+        mover: Mover | None = None,
+        disk: DiskStore | None = None,
+        load_timeout: float = 10.0,
+        share_knowledge: bool = False,
+        recorder: Recorder | None = None,
     ):
         if default_strategy not in strategies:
             raise ConfigError(f"unknown strategy {default_strategy!r}; choose one of {', '.join(strategies)}")
@@ -114,6 +89,11 @@ class Engine:
         self.top_k = top_k
         self._runner = runner
         self._cache = cache
+        self._mover = mover
+        self._disk = disk
+        self._load_timeout = load_timeout
+        self._share = share_knowledge
+        self._recorder = recorder
         self._strategies = strategies
         self._knowledge: dict[str, KnowledgeBase] = {}
         self._chunker = chunker
@@ -128,6 +108,9 @@ class Engine:
         self._counters = Counters()
         self._numbers = itertools.count(1)
         self._closed = False
+        self._blocked = False
+        if mover is not None:
+            mover.notify = self._wake
         self._thread = threading.Thread(target=self._loop, name="ragjax-engine", daemon=True)
         self._thread.start()
 
@@ -148,6 +131,8 @@ class Engine:
         progress: bool = True,
         compile: bool = True,
         strategies: dict[str, Strategy] | None = None,
+        storage: StorageOptions | None = None,
+        record_trace: str | Path | None = None,
     ) -> Engine:
         """Load a model by name or path, compile its programs, and index the knowledge.
 
@@ -165,6 +150,8 @@ class Engine:
             progress: show progress bars.
             compile: compile all programs now, so that no request waits for one; False for short experiments.
             strategies: what requests may name (all of ragjax's, if None).
+            storage: the replacement policy, and the tiers below the device (LRU and none, if None).
+            record_trace: file to which every request is added, as hashes and sizes (`ragjax.trace`).
 
         Raises:
             ConfigError: saying what to change.
@@ -185,6 +172,8 @@ class Engine:
             progress=progress,
             compile=compile,
             strategies=strategies,
+            storage=storage or StorageOptions(),
+            record_trace=record_trace,
         )
 
     # ------------------------------------------------------------------------------------ what it is
@@ -220,6 +209,15 @@ class Engine:
             "approximate_hit_tokens_total": metrics.approximate_hit_tokens,
             "missed_tokens_total": metrics.missed_tokens,
             "evicted_tokens_total": metrics.evicted_tokens,
+            "tier_hit_tokens_total": dict(metrics.tier_hit_tokens),
+            "transfers_total": dict(metrics.jobs),
+            "transfer_bytes_total": dict(metrics.job_bytes),
+            "transfer_failures_total": dict(metrics.failures),
+            "load_fallbacks_total": dict(counters.load_fallbacks),
+            "device_losses_total": counters.device_losses,
+            "rest_error_max": metrics.loss_max,
+            "host_bytes": metrics.host_bytes,
+            "nodes": metrics.nodes,
             "queue_depth": len(self._waiting),
             "running": len(self._tickets),
             "pages_used": metrics.pages_used,
@@ -227,6 +225,18 @@ class Engine:
             "overhead_ms_last": counters.overhead_ms_last,
             "attention_calls_total": dict(self._runner.calls),
             "attention_fallbacks_total": dict(self._runner.fallbacks),
+            **self._disk_stats(),
+        }
+
+    def _disk_stats(self) -> dict[str, float | dict[str, float]]:
+        if self._disk is None:
+            return {}
+        stats = self._disk.stats()
+        return {
+            "disk_entries": stats.entries,
+            "disk_bytes": stats.bytes,
+            "disk_set_aside_total": stats.set_aside,
+            "disk_evicted_total": stats.evicted,
         }
 
     # ------------------------------------------------------------------------------------- knowledge
@@ -341,6 +351,10 @@ class Engine:
         """Drop all KV that no running request uses."""
         self._call(self._cache.clear)
 
+    def vacate_device(self) -> None:
+        """Move all KV that no running request uses to the tiers below; what they cannot take is dropped."""
+        self._call(self._cache.vacate)
+
     def audit(self) -> None:
         """Check every page, pin and key; raises `cache.pages.AuditError` naming what is wrong, leaks included."""
         self._call(lambda: self._cache.audit({ticket.id for ticket in self._tickets.values()}))
@@ -352,6 +366,12 @@ class Engine:
         self._closed = True
         self._inbox.put(None)
         self._thread.join()
+        if self._mover is not None:
+            self._mover.close()
+        if self._disk is not None:
+            self._disk.close()
+        if self._recorder is not None:
+            self._recorder.close()
         for base in self._knowledge.values():
             base.close()
 
@@ -383,7 +403,7 @@ class Engine:
         began = time.perf_counter()
         hits = self._retrieve(request)
         retrieve_ms = (time.perf_counter() - began) * 1e3
-        prompt = prompts.chat_prompt(self.tokenizer, request.messages, hits)
+        prompt = prompts.chat_prompt(self.tokenizer, request.messages, hits, public=self._share)
         return self._ticket(prompt, request, sink, arrival, retrieve_ms)
 
     def _retrieve(self, request: Request) -> tuple[Hit, ...] | None:
@@ -396,7 +416,7 @@ class Engine:
         if (rag.knowledge is None and not self._knowledge) or top_k == 0:
             return None
         base = self._base(rag.knowledge, create=False)
-        return base.search(request.messages[-1].content, top_k)
+        return tuple(replace(hit, public=self._share) for hit in base.search(request.messages[-1].content, top_k))
 
     def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
         hits: list[Hit] = []
@@ -407,7 +427,7 @@ class Engine:
                     raise RequestError(f"document {document.id!r} has no text", param="rag.documents")
             else:
                 chunks = self._base(knowledge, create=False).document(document)
-            hits += [Hit(chunk, 1.0) for chunk in chunks]
+            hits += [Hit(chunk, 1.0, self._share and isinstance(document, str)) for chunk in chunks]
         return tuple(hits)
 
     def _ticket(self, prompt: Prompt, request: Request, sink: Sink, arrival: float, retrieve_ms: float) -> Ticket:
@@ -451,11 +471,15 @@ class Engine:
             if waiting > self._max_queue:
                 raise OverloadError(f"{waiting} requests are in the queue; try again later")
             self._pending += 1
-        self._inbox.put(lambda: self._waiting.append(ticket))
+        self._inbox.put(lambda: self._arrive(ticket))
 
     def _cancel(self, ticket: Ticket) -> None:
         ticket.cancelled = True
-        self._inbox.put(lambda: None)  # wake the loop, if it sleeps
+        self._wake()
+
+    def _wake(self) -> None:
+        """Have the loop look around, if it sleeps. Callable in any thread."""
+        self._inbox.put(lambda: None)
 
     def _call(self, function: Callable[[], object]) -> None:
         """Run a function in the engine's thread and wait for it."""
@@ -478,73 +502,148 @@ class Engine:
     # ------------------------------------------------------------------------- in the engine's thread
 
     def _loop(self) -> None:
-        while True:
-            if not self._drain_inbox():
-                break
+        busy = True
+        while self._drain_inbox(busy):
             try:
-                self._turn()
+                busy = self._turn()
             except Exception as error:  # a defect of ours must not take the other clients' server down
                 for ticket in [*self._waiting, *self._tickets.values()]:
                     self._fail(ticket, error)
         for ticket in [*self._waiting, *self._tickets.values()]:
             self._end(ticket, OverloadError("the engine was closed"))
+        self._put_away()
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
+        """One look at everything; whether anything was done."""
         self._drop_cancelled()
+        moved = self._cache.poll()
+        self._blocked = self._blocked and not moved
+        self._check_loads()
         self._admit()
+        copied = self._cache.tend()
         batch = self._scheduler.next_batch()
         if batch is not None:
             self._step(batch)
+        return moved or copied or batch is not None
 
-    def _drain_inbox(self) -> bool:
+    def _drain_inbox(self, busy: bool) -> bool:
         """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
+        wait = None if not self._tickets and not self._waiting else TICK
         while True:
-            idle = not self._tickets and not self._waiting
             try:
-                message = self._inbox.get(block=idle)
+                message = self._inbox.get(block=not busy, timeout=wait)
             except queue.Empty:
                 return True
             if message is None:
                 return False
             message()
+            busy = True
+
+    def _put_away(self) -> None:
+        """At the end: what only memory holds goes to disk."""
+        if self._mover is None:
+            return
+        try:
+            while self._cache.flush():
+                self._mover.flush()
+                self._cache.poll()
+        except Exception:
+            _log.exception("not everything was put on disk")
+
+    def _arrive(self, ticket: Ticket) -> None:
+        self._waiting.append(ticket)
+        keys = ticket.strategy.keys(ticket.prompt, self._cache, ticket.request.tenant)
+        self._cache.announce(ticket.id, keys)
 
     def _drop_cancelled(self) -> None:
         for ticket in [t for t in (*self._waiting, *self._tickets.values()) if t.cancelled]:
             self._counters.cancelled += 1
             self._end(ticket, None)
 
+    def _check_loads(self) -> None:
+        """Requests whose KV arrived go on; those whose KV will not, or not in time, begin anew and compute it."""
+        now = time.perf_counter()
+        for ticket in [t for t in self._tickets.values() if t.loading]:
+            assert ticket.task is not None
+            holding = ticket.task.holding
+            if holding.broken is not None:
+                self._fall_back(ticket, "failed", f"KV could not be loaded and was computed anew: {holding.broken}")
+            elif holding.ready:
+                ticket.loading = False
+                ticket.load_ms += (now - ticket.admitted) * 1e3
+            elif now - ticket.admitted > self._load_timeout:
+                ticket.cold = False
+                self._fall_back(ticket, "slow", f"loading KV took over {self._load_timeout:g} s; it was computed anew")
+
+    def _fall_back(self, ticket: Ticket, reason: str, notice: str) -> None:
+        if not self._counters.load_fallbacks[reason]:
+            _log.warning("%s", notice)
+        self._counters.load_fallbacks[reason] += 1
+        self._begin_anew(ticket, notice)
+
+    def _begin_anew(self, ticket: Ticket, notice: str) -> None:
+        task = ticket.task
+        assert task is not None
+        self._scheduler.tasks.remove(task)
+        del self._tickets[id(task)]
+        ticket.begin_anew(notice)
+        self._blocked = False
+        self._waiting.appendleft(ticket)
+
     def _admit(self) -> None:
         """Start waiting requests, oldest first, while they have room."""
-        while self._waiting:
+        while self._waiting and not self._blocked:
             ticket = self._waiting[0]
-            began = time.perf_counter()
-            limit = min(ticket.request.sampling.max_tokens, self.context_length - len(ticket.prompt))
-            holding = Holding(
-                self._cache,
-                tenant=ticket.request.tenant,
-                label=ticket.id,
-                decode_tokens=limit,
-                slots=self._runner.grid.slots[-1],
-            )
-            task = Task(ticket.prompt, ticket.strategy, holding, ticket.id)
+            try:
+                self._blocked = not self._start(ticket)
+            except Exception as error:
+                self._fail(ticket, error)
+                continue
+            if not self._blocked:
+                self._waiting.popleft()
+                self._cache.withdraw(ticket.id)
+
+    def _start(self, ticket: Ticket) -> bool:
+        """Match and reserve for a request; False if it has to wait for others to end.
+
+        Raises:
+            RequestError: if it is alone and still has no room.
+        """
+        for attempt in (1, 2):
+            ticket.admitted = time.perf_counter()
+            task = self._task(ticket)
             try:
                 task.start()
             except OutOfPages as error:
-                if self._tickets:
-                    return
-                self._waiting.popleft()
-                self._end(ticket, RequestError(str(error), param="messages", code="context_length_exceeded"))
-                continue
-            except Exception as error:
-                self._waiting.popleft()
+                if self._tickets or self._cache.loading:
+                    return False
+                if attempt == 1:  # what it would reuse may lie scattered over more pages than it needs
+                    self._cache.vacate()
+                    continue
+                raise RequestError(str(error), param="messages", code="context_length_exceeded") from error
+            except BaseException:
                 task.close()
-                self._fail(ticket, error)
-                continue
-            self._waiting.popleft()
-            ticket.task, ticket.admitted = task, began
-            ticket.load_ms = (time.perf_counter() - began) * 1e3
-            self._tickets[id(task)] = ticket
-            self._scheduler.tasks.append(task)
+                raise
+            break
+        ticket.task, ticket.loading = task, not task.holding.ready
+        if not ticket.loading:
+            ticket.load_ms += (time.perf_counter() - ticket.admitted) * 1e3
+        self._tickets[id(task)] = ticket
+        self._scheduler.tasks.append(task)
+        return True
+
+    def _task(self, ticket: Ticket) -> Task:
+        prompt = ticket.whole_prompt
+        limit = min(ticket.request.sampling.max_tokens, self.context_length - len(ticket.prompt))
+        holding = Holding(
+            self._cache,
+            tenant=ticket.request.tenant,
+            label=ticket.id,
+            decode_tokens=limit - len(ticket.generation.tokens),
+            slots=self._runner.grid.slots[-1],
+            cold=ticket.cold,
+        )
+        return Task(prompt, ticket.strategy, holding, ticket.id)
 
     def _step(self, batch: Batch) -> None:
         members = [self._tickets[id(piece.task)] for piece in batch.pieces]
@@ -553,6 +652,9 @@ class Engine:
             outcome = self._runner.step(batch.step)
             logits = self._runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
         except Exception as error:
+            if self._runner.lost:
+                self._recover(error)
+                return
             for ticket in members:
                 self._fail(ticket, error)
             return
@@ -566,6 +668,24 @@ class Engine:
                 self._advance(ticket, task)
             except Exception as error:
                 self._fail(ticket, error)
+
+    def _recover(self, error: Exception) -> None:
+        """The device's pool is gone: begin anew with what host memory and disk hold (RAGCache, section 6).
+
+        Requests before their first token are computed again; others continue behind the tokens that went out.
+        """
+        self._counters.device_losses += 1
+        _log.error("the device's memory was lost; running requests begin anew", exc_info=error)
+        for ticket in reversed(list(self._tickets.values())):
+            if ticket.restarts >= RESTARTS:
+                self._fail(ticket, error)
+            else:
+                self._begin_anew(ticket, "the device's memory was lost; the request was computed anew")
+        self._runner.reset()
+        while self._cache.loading:
+            self._cache.poll()
+            time.sleep(TICK)
+        self._cache.lose_device()
 
     def _advance(self, ticket: Ticket, task: Task) -> None:
         """A pass or a decode step of the task is done."""
@@ -598,13 +718,17 @@ class Engine:
         plan, generation = task.plan, ticket.generation
         assert plan is not None and generation.finish_reason is not None
         now = time.perf_counter()
-        reused = sum(report.reused for report in plan.reports)
+        reports = plan.reports[: len(ticket.prompt.segments)]
+        reused = sum(report.reused for report in reports)
         counters = self._counters
         counters.requests[ticket.strategy.name] += 1
         counters.prompt_tokens += len(ticket.prompt)
         counters.reused_tokens += reused
-        counters.recomputed_tokens += sum(report.recomputed for report in plan.reports)
+        counters.recomputed_tokens += sum(report.recomputed for report in reports)
         counters.generated_tokens += len(generation.tokens)
+        if self._recorder is not None:
+            tenant = ticket.request.tenant
+            self._recorder.add(ticket.arrival, tenant, ticket.strategy.name, ticket.prompt, len(generation.tokens))
         return Answer(
             text=generation.text,
             finish_reason=generation.finish_reason,
@@ -613,7 +737,7 @@ class Engine:
             cached_tokens=reused,
             strategy=ticket.strategy.name,
             exact_to=plan.exact_to,
-            segments=plan.reports,
+            segments=reports,
             timings=Timings(
                 retrieve=ticket.retrieve_ms,
                 load=ticket.load_ms,
@@ -623,7 +747,7 @@ class Engine:
             ),
             logprobs=tuple(generation.logprobs),
             logits=plan.logits if ticket.request.want_logits else None,
-            notices=tuple(f"attention not by {refused}" for refused in self._runner.fallbacks),
+            notices=(*ticket.notices, *(f"attention not by {refused}" for refused in self._runner.fallbacks)),
         )
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
@@ -638,8 +762,10 @@ class Engine:
             ticket.task.close()
             self._scheduler.tasks.remove(ticket.task)
             del self._tickets[id(ticket.task)]
+            self._blocked = False
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
+            self._cache.withdraw(ticket.id)
         with self._lock:
             self._pending -= 1
         ticket.cancelled = True

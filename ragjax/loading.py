@@ -14,9 +14,12 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.hierarchy import Storage
 from ragjax.cache.pages import PagePool
-from ragjax.cache.policy.lru import LRU
-from ragjax.core import ConfigError, Grid, Want
+from ragjax.cache.policy import POLICIES
+from ragjax.cache.policy.base import Policy
+from ragjax.cache.profile import Profile
+from ragjax.core import ConfigError, Grid, StorageOptions, Want
 from ragjax.engine import Engine
 from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
@@ -29,6 +32,9 @@ from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.runner import Runner
+from ragjax.store.disk import DiskStore
+from ragjax.store.mover import Mover
+from ragjax.trace import Recorder
 
 PAGE_SIZE = 64
 ENCODER = "all-minilm-l6-v2"
@@ -49,6 +55,8 @@ def load_engine(
     progress: bool,
     compile: bool,
     strategies: dict[str, Strategy] | None,
+    storage: StorageOptions,
+    record_trace: str | Path | None,
 ) -> Engine:
     """See `Engine.load`."""
     if dtype not in ("bfloat16", "float32"):
@@ -58,6 +66,8 @@ def load_engine(
         raise ConfigError(f"unknown strategy {strategy!r}; choose one of {', '.join(chosen)}")
     if top_k < 0:
         raise ConfigError("top_k must be at least 0")
+    policy = _policy(storage)
+    recorder = None if record_trace is None else Recorder(record_trace)
     use_compilation_cache()
     local = resolve(model)
     tokenizer = Tokenizer.load(local.path)
@@ -66,6 +76,7 @@ def load_engine(
     tokenizer.check(config)
     context = _context(config, max_context)
     identity = _identity(weights_digest(local.path, cache_dir()), tokenizer, config, dtype)
+    disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     itemsize = jnp.dtype(dtype).itemsize
     pages = pool_pages(config, device_cache_gb, itemsize, context)
     grid = _grid(config, context, jax.default_backend())
@@ -73,10 +84,12 @@ def load_engine(
     mass = any(Want.KEY_MASS in s.wants for s in chosen.values())
     if compile:
         _compile(runner, mass, progress)
+    mover = Mover(runner, storage.at_rest, disk=disk)
+    tiers = Storage(mover, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
     engine = Engine(
         runner,
         tokenizer,
-        KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), LRU()),
+        KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers),
         model_name=local.name,
         context_length=context,
         strategies=chosen,
@@ -85,6 +98,11 @@ def load_engine(
         top_k=top_k,
         chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
         open_knowledge=_opener(tokenizer, index, index_dir, progress),
+        mover=mover,
+        disk=disk,
+        load_timeout=storage.load_timeout,
+        share_knowledge=storage.share_knowledge,
+        recorder=recorder,
     )
     try:
         for name, source in _sources(knowledge).items():
@@ -93,6 +111,28 @@ def load_engine(
         engine.close()
         raise
     return engine
+
+
+def _policy(storage: StorageOptions) -> Policy:
+    if storage.policy not in POLICIES:
+        raise ConfigError(f"unknown policy {storage.policy!r}; choose one of {', '.join(POLICIES)}")
+    if storage.cost_profile is not None:
+        return POLICIES[storage.policy](Profile.load(Path(storage.cost_profile)))
+    if storage.policy == "pgdsf":
+        raise ConfigError("the policy pgdsf needs a cost profile of this device: make one by python -m benchmarks.cost")
+    return POLICIES[storage.policy](Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0))))  # the others do not ask it
+
+
+def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelConfig, dtype: str) -> DiskStore | None:
+    if storage.disk is None:
+        return None
+    about = {"model": model, "dtype": dtype, "layers": str(config.num_layers), "kv_heads": str(config.num_kv_heads)}
+    return DiskStore.open(storage.disk, identity, about=about, max_bytes=int(storage.disk_gb * 2**30))
+
+
+def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:
+    limits = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in quotas.items()}
+    return limits.get
 
 
 def use_compilation_cache() -> None:

@@ -21,8 +21,12 @@ INSTRUCTION = "Answer the question in one short sentence, using the passages."
 """System message of requests with knowledge that bring none of their own."""
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], hits: Sequence[Hit] | None) -> Prompt:
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], hits: Sequence[Hit] | None, *, public: bool = False
+) -> Prompt:
     """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
+
+    public: whether the KV of our own instruction may serve every tenant.
 
     Raises:
         RequestError: if there is no user message at the end, or the template refuses the messages.
@@ -36,20 +40,21 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], hits: Sequenc
     if hits is None:
         pieces = tokenizer.chat_pieces(messages)
         return Prompt((_segment("question", Kind.JOIN, _joined(tokenizer.encode_pieces(pieces))),))
-    if messages[0].role != "system":
+    own = messages[0].role == "system"
+    if not own:
         messages = (Message("system", INSTRUCTION), *messages)
     question = Message("user", f"{CONTEXT}Question: {messages[-1].content.strip()}")
     pieces = tokenizer.chat_pieces((*messages[:-1], question))
     context = pieces.index((CONTEXT, False))
     system = _end_of_system(tokenizer, messages, pieces)
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
-    head = _segment("system", Kind.SYSTEM, _joined(runs[:system]))
+    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own)
     history = _joined(runs[system:context])
     return Prompt(
         (
             head,
             *((_segment("history", Kind.JOIN, history),) if len(history) else ()),
-            *(Segment(h.chunk.id, Kind.CHUNK, h.chunk.tokens, h.chunk.title, h.score) for h in hits),
+            *(Segment(h.chunk.id, Kind.CHUNK, h.chunk.tokens, h.chunk.title, h.score, h.public) for h in hits),
             _segment("question", Kind.JOIN, _joined(runs[context + 1 :])),
         )
     )

@@ -97,6 +97,11 @@ class Task:
         """Whether the prompt is done."""
         return self.plan is not None
 
+    @property
+    def ready(self) -> bool:
+        """Whether all KV that its next rows read is on the device."""
+        return self.holding.ready and self.holding.broken is None
+
     def start(self) -> None:
         """Match, reserve, and reach the first pass.
 
@@ -252,12 +257,12 @@ class Scheduler:
         return most_slots(tokens, spans, self.page_size) <= self.grid.slots[-1]
 
     def next_batch(self) -> Batch | None:
-        """The next step's rows, or None when no task has work.
+        """The next step's rows, or None when no task has work, or all wait for KV that is being loaded.
 
         Decoding tokens go together in small steps; prefill rows of several tasks share a step, oldest first.
         """
         decoding = [task for task in self.tasks if task.decoding and task.work is not None]
-        prefilling = [task for task in self.tasks if not task.decoding]
+        prefilling = [task for task in self.tasks if not task.decoding and task.ready]
         if decoding and (not prefilling or not self._decoded_last):
             self._decoded_last = True
             return self._decode_batch(decoding)

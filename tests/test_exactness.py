@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import ragjax
-from ragjax.core import Answer
+from ragjax.core import Answer, StorageOptions
 from ragjax.engine import Engine
 
 DEMO = Path(ragjax.__file__).parent / "demo"
-QUESTIONS = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()[:40:10]]
+ALL = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()]
+QUESTIONS, OTHERS = ALL[:40:10], ALL[5:30:10]
 NEW_TOKENS = 12
 
 pytestmark = pytest.mark.model
@@ -71,6 +73,39 @@ def test_cold_warm_batched_and_after_eviction(engine: Engine) -> None:
             assert answer is not None
             assert_equal(engine, answer, expected)
     engine.audit()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_from_host_from_disk_and_after_a_restart(dtype: str, smollm_path: Path, tmp_path: Path) -> None:
+    """A pool that holds little more than one request: every question drives the others out."""
+    storage = StorageOptions(policy="lacr", host_gb=0.1, disk=tmp_path / "disk")
+    load = partial(
+        Engine.load,
+        smollm_path,
+        knowledge=DEMO / "documents",
+        dtype=dtype,
+        device_cache_gb=0.1 if dtype == "float32" else 0.05,
+        max_context=1024,
+        compile=False,
+        index_dir=tmp_path / "index",
+        storage=storage,
+    )
+    with load() as engine:
+        reference = [ask(engine, q, "full") for q in QUESTIONS]
+        for question in (*QUESTIONS, *OTHERS):
+            ask(engine, question, "prefix")
+        stormed = [ask(engine, q, "prefix") for q in reversed(QUESTIONS)][::-1]
+        engine.audit()
+    with load() as engine:
+        restarted = [ask(engine, q, "prefix") for q in QUESTIONS]
+        for i, expected in enumerate(reference):
+            assert_equal(engine, stormed[i], expected)
+            assert_equal(engine, restarted[i], expected)
+        engine.audit()
+    came_from = [{r.tier for r in answer.segments if r.reused} for answer in (*stormed, *restarted)]
+    assert "host" in set.union(*came_from[: len(QUESTIONS)])
+    assert all("disk" in tiers for tiers in came_from[len(QUESTIONS) :])
+    assert all(a.cached_tokens == a.prompt_tokens - 1 for a in restarted)
 
 
 def test_a_full_answer_says_so(engine: Engine) -> None:

@@ -22,22 +22,28 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "retrieval": frozenset({"core"}),
     "kernels": frozenset({"core"}),
     "models": frozenset({"core", "kernels"}),
-    "store": frozenset({"core", "kernels", "models"}),
+    "store": frozenset({"core", "kernels", "models", "cache.tier"}),
+    "shelf": frozenset({"core", "store"}),
+    "trace": frozenset({"core"}),
     "runner": frozenset({"core", "kernels", "models", "store"}),
     "prompt": frozenset({"core", "models.tokenizer"}),
     "generation": frozenset({"core", "models.tokenizer"}),
     "engine": frozenset(
-        {"core", "cache", "reuse", "scheduler", "retrieval", "models", "runner", "prompt", "generation"}
+        {
+            *("core", "cache", "reuse", "scheduler", "retrieval", "models", "store", "runner"),
+            *("prompt", "generation", "trace"),
+        }
     ),
     "serve": frozenset({"core", "engine"}),
     "ragjax": frozenset({"core", "engine"}),  # the package itself: its public names
 }
-PARTS = {"loading": "engine"}  # a module beside the rooms that belongs to one of them
+PARTS = {"loading": "engine", "ticket": "engine", "cache.__main__": "shelf"}
+"""Modules that belong to another room than their place says; `python -m ragjax.cache` looks at the disk alone."""
 
 APART = {"ragjax.kernels.attention_raw_kernel": "triton"}
 """Modules that need a package which is not a dependency; others may import them within functions only."""
 
-DECIDE = ("core", "cache", "reuse", "scheduler", "generation", "prompt")
+DECIDE = ("core", "cache", "reuse", "scheduler", "generation", "prompt", "trace", "shelf")
 COMPUTE = ("kernels", "models", "cache", "store", "runner")
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
 HEAVY = {"faiss", "gguf", "fastapi", "uvicorn", "httpx", "prometheus_client"}
@@ -66,7 +72,7 @@ def imports(tree: ast.AST, known: Mapping[str, object] = MODULES) -> Iterator[st
 def room_of(module: str) -> str:
     parts = module.split(".")
     name = parts[1] if len(parts) > 1 else "ragjax"
-    return PARTS.get(name, name)
+    return PARTS.get(".".join(parts[1:]), name)
 
 
 def is_allowed(source: str, target: str) -> bool:
@@ -148,6 +154,8 @@ def test_a_circle_is_found() -> None:
         ("ragjax.core", "from ragjax.cache.tree import Node"),
         ("ragjax.cache.tree", "def late():\n    import ragjax.engine"),
         ("ragjax.cache.policy.new", "from ragjax.reuse.base import Strategy"),
+        ("ragjax.cache.hierarchy", "from ragjax.store.disk import DiskStore"),
+        ("ragjax.store.disk", "from ragjax.cache.tree import Node"),
         ("ragjax.scheduler", "from ragjax.reuse.naive import Naive"),
         ("ragjax.scheduler", "from ragjax.runner import Runner"),
         ("ragjax.generation", "from ragjax.models import decoder"),

@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ragjax import core
 from ragjax.engine import Engine
 from ragjax.serve import create_app, main
-from ragjax.serve.command import parse_options
+from ragjax.serve.command import _storage, parse_options
 
 MESSAGES = [{"role": "user", "content": "What colour is the lighthouse?"}]
 CHAT = {"model": "fake", "messages": MESSAGES}
@@ -544,7 +544,7 @@ def test_client_that_leaves_cancels_its_request(stream: bool, delay: float) -> N
 
 
 def test_key_is_required_except_for_health() -> None:
-    with serving(FakeEngine(), api_key="sésame") as served:
+    with serving(FakeEngine(), keys={"sésame": ""}) as served:
         assert served.get("/health").json() == {"status": "ok", "ready": True, "model": "fake"}
         for path in ("/metrics", "/v1/models", "/nowhere", "/openapi.json"):
             response = served.get(path)
@@ -558,7 +558,7 @@ def test_key_is_required_except_for_health() -> None:
 
 
 def test_key_with_openai_client() -> None:
-    with serving(FakeEngine(), api_key="sesame") as served:
+    with serving(FakeEngine(), keys={"sesame": ""}) as served:
         with pytest.raises(openai.AuthenticationError):
             served.client(api_key="wrong").models.list()
         assert served.client(api_key="sesame").models.list().data[0].id == "fake"
@@ -726,10 +726,11 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "max_context": 512,
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),
+        "record_trace": str(tmp_path / "trace"),
     }
     flags = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     assert main([*flags, "--knowledge", "none", "--port", "0"]) == 2
-    assert loaded == {**expected, "knowledge": None}
+    assert loaded == {**expected, "knowledge": None, "storage": core.StorageOptions()}
 
 
 def test_flags_and_fake_agree_with_the_engine() -> None:
@@ -779,6 +780,55 @@ def test_occupied_port_is_one_line_and_code_2(shared: Served, capsys: pytest.Cap
     assert main(["--port", port]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and port in err
+
+
+def test_storage_flags_reach_the_engine(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(json.dumps({"k1": {"name": "acme", "quota_gb": 0.5}, "k2": {"name": "umbra"}}))
+    flags = ["--host-cache-gb", "2", "--disk-cache", str(tmp_path), "--disk-cache-gb", "3", "--at-rest", "int8"]
+    more = ["--load-timeout", "4", "--policy", "lacr", "--share-knowledge", "--tenants", str(tenants)]
+    options = parse_options([*flags, *more])
+    assert _storage(options) == core.StorageOptions(
+        policy="lacr",
+        host_gb=2.0,
+        disk=str(tmp_path),
+        disk_gb=3.0,
+        at_rest="int8",
+        load_timeout=4.0,
+        quotas={"acme": 0.5},
+        share_knowledge=True,
+    )
+    assert _storage(parse_options([])) == core.StorageOptions()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no json", "cannot read"),
+        ("[]", "object"),
+        ("{}", "object"),
+        ('{"k": {"name": ""}}', "needs a name"),
+        ('{"k": {"name": "a", "quota": 1}}', "no more"),
+        ('{"k": {"name": "a", "quota_gb": -1}}', "above 0"),
+        ('{"k": {"name": "a"}, "l": {"name": "a"}}', "same name"),
+        ('{" ": {"name": "a"}}', "empty"),
+        ('{"shared": {"name": "a"}}', "--api-key"),
+    ],
+)
+def test_bad_tenant_files(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text(content)
+    with pytest.raises(core.ConfigError, match=message):
+        parse_options(["--tenants", str(path), "--api-key", "shared"])
+
+
+def test_the_key_decides_the_tenant() -> None:
+    engine = FakeEngine()
+    with serving(engine, keys={"master": "", "k1": "acme", "k2": "umbra"}) as served:
+        for key in ("k1", "k2", "master"):
+            assert served.post(json=CHAT, headers={"authorization": f"Bearer {key}"}).status_code == 200
+        assert served.post(json=CHAT, headers={"authorization": "Bearer acme"}).status_code == 401
+    assert [request.tenant for request in engine.requests] == ["acme", "umbra", ""]
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,9 +13,12 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.hierarchy import Storage
 from ragjax.cache.pages import PagePool
-from ragjax.cache.policy.lru import LRU
-from ragjax.core import Grid, Kind, Prompt, Segment
+from ragjax.cache.policy import POLICIES
+from ragjax.cache.profile import Profile
+from ragjax.core import Grid, Prompt, Segment
+from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
@@ -25,6 +28,9 @@ from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.runner import Runner
+from ragjax.store.codec import Kind
+from ragjax.store.disk import DiskStore
+from ragjax.store.mover import Mover
 
 CONFIG = ModelConfig(
     family="llama",
@@ -134,15 +140,25 @@ def engine(
     pages: int = 200,
     extra: Sequence[Strategy] = (),
     strategy: str = "prefix",
+    policy: str = "lru",
+    host_bytes: int = 0,
+    disk: DiskStore | None = None,
+    at_rest: Kind = "raw",
+    quota: Callable[[str], int | None] = lambda tenant: None,
     **options: Any,
 ) -> Engine:
     """An engine around a runner (the shared float32 one by default) of which it uses `pages` pages."""
     made = made or runner()
     tokenizer = byte_tokenizer()
+    mover = Mover(made, at_rest, disk=disk)
+    profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
+    storage = Storage(mover, host_bytes, disk, quota)
     return Engine(
         made,
         tokenizer,
-        KnowledgeCache(b"tiny", PagePool(pages, PAGE), LRU()),
+        KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy](profile), storage),
+        mover=mover,
+        disk=disk,
         model_name="tiny",
         context_length=CONFIG.context_length,
         strategies=all_strategies() | {s.name: s for s in extra},
@@ -173,13 +189,13 @@ def prompt(seed: int = 0, system: int = 20, chunks: Sequence[int] = (40, 33, 57)
     """A random prompt: system, chunks, question. Chunks of equal seed and index are equal."""
     random = np.random.default_rng(seed)
 
-    def segment(name: str, kind: Kind, n: int) -> Segment:
+    def segment(name: str, kind: SegmentKind, n: int) -> Segment:
         return Segment(name, kind, random.integers(0, 256, n).astype(np.int32), title=name)
 
     return Prompt(
         (
-            segment("system", Kind.SYSTEM, system),
-            *(segment(f"chunk{i}", Kind.CHUNK, n) for i, n in enumerate(chunks)),
-            segment("question", Kind.JOIN, question),
+            segment("system", SegmentKind.SYSTEM, system),
+            *(segment(f"chunk{i}", SegmentKind.CHUNK, n) for i, n in enumerate(chunks)),
+            segment("question", SegmentKind.JOIN, question),
         )
     )

@@ -6,11 +6,14 @@ line in `reuse/__init__.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 
-from ragjax.cache.cache import KnowledgeCache, Lease
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lease import Lease
+from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Provenance
 from ragjax.core import Conversation, Kind, Plan, Prompt, Run, SegmentReport, Span, Tokens, Want
 
@@ -25,10 +28,15 @@ class Strategy(Protocol):
     name: str
     wants: frozenset[Want]
 
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """Keys of the nodes that the prompt will use, kept or not, for policies that look at who waits."""
+        ...
+
     def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
         """Yield passes until the prompt's KV and last logits exist; return the plan carried out.
 
-        Matching and reserving come before the first pass: `OutOfPages` there means the request waits.
+        Matching and reserving come before the first pass: `OutOfPages` there means the request waits. What was
+        matched below the device has arrived when the first pass runs.
         """
         ...
 
@@ -42,12 +50,23 @@ class Holding:
 
     decode_tokens: cells needed behind the prompt for generated tokens.
     slots: most slots that the spans of a pass may take.
+    cold: whether it may use KV from below the device, which has to be waited for.
     """
 
-    def __init__(self, cache: KnowledgeCache, *, tenant: str, label: str, decode_tokens: int, slots: int):
+    def __init__(
+        self,
+        cache: KnowledgeCache,
+        *,
+        tenant: str,
+        label: str,
+        decode_tokens: int,
+        slots: int,
+        cold: bool = True,
+    ):
         self.cache = cache
         self.slots = slots
         self.decode_tokens = decode_tokens
+        self.cold = cold
         self._tenant = tenant
         self._label = label
         self._leases: list[Lease] = []
@@ -59,19 +78,34 @@ class Holding:
         return self.cache.pool.page_size
 
     @property
+    def ready(self) -> bool:
+        """Whether the KV of every lease is on the device, or `broken` says why it never will be."""
+        return all(lease.ready for lease in self._leases)
+
+    @property
+    def broken(self) -> str | None:
+        """Why KV that was leased could not be had; the request must start anew. None if all is well."""
+        return next((lease.broken for lease in self._leases if lease.broken is not None), None)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether any leased KV lost precision at rest, so that nothing built on it is exact."""
+        return any(lease.lossy for lease in self._leases)
+
+    @property
     def own_pages(self) -> frozenset[int]:
         """Pages this request may write."""
         return frozenset(page for run in self._runs for page in run.pages)
 
     def prefix(self, tokens: Tokens) -> Lease:
         """The longest exact prefix of the tokens in the cache."""
-        lease = self.cache.match_prefix(tokens, self._tenant, self._label)
+        lease = self.cache.match_prefix(tokens, self._tenant, self._label, cold=self.cold)
         self._leases.append(lease)
         return lease
 
     def segment(self, context: Lease, tokens: Tokens, provenance: Provenance, method: str) -> Lease | None:
         """The node of these tokens computed behind exactly this context, if the cache has it."""
-        lease = self.cache.match_segment(context, tokens, provenance, method)
+        lease = self.cache.match_segment(context, tokens, provenance, method, cold=self.cold)
         if lease is not None:
             self._leases.append(lease)
         return lease
@@ -128,8 +162,10 @@ def orders(begin: int, end: int) -> Tokens:
     return np.arange(begin, end, dtype=np.int32)
 
 
-def report(prompt: Prompt, reused: dict[int, int]) -> tuple[SegmentReport, ...]:
-    """The account of a prompt: `reused[i]` tokens of segment i came from the cache, the rest was computed."""
+def report(
+    prompt: Prompt, reused: Mapping[int, int], tiers: Mapping[int, Tier | None] | None = None
+) -> tuple[SegmentReport, ...]:
+    """The account of a prompt: `reused[i]` tokens of segment i came from `tiers[i]`, the rest was computed."""
     return tuple(
         SegmentReport(
             id=segment.id,
@@ -137,7 +173,7 @@ def report(prompt: Prompt, reused: dict[int, int]) -> tuple[SegmentReport, ...]:
             tokens=len(segment),
             reused=reused.get(i, 0),
             recomputed=len(segment) - reused.get(i, 0),
-            tier="device" if reused.get(i, 0) else None,
+            tier=tier.label if reused.get(i) and (tier := (tiers or {}).get(i)) is not None else None,
             score=segment.score,
         )
         for i, segment in enumerate(prompt.segments)

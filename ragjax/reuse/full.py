@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Conversation, Pass, Plan, Prompt, Span, Tokens, Want
 from ragjax.reuse.base import Holding, orders, report
 
@@ -11,6 +12,10 @@ class Full:
 
     name = "full"
     wants = frozenset({Want.LOGITS})
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """It uses nothing."""
+        return ()
 
     def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
         """One pass over all tokens."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ragjax.cache.cache import Lease
-from ragjax.cache.tree import Provenance
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lease import Lease
+from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Span, Tokens, Visibility, Want
 from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
 
@@ -21,12 +22,24 @@ class Naive:
     name = "naive"
     wants = frozenset({Want.LOGITS})
 
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the system prompt, and each chunk behind it."""
+        head = prompt.tokens[: _system_length(prompt)]
+        chunks = [prompt.segments[i] for i in segments_of(prompt, Kind.CHUNK)]
+        return (
+            *cache.keys_of(head, (), tenant),
+            *(
+                cache.key_of(head, chunk.tokens, Provenance.ISOLATED, self.name, PUBLIC if chunk.public else tenant)
+                for chunk in chunks
+            ),
+        )
+
     def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
         """At most two passes: the system prompt and chunks that are missing, then the joins."""
         if prompt.segments[-1].kind is not Kind.JOIN:
             raise ValueError("a prompt ends with a join")
         system = _system_length(prompt)
-        context = holding.prefix(prompt.tokens[:system])
+        matched = context = holding.prefix(prompt.tokens[:system])
         rest = most_slots(len(prompt) - system + holding.decode_tokens, len(prompt.segments), holding.page_size)
         runs, system_hit = usable(context, system, holding.slots - rest, holding.page_size)
         found, missing = _match_chunks(prompt, context, holding)
@@ -42,11 +55,14 @@ class Naive:
         if fresh_system is not None or missing:
             yield _compute(prompt, system_hit, system, fresh, system_spans)
             if fresh_system is not None:
-                holding.cache.admit_prefix(context, prompt.tokens[:system], system_hit, fresh_system, ())
+                head = prompt.tokens[:system]
+                holding.cache.admit_prefix(context, head, system_hit, fresh_system, (), min(prompt.public, system))
                 context = holding.prefix(prompt.tokens[:system])
-            for i, piece in fresh.items():
-                tokens = prompt.segments[i].tokens
-                holding.cache.admit_segment(context, tokens, piece, system, Provenance.ISOLATED, self.name)
+            for i, piece in fresh.items() if context.complete else ():
+                tokens, public = prompt.segments[i].tokens, prompt.segments[i].public
+                holding.cache.admit_segment(
+                    context, tokens, piece, system, Provenance.ISOLATED, self.name, public=public
+                )
 
         chunks = {i: ((piece, system),) for i, piece in fresh.items()} | {i: lease.spans for i, lease in found.items()}
         spans, tail = _assemble(prompt, system_spans, chunks, joins, run, holding.page_size)
@@ -54,11 +70,14 @@ class Naive:
         results = yield Pass(rows, rows, spans, self.wants, (len(prompt) - 1,))
 
         reused = {i: len(prompt.segments[i]) for i in found}
+        tiers = {i: lease.tier() for i, lease in found.items()}
         for i in segments_of(prompt, Kind.SYSTEM):
             begin, end = _range(prompt, i)
             reused[i] = max(0, min(end, system_hit) - begin)
-        account, logits = report(prompt, reused), results[Want.LOGITS][0]
-        return Plan(spans, tail, "full" if _is_exact(prompt, system) else None, account, logits)
+            tiers[i] = matched.tier(begin, end)
+        exact = _is_exact(prompt, system) and not holding.lossy
+        account, logits = report(prompt, reused, tiers), results[Want.LOGITS][0]
+        return Plan(spans, tail, "full" if exact else None, account, logits)
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
         """Answers depend on all chunks at once and are not kept."""

@@ -6,8 +6,11 @@ computed. The outcome is full attention's.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Conversation, Pass, Plan, Prompt, Span, Tokens, Want
 from ragjax.reuse.base import Holding, lease_spans, orders, report, usable
 
@@ -18,6 +21,10 @@ class Prefix:
     name = "prefix"
     wants = frozenset({Want.LOGITS})
 
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the whole prompt, cut at its segments."""
+        return cache.keys_of(prompt.tokens, prompt.starts, tenant)
+
     def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
         """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""
         n, tokens = len(prompt), prompt.tokens
@@ -27,10 +34,12 @@ class Prefix:
         fresh = run.slice(0, n - hit, holding.page_size)
         spans = (*lease_spans(lease, 0, runs=runs), Span.consecutive(hit, fresh))
         results = yield Pass(orders(hit, n), orders(hit, n), spans, self.wants, (n - 1,))
-        holding.cache.admit_prefix(lease, tokens, hit, fresh, prompt.starts)
+        holding.cache.admit_prefix(lease, tokens, hit, fresh, prompt.starts, prompt.public)
         tail = run.slice(n - hit, run.length, holding.page_size)
         reused = {i: min(max(hit - start, 0), len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1])}
-        return Plan(spans, tail, "full", report(prompt, reused), results[Want.LOGITS][0])
+        tiers = {i: lease.tier(prompt.starts[i], prompt.starts[i] + used) for i, used in reused.items()}
+        exact_to: Literal["full"] | None = None if lease.lossy and hit else "full"
+        return Plan(spans, tail, exact_to, report(prompt, reused, tiers), results[Want.LOGITS][0])
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
         """Keep the finished turn, so that the next one finds it."""
@@ -39,4 +48,4 @@ class Prefix:
             return
         run = plan.tail.slice(0, len(generated), holding.page_size)
         tokens = np.concatenate([prompt.tokens, generated])
-        holding.cache.admit_prefix(context, tokens, len(prompt), run, ())
+        holding.cache.admit_prefix(context, tokens, len(prompt), run, (), prompt.public)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
@@ -28,12 +30,15 @@ MAX_BODY_BYTES = 8 * 2**20
 """Default limit of a request's body, bytes."""
 
 
-def create_app(engine: Engine, *, api_key: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(
+    engine: Engine, *, keys: Mapping[str, str] = MappingProxyType({}), max_body_bytes: int = MAX_BODY_BYTES
+) -> FastAPI:
     """The HTTP application over `engine`, which the caller closes once the app has stopped.
 
     Args:
         engine: a loaded engine; requests go to its `submit` on the app's event loop.
-        api_key: if given, every route but /health wants it as a bearer token.
+        keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health wants one as a
+            bearer token.
         max_body_bytes: limit of a request's body.
     """
     metrics = Metrics(engine)
@@ -48,7 +53,7 @@ def create_app(engine: Engine, *, api_key: str | None = None, max_body_bytes: in
     app.add_api_route("/v1/completions", endpoints.completion, methods=["POST"], response_model=None)
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(Door, metrics=metrics, api_key=api_key, max_body_bytes=max_body_bytes)
+    app.add_middleware(Door, metrics=metrics, keys=keys, max_body_bytes=max_body_bytes)
     return app
 
 
@@ -85,7 +90,7 @@ class _Endpoints:
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         self._check_model(body.model)
-        asked = body.to_core()
+        asked = replace(body.to_core(), tenant=request.state.tenant)
         form = form_of(self._engine, asked.sampling.logprobs is not None)
         events = self._events(asked, request.state.arrived)
         if body.stream:

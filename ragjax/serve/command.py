@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -68,17 +70,30 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--top-k", type=_integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
     flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
+    flag("--host-cache-gb", type=_size, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
+    flag("--disk-cache", metavar="DIR", help="folder where KV outlives the server; may be shared (default: none)")
+    flag("--disk-cache-gb", type=_positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
+    flag("--at-rest", choices=("raw", "int8", "float8"), default="raw", help="KV below the device; only raw is exact")
+    flag("--load-timeout", type=_positive, default=10.0, help="seconds before KV is computed, not loaded (%(default)s)")
+    flag("--policy", default="lru", help="what leaves the caches first (%(default)s)")
+    flag("--cost-profile", metavar="FILE", help="prefill times of this device, by benchmarks.cost; for --policy pgdsf")
+    flag("--record-trace", metavar="FILE", help="add every request to FILE, as hashes and sizes")
     flag("--max-context", type=_integer(1), help="tokens of prompt and answer together (default: the model's)")
     flag("--max-queue", type=_integer(1), default=64, help="requests that may wait; more get 429 (%(default)s)")
     flag("--max-body-mb", type=_positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flag("--port", type=_integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
+    flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
+    flag("--share-knowledge", action="store_true", help="let tenants share the KV of the knowledge (docs/http.md)")
     flag("--grace", type=_integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
     options.knowledge = _knowledge(options.knowledge)
     options.api_key = _api_key(options.api_key)
+    options.tenants = {} if options.tenants is None else _tenants(options.tenants)
+    if options.api_key in options.tenants:
+        raise core.ConfigError("--tenants: the key of --api-key may not be a tenant's too")
     return options
 
 
@@ -96,6 +111,50 @@ def _positive(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def _size(text: str) -> float:
+    return 0.0 if text.strip() in ("0", "0.0") else _positive(text)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Whom an API key belongs to. quota_gb: 2^30 bytes of KV on the device, and as many in host memory."""
+
+    name: str
+    quota_gb: float | None = None
+
+
+def _tenants(path: str) -> dict[str, Tenant]:
+    """Tenants by API key, from a JSON file.
+
+    Raises:
+        core.ConfigError: saying what is wrong with the file.
+    """
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise core.ConfigError(f"--tenants: cannot read {path!r}: {error}") from error
+    if not isinstance(given, dict) or not given:
+        raise core.ConfigError(f"--tenants: {path!r} must hold an object of API keys")
+    tenants = {key: _tenant(key, entry) for key, entry in given.items()}
+    if len({tenant.name for tenant in tenants.values()}) != len(tenants):
+        raise core.ConfigError("--tenants: two keys have the same name; each tenant has one key")
+    return tenants
+
+
+def _tenant(key: str, entry: object) -> Tenant:
+    shown = f"--tenants: the entry of key {key[:4]}…"
+    if not key.strip():
+        raise core.ConfigError("--tenants: an API key is empty")
+    if not isinstance(entry, dict) or not set(entry) <= {"name", "quota_gb"}:
+        raise core.ConfigError(f'{shown} must be {{"name": …, "quota_gb": …}}, and no more')
+    name, quota = entry.get("name"), entry.get("quota_gb")
+    if not isinstance(name, str) or not name.strip():
+        raise core.ConfigError(f"{shown} needs a name")
+    if quota is not None and not (isinstance(quota, int | float) and 0 < quota < math.inf):
+        raise core.ConfigError(f"{shown}: quota_gb must be a number above 0, not {quota!r}")
+    return Tenant(name, quota)
 
 
 def _knowledge(value: str) -> dict[str, str | Path] | None:
@@ -149,13 +208,29 @@ def _load(options: argparse.Namespace) -> Engine:
         max_context=options.max_context,
         index=options.index,
         index_dir=options.index_dir,
+        storage=_storage(options),
+        record_trace=options.record_trace,
+    )
+
+
+def _storage(options: argparse.Namespace) -> core.StorageOptions:
+    return core.StorageOptions(
+        policy=options.policy,
+        cost_profile=options.cost_profile,
+        host_gb=options.host_cache_gb,
+        disk=options.disk_cache,
+        disk_gb=options.disk_cache_gb,
+        at_rest=options.at_rest,
+        load_timeout=options.load_timeout,
+        share_knowledge=options.share_knowledge,
+        quotas={t.name: t.quota_gb for t in options.tenants.values() if t.quota_gb is not None},
     )
 
 
 def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     config = uvicorn.Config(
-        create_app(engine, api_key=options.api_key, max_body_bytes=int(options.max_body_mb * 2**20)),
+        create_app(engine, keys=_keys(options), max_body_bytes=int(options.max_body_mb * 2**20)),
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,
@@ -174,10 +249,16 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
             signal.signal(number, handler)
 
 
+def _keys(options: argparse.Namespace) -> dict[str, str]:
+    """API keys and their tenants; that of --api-key is no tenant's."""
+    keys = {key: tenant.name for key, tenant in options.tenants.items()}
+    return keys if options.api_key is None else {options.api_key: "", **keys}
+
+
 def _say_ready(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     knowledge = ", ".join(engine.knowledge_names) or "none"
     _log.info("%s ready at %s (knowledge: %s; strategy: %s)", engine.model_name, url, knowledge, options.strategy)
-    if options.api_key is None and host not in ("127.0.0.1", "::1"):
+    if not _keys(options) and host not in ("127.0.0.1", "::1"):
         _log.warning("no API key is set, and %s can be reached from other machines", host)

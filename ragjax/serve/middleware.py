@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,16 +19,17 @@ _log = logging.getLogger(__name__)
 
 
 class Door:
-    """Gives a request its id and arrival time, checks its key and size, counts it, and answers what nobody caught.
+    """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers what nobody
+    caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
     reads the rest away, so that a client that is still writing gets to read the answer.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None, max_body_bytes: int):
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Mapping[str, str], max_body_bytes: int):
         self._app = app
         self._metrics = metrics
-        self._authorization = None if api_key is None else f"Bearer {api_key}".encode()
+        self._tenants = {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
         self._limit = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,7 +38,7 @@ class Door:
             return await self._app(scope, receive, send)
         arrived = time.perf_counter()
         request_id = uuid.uuid4().hex
-        scope.setdefault("state", {}).update(arrived=arrived, request_id=request_id)
+        scope.setdefault("state", {}).update(arrived=arrived, request_id=request_id, tenant="")
         status = 0
 
         async def observed_send(message: Message) -> None:
@@ -64,11 +66,14 @@ class Door:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        if self._authorization is not None and scope["path"] != "/health":
+        if self._tenants and scope["path"] != "/health":
             given = headers.get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._authorization):
+            # every key is compared, so that the time taken tells nothing
+            matching = [tenant for key, tenant in self._tenants.items() if hmac.compare_digest(given, key)]
+            if not matching:
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            scope["state"]["tenant"] = matching[0]
         self._check_size(int(headers.get(b"content-length", b"0")))
 
     def _check_size(self, size: int) -> None:

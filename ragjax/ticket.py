@@ -1,0 +1,85 @@
+"""A request inside the engine, and the engine's counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ragjax.core import Event, Kind, Prompt, Request, Segment
+from ragjax.generation import Generation
+from ragjax.reuse.base import Strategy
+from ragjax.scheduler import Task
+
+Sink = Callable[[Event | BaseException], None]
+"""Where a request's events go: deltas, then one answer or one error."""
+
+RESTARTS = 3
+"""Times that a request begins anew before it fails: KV that could not be loaded, a lost device."""
+
+
+@dataclass
+class Ticket:
+    """One request inside the engine. Times are `time.perf_counter()` seconds, or milliseconds where named so.
+
+    cold: whether it still may wait for KV from below the device. notices: what did not go as it should.
+    """
+
+    id: str
+    prompt: Prompt
+    strategy: Strategy
+    request: Request
+    sink: Sink
+    arrival: float
+    retrieve_ms: float
+    generation: Generation
+    task: Task | None = None
+    cancelled: bool = False
+    admitted: float = 0.0
+    first_token: float = 0.0
+    load_ms: float = 0.0
+    compute_ms: float = 0.0
+    loading: bool = False
+    cold: bool = True
+    restarts: int = 0
+    notices: list[str] = field(default_factory=list)
+
+    def begin_anew(self, notice: str) -> None:
+        """Give back what it holds, to be admitted once more; tokens that went out already stay as they are."""
+        if self.task is not None:
+            self.task.close()
+        self.task = None
+        self.loading = False
+        self.restarts += 1
+        self.notices.append(notice)
+
+    @property
+    def whole_prompt(self) -> Prompt:
+        """The prompt, and behind it what was generated before the request had to begin anew."""
+        if not self.generation.tokens:
+            return self.prompt
+        said = Segment("continued", Kind.JOIN, np.array(self.generation.tokens, np.int32))
+        return Prompt((*self.prompt.segments, said))
+
+
+@dataclass
+class Counters:
+    """What has happened since the start; only ever grows.
+
+    load_fallbacks: requests that recomputed KV because its load "failed" or was "slow".
+    device_losses: times that the device's pool was lost and made anew.
+    """
+
+    requests: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled: int = 0
+    errors: int = 0
+    steps: int = 0
+    overhead_ms_last: float = 0.0
+    load_fallbacks: Counter[str] = field(default_factory=Counter)
+    device_losses: int = 0

@@ -1,0 +1,89 @@
+"""Measures what a prefill costs by tokens cached and tokens computed, once per device (RAGCache, section 5.1).
+
+    python -m benchmarks.cost --out cost.json [--model M] [--dtype D] [--longest N] [--quick]
+
+`python -m ragjax.serve --policy pgdsf --cost-profile cost.json` reads it, and so does `python -m benchmarks.policies`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import report
+from ragjax.cache.profile import Profile
+from ragjax.core import Kind, Prompt, Segment
+from ragjax.engine import Engine
+
+COLUMNS = ("cached", "new", "ms", "ms_per_new_token")
+
+
+def grid(longest: int) -> tuple[int, ...]:
+    """Powers of four from 32 on, and the longest."""
+    counts = [32]
+    while counts[-1] * 4 < longest:
+        counts.append(counts[-1] * 4)
+    return (*counts, longest)
+
+
+def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
+    """Prefill of `new` tokens behind `cached` ones that are in the cache; median over rounds of other tokens."""
+    random, times = np.random.default_rng(cached * 100_003 + new), []
+    for _ in range(rounds):
+        ids = random.integers(5, 1000, cached + new).astype(np.int32)
+        head = (Segment("cached", Kind.JOIN, ids[:cached]),) if cached else ()
+        if head:
+            engine.answer_prompt(Prompt(head), strategy="prefix", max_tokens=1)
+        began = time.perf_counter()
+        prompt = Prompt((*head, Segment("new", Kind.JOIN, ids[cached:])))
+        answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=1)
+        times.append(time.perf_counter() - began)
+        # the last token of the cached part is computed for its logits, so it is cached as well
+        assert answer.cached_tokens == cached, (answer.cached_tokens, cached)
+        engine.clear_cache()
+    return statistics.median(times)
+
+
+def measure(engine: Engine, longest: int, rounds: int) -> Profile:
+    """The whole grid; progress goes to stderr."""
+    cached, new = (0, *grid(longest)), (1, *grid(longest))
+    progress = report.Progress(len(cached) * len(new))
+    rows = []
+    for a in cached:
+        row = []
+        for b in new:
+            progress.step(f"{a} cached, {b} new")
+            row.append(seconds(engine, a, b, rounds))
+        rows.append(tuple(row))
+    return Profile(cached, new, tuple(rows), f"{engine.model_name} {engine.dtype}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = report.parser("cost", (__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the profile, JSON")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--longest", type=int, default=2048, help="most cached, and most new tokens (%(default)s)")
+    chosen = parser.parse_args(arguments)
+    head = report.header("cost")
+    longest = min(chosen.longest, 512) if chosen.quick else chosen.longest
+    with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
+        profile = measure(engine, longest, 1 if chosen.quick else 3)
+    profile.save(chosen.out)
+    rows = [
+        {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}
+        for a, row in zip(profile.cached, profile.seconds, strict=True)
+        for b, s in zip(profile.new, row, strict=True)
+    ]
+    report.finish(head, rows, COLUMNS, chosen.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,8 +2,8 @@
 
 The thread that owns the pool only dispatches: copies out of the pool's pages when a run is saved, and the insertion of
 what has arrived. Waiting, cutting, encoding and files are for worker threads, in three lanes, so that a load, which a
-request waits for, stands behind other loads only. No worker waits for another: a job enters its lane when the entries
-it needs are there.
+request waits for, stands behind other loads only. No job waits for another in a worker: it enters its lane when the
+entries it needs are there.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Mover(Carrier):
         device: the runner.
         kind: the encoding of new entries; entries of every kind can be loaded.
         disk: without it, jobs that need one are refused.
-        workers: threads for loads; saves and writes have one each.
+        workers: threads for loads, and as many for reading from disk; saves and writes have one each.
         retries: further reads after one from disk failed.
         notify: called, in any thread, when there is something to poll; must return at once.
 
@@ -170,6 +170,7 @@ class Mover(Carrier):
         self._savers = ThreadPoolExecutor(1, "ragjax-save")
         self._writers = ThreadPoolExecutor(1, "ragjax-write")
         self._loaders = ThreadPoolExecutor(workers, "ragjax-load")
+        self._readers = ThreadPoolExecutor(workers, "ragjax-read")  # entries of one load are read side by side
         self._traffic: dict[Direction, Traffic] = {
             "device_to_host": Traffic(),
             "host_to_device": Traffic(),
@@ -266,7 +267,7 @@ class Mover(Carrier):
         with self._change:
             self._closed = True
             self._change.notify_all()
-        for lane in (self._loaders, self._savers, self._writers):
+        for lane in (self._loaders, self._readers, self._savers, self._writers):
             lane.shutdown(wait=wait, cancel_futures=True)
 
     # ------------------------------------------------------------------------------ in the owner's thread
@@ -396,7 +397,7 @@ class Mover(Carrier):
         for piece in job.pieces:
             if isinstance(piece.entry, bytes):
                 ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
-        read = {key: self._read(key, tokens) for key, tokens in ends.items()}
+        read = dict(zip(ends, self._readers.map(self._read, ends, ends.values()), strict=True))
         with self._count("host_to_device") as moved:
             pages = self._pages(len(job.run.pages))
             begin = 0

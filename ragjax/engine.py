@@ -563,15 +563,16 @@ class Engine:
     def _check_loads(self) -> None:
         """Requests whose KV arrived go on; those whose KV will not, or not in time, begin anew and compute it."""
         now = time.perf_counter()
-        for ticket in [t for t in self._tickets.values() if t.loading]:
+        for ticket in [t for t in self._tickets.values() if t.task is not None and not t.task.decoding]:
             assert ticket.task is not None
             holding = ticket.task.holding
             if holding.broken is not None:
                 self._fall_back(ticket, "failed", f"KV could not be loaded and was computed anew: {holding.broken}")
             elif holding.ready:
-                ticket.loading = False
-                ticket.load_ms += (now - ticket.admitted) * 1e3
-            elif now - ticket.admitted > self._load_timeout:
+                ticket.stop_waiting(now)
+            elif ticket.waits_since is None:
+                ticket.waits_since = now
+            elif now - ticket.waits_since > self._load_timeout:
                 ticket.cold = False
                 self._fall_back(ticket, "slow", f"loading KV took over {self._load_timeout:g} s; it was computed anew")
 
@@ -625,9 +626,9 @@ class Engine:
                 task.close()
                 raise
             break
-        ticket.task, ticket.loading = task, not task.holding.ready
-        if not ticket.loading:
-            ticket.load_ms += (time.perf_counter() - ticket.admitted) * 1e3
+        ticket.task, ticket.waits_since = task, ticket.admitted
+        if task.holding.ready:
+            ticket.stop_waiting(time.perf_counter())
         self._tickets[id(task)] = ticket
         self._scheduler.tasks.append(task)
         return True

@@ -24,7 +24,8 @@ RESTARTS = 3
 class Ticket:
     """One request inside the engine. Times are `time.perf_counter()` seconds, or milliseconds where named so.
 
-    cold: whether it still may wait for KV from below the device. notices: what did not go as it should.
+    waits_since: when it began to match KV and to wait for its load. cold: whether it still may wait for KV from below
+    the device. notices: what did not go as it should.
     """
 
     id: str
@@ -41,7 +42,7 @@ class Ticket:
     first_token: float = 0.0
     load_ms: float = 0.0
     compute_ms: float = 0.0
-    loading: bool = False
+    waits_since: float | None = None
     cold: bool = True
     restarts: int = 0
     notices: list[str] = field(default_factory=list)
@@ -51,9 +52,15 @@ class Ticket:
         if self.task is not None:
             self.task.close()
         self.task = None
-        self.loading = False
+        self.waits_since = None
         self.restarts += 1
         self.notices.append(notice)
+
+    def stop_waiting(self, now: float) -> None:
+        """What it waited for is there."""
+        if self.waits_since is not None:
+            self.load_ms += (now - self.waits_since) * 1e3
+            self.waits_since = None
 
     @property
     def whole_prompt(self) -> Prompt:

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from ragjax.cache.policy import POLICIES
-from ragjax.core import Answer, Document, Prompt
+from ragjax.core import Answer, Conversation, Document, Prompt
 from ragjax.engine import Engine
+from ragjax.reuse.base import Holding
+from ragjax.reuse.full import Full
 from ragjax.store.disk import DiskStore
 from ragjax.store.mover import Mover
 from ragjax.trace import Recorder
@@ -243,6 +245,38 @@ def test_a_slow_load_is_not_waited_for(unwilling: Callable[[], Unwilling], refer
             ask(engine, 1)
         assert_exact(ask(engine, 0), reference[0])
         engine.audit()
+
+
+class Late(Full):
+    """Looks below the device once its first pass is done, and goes on when the KV is there."""
+
+    name = "late"
+
+    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+        conversation = super().carry_out(prompt, holding)
+        first = next(conversation)
+        yield first
+        holding.prefix(tiny.prompt(0).tokens)
+        results = yield first
+        try:
+            conversation.send(results)
+        except StopIteration as stop:
+            return stop.value
+        raise AssertionError("full has one pass")
+
+
+@pytest.mark.parametrize(("failing", "reason"), [(2, "failed"), (0, "slow")])
+def test_loads_between_passes_are_watched_too(unwilling: Callable[[], Unwilling], failing: int, reason: str) -> None:
+    store = unwilling()
+    store.failing = failing
+    with tiny.engine(disk=store, extra=[Late()], load_timeout=0.05) as engine:  # type: ignore[arg-type]
+        if reason == "slow":
+            store.gate.clear()
+        expected = ask(engine, 1, "full")
+        answer = ask(engine, 1, "late")
+        assert answer.tokens == expected.tokens and len(answer.notices) == 1
+        assert engine.stats()["load_fallbacks_total"] == {reason: 1}
+        store.gate.set()
 
 
 def test_others_are_served_while_one_waits_for_its_load(unwilling: Callable[[], Unwilling]) -> None:

@@ -470,6 +470,9 @@ class Hierarchy:
             nodes.append(node)
             parent, at = node, at + len(find)
         copies = tuple(Copy(find.record.key, find.begin, len(find)) for find in records)
+        if self._storage is not None and self._storage.shelf is not None:
+            # whole entries are touched by their nodes' keys, as at every later access
+            self._storage.shelf.touch([f.record.key for f in reversed(records) if len(f) < len(f.record)])
         self._start(_Loading(nodes, Tier.DISK), run, copies)
         return [(node, len(node)) for node in nodes]
 

@@ -243,7 +243,7 @@ def test_the_disk_continues_what_memory_holds():
     assert len(bench.cache.tree) == 0 and len(bench.shelf.entries) == 3
     assert label(bench, A) == "disk"
     with bench.match(path) as lease:
-        assert lease.length == 12 and lease.origins == ((4, Tier.DEVICE), (4, Tier.DISK), (4, Tier.DISK))
+        assert lease.length == 12 and lease.origins == ((4, Tier.DEVICE), (8, Tier.DISK))
         assert [lease.tier(0, 4), lease.tier(3, 5), lease.tier(12, 12)] == [Tier.DEVICE, Tier.DISK, None]
         assert np.array_equal(bench.read(lease), causal_content("", path))
         assert bench.carrier.calls["load"] == 2  # one for both of the rest
@@ -273,7 +273,7 @@ def test_part_of_an_entry_is_taken_and_others_continue_behind_it():
     bench.cache.clear()
     bench = tiers(12, shelf=shelf)
     with bench.match([0, 1, 2, 3, 70, 71]) as lease:
-        assert lease.origins == ((4, Tier.DISK), (2, Tier.DISK))
+        assert lease.origins == ((6, Tier.DISK),)
         assert np.array_equal(bench.read(lease), causal_content("", [0, 1, 2, 3, 70, 71]))
     assert where(bench, range(4)) == "D" and where(bench, range(6)) == ""
     assert bench.length(range(6)) == 6

@@ -320,16 +320,22 @@ class KnowledgeCache:
         raw, tenant = _raw(tokens), context.tenant
         if public is None:
             public = 0 if tenant else len(tokens)
-        steps = self.tree.walk(raw, tenant)
-        at = sum(used for _, used in steps)
+        start = self._resume(context)
+        steps = self.tree.walk(raw[4 * start.end :], tenant, start)
+        at = start.end + sum(used for _, used in steps)
         lossy = context.lossy and from_ > 0
-        parent = self._cut_after(*steps[-1]) if steps else self.tree.root
+        parent = self._cut_after(*steps[-1]) if steps else start
         self._land(parent, run, from_, lossy)
         if at >= len(tokens) or (parent.run is None and parent.parent is not None):
             return
         rest = run.slice(at - from_, run.length, self.pool.page_size)
         self._hierarchy.device.discard(parent)
         self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, from_, len(tokens) - from_))
+
+    def _resume(self, context: Lease) -> Node:
+        """Where to walk on from: there is one path of public nodes alone, and the lease's node is on it."""
+        node = context.node
+        return node if context.tenant == PUBLIC and node.end == context.length and not node.dead else self.tree.root
 
     def _land(self, node: Node, run: Run, from_: int, lossy: bool) -> None:
         """Nodes of a path that are in host memory alone come back with the KV that a request has computed anew."""

@@ -493,16 +493,18 @@ class Hierarchy:
 
     def wait(self, lease: Lease, steps: Steps) -> tuple[tuple[int, Tier], ...]:
         """Let the lease wait for what of its path is under way; returns where each part comes from."""
-        origins = []
+        origins: list[tuple[int, Tier]] = []
         for node, used in steps:
-            if not node.loading:
-                origins.append((used, Tier.DEVICE))
-                continue
-            loading = self._loads[node.loading]
-            origins.append((used, loading.tier))
-            if node.loading not in lease.waits:
-                lease.waits.add(node.loading)
-                loading.leases.append(lease)
+            tier = Tier.DEVICE
+            if node.loading:
+                loading = self._loads[node.loading]
+                tier = loading.tier
+                if node.loading not in lease.waits:
+                    lease.waits.add(node.loading)
+                    loading.leases.append(lease)
+            if origins and origins[-1][1] is tier:
+                used += origins.pop()[0]
+            origins.append((used, tier))
         return tuple(origins)
 
     # --------------------------------------------------------------------------------------- what came back

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -185,7 +185,7 @@ class KnowledgeTree:
         self.root = Node(PUBLIC, b"", None, 0)
         self.held: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self._by_key: dict[bytes, Node] = {}
-        self._by_content: dict[bytes, Node | tuple[Node, ...]] = {}
+        self._by_content: dict[Hashable, Node | tuple[Node, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -206,9 +206,9 @@ class KnowledgeTree:
         """
         return _digest(b"place", self._identity, _radix_tag(tenant, method), context)
 
-    def content(self, tenant: str, raw: bytes) -> bytes:
-        """Digest of what a node says, wherever it stands, 32 bytes; a tenant's own."""
-        return _digest(b"content", tenant.encode(), raw)
+    def content(self, tenant: str, raw: bytes) -> Hashable:
+        """What a node says, wherever it stands; a tenant's own. Public tokens stand for themselves, without a copy."""
+        return raw if tenant == PUBLIC else (tenant, raw)
 
     # ---------------------------------------------------------------------------------------- look-ups
 

@@ -9,11 +9,13 @@ entries it needs are there.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import accumulate
 from threading import Condition
 from typing import Any, Literal, Protocol
 
@@ -26,7 +28,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.store import host
 from ragjax.store.codec import Arrays, Codec, Kind, cut, rest_dtype
 from ragjax.store.host import Entry, HostStore
-from ragjax.store.pages import Excerpt
+from ragjax.store.pages import Excerpt, cuts
 
 Direction = Literal["device_to_host", "host_to_device", "host_to_disk", "disk_to_host"]
 
@@ -136,7 +138,7 @@ class Mover(Carrier):
         device: the runner.
         kind: the encoding of new entries; entries of every kind can be loaded.
         disk: without it, jobs that need one are refused.
-        workers: threads for loads, and as many for reading from disk; saves and writes have one each.
+        workers: threads for loads, and as many for what they consist of; saves and writes have one each.
         retries: further reads after one from disk failed.
         notify: called, in any thread, when there is something to poll; must return at once.
 
@@ -170,7 +172,7 @@ class Mover(Carrier):
         self._savers = ThreadPoolExecutor(1, "ragjax-save")
         self._writers = ThreadPoolExecutor(1, "ragjax-write")
         self._loaders = ThreadPoolExecutor(workers, "ragjax-load")
-        self._readers = ThreadPoolExecutor(workers, "ragjax-read")  # entries of one load are read side by side
+        self._readers = ThreadPoolExecutor(workers, "ragjax-read")  # parts of one load are done side by side
         self._traffic: dict[Direction, Traffic] = {
             "device_to_host": Traffic(),
             "host_to_device": Traffic(),
@@ -399,17 +401,22 @@ class Mover(Carrier):
                 ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
         read = dict(zip(ends, self._readers.map(self._read, ends, ends.values()), strict=True))
         with self._count("host_to_device") as moved:
-            pages = self._pages(len(job.run.pages))
-            begin = 0
-            for piece in job.pieces:
+            # in the parts that the device takes at once, so that nothing is copied twice
+            parts = self._parts(len(job.run.pages))
+            places = [(part, i) for part in parts for i in range(part[0].shape[1])]
+
+            def fill(piece: Copy, end: int) -> None:
                 arrays = read[piece.entry] if isinstance(piece.entry, bytes) else kept[piece].read()
-                part = self._codec.decode(cut(arrays, piece.begin, piece.begin + piece.length))
-                for x_LPKCD, x_LKTD in zip(pages, part, strict=True):
-                    for page, cells, tokens in _spread(begin, piece.length, self._device.page_size):
-                        x_LPKCD[:, page, :, cells] = x_LKTD[:, :, tokens]
-                begin += piece.length
-            moved.bytes = sum(x.nbytes for x in pages)
-            return _Outcome(moved.bytes, excerpts=self._device.upload(*pages))
+                kv_LKTD = self._codec.decode(cut(arrays, piece.begin, piece.begin + piece.length))
+                for page, cells, tokens in _spread(end - piece.length, piece.length, self._device.page_size):
+                    pages, i = places[page]
+                    for x_LPKCD, x_LKTD in zip(pages, kv_LKTD, strict=True):
+                        x_LPKCD[:, i, :, cells] = x_LKTD[:, :, tokens]
+
+            deque(self._readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)), 0)
+            moved.bytes = sum(x.nbytes for pages in parts for x in pages)
+            uploaded = self._readers.map(lambda pages: self._device.upload(*pages), parts)
+            return _Outcome(moved.bytes, excerpts=[excerpt for part in uploaded for excerpt in part])
 
     def _read(self, key: bytes, tokens: int) -> Arrays:
         with self._count("disk_to_host") as moved:
@@ -429,11 +436,18 @@ class Mover(Carrier):
                 errors.append(error)
         raise errors[0]  # a damaged entry is set aside, and missing from then on
 
-    def _pages(self, pages: int) -> list[NDArray[Any]]:
-        """Empty pages for keys and for values. Cells that no token fills must be finite."""
+    def _parts(self, pages: int) -> list[list[NDArray[Any]]]:
+        """Empty pages for keys and for values, part by part. Cells that no token fills must be finite.
+
+        All lie in one array, which has huge pages if it is large: the rest of their memory is quicker to come by.
+        """
         codec = self._codec
-        shape = (codec.layers, pages, codec.heads, self._device.page_size, codec.dim)
-        return [np.zeros(shape, codec.dtype) for _ in "kv"]
+        page = (codec.heads, self._device.page_size, codec.dim)
+        whole = np.zeros((2, codec.layers * pages, *page), codec.dtype)
+        return [
+            [x[codec.layers * part.start : codec.layers * part.stop].reshape(codec.layers, -1, *page) for x in whole]
+            for part in cuts(pages)
+        ]
 
     def _fail(self, direction: Direction, error: Exception) -> _Outcome:
         with self._count(direction):

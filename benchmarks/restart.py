@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -24,6 +25,9 @@ from ragjax.engine import Engine
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 COLUMNS = ("state", "strategy", "questions", "context_tokens", "ttft_ms", "load_ms", "reused", "faster_than_cold")
+PAUSE = 0.3
+"""Seconds before each question, in which the copies that the last one left behind come to an end."""
+
 STRATEGIES = ("prefix", "naive")
 
 
@@ -50,6 +54,7 @@ def serve(folder: str, states: Sequence[str], limit: int) -> list[dict[str, Any]
 
 
 def ask(engine: Engine, question: str, strategy: str, state: str) -> dict[str, Any]:
+    time.sleep(PAUSE)
     answer = engine.answer(question, strategy=strategy, max_tokens=1)
     return {
         "state": state,

@@ -53,6 +53,9 @@ from ragjax.trace import Recorder
 
 _log = logging.getLogger(__name__)
 
+TEND_STEPS = 64
+"""Steps after which hot nodes are copied to the tiers below even though requests are running."""
+
 TICK = 0.02
 """Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
 
@@ -520,10 +523,11 @@ class Engine:
         self._blocked = self._blocked and not moved
         self._check_loads()
         self._admit()
-        copied = self._cache.tend()
         batch = self._scheduler.next_batch()
         if batch is not None:
             self._step(batch)
+        # copies ahead of need take turns with steps only if there is no end of these
+        copied = (batch is None or self._counters.steps % TEND_STEPS == 0) and self._cache.tend()
         return moved or copied or batch is not None
 
     def _drain_inbox(self, busy: bool) -> bool:
@@ -552,8 +556,11 @@ class Engine:
 
     def _arrive(self, ticket: Ticket) -> None:
         self._waiting.append(ticket)
-        keys = ticket.strategy.keys(ticket.prompt, self._cache, ticket.request.tenant)
-        self._cache.announce(ticket.id, keys)
+        try:
+            keys = ticket.strategy.keys(ticket.prompt, self._cache, ticket.request.tenant)
+            self._cache.announce(ticket.id, keys)
+        except Exception as error:
+            self._fail(ticket, error)
 
     def _drop_cancelled(self) -> None:
         for ticket in [t for t in (*self._waiting, *self._tickets.values()) if t.cancelled]:

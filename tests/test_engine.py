@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import (
     Answer,
     ConfigError,
@@ -26,6 +27,7 @@ from ragjax.core import (
     Segment,
 )
 from ragjax.engine import Engine
+from ragjax.reuse.full import Full
 from ragjax.runner import Runner
 from tests import tiny
 
@@ -236,6 +238,23 @@ def test_an_empty_knowledge_base_is_an_error() -> None:
         with pytest.raises(RequestError, match="empty"):
             engine.answer("Hello?", max_tokens=1)
         assert engine.answer("Hello?", top_k=0, max_tokens=1).tokens
+
+
+class Thoughtless(Full):
+    """Fails before its request is admitted."""
+
+    name = "thoughtless"
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        raise ZeroDivisionError("no keys")
+
+
+def test_a_strategy_that_fails_on_arrival_takes_nobody_along() -> None:
+    with tiny.engine(extra=[Thoughtless()]) as engine:
+        with pytest.raises(ZeroDivisionError):
+            engine.answer_prompt(tiny.prompt(0), strategy="thoughtless", max_tokens=1)
+        assert engine.answer_prompt(tiny.prompt(0), max_tokens=1).tokens
+        engine.audit()
 
 
 def test_tenants_share_no_kv(engine: Engine) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.tree import Provenance
 from ragjax.core import NEVER, Conversation, Kind, Pass, Plan, Prompt, Segment, Span, Tokens, Want
 from ragjax.engine import Engine
@@ -30,6 +31,9 @@ class Repair:
     ratio = 0.2
     mass: NDArray[np.float32] | None = None
     chosen: NDArray[np.int32] = np.zeros(0, np.int32)
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        return Naive().keys(prompt, cache, tenant)
 
     def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
         system = prompt.starts[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -314,7 +315,9 @@ def test_a_lost_device_costs_time_and_no_answer(
     runner = tiny.Runner(tiny.decoder(), pages=60, page_size=tiny.PAGE, grid=tiny.GRID)
     with tiny.engine(runner, pages=60, host_bytes=GIGA) as engine:
         for _ in range(3):
-            ask(engine, 0)  # hot: it is copied to host memory
+            ask(engine, 0)  # hot: it is copied to host memory when there is time
+        while "save" not in engine.stats()["transfers_total"]:  # type: ignore[operator]
+            time.sleep(0.01)
         step, left = runner.step, [after]
 
         def dying(one: object) -> object:

@@ -6,12 +6,13 @@ key spans; a request goes in and events come out (docs/architecture.md walks one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -509,9 +510,16 @@ Event = Delta | Answer
 # ------------------------------------------------------------------------------------------ storage
 
 
+AtRest = Literal["raw", "int8", "float8"]
+"""How KV is encoded below the device."""
+
+
 @dataclass(frozen=True)
 class StorageOptions:
     """Where KV is kept below the device, and what leaves first.
+
+    Raises:
+        ConfigError: naming the field that cannot work.
 
     policy: name of the replacement policy. cost_profile: JSON of measured prefill times, which "pgdsf" needs.
     host_gb: host memory for KV, in 2^30 bytes (0: none). disk: folder of the disk tier (None: none), shared by any
@@ -528,7 +536,17 @@ class StorageOptions:
     host_gb: float = 0.0
     disk: str | Path | None = None
     disk_gb: float = 8.0
-    at_rest: Literal["raw", "int8", "float8"] = "raw"
+    at_rest: AtRest = "raw"
     load_timeout: float = 10.0
     quotas: Mapping[str, float] = field(default_factory=dict)
     share_knowledge: bool = False
+
+    def __post_init__(self) -> None:
+        if self.at_rest not in get_args(AtRest):
+            raise ConfigError(f"unknown at_rest {self.at_rest!r}; choose one of {', '.join(get_args(AtRest))}")
+        if not 0 <= self.host_gb < math.inf:
+            raise ConfigError(f"host_gb must be a number from 0, not {self.host_gb!r}")
+        limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout}
+        for name, value in limits.items() | {(f"quotas[{tenant!r}]", gb) for tenant, gb in self.quotas.items()}:
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a number above 0, not {value!r}")

@@ -215,6 +215,7 @@ class Engine:
             "tier_hit_tokens_total": dict(metrics.tier_hit_tokens),
             "transfers_total": dict(metrics.jobs),
             "transfer_bytes_total": dict(metrics.job_bytes),
+            "transfer_seconds_total": dict(metrics.job_seconds),
             "transfer_failures_total": dict(metrics.failures),
             "load_fallbacks_total": dict(counters.load_fallbacks),
             "device_losses_total": counters.device_losses,
@@ -580,13 +581,13 @@ class Engine:
             elif ticket.waits_since is None:
                 ticket.waits_since = now
             elif now - ticket.waits_since > self._load_timeout:
-                ticket.cold = False
                 self._fall_back(ticket, "slow", f"loading KV took over {self._load_timeout:g} s; it was computed anew")
 
     def _fall_back(self, ticket: Ticket, reason: str, notice: str) -> None:
         if not self._counters.load_fallbacks[reason]:
             _log.warning("%s", notice)
         self._counters.load_fallbacks[reason] += 1
+        ticket.cold = False  # once is enough: a disk that always fails must not be asked for ever
         self._begin_anew(ticket, notice)
 
     def _begin_anew(self, ticket: Ticket, notice: str) -> None:

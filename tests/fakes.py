@@ -165,6 +165,7 @@ class FakeEngine:
             "tier_hit_tokens_total": {"device": 7 * count},
             "transfers_total": {"save": 1, "write": 1, "load": 1},
             "transfer_bytes_total": {"save": 100, "write": 100, "load": 100},
+            "transfer_seconds_total": {"save": 0.1, "write": 0.1, "load": 0.1},
             "transfer_failures_total": {"load": 0},
             "load_fallbacks_total": {"slow": 0},
             "device_losses_total": 0,

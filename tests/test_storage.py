@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ragjax.cache.policy import POLICIES
-from ragjax.core import Answer, Conversation, Document, Prompt
+from ragjax.core import Answer, ConfigError, Conversation, Document, Prompt, StorageOptions
 from ragjax.engine import Engine
 from ragjax.reuse.base import Holding
 from ragjax.reuse.full import Full
@@ -231,6 +232,26 @@ def test_a_failed_load_is_computed_anew_and_said(
         assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
         engine.audit()
         assert_exact(ask(engine, 0), reference[0])
+
+
+def test_a_disk_that_always_fails_is_asked_once_a_request(
+    unwilling: Callable[[], Unwilling], reference: dict[int, Answer]
+) -> None:
+    store = unwilling()
+    store.failing = 10**9
+    with tiny.engine(disk=store) as engine:  # type: ignore[arg-type]
+        answer = ask(engine, 0)
+        assert answer.tokens == reference[0].tokens and len(answer.notices) == 1
+        assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"host_gb": -1}, {"disk_gb": 0}, {"at_rest": "int4"}, {"load_timeout": float("nan")}, {"quotas": {"a": 0}}],
+)
+def test_options_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        StorageOptions(**wrong)
 
 
 def test_a_slow_load_is_not_waited_for(unwilling: Callable[[], Unwilling], reference: dict[int, Answer]) -> None:

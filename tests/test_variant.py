@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from ragjax.cache.cache import neighbours
+from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.cache.tree import Node, Provenance
-from ragjax.cache.variant import CFO_FLOOR, Variants
+from ragjax.cache.variant import Variants
 from tests.carriers import BYTES, Bench, FakeShelf, keyed_content, tokens
 
 APPROXIMATE = Provenance.APPROXIMATE
@@ -46,7 +47,7 @@ def test_reuse_is_the_sum_of_one_over_the_overhead():
     assert variants.reuse(one) == 0
     for cfo in (0.5, 1.0, 0.0):
         variants.use(one, cfo)
-    assert variants.reuse(one) == pytest.approx(2 + 1 + 1 / CFO_FLOOR)
+    assert variants.reuse(one) == pytest.approx(2 + 1 + 1 / LOWEST_CFO)
     variants.use(node(), 0.5)  # no variant
     assert len(variants) == 1
 

@@ -72,6 +72,7 @@ class KnowledgeCache:
             tier_hit_tokens=Counter(metrics.tier_hit_tokens),
             jobs=Counter(metrics.jobs),
             job_bytes=Counter(metrics.job_bytes),
+            job_seconds=dict(metrics.job_seconds),
             failures=Counter(metrics.failures),
             pages_used=self.pool.capacity - self.pool.free_pages,
             host_bytes=self._hierarchy.host_used,
@@ -87,10 +88,7 @@ class KnowledgeCache:
         """
         raw = _raw(tokens)
         steps = self.tree.walk(raw, tenant)
-        if cold and self._storage is not None:
-            steps = self._hierarchy.bring(self.tree.root, steps, raw, tenant)
-        else:
-            steps = list(takewhile(lambda step: step[0].run is not None and not step[0].loading, steps))
+        steps = self._hierarchy.bring(self.tree.root, steps, raw, tenant) if cold else _present(steps)
         found = sum(used for _, used in steps)
         return self._lease(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0)
 
@@ -111,10 +109,23 @@ class KnowledgeCache:
         None if it is not kept, or if the context itself was not found whole.
         """
         self._require_context(context, provenance)
-        raw = _raw(tokens)
-        node = self._find(context, raw, provenance, method, behind, cold) if _usable(context) else None
-        if node is None:
+        lease = self._match(context, tokens, provenance, method, behind, cold, cfo)
+        if lease is None:
             self._count_miss(tokens)
+        return lease
+
+    def _match(
+        self,
+        context: Lease,
+        tokens: Tokens,
+        provenance: Provenance,
+        method: str,
+        behind: bytes,
+        cold: bool,
+        cfo: float,
+    ) -> Lease | None:
+        node = self._find(context, _raw(tokens), provenance, method, behind, cold) if _usable(context) else None
+        if node is None:
             return None
         if behind:
             self._variants.use(node, cfo)
@@ -150,7 +161,7 @@ class KnowledgeCache:
             self._variants.add(node)
         return node
 
-    def match_dependency(self, context: Lease, tokens: Tokens, method: str) -> Lease:
+    def match_dependency(self, context: Lease, tokens: Tokens, method: str, *, cold: bool = True) -> Lease:
         """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the leased context.
 
         It is exact to dependency attention; siblings share what their paths share (DepCache, section 4.2.1).
@@ -161,10 +172,9 @@ class KnowledgeCache:
         if _usable(context):
             end = self._end_of(context)
             steps = self.tree.walk(raw, context.tenant, end, method)
-            steps = self._hierarchy.bring(end, steps, raw, context.tenant, method)
+            steps = self._hierarchy.bring(end, steps, raw, context.tenant, method) if cold else _present(steps)
         found = sum(used for _, used in steps)
-        lease = self._lease(steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node)
-        return lease
+        return self._lease(steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node)
 
     def variants(self, tokens: Tokens, method: str, tenant: str = PUBLIC) -> tuple[Node, ...]:
         """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first."""
@@ -172,31 +182,28 @@ class KnowledgeCache:
         found = [node for t in dict.fromkeys((tenant, PUBLIC)) for node in self.tree.places(t, raw)]
         return tuple(node for node in found if node.method == method)
 
-    def match_path(self, context: Lease, chunks: Sequence[Tokens], method: str) -> list[Lease | None]:
+    def match_path(
+        self, context: Lease, chunks: Sequence[Tokens], method: str, *, cold: bool = True
+    ) -> list[Lease | None]:
         """Pin each chunk's KV as it was computed behind as many of the chunks before it as possible.
 
         FusionRAG's alternative path (section 4.1): the longest prefix first, then without its first chunks, one by
         one, down to the context alone. All that is found is approximate, but for the context itself.
         """
+        self._require_context(context)
         found: list[Lease | None] = []
         for i, chunk in enumerate(chunks):
-            lease = None
-            for begin in range(i + 1):
-                behind = neighbours(chunks[begin:i])
-                key = Provenance.APPROXIMATE if behind else Provenance.ISOLATED
-                if begin == i or self._kept(context, _raw(chunk), key, method, behind):
-                    lease = self.match_segment(context, chunk, key, method, behind=behind)
-                    break
+            contexts = [neighbours(chunks[begin:i]) for begin in range(i + 1)]
+            kinds = [Provenance.APPROXIMATE if behind else Provenance.ISOLATED for behind in contexts]
+            tries = (
+                self._match(context, chunk, kind, method, behind, cold, 1.0)
+                for kind, behind in zip(kinds, contexts, strict=True)
+            )
+            lease = next((lease for lease in tries if lease is not None), None)
+            if lease is None:
+                self._count_miss(chunk)
             found.append(lease)
         return found
-
-    def _kept(self, context: Lease, raw: bytes, provenance: Provenance, method: str, behind: bytes) -> bool:
-        keys = [
-            self.tree.key(tenant, provenance, method, context.context, raw, behind)
-            for tenant in dict.fromkeys((context.tenant, PUBLIC))
-        ]
-        shelf = self._storage.shelf if self._storage is not None else None
-        return any(self.tree.find(key) or (shelf is not None and shelf.find(key)) for key in keys)
 
     def _lease(
         self,
@@ -368,7 +375,7 @@ class KnowledgeCache:
         hasher = context_hasher()
         hasher.update(raw[: 4 * at])
         nodes = []
-        for stop in sorted({cut for cut in (*cuts, public) if at < cut < end} | {end}):
+        for stop in _stops((*cuts, public), at, end):
             owner = PUBLIC if stop <= public and parent.tenant == PUBLIC else tenant
             node = Node(owner, raw[4 * at : 4 * stop], parent, at, lossy=lossy)
             self.tree.attach(node, hasher.digest(), run.slice(at - first, stop - first, page_size))
@@ -453,7 +460,7 @@ class KnowledgeCache:
             return
         self._hierarchy.device.discard(parent)
         nodes, lossy = [], context.lossy or any(node.lossy for node, _ in steps)
-        for stop in sorted({cut for cut in cuts if at < cut < len(tokens)} | {len(tokens)}):
+        for stop in _stops(cuts, at, len(tokens)):
             node = Node(context.tenant, raw[4 * at : 4 * stop], parent, parent.end, Provenance.DEPENDENCY, method,
                         lossy=lossy)  # fmt: skip
             self.tree.attach(node, context_of(parent), run.slice(at - from_, stop - from_, page_size))
@@ -518,9 +525,7 @@ class KnowledgeCache:
         at = sum(used for _, used in steps)
         hasher = context_hasher()
         hasher.update(raw[: 4 * at])
-        for stop in sorted(
-            {cut for cut in cuts if at < cut < len(tokens)} | ({len(tokens)} if at < len(tokens) else set())
-        ):
+        for stop in _stops(cuts, at, len(tokens)):
             part = raw[4 * at : 4 * stop]
             keys.append(self.tree.key(tenant, Provenance.CAUSAL, "", hasher.digest(), part))
             hasher.update(part)
@@ -628,6 +633,16 @@ def neighbours(chunks: Iterable[Tokens]) -> bytes:
     """Digest of the ordered chunks that KV was computed behind, 32 bytes; b"" for none."""
     raws = [_raw(chunk) for chunk in chunks]
     return context_digest(*(len(raw).to_bytes(8, "little") + raw for raw in raws)) if raws else b""
+
+
+def _present(steps: Steps) -> Steps:
+    """The part of a path whose bytes are on the device now."""
+    return list(takewhile(lambda step: step[0].run is not None and not step[0].loading, steps))
+
+
+def _stops(cuts: Iterable[int], at: int, end: int) -> list[int]:
+    """Where the nodes of tokens [at, end) end that are cut at `cuts`, ascending; `end` is the last."""
+    return sorted({cut for cut in (*cuts, end) if at < cut <= end})
 
 
 def _usable(context: Lease) -> bool:

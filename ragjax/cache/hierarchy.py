@@ -531,6 +531,7 @@ class Hierarchy:
         kind = type(done.job).__name__.lower()
         self._metrics.jobs[kind] += 1
         self._metrics.job_bytes[kind] += done.bytes
+        self._metrics.job_seconds[kind] += done.seconds
         self._metrics.failures[kind] += done.error is not None
         self._metrics.loss_max = max(self._metrics.loss_max, done.loss)
 

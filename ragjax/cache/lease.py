@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +20,8 @@ EXACT = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
 class Metrics:
     """Counters since the start, in tokens unless named otherwise; the last three are the present state.
 
-    tier_hit_tokens: tokens found, by the tier they came from. jobs, job_bytes, failures: by "save", "load", "write".
+    tier_hit_tokens: tokens found, by the tier they came from. jobs, job_bytes, job_seconds (from order to end),
+    failures: by "save", "load", "write".
     loss_max: largest relative RMS error of an encoding at rest.
     """
 
@@ -33,6 +34,7 @@ class Metrics:
     tier_hit_tokens: Counter[str] = field(default_factory=Counter)
     jobs: Counter[str] = field(default_factory=Counter)
     job_bytes: Counter[str] = field(default_factory=Counter)
+    job_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     failures: Counter[str] = field(default_factory=Counter)
     loss_max: float = 0.0
     pages_used: int = 0
@@ -45,7 +47,7 @@ class Metrics:
         return self.exact_hit_tokens + self.approximate_hit_tokens
 
 
-@dataclass(eq=False, slots=False)
+@dataclass(eq=False)
 class Lease:
     """Cached KV that a request is using; nothing of it leaves until `release`, which is called exactly once.
 

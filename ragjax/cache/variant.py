@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import heapq
 
+from ragjax.cache.policy.craft import reuse_of
 from ragjax.cache.tree import Node
-
-CFO_FLOOR = 0.01
-"""Least overhead that a use counts with: a variant that needs no fixing must not outweigh all others for ever."""
 
 
 class Variants:
@@ -39,7 +37,7 @@ class Variants:
     def use(self, node: Node, cfo: float) -> None:
         """A request reuses the node at this cache fixing overhead, in [0, 1]; others than variants are let pass."""
         if node in self._reuse:
-            self._reuse[node] += 1 / max(cfo, CFO_FLOOR)
+            self._reuse[node] += reuse_of(cfo)
 
     def excess(self) -> Node | None:
         """The variant to leave next while there are more than the limit, the least reused one that nobody uses now."""

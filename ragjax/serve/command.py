@@ -70,7 +70,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--top-k", type=_integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
     flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
-    flag("--host-cache-gb", type=_size, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
+    flag("--host-cache-gb", type=_from_zero, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
     flag("--disk-cache", metavar="DIR", help="folder where KV outlives the server; may be shared (default: none)")
     flag("--disk-cache-gb", type=_positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
     flag("--at-rest", choices=("raw", "int8", "float8"), default="raw", help="KV below the device; only raw is exact")
@@ -113,8 +113,11 @@ def _positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
-def _size(text: str) -> float:
-    return 0.0 if text.strip() in ("0", "0.0") else _positive(text)
+def _from_zero(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 0, not {text!r}")
 
 
 @dataclass(frozen=True)

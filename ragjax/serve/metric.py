@@ -27,6 +27,7 @@ _HELP = {
     "tier_hit_tokens_total": "Tokens that cache look-ups found, by the tier they came from.",
     "transfers_total": "Copies of KV between tiers: save to host memory, write to disk, load to the device.",
     "transfer_bytes_total": "Bytes that these copies moved, by kind.",
+    "transfer_seconds_total": "Seconds from the order to the end of these copies, by kind; they overlap.",
     "transfer_failures_total": "Copies that failed, by kind.",
     "load_fallbacks_total": "Requests that computed KV anew because its load failed or was slow.",
     "device_losses_total": "Times the device's pool was lost and made anew.",

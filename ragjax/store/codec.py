@@ -10,13 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = Literal["raw", "int8", "float8"]
+from ragjax.core import AtRest
+
+Kind = AtRest
 """An encoding: bit for bit, or one of the two of 8 bits."""
 
 Arrays = Mapping[str, NDArray[Any]]

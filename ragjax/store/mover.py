@@ -9,7 +9,6 @@ entries it needs are there.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -413,7 +412,7 @@ class Mover(Carrier):
                     for x_LPKCD, x_LKTD in zip(pages, kv_LKTD, strict=True):
                         x_LPKCD[:, i, :, cells] = x_LKTD[:, :, tokens]
 
-            deque(self._readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)), 0)
+            list(self._readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
             moved.bytes = sum(x.nbytes for pages in parts for x in pages)
             uploaded = self._readers.map(lambda pages: self._device.upload(*pages), parts)
             return _Outcome(moved.bytes, excerpts=[excerpt for part in uploaded for excerpt in part])

@@ -10,12 +10,17 @@ LOWEST_CFO = 0.01
 """A reuse that needs (almost) no fixing counts as much as this one."""
 
 
+def reuse_of(cfo: float) -> float:
+    """What one use at this cache fixing overhead, in [0, 1], adds to f_r."""
+    return 1 / max(cfo, LOWEST_CFO)
+
+
 class Craft(Policy):
     """The lowest f_r leaves first; each access adds 1 / CFO, so what needs little fixing stays. Note: f_r."""
 
     def on_access(self, node: Node, access: Access) -> None:
         """Add 1 / CFO."""
-        node.note = (node.note or 0.0) + 1 / max(access.cfo, LOWEST_CFO)
+        node.note = (node.note or 0.0) + reuse_of(access.cfo)
 
     def score(self, node: Node, tier: Tier) -> float:
         """f_r."""

@@ -1,7 +1,7 @@
 # Everything runs in .venv, which holds the locked dependencies; the targets make it first if need be.
 #
 #   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
-#   make test                        the suite of every change
+#   make test                        the suite of every change, in two processes
 #   make test-long                   randomised runs, kills and kernel matrices
 #   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
 #                                    MARK="compile and long" for the long runs of it
@@ -45,7 +45,7 @@ serve: setup
 	@$(RUN) ragjax.serve $(ARGS)
 
 test: setup
-	$(RUN) pytest
+	$(RUN) pytest -n 2 --dist loadfile
 
 test-long: setup
 	$(RUN) pytest -m "long and not gpu and not compile" --timeout 3600 --durations 10

@@ -70,13 +70,17 @@ class Document:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a document as it enters a prompt: `tokens` is the exact token run of `text`."""
+    """A piece of a document as it enters a prompt: `tokens` is the exact token run of `text`.
+
+    behind: digest of the neighbours that its fused KV was computed behind; empty if it was not preprocessed.
+    """
 
     id: str
     document_id: str
     title: str
     text: str
     tokens: Tokens
+    behind: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ class Segment:
     """A run of tokens whose KV is made and kept as a unit (int32 [n]).
 
     public: whether its KV may serve every tenant, as long as all before it may.
+    behind: as `Chunk.behind`.
     """
 
     id: str
@@ -118,6 +123,7 @@ class Segment:
     title: str = ""
     score: float | None = None
     public: bool = False
+    behind: bytes = b""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -255,12 +261,23 @@ class Span:
 
 
 class Want(StrEnum):
-    """What a pass hands back to its strategy, as host arrays."""
+    """What a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`; heads are averaged.
+
+    A pass may want LOGITS and at most one of the others; KEY_MASS and VALUED_MASS count as one.
+    """
 
     LOGITS = "logits"
     """float32 [n, vocab] for the rows named in `Pass.logits`."""
     KEY_MASS = "key_mass"
-    """float32 [layers, context]: probability each order received, summed over the pass's rows, mean over heads."""
+    """float32 [layers, context]: probability that each order received, summed over the asking rows."""
+    VALUED_MASS = "valued_mass"
+    """float32 [layers, context]: the same, weighted by the L2 norm of the value received."""
+    CHUNK_MASS = "chunk_mass"
+    """float32 [layers, context]: as KEY_MASS, with the softmax over each segment of the prompt by itself."""
+    SEGMENT_MASS = "segment_mass"
+    """float32 [layers, rows, segments]: probability that each row gave to each segment, its own token left out."""
+    DEVIATION = "deviation"
+    """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its order."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +289,13 @@ class Pass:
     positions: RoPE position of each row, int32 [n].
     spans: every key the pass may read, disjoint in order; those of `rows` included.
     wants: what to hand back.
-    logits: orders among `rows` whose next-token logits are wanted.
+    logits: orders among `rows` whose next-token logits are wanted; only if the pass ends with the last layer.
+    layers: half-open range of layers to run (None: all). Beyond layer 0 it goes on from the pass before, which ended
+        there: `rows` are among its rows. It begins at a boundary of `Holding.stages` and may end anywhere.
+    measured: half-open range of layers in which wants other than LOGITS are measured (None: all that run). Measuring
+        fewer stages (`Holding.stages`) is faster.
+    asking: orders among `rows` whose attention counts in masses by key (None: all).
+    stale: cached keys that DEVIATION compares with, by order; a row without one has deviation 0.
     """
 
     rows: NDArray[np.int32]
@@ -280,10 +303,28 @@ class Pass:
     spans: tuple[Span, ...]
     wants: frozenset[Want] = frozenset()
     logits: tuple[int, ...] = ()
+    layers: tuple[int, int] | None = None
+    measured: tuple[int, int] | None = None
+    asking: NDArray[np.int32] | None = None
+    stale: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """Copy cached KV into cells of the request's own, keys rotated to their new place, in some layers.
+
+    orders: which tokens, int32 [n]. source: spans that hold them at any offset. target: spans of offset 0 in pages of
+    the request's own. layers: half-open, at boundaries of `Holding.stages`.
+    """
+
+    orders: NDArray[np.int32]
+    source: tuple[Span, ...]
+    target: tuple[Span, ...]
+    layers: tuple[int, int]
 
 
 Results = Mapping[Want, NDArray[np.float32]]
-"""What a pass wanted, by name."""
+"""What a pass wanted, by name; a move brings nothing."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +351,7 @@ class Plan:
     tail: cells of the request's own for the generated tokens.
     exact_to: "full", "dependency" or None (approximate).
     logits: float32 [vocab] of the prompt's last token.
+    figures: what else the strategy has to tell, by name.
     """
 
     spans: tuple[Span, ...]
@@ -317,10 +359,11 @@ class Plan:
     exact_to: Literal["full", "dependency"] | None
     reports: tuple[SegmentReport, ...]
     logits: NDArray[np.float32]
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
-Conversation = Generator[Pass, Results, Plan]
-"""A strategy at work: it yields passes, receives their results, and returns the plan carried out."""
+Conversation = Generator[Pass | Move, Results, Plan]
+"""A strategy at work: it yields passes and moves, receives their results, and returns the plan carried out."""
 
 
 # ------------------------------------------------------------------------------------ steps of a batch
@@ -332,11 +375,13 @@ class Grid:
 
     rows: (rows of a step, rows of a block), ascending; a block holds rows of one request.
     slots: slots of a step, ascending. logits: rows whose logits are computed together, ascending.
+    segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
     """
 
     rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (512, 128))
     slots: tuple[int, ...] = (64, 256)
     logits: tuple[int, ...] = (2, 8, 32)
+    segments: int = 16
 
     @staticmethod
     def gpu_rows(group: int) -> tuple[tuple[int, int], ...]:
@@ -356,6 +401,30 @@ class Grid:
                 return value
         raise ValueError(f"{need} exceeds the largest compiled bucket")
 
+    def fit_segments(self, need: int) -> int:
+        """The smallest bucket that holds so many segments."""
+        bucket = self.segments
+        while bucket < need:
+            bucket *= 4
+        return bucket
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a step measures in some of its layers (half-open), and the host arrays it takes, int32 [T] and [S, C].
+
+    want: any but LOGITS; VALUED_MASS brings KEY_MASS along. segments: most segments of a prompt, a bucket of the grid;
+        0 if the want has none.
+    arrays: asking_T (masses by key): 1 for a row that counts. segment_SC (masses by segment): segment of each cell,
+        -1 for none; segment_T (SEGMENT_MASS): of each row. stale_T, turn_T (DEVIATION): the cell that the row's KV is
+        compared with, -1 for none, and the RoPE offset that moves its key to the row's position.
+    """
+
+    want: Want
+    layers: tuple[int, int]
+    arrays: Mapping[str, NDArray[np.int32]]
+    segments: int = 0
+
 
 @dataclass(frozen=True)
 class Step:
@@ -365,7 +434,9 @@ class Step:
         row's KV is written (padding: page 0, which nobody reads).
     page, offset, request: one per slot [S]; request -1 is unused.
     order, hide_from, hide_until: one per cell [S, C].
-    mass: measure key mass.
+    layers: half-open range to run, from the first layer of a stage on (None: all).
+    residual_TE: what the rows bring from the layers before, if these are not the first.
+    probe: what is measured, if anything.
     """
 
     token_T: NDArray[np.int32]
@@ -379,7 +450,9 @@ class Step:
     order_SC: NDArray[np.int32]
     hide_from_SC: NDArray[np.int32]
     hide_until_SC: NDArray[np.int32]
-    mass: bool = False
+    layers: tuple[int, int] | None = None
+    residual_TE: NDArray[np.float32] | None = None
+    probe: Probe | None = None
 
 
 # ----------------------------------------------------------------------------- requests and answers
@@ -429,12 +502,18 @@ class Rag:
     strategy: name of the reuse strategy; None uses the engine's default.
     documents: passages given with the request, used instead of retrieval: each an id of a document in
         the knowledge base, or a Document.
+    recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy computes anew; None uses its own.
     """
 
     knowledge: str | None = None
     top_k: int | None = None
     strategy: str | None = None
     documents: tuple[str | Document, ...] | None = None
+    recompute_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        ratio = self.recompute_ratio
+        _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
 
 
 @dataclass(frozen=True)
@@ -443,6 +522,8 @@ class Request:
 
     tenant salts every cache key: requests of different tenants share no KV.
     want_logits: hand back the logits of the prompt's last token in the answer.
+    continuation: tokens, int32 [n]: the logits that predict them are wanted as `Answer.scores`, before generation.
+    background: runs only while no other request waits or runs, and is left out of the counters.
     """
 
     messages: tuple[Message, ...] = ()
@@ -451,6 +532,8 @@ class Request:
     rag: Rag | None = field(default_factory=Rag)
     tenant: str = ""
     want_logits: bool = False
+    continuation: Tokens | None = None
+    background: bool = False
 
 
 @dataclass(frozen=True)
@@ -475,10 +558,21 @@ class Timings:
 
 
 @dataclass(frozen=True)
+class Divergence:
+    """How far an answer is from full attention's, per token: kl in nats, top1 the share of equal likeliest tokens."""
+
+    kl: float
+    top1: float
+
+
+@dataclass(frozen=True)
 class Answer:
     """The outcome of a request.
 
     segments: account for every segment of the prompt. notices: what did not go as configured, a fallback for example.
+    recompute_ratio: what the strategy was asked for; None if it takes none, or went by its own.
+    predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
+    scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
     """
 
     text: str
@@ -493,6 +587,9 @@ class Answer:
     logprobs: tuple[TokenLogprob, ...] = ()
     logits: NDArray[np.float32] | None = None
     notices: tuple[str, ...] = ()
+    recompute_ratio: float | None = None
+    predicted: Divergence | None = None
+    scores: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ragjax import prompt as prompts
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import (
     Answer,
     ConfigError,
+    Delta,
+    Divergence,
     Document,
     Event,
     Hit,
@@ -36,14 +43,19 @@ from ragjax.core import (
     Request,
     RequestError,
     Sampling,
+    SegmentReport,
     StorageOptions,
     Timings,
+    Tokens,
 )
 from ragjax.generation import Generation
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.reuse.base import Holding, Strategy
+from ragjax.reuse.contract import QUEUE, STEPS, Contract
+from ragjax.reuse.full import Full
+from ragjax.reuse.quality import Setting, divergence
 from ragjax.runner import Runner
 from ragjax.scheduler import Batch, Scheduler, Task
 from ragjax.store.disk import DiskStore
@@ -55,6 +67,9 @@ _log = logging.getLogger(__name__)
 
 TEND_STEPS = 64
 """Steps after which hot nodes are copied to the tiers below even though requests are running."""
+
+BACKGROUND = 8
+"""Background requests that run at a time."""
 
 TICK = 0.02
 """Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
@@ -82,12 +97,16 @@ class Engine:
         load_timeout: float = 10.0,
         share_knowledge: bool = False,
         recorder: Recorder | None = None,
+        contract: Contract | None = None,
+        identity: bytes = b"",
     ):
         if default_strategy not in strategies:
             raise ConfigError(f"unknown strategy {default_strategy!r}; choose one of {', '.join(strategies)}")
         self.model_name = model_name
         self.context_length = context_length
-        self.default_strategy = default_strategy
+        self._contract = contract or Contract(Setting(default_strategy), runner.dtype)
+        self.identity = identity  # digest of what KV depends on besides tokens
+        self._shadows = 0
         self.tokenizer = tokenizer
         self.top_k = top_k
         self._runner = runner
@@ -105,6 +124,8 @@ class Engine:
         self._scheduler = Scheduler(runner.grid, runner.page_size)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: deque[Ticket] = deque()
+        self._background: deque[Ticket] = deque()
+        self._resting: list[Task] = []
         self._tickets: dict[int, Ticket] = {}
         self._pending = 0
         self._lock = threading.Lock()
@@ -123,7 +144,11 @@ class Engine:
         model: str | Path,
         *,
         knowledge: str | Path | Mapping[str, str | Path] | None = None,
-        strategy: str = "prefix",
+        strategy: str | None = None,
+        recompute_ratio: float | None = None,
+        quality_budget: str | None = None,
+        quality_fallback: str = "refuse",
+        shadow_rate: float = 0.0,
         dtype: str = "bfloat16",
         top_k: int = 3,
         device_cache_gb: float = 0.5,
@@ -142,7 +167,12 @@ class Engine:
         Args:
             model: a packaged name, a directory, a .gguf file, or a Hugging Face repository id.
             knowledge: a folder or JSONL file, or several by name; the first is the default one.
-            strategy: reuse strategy of requests that name none.
+            strategy: reuse strategy of requests that name none ("prefix", if None and there is no budget).
+            recompute_ratio: its share of recomputed chunk tokens, if it is selective (its own choice, if None).
+            quality_budget: "KL=0.05" and the like: requests that name no strategy get the cheapest setting inside,
+                by the report that `python -m ragjax.reuse.gate` made of this model.
+            quality_fallback: what to do if none is inside: "refuse" to load, or run "full".
+            shadow_rate: share of requests that are replayed in `full`, when nothing else runs, and compared.
             dtype: "bfloat16" or "float32", of weights and KV.
             top_k: chunks retrieved for requests that say nothing else.
             device_cache_gb: size of the page pool.
@@ -165,6 +195,10 @@ class Engine:
             model,
             knowledge=knowledge,
             strategy=strategy,
+            recompute_ratio=recompute_ratio,
+            quality_budget=quality_budget,
+            quality_fallback=quality_fallback,
+            shadow_rate=shadow_rate,
             dtype=dtype,
             top_k=top_k,
             device_cache_gb=device_cache_gb,
@@ -187,9 +221,28 @@ class Engine:
         return self._runner.dtype
 
     @property
+    def default_setting(self) -> Setting:
+        """Strategy and recompute ratio of requests that name no strategy; shadow replay may change it."""
+        return self._contract.setting
+
+    @property
+    def default_strategy(self) -> str:
+        """Its strategy."""
+        return self._contract.setting.strategy
+
+    def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
+        """Have `observer` called with strategy and divergence of each request replayed, in the engine's thread."""
+        self._contract.observer = observer
+
+    @property
     def strategies(self) -> tuple[str, ...]:
         """Names of the reuse strategies a request may ask for."""
         return tuple(self._strategies)
+
+    @property
+    def share_knowledge(self) -> bool:
+        """Whether tenants share the KV of the knowledge bases."""
+        return self._share
 
     @property
     def knowledge_names(self) -> tuple[str, ...]:
@@ -229,6 +282,7 @@ class Engine:
             "overhead_ms_last": counters.overhead_ms_last,
             "attention_calls_total": dict(self._runner.calls),
             "attention_fallbacks_total": dict(self._runner.fallbacks),
+            **self._contract.stats(),
             **self._disk_stats(),
         }
 
@@ -268,6 +322,14 @@ class Engine:
     def document_ids(self, knowledge: str | None = None) -> frozenset[str]:
         """Ids of a knowledge base's documents."""
         return self._base(knowledge, create=False).document_ids
+
+    def knowledge_base(self, name: str | None = None) -> KnowledgeBase:
+        """A knowledge base itself (None: the default one).
+
+        Raises:
+            RequestError: if there is none of that name.
+        """
+        return self._base(name, create=False)
 
     def _base(self, name: str | None, *, create: bool) -> KnowledgeBase:
         if name is None:
@@ -317,11 +379,13 @@ class Engine:
         question: str | Sequence[Message],
         *,
         strategy: str | None = None,
+        recompute_ratio: float | None = None,
         knowledge: str | None = None,
         top_k: int | None = None,
         documents: Sequence[str | Document] | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
+        continuation: Tokens | None = None,
         tenant: str = "",
         **options: float | int | str | tuple[str, ...] | None,
     ) -> Answer:
@@ -332,28 +396,57 @@ class Engine:
         """
         messages = (Message("user", question),) if isinstance(question, str) else tuple(question)
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
-        rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents))
-        request = Request(messages, None, sampling, rag, tenant, want_logits)
-        return self._wait(lambda sink, arrival: self._prepare(request, sink, arrival))
+        rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents), recompute_ratio)
+        request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
+        return _wait(self._begin(lambda sink, arrival: self._prepare(request, sink, arrival)))
 
-    def answer_prompt(
+    def answer_prompt(self, prompt: Prompt, **options: Any) -> Answer:
+        """Answer a ready prompt of segments and wait for it; `options` are those of `begin_prompt`."""
+        return _wait(self.begin_prompt(prompt, **options))
+
+    def begin_prompt(
         self,
         prompt: Prompt,
         *,
-        strategy: str | None = None,
+        strategy: str | Strategy | None = None,
+        recompute_ratio: float | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
+        continuation: Tokens | None = None,
+        background: bool = False,
         tenant: str = "",
         **options: float | int | str | tuple[str, ...] | None,
-    ) -> Answer:
-        """Answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks."""
+    ) -> Future[Answer]:
+        """Begin to answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks.
+
+        strategy: a name, or one of your own. continuation, background: see `core.Request`. Cancelling the future
+        cancels the request.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
-        request = Request((), None, sampling, Rag(strategy=strategy), tenant, want_logits)
-        return self._wait(lambda sink, arrival: self._ticket(prompt, request, sink, arrival, 0.0))
+        name = strategy if isinstance(strategy, str) else None
+        rag = Rag(strategy=name, recompute_ratio=recompute_ratio)
+        request = Request((), None, sampling, rag, tenant, want_logits, continuation, background)
+        own = None if isinstance(strategy, str) else strategy
+        return self._begin(lambda sink, arrival: self._ticket(prompt, request, sink, arrival, 0.0, own))
 
     def clear_cache(self) -> None:
         """Drop all KV that no running request uses."""
         self._call(self._cache.clear)
+
+    def holds(self, prompts: Sequence[Prompt], strategy: Strategy) -> tuple[bool, ...]:
+        """Whether the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk."""
+        kept: list[bool] = []
+
+        def look() -> None:
+            keys = [strategy.keys(prompt, self._cache, "")[-1] for prompt in prompts]
+            on_disk = self._disk.find if self._disk is not None else lambda key: None
+            kept.extend(self._cache.tree.find(key) is not None or on_disk(key) is not None for key in keys)
+
+        self._call(look)
+        return tuple(kept)
 
     def vacate_device(self) -> None:
         """Move all KV that no running request uses to the tiers below; what they cannot take is dropped."""
@@ -385,19 +478,20 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, prepare: Callable[[Sink, float], Ticket]) -> Answer:
-        events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
-        ticket = prepare(events.put, time.perf_counter())
-        self._enqueue(ticket)
-        try:
-            while True:
-                event = events.get()
+    def _begin(self, prepare: Callable[[Sink, float], Ticket]) -> Future[Answer]:
+        future: Future[Answer] = Future()
+
+        def sink(event: Event | BaseException) -> None:
+            with suppress(InvalidStateError):  # it was cancelled meanwhile
                 if isinstance(event, BaseException):
-                    raise event
-                if isinstance(event, Answer):
-                    return event
-        finally:
-            self._cancel(ticket)
+                    future.set_exception(event)
+                elif isinstance(event, Answer):
+                    future.set_result(event)
+
+        ticket = prepare(sink, time.perf_counter())
+        future.add_done_callback(lambda done: self._cancel(ticket) if done.cancelled() else None)
+        self._enqueue(ticket)
+        return future
 
     # ------------------------------------------------------------------------- in the caller's thread
 
@@ -434,22 +528,48 @@ class Engine:
             hits += [Hit(chunk, 1.0, self._share and isinstance(document, str)) for chunk in chunks]
         return tuple(hits)
 
-    def _ticket(self, prompt: Prompt, request: Request, sink: Sink, arrival: float, retrieve_ms: float) -> Ticket:
-        name = request.rag.strategy if request.rag else None
-        strategy = self._strategies.get(name or self.default_strategy)
-        if strategy is None:
-            known = ", ".join(self._strategies)
-            raise RequestError(f"unknown strategy {name!r}; choose one of {known}", param="rag.strategy")
-        self._check_length(prompt, request.sampling)
+    def _ticket(
+        self,
+        prompt: Prompt,
+        request: Request,
+        sink: Sink,
+        arrival: float,
+        retrieve_ms: float,
+        strategy: Strategy | None = None,
+    ) -> Ticket:
+        rag = request.rag or Rag()
+        strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag)
+        self._check_length(prompt, request)
         room = self.context_length - len(prompt)
         generation = Generation(request.sampling, self.tokenizer, self._eos_ids(), room)
         number = f"request-{next(self._numbers)}"
-        return Ticket(number, prompt, strategy, request, sink, arrival, retrieve_ms, generation)
+        ticket = Ticket(number, prompt, strategy, ratio, request, sink, arrival, retrieve_ms, generation)
+        if not request.background and self._contract.draws():
+            ticket.shadowed = []
+        return ticket
+
+    def _resolve(self, rag: Rag) -> tuple[Strategy, float | None]:
+        """What serves a request, and the recompute ratio."""
+        default = self.default_setting
+        strategy = self._strategies.get(rag.strategy or default.strategy)
+        if strategy is None:
+            known = ", ".join(self._strategies)
+            raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
+        if rag.recompute_ratio is not None and not strategy.selective:
+            selective = ", ".join(name for name, other in self._strategies.items() if other.selective) or "none"
+            raise RequestError(
+                f"the strategy {strategy.name} takes no recompute_ratio; these do: {selective}",
+                param="rag.recompute_ratio",
+                code="invalid_value",
+            )
+        if rag.recompute_ratio is None and strategy.name == default.strategy:
+            return strategy, default.ratio
+        return strategy, rag.recompute_ratio
 
     def _eos_ids(self) -> frozenset[int]:
         return frozenset(self._runner.config.eos_ids) | frozenset(self.tokenizer.eos_ids)
 
-    def _check_length(self, prompt: Prompt, sampling: Sampling) -> None:
+    def _check_length(self, prompt: Prompt, request: Request) -> None:
         if len(prompt) + 1 > self.context_length:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; the context holds {self.context_length}, answer included. "
@@ -457,7 +577,9 @@ class Engine:
                 param="messages",
                 code="context_length_exceeded",
             )
-        needed = len(prompt) + min(sampling.max_tokens, self.context_length - len(prompt))
+        needed = len(prompt) + self._decode_tokens(prompt, request)
+        if needed > self.context_length:
+            raise RequestError("prompt and continuation exceed the context", param="continuation")
         pages = self._cache.pool.pages_for(needed)
         if pages > self._cache.pool.capacity or not self._scheduler.fits(len(prompt.segments), needed):
             raise RequestError(
@@ -467,14 +589,21 @@ class Engine:
                 code="context_length_exceeded",
             )
 
+    def _decode_tokens(self, prompt: Prompt, request: Request) -> int:
+        """Cells needed behind the prompt."""
+        forced = 0 if request.continuation is None else len(request.continuation)
+        return max(forced, min(request.sampling.max_tokens, self.context_length - len(prompt)))
+
     def _enqueue(self, ticket: Ticket) -> None:
         with self._lock:
             if self._closed:
                 raise OverloadError("the engine is closed")
-            waiting = self._pending - len(self._tickets)
-            if waiting > self._max_queue:
-                raise OverloadError(f"{waiting} requests are in the queue; try again later")
-            self._pending += 1
+            running = sum(not other.request.background for other in list(self._tickets.values()))
+            waiting = self._pending - running
+            if not ticket.request.background:
+                if waiting > self._max_queue:
+                    raise OverloadError(f"{waiting} requests are in the queue; try again later")
+                self._pending += 1
         self._inbox.put(lambda: self._arrive(ticket))
 
     def _cancel(self, ticket: Ticket) -> None:
@@ -511,11 +640,14 @@ class Engine:
             try:
                 busy = self._turn()
             except Exception as error:  # a defect of ours must not take the other clients' server down
-                for ticket in [*self._waiting, *self._tickets.values()]:
+                for ticket in self._all_tickets():
                     self._fail(ticket, error)
-        for ticket in [*self._waiting, *self._tickets.values()]:
+        for ticket in self._all_tickets():
             self._end(ticket, OverloadError("the engine was closed"))
         self._put_away()
+
+    def _all_tickets(self) -> list[Ticket]:
+        return [*self._waiting, *self._background, *self._tickets.values()]
 
     def _turn(self) -> bool:
         """One look at everything; whether anything was done."""
@@ -524,6 +656,7 @@ class Engine:
         self._blocked = self._blocked and not moved
         self._check_loads()
         self._admit()
+        self._move()
         batch = self._scheduler.next_batch()
         if batch is not None:
             self._step(batch)
@@ -533,7 +666,7 @@ class Engine:
 
     def _drain_inbox(self, busy: bool) -> bool:
         """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
-        wait = None if not self._tickets and not self._waiting else TICK
+        wait = TICK if self._all_tickets() else None
         while True:
             try:
                 message = self._inbox.get(block=not busy, timeout=wait)
@@ -556,6 +689,9 @@ class Engine:
             _log.exception("not everything was put on disk")
 
     def _arrive(self, ticket: Ticket) -> None:
+        if ticket.request.background:
+            self._background.append(ticket)
+            return
         self._waiting.append(ticket)
         try:
             keys = ticket.strategy.keys(ticket.prompt, self._cache, ticket.request.tenant)
@@ -564,7 +700,7 @@ class Engine:
             self._fail(ticket, error)
 
     def _drop_cancelled(self) -> None:
-        for ticket in [t for t in (*self._waiting, *self._tickets.values()) if t.cancelled]:
+        for ticket in [t for t in self._all_tickets() if t.cancelled]:
             self._counters.cancelled += 1
             self._end(ticket, None)
 
@@ -593,11 +729,14 @@ class Engine:
     def _begin_anew(self, ticket: Ticket, notice: str) -> None:
         task = ticket.task
         assert task is not None
-        self._scheduler.tasks.remove(task)
-        del self._tickets[id(task)]
+        self._leave(task)
         ticket.begin_anew(notice)
         self._blocked = False
-        self._waiting.appendleft(ticket)
+        (self._background if ticket.request.background else self._waiting).appendleft(ticket)
+
+    def _leave(self, task: Task) -> None:
+        (self._resting if task in self._resting else self._scheduler.tasks).remove(task)
+        del self._tickets[id(task)]
 
     def _admit(self) -> None:
         """Start waiting requests, oldest first, while they have room."""
@@ -611,6 +750,35 @@ class Engine:
             if not self._blocked:
                 self._waiting.popleft()
                 self._cache.withdraw(ticket.id)
+        self._admit_background()
+
+    def _admit_background(self) -> None:
+        """Background requests rest while others run or wait, and go on, a few at a time, while none does."""
+        busy = bool(self._waiting) or any(not t.request.background for t in self._tickets.values())
+        if busy:
+            self._resting += [t for t in self._scheduler.tasks if self._tickets[id(t)].request.background]
+            self._scheduler.tasks = [t for t in self._scheduler.tasks if t not in self._resting]
+            return
+        self._scheduler.tasks += self._resting
+        self._resting = []
+        while self._background and len(self._tickets) < BACKGROUND:
+            ticket = self._background.popleft()
+            try:
+                if self._start(ticket):
+                    continue
+            except Exception as error:
+                self._fail(ticket, error)
+                continue
+            self._background.appendleft(ticket)
+            return
+
+    def _stop_background(self) -> bool:
+        """Have background requests give back what they hold; whether there were any."""
+        tasks = [ticket.task for ticket in self._tickets.values() if ticket.request.background]
+        for task in tasks:
+            assert task is not None
+            self._begin_anew(self._tickets[id(task)], "")
+        return bool(tasks)
 
     def _start(self, ticket: Ticket) -> bool:
         """Match and reserve for a request; False if it has to wait for others to end.
@@ -624,6 +792,8 @@ class Engine:
             try:
                 task.start()
             except OutOfPages as error:
+                if not ticket.request.background and self._stop_background():
+                    continue
                 if self._tickets or self._cache.loading:
                     return False
                 if attempt == 1:  # what it would reuse may lie scattered over more pages than it needs
@@ -643,16 +813,31 @@ class Engine:
 
     def _task(self, ticket: Ticket) -> Task:
         prompt = ticket.whole_prompt
-        limit = min(ticket.request.sampling.max_tokens, self.context_length - len(ticket.prompt))
         holding = Holding(
             self._cache,
             tenant=ticket.request.tenant,
             label=ticket.id,
-            decode_tokens=limit - len(ticket.generation.tokens),
+            decode_tokens=self._decode_tokens(ticket.prompt, ticket.request) - len(ticket.generation.tokens),
             slots=self._runner.grid.slots[-1],
+            stages=self._runner.stages,
             cold=ticket.cold,
         )
-        return Task(prompt, ticket.strategy, holding, ticket.id)
+        return Task(prompt, ticket.strategy, holding, ticket.id, ticket.ratio)
+
+    def _move(self) -> None:
+        """Carry out the moves of tasks whose KV has arrived, until each has rows to compute."""
+        for task in self._scheduler.moving():
+            ticket = self._tickets[id(task)]
+            try:
+                while task.moving is not None and task.ready:
+                    move = task.moving
+                    self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
+                    self._advance(ticket, task)
+            except Exception as error:
+                if self._runner.lost:
+                    self._recover(error)
+                    return
+                self._fail(ticket, error)
 
     def _step(self, batch: Batch) -> None:
         members = [self._tickets[id(piece.task)] for piece in batch.pieces]
@@ -671,7 +856,7 @@ class Engine:
         self._counters.steps += 1
         for ticket in members:
             ticket.compute_ms += elapsed_ms
-        for task in batch.deliver(logits, outcome.mass_LSC):
+        for task in batch.deliver(logits, outcome.measured, outcome.residual_TE):
             ticket = self._tickets[id(task)]
             try:
                 self._advance(ticket, task)
@@ -702,12 +887,19 @@ class Engine:
             task.pass_done()
             if task.plan is None:
                 return
+            if not ticket.first_token:
+                self._note_first_token(ticket)
+            if ticket.force():
+                return
+            logits = task.plan.logits
+        elif ticket.wants_scores:
+            ticket.take_scores()
             logits = task.plan.logits
         else:
             assert task.work is not None
             logits = task.work.logits[0]
-        if not ticket.first_token:
-            self._note_first_token(ticket)
+        if ticket.shadowed is not None and len(ticket.shadowed) < STEPS:
+            ticket.shadowed.append(logits)
         delta = ticket.generation.push(logits)
         if delta is not None:
             ticket.sink(delta)
@@ -717,6 +909,36 @@ class Engine:
         answer = self._answer(ticket, task)
         task.finish()
         self._end(ticket, answer)
+        if ticket.shadowed and (answer.exact_to != "full" or answer.cached_tokens):
+            self._replay(ticket, answer)
+
+    def _replay(self, ticket: Ticket, answer: Answer) -> None:
+        """Run a finished request again, in full and in the background, and compare the logits of its first steps."""
+        assert ticket.shadowed is not None
+        if self._shadows >= QUEUE:
+            self._contract.drop("dropped")
+            return
+        live_NV = np.stack(ticket.shadowed)
+        # row j predicts token j: what stands last is of no matter, and an end of text that was not kept needs no token
+        said = np.array([*answer.tokens, 0][: len(live_NV)], np.int32)
+
+        def sink(event: Event | BaseException) -> None:
+            if isinstance(event, Delta):
+                return
+            self._shadows -= 1
+            if isinstance(event, BaseException):
+                self._contract.drop("failed")
+                return
+            try:
+                assert event.scores is not None
+                self._contract.observe(ticket.setting, answer.exact_to == "full", divergence(event.scores, live_NV))
+            except Exception:  # a request that nobody waits for must not end others
+                _log.exception("shadow replay failed")
+                self._contract.drop("failed")
+
+        request = Request((), None, Sampling(max_tokens=1), None, ticket.request.tenant, False, said, background=True)
+        self._shadows += 1
+        self._arrive(self._ticket(ticket.prompt, request, sink, time.perf_counter(), 0.0, Full()))
 
     def _note_first_token(self, ticket: Ticket) -> None:
         ticket.first_token = time.perf_counter()
@@ -729,15 +951,9 @@ class Engine:
         now = time.perf_counter()
         reports = plan.reports[: len(ticket.prompt.segments)]
         reused = sum(report.reused for report in reports)
-        counters = self._counters
-        counters.requests[ticket.strategy.name] += 1
-        counters.prompt_tokens += len(ticket.prompt)
-        counters.reused_tokens += reused
-        counters.recomputed_tokens += sum(report.recomputed for report in reports)
-        counters.generated_tokens += len(generation.tokens)
-        if self._recorder is not None:
-            tenant = ticket.request.tenant
-            self._recorder.add(ticket.arrival, tenant, ticket.strategy.name, ticket.prompt, len(generation.tokens))
+        if not ticket.request.background:
+            self._count(ticket, reports)
+        exact = plan.exact_to == "full"
         return Answer(
             text=generation.text,
             finish_reason=generation.finish_reason,
@@ -756,8 +972,25 @@ class Engine:
             ),
             logprobs=tuple(generation.logprobs),
             logits=plan.logits if ticket.request.want_logits else None,
-            notices=(*ticket.notices, *(f"attention not by {refused}" for refused in self._runner.fallbacks)),
+            notices=(
+                *ticket.notices,
+                *(self._contract.notices if ticket.by_default else ()),
+                *(f"attention not by {refused}" for refused in self._runner.fallbacks),
+            ),
+            recompute_ratio=ticket.ratio,
+            predicted=self._contract.predicted(ticket.setting, exact, ticket.chunks),
+            scores=ticket.scores,
         )
+
+    def _count(self, ticket: Ticket, reports: Sequence[SegmentReport]) -> None:
+        counters, generated = self._counters, len(ticket.generation.tokens)
+        counters.requests[ticket.strategy.name] += 1
+        counters.prompt_tokens += len(ticket.prompt)
+        counters.reused_tokens += sum(report.reused for report in reports)
+        counters.recomputed_tokens += sum(report.recomputed for report in reports)
+        counters.generated_tokens += generated
+        if self._recorder is not None:
+            self._recorder.add(ticket.arrival, ticket.request.tenant, ticket.strategy.name, ticket.prompt, generated)
 
     def _fail(self, ticket: Ticket, error: Exception) -> None:
         self._counters.errors += 1
@@ -769,14 +1002,23 @@ class Engine:
         """Take a request out of the engine, give back what it holds, and tell its owner."""
         if ticket.task is not None:
             ticket.task.close()
-            self._scheduler.tasks.remove(ticket.task)
-            del self._tickets[id(ticket.task)]
+            self._leave(ticket.task)
             self._blocked = False
+        elif ticket in self._background:
+            self._background.remove(ticket)
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
             self._cache.withdraw(ticket.id)
-        with self._lock:
-            self._pending -= 1
+        if not ticket.request.background:
+            with self._lock:
+                self._pending -= 1
         ticket.cancelled = True
         if last is not None:
             ticket.sink(last)
+
+
+def _wait(future: Future[Answer]) -> Answer:
+    try:
+        return future.result()
+    finally:
+        future.cancel()  # of effect only if the caller was interrupted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,7 +31,10 @@ from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load as load_documents
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse import strategies as all_strategies
+from ragjax.reuse.alpha import Alpha
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.contract import Contract
+from ragjax.reuse.quality import Budget, Report, Setting
 from ragjax.runner import Runner
 from ragjax.store.disk import DiskStore
 from ragjax.store.mover import Mover
@@ -44,7 +48,11 @@ def load_engine(
     model: str | Path,
     *,
     knowledge: str | Path | Mapping[str, str | Path] | None,
-    strategy: str,
+    strategy: str | None,
+    recompute_ratio: float | None,
+    quality_budget: str | None,
+    quality_fallback: str,
+    shadow_rate: float,
     dtype: str,
     top_k: int,
     device_cache_gb: float,
@@ -62,8 +70,8 @@ def load_engine(
     if dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"unknown dtype {dtype!r}; choose bfloat16 or float32")
     chosen = all_strategies() if strategies is None else strategies
-    if strategy not in chosen:
-        raise ConfigError(f"unknown strategy {strategy!r}; choose one of {', '.join(chosen)}")
+    setting = _setting(strategy, recompute_ratio, quality_budget, chosen)
+    budget = None if quality_budget is None else Budget.parse(quality_budget)
     if top_k < 0:
         raise ConfigError("top_k must be at least 0")
     policy = _policy(storage)
@@ -76,14 +84,23 @@ def load_engine(
     tokenizer.check(config)
     context = _context(config, max_context)
     identity = _identity(weights_digest(local.path, cache_dir()), tokenizer, config, dtype)
+    if strategies is None:
+        chosen = all_strategies(alpha=_alpha(identity))
+    contract = Contract(
+        setting,
+        dtype,
+        report=_report(identity, budget, chosen, top_k),
+        budget=budget,
+        fallback=quality_fallback,
+        shadow_rate=shadow_rate,
+    )
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     itemsize = jnp.dtype(dtype).itemsize
     pages = pool_pages(config, device_cache_gb, itemsize, context)
     grid = _grid(config, context, jax.default_backend())
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
-    mass = any(Want.KEY_MASS in s.wants for s in chosen.values())
     if compile:
-        _compile(runner, mass, progress)
+        _compile(runner, frozenset().union(*(chosen[name].wants for name in contract.strategies)), progress)
     mover = Mover(runner, storage.at_rest, disk=disk)
     tiers = Storage(mover, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
     engine = Engine(
@@ -93,7 +110,7 @@ def load_engine(
         model_name=local.name,
         context_length=context,
         strategies=chosen,
-        default_strategy=strategy,
+        default_strategy=setting.strategy,
         max_queue=max_queue,
         top_k=top_k,
         chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
@@ -103,6 +120,8 @@ def load_engine(
         load_timeout=storage.load_timeout,
         share_knowledge=storage.share_knowledge,
         recorder=recorder,
+        contract=contract,
+        identity=identity,
     )
     try:
         for name, source in _sources(knowledge).items():
@@ -111,6 +130,66 @@ def load_engine(
         engine.close()
         raise
     return engine
+
+
+def _setting(strategy: str | None, ratio: float | None, budget: str | None, known: Mapping[str, Strategy]) -> Setting:
+    """What requests get that name no strategy; a budget will pick another.
+
+    Raises:
+        ConfigError: for what contradicts itself, and names that are not known.
+    """
+    if budget is not None and (strategy is not None or ratio is not None):
+        raise ConfigError(
+            "a quality budget picks strategy and recompute ratio: give no --strategy, no --recompute-ratio"
+        )
+    if budget is not None and not {"full", "prefix"} <= known.keys():
+        raise ConfigError("a quality budget needs the strategies full and prefix")
+    name = "prefix" if strategy is None else strategy
+    if name not in known:
+        raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join(known)}")
+    if ratio is not None and not known[name].selective:
+        raise ConfigError(f"the strategy {name} takes no recompute ratio")
+    if ratio is not None and not 0.0 <= ratio <= 1.0:
+        raise ConfigError(f"the recompute ratio must lie in [0, 1], not {ratio!r}")
+    return Setting(name, ratio)
+
+
+def report_path(identity: bytes) -> Path:
+    """Where the quality report of a model is kept, by what its KV depends on."""
+    return cache_dir() / "quality" / f"{identity.hex()}.json"
+
+
+def alpha_path(identity: bytes) -> Path:
+    """Where a model's calibrated alpha of Cache-Craft is kept, by what its KV depends on."""
+    return cache_dir() / "craft" / f"{identity.hex()}.json"
+
+
+def _alpha(identity: bytes) -> float:
+    """The calibrated alpha, 1 if there is none.
+
+    Raises:
+        ConfigError: if its file cannot be used.
+    """
+    path = alpha_path(identity)
+    return Alpha.load(path, identity.hex()).value if path.exists() else 1.0
+
+
+def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
+    """The model's quality report, as far as it is of known strategies; None if there is none and no budget needs it.
+
+    Raises:
+        ConfigError: if it cannot be used, or tells nothing of so many chunks.
+    """
+    path = report_path(identity)
+    if budget is None and not path.exists():
+        return None
+    report = Report.load(path, identity.hex())
+    if budget is not None and top_k > report.top_k:
+        raise ConfigError(
+            f"the quality report was made with {report.top_k} chunks a question, and {top_k} are to be retrieved: "
+            f"run python -m ragjax.reuse.gate --top-k {top_k}, or lower --top-k"
+        )
+    return replace(report, measurements=tuple(m for m in report.measurements if m.setting.strategy in known))
 
 
 def _policy(storage: StorageOptions) -> Policy:
@@ -184,9 +263,9 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
     return whole.digest()
 
 
-def _compile(runner: Runner, mass: bool, progress: bool) -> None:
-    with tqdm(total=len(runner.programs(mass=mass)), desc="compiling", unit="program", disable=not progress) as bar:
-        runner.compile(mass=mass, progress=lambda _: bar.update())
+def _compile(runner: Runner, wants: frozenset[Want], progress: bool) -> None:
+    with tqdm(total=len(runner.programs(wants)), desc="compiling", unit="program", disable=not progress) as bar:
+        runner.compile(wants, progress=lambda _: bar.update())
 
 
 def _opener(

@@ -54,10 +54,16 @@ def chat_prompt(
         (
             head,
             *((_segment("history", Kind.JOIN, history),) if len(history) else ()),
-            *(Segment(h.chunk.id, Kind.CHUNK, h.chunk.tokens, h.chunk.title, h.score, h.public) for h in hits),
+            *(chunk_segment(hit) for hit in hits),
             _segment("question", Kind.JOIN, _joined(runs[context + 1 :])),
         )
     )
+
+
+def chunk_segment(hit: Hit) -> Segment:
+    """A chunk as it stands in prompts."""
+    chunk = hit.chunk
+    return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind)
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:

@@ -3,14 +3,15 @@
 A step takes arrays (token, order, position, request and target cell of each row; the slots) and runs three kinds of
 program: `begin` (embedding, rotation, visible blocks: once), `stage` (some layers: writes the rows' KV into the
 pool in place and attends), and `end` (logits of chosen rows). All stages have equally many layers, so one program
-per row bucket serves them all and compile time does not grow with depth. Programs are compiled ahead.
+per row bucket serves them all and compile time does not grow with depth. Programs are compiled ahead. A step may run
+some of the layers only, and measure in some; `move` copies KV from cells to cells.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,12 +25,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import Grid, Step
+from ragjax.core import Grid, Probe, Step, Want
+from ragjax.kernels import probe as probes
 from ragjax.kernels.attention import Choice, choose, paged_interval_attention
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.device import Device
-from ragjax.kernels.pages import Pages, from_storage, write_pages
-from ragjax.kernels.reductions import key_mass
+from ragjax.kernels.pages import Pages, from_storage, move_cells, write_pages
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.slots import Rows, Slots
 from ragjax.kernels.view import View, check_values
@@ -50,10 +51,15 @@ STAGE_LAYERS = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """Residual rows after the last layer, float32 [T, E], and the key mass per layer, float32 [L, S, C], if wanted."""
+    """What a step made.
+
+    x_TE: residual rows behind the last layer that ran, float32 [T, E]. residual_TE: the same on the host, if layers are
+    left. measured: what its probe asked for, float32 [layers, ...] (`kernels.probe.measure`).
+    """
 
     x_TE: jax.Array
-    mass_LSC: NDArray[np.float32] | None
+    residual_TE: NDArray[np.float32] | None = None
+    measured: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class Runner:
         platform = self._device.platform
         scanned = platform != "cpu" if scanned is None else scanned
 
-        per_stage = _stage_layers(config.num_layers)
+        self._depth = per_stage = _stage_layers(config.num_layers)
         layer_def, states = _split_layers(decoder)
         ends_def, ends = nnx.split(_without_layers(decoder))
         stages = [states[i : i + per_stage] for i in range(0, config.num_layers, per_stage)]
@@ -130,46 +136,91 @@ class Runner:
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._choices: dict[tuple[int, int], Choice] = {}
 
-    def compile(self, *, mass: bool = False, progress: Callable[[str], None] | None = None) -> None:
-        """Compile the whole grid ahead, so that no step waits for a compilation.
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers at which a step may begin, ascending, and the number of layers as a last entry."""
+        return tuple(range(0, self.config.num_layers + 1, self._depth))
+
+    def compile(self, wants: Collection[Want] = (), *, progress: Callable[[str], None] | None = None) -> None:
+        """Compile the grid ahead, so that no step waits for a compilation.
+
+        Left for their first use are stages that end early, moves, and more segments than the smallest bucket holds.
 
         Args:
-            mass: compile the programs that measure key mass too.
+            wants: what steps will measure.
             progress: called with a program's name after each.
         """
-        for key in self.programs(mass=mass):
-            self._program(*key)
+        for key in self.programs(wants):
+            if key not in self._programs:
+                self._programs[key] = self._compile(*key)
             if progress is not None:
                 progress(" ".join(str(k) for k in key))
 
-    def programs(self, *, mass: bool = False) -> list[tuple[Any, ...]]:
+    def programs(self, wants: Collection[Want] = ()) -> list[tuple[Any, ...]]:
         """Names of the grid's programs."""
         pairs = [(rows, slots) for rows, _ in self.grid.rows for slots in self.grid.slots]
-        kinds = (False, True) if mass else (False,)
+        kinds: list[tuple[Any, ...]] = [(self._depth,)]
+        for want in sorted(set(wants) - {Want.LOGITS}):
+            kinds.append((self._depth, want, self.grid.segments if want in probes.SEGMENTED else 0))
         return [
             *(("begin", rows, slots) for rows, slots in pairs),
-            *(("stage", rows, slots, kind) for rows, slots in pairs for kind in kinds),
+            *(("stage", rows, slots, *kind) for rows, slots in pairs for kind in kinds),
             *(("end", rows, n) for rows, _ in self.grid.rows for n in self.grid.logits if n <= rows),
             *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
         ]
 
     def step(self, step: Step) -> Outcome:
-        """Run all layers for one batch of rows: their KV is in the pool afterwards.
+        """Run layers for one batch of rows: their KV is in the pool afterwards.
 
         Raises:
-            ValueError: before anything is computed, if a page, cell, position or offset is out of range.
+            ValueError: before anything is computed, if a page, cell, position, offset or layer is out of range.
         """
         rows, slots = len(step.token_T), len(step.page_S)
-        self._check(step)
-        arrays = {name: value for name, value in vars(step).items() if name != "mass"}
+        begin, end = step.layers or (0, self.config.num_layers)
+        self._check(step, begin, end)
+        arrays = {name: getattr(step, name) for name in STEP_ARRAYS}
         x_TE, inputs = self._program("begin", rows, slots)(self._ends, self._rotation, arrays)
-        stage, masses = self._program("stage", rows, slots, step.mass), []
-        for i, weights in enumerate(self._stages):
-            x_TE, self._pools[i], mass_LSC = stage(weights, self._pools[i], x_TE, inputs, self._rotation)
-            masses.append(mass_LSC)
-        self._count(self._choice(rows, slots))
-        mass = np.concatenate([np.asarray(m) for m in masses]) if step.mass else None
-        return Outcome(x_TE, mass)
+        if step.residual_TE is not None:
+            x_TE = self._upload(step.residual_TE)
+        measured = []
+        for first in range(begin, end, self._depth):
+            i = first // self._depth
+            program, *probe = self._stage_program(step, first, min(self._depth, end - first))
+            x_TE, self._pools[i], found_L = program(
+                self._stages[i], self._pools[i], x_TE, inputs, self._rotation, *probe
+            )
+            measured.append(found_L)
+        self._count(self._choice(rows, slots), end - begin)
+        residual_TE = np.asarray(x_TE) if end < self.config.num_layers else None
+        return Outcome(x_TE, residual_TE, self._measured(step.probe, begin, measured))
+
+    def _stage_program(
+        self, step: Step, first: int, count: int
+    ) -> tuple[Any, NDArray[np.bool_], Mapping[str, NDArray[np.int32]]]:
+        """The program for these layers of a stage, which of them it measures, and the arrays this takes."""
+        key = ("stage", len(step.token_T), len(step.page_S), count)
+        low, high = step.probe.layers if step.probe else (0, 0)
+        layer_L = np.arange(first, first + count)
+        chosen_L = (low <= layer_L) & (layer_L < high)
+        if step.probe is None or not chosen_L.any():
+            return self._program(*key), chosen_L[:0], {}
+        return self._program(*key, step.probe.want, step.probe.segments), chosen_L, step.probe.arrays
+
+    def _measured(self, probe: Probe | None, begin: int, found: Sequence[jax.Array]) -> NDArray[np.float32] | None:
+        """What was measured in the layers that the probe names, out of what the stages from `begin` on found."""
+        if probe is None:
+            return None
+        parts = []
+        for i, found_L in enumerate(found):
+            if found_L.shape[0]:
+                low, high = (max(0, layer - begin - i * self._depth) for layer in probe.layers)
+                parts.append(np.asarray(found_L)[low:high])
+        return np.concatenate(parts)
+
+    def _upload(self, residual_TE: NDArray[np.float32]) -> jax.Array:
+        """A copy of its own: the first stage takes it over."""
+        copy_TE: jax.Array = jax.device_put(jnp.array(residual_TE, jnp.float32), NamedSharding(self._mesh, P()))
+        return copy_TE
 
     def logits(self, outcome: Outcome, rows: Sequence[int]) -> NDArray[np.float32]:
         """Next-token logits of the step's rows at these indices, float32 [len(rows), V]."""
@@ -209,8 +260,7 @@ class Runner:
             x_LPKCD = x_LPKCD[stage, part].view(self.storage_dtype)
             return host.upload(np.ascontiguousarray(x_LPKCD), self._pool_sharding)
 
-        depth = self.config.num_layers // len(self._pools)
-        stages = [slice(i, i + depth) for i in range(0, self.config.num_layers, depth)]
+        stages = [slice(i, i + self._depth) for i in self.stages[:-1]]
         excerpts = [
             tuple(Pages(put(k_LPKCD, stage, part), put(v_LPKCD, stage, part)) for stage in stages)
             for part in page_store.cuts(k_LPKCD.shape[1])
@@ -233,6 +283,38 @@ class Runner:
             program = self._program("insert", part.stop - part.start)
             for i, new in enumerate(excerpt):
                 self._pools[i] = program(self._pools[i], pages[part], new)
+
+    def move(
+        self,
+        source_N: NDArray[np.int32],
+        target_N: NDArray[np.int32],
+        offset_N: NDArray[np.int32],
+        layers: tuple[int, int],
+    ) -> None:
+        """Copy KV from cells to cells in some layers, in place, keys turned by an offset each. Waits for nothing.
+
+        Args:
+            source_N: cells (page * C + cell) to read.
+            target_N: cells to write, none twice and none of the source's.
+            offset_N: RoPE offset of each key.
+            layers: half-open, at boundaries of stages.
+
+        Raises:
+            ValueError: before anything is moved, if a cell, offset or layer is out of range.
+        """
+        self._check_move(source_N, target_N, offset_N, layers)
+        for begin in range(0, len(source_N), MOVES[-1]):
+            part = slice(begin, begin + MOVES[-1])
+            size = Grid.fit(MOVES, len(source_N[part]))
+            spare = size - len(source_N[part])
+            # what pads the bucket is written nowhere: each has a cell of its own beyond the pool
+            nowhere = np.arange(OUTSIDE, OUTSIDE + spare, dtype=np.int32)
+            nothing = np.zeros(spare, np.int32)
+            padded = ((source_N, nothing), (target_N, nowhere), (offset_N, nothing))
+            arrays = [np.concatenate([x_N[part], padding]) for x_N, padding in padded]
+            program = self._program("move", size)
+            for i in range(layers[0] // self._depth, layers[1] // self._depth):
+                self._pools[i] = program(self._pools[i], *arrays, self._rotation)
 
     @property
     def lost(self) -> bool:
@@ -260,10 +342,16 @@ class Runner:
 
     def memory(self, rows: int, slots: int) -> tuple[int, int]:
         """(temporary bytes of a stage program, bytes of its pool)."""
-        analysis = self._program("stage", rows, slots, False).memory_analysis()
+        analysis = self._program("stage", rows, slots, self._depth).memory_analysis()
         return int(analysis.temp_size_in_bytes), sum(x.nbytes for x in jax.tree.leaves(self._pools[0]))
 
-    def _check(self, step: Step) -> None:
+    def _check(self, step: Step, begin: int, end: int) -> None:
+        if begin not in self.stages[:-1] or not begin < end <= self.config.num_layers:
+            raise ValueError(f"step.layers is {begin, end}; a step begins at one of {self.stages[:-1]}")
+        if (step.residual_TE is None) != (begin == 0):
+            raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
+        if step.probe is not None:
+            self._check_probe(step.probe, begin, end)
         pages, cells = self._pools[0].k_LPKCD.shape[1], self._pools[0].page_size
         check_values(
             request_T=step.request_T,
@@ -278,6 +366,36 @@ class Runner:
         )
         if step.cell_T.min() < 0 or step.cell_T.max() >= pages * cells:
             raise ValueError(f"step.cell_T holds cells outside of the {pages * cells} of the pool")
+
+    def _check_probe(self, probe: Probe, begin: int, end: int) -> None:
+        low, high = probe.layers
+        if not begin <= low < high <= end:
+            raise ValueError(f"step.probe.layers is {probe.layers}, not within {begin, end}")
+        if probe.want is not Want.DEVIATION:
+            return
+        cells = self._pools[0].k_LPKCD.shape[1] * self.page_size
+        if probe.arrays["stale_T"].max() >= cells:
+            raise ValueError(f"step.probe.stale_T holds cells outside of the {cells} of the pool")
+        if np.abs(probe.arrays["turn_T"]).max() >= self._rotation.cos_NR.shape[0]:
+            raise ValueError("step.probe.turn_T holds offsets outside of the rotation table")
+
+    def _check_move(
+        self,
+        source_N: NDArray[np.int32],
+        target_N: NDArray[np.int32],
+        offset_N: NDArray[np.int32],
+        layers: tuple[int, int],
+    ) -> None:
+        cells = self._pools[0].k_LPKCD.shape[1] * self.page_size
+        for name, cell_N in (("source", source_N), ("target", target_N)):
+            if len(cell_N) and not 0 <= cell_N.min() <= cell_N.max() < cells:
+                raise ValueError(f"{name} holds cells {cell_N.min()} to {cell_N.max()}, of {cells} of the pool")
+        if len(np.unique(target_N)) != len(target_N) or np.isin(target_N, source_N).any():
+            raise ValueError("target names a cell twice, or one of the source")
+        if np.abs(offset_N).max(initial=0) >= self._rotation.cos_NR.shape[0]:
+            raise ValueError("offset is outside of the rotation table")
+        if not {*layers} <= {*self.stages} or layers[0] > layers[1]:
+            raise ValueError(f"layers {layers} are not between two of {self.stages}")
 
     def _check_pages(self, pages: NDArray[np.int32]) -> None:
         total = self._pools[0].k_LPKCD.shape[1]
@@ -296,31 +414,43 @@ class Runner:
             self._choices[rows, slots] = choose(q_THD, view, self._device, self._attention)
         return self._choices[rows, slots]
 
-    def _count(self, choice: Choice) -> None:
-        self.calls[choice.backend] += self.config.num_layers
+    def _count(self, choice: Choice, layers: int) -> None:
+        self.calls[choice.backend] += layers
         for backend, reason in choice.refused.items():
             notice = f"{backend}: {reason}"
             if notice not in self.fallbacks:
                 log.warning("attention runs on %s instead of %s", choice.backend, notice)
-            self.fallbacks[notice] += self.config.num_layers
+            self.fallbacks[notice] += layers
 
     def _program(self, kind: str, *shape: Any) -> Any:
         key = (kind, *shape)
         if key not in self._programs:
-            self._programs[key] = getattr(self, f"_compile_{kind}")(*shape)
+            log.info("compiling %s at its first use", " ".join(map(str, key)))
+            self._programs[key] = self._compile(*key)
         return self._programs[key]
+
+    def _compile(self, kind: str, *shape: Any) -> Any:
+        return getattr(self, f"_compile_{kind}")(*shape)
 
     def _compile_begin(self, rows: int, slots: int) -> Any:
         function = partial(_begin, self._spec, dict(self.grid.rows)[rows])
         return jax.jit(function).lower(self._ends, self._rotation, self._step_shapes(rows, slots)).compile()
 
-    def _compile_stage(self, rows: int, slots: int, mass: bool) -> Any:
+    def _compile_stage(self, rows: int, slots: int, layers: int, want: Want | None = None, segments: int = 0) -> Any:
         block = dict(self.grid.rows)[rows]
-        function = partial(_stage, self._spec, block, self._choice(rows, slots).backend, mass)
-        x_TE, inputs = self._begin_shapes(rows, slots)
-        shapes = self._replicated(x_TE), self._replicated(inputs)
+        measure = None if want is None else (want, segments)
+        names = () if want is None else probes.ARRAYS[want]
+        function = partial(_stage, self._spec, block, self._choice(rows, slots).backend, layers, measure)
+        x_TE, inputs = self._replicated(self._begin_shapes(rows, slots))
+        chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
+        probe = self._replicated((chosen_L, self._shapes(names, rows, slots)))
         jitted = jax.jit(function, donate_argnums=(1, 2))
-        return jitted.lower(self._stages[0], self._pools[0], *shapes, self._rotation).compile()
+        return jitted.lower(self._stages[0], self._pools[0], x_TE, inputs, self._rotation, *probe).compile()
+
+    def _compile_move(self, n: int) -> Any:
+        cell_N = self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
+        jitted = jax.jit(move_cells, donate_argnums=0, out_shardings=self._pool_sharding)
+        return jitted.lower(self._pools[0], cell_N, cell_N, cell_N, self._rotation).compile()
 
     def _begin_shapes(self, rows: int, slots: int) -> tuple[Any, Any]:
         begin = partial(_begin, self._spec, dict(self.grid.rows)[rows])
@@ -346,11 +476,13 @@ class Runner:
         return jitted.lower(self._pools[0], page_P, jax.tree.map(shape, self._pools[0])).compile()
 
     def _step_shapes(self, rows: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-        sizes = {"T": (rows,), "S": (slots,), "SC": (slots, self.page_size)}
-        names = [f for f in Step.__dataclass_fields__ if f != "mass"]
-        shapes = {n: jax.ShapeDtypeStruct(sizes[n.rsplit("_", 1)[1]], jnp.int32) for n in names}
-        placed: dict[str, jax.ShapeDtypeStruct] = self._replicated(shapes)
+        placed: dict[str, jax.ShapeDtypeStruct] = self._replicated(self._shapes(STEP_ARRAYS, rows, slots))
         return placed
+
+    def _shapes(self, names: Collection[str], rows: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of int32 arrays by their suffix."""
+        sizes = {"T": (rows,), "S": (slots,), "SC": (slots, self.page_size)}
+        return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
 
     def _replicated(self, tree: Any) -> Any:
         sharding = NamedSharding(self._mesh, P())
@@ -369,6 +501,18 @@ OUTSIDE = 2**30
 
 POOL = P(None, None, "kv_heads", None, None)
 """How a pool lies on the mesh."""
+
+MOVES = (16, 128, 1024)
+"""Cells that one program moves."""
+
+STEP_ARRAYS = (
+    *("token_T", "order_T", "position_T", "request_T", "cell_T"),
+    *("page_S", "offset_S", "request_S", "order_SC", "hide_from_SC", "hide_until_SC"),
+)
+"""The arrays of a `Step` that every step has."""
+
+_Measure = tuple[Want, int]
+"""What a stage measures, and how many segments the programs for it serve."""
 
 
 @jax.tree_util.register_dataclass
@@ -403,39 +547,46 @@ def _stage(
     spec: _Spec,
     block_rows: int,
     backend: str,
-    mass: bool,
+    layers: int,
+    measure: _Measure | None,
     weights: Weights,
     pool: Pages,
     x_TE: jax.Array,
     inputs: _Inputs,
     rotation: Rotation,
+    chosen_L: jax.Array,
+    arrays: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, Pages, jax.Array]:
-    attend = _sharded_attention(spec, block_rows, backend, mass)
+    """The first `layers` layers of a stage; what the chosen ones measure, and zeros for the others."""
+    attend = _sharded_attention(spec, block_rows, backend, measure)
 
     def layer(x_TE: jax.Array, pool: Pages, state: Weights, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)
         q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR)
-        out_THD, pool, mass_SC = attend(q_THD, k_TKD, v_TKD, pool, jnp.asarray(index, jnp.int32), inputs, rotation)
-        return block.finish(x_TE, out_THD), pool, mass_SC
+        index = jnp.asarray(index, jnp.int32)
+        chosen = chosen_L[index] if measure else jnp.zeros((), jnp.bool_)
+        out_THD, pool, found = attend(q_THD, k_TKD, v_TKD, pool, index, inputs, rotation, chosen, arrays)
+        return block.finish(x_TE, out_THD), pool, found
 
     if spec.scanned:
 
         def body(carry: tuple[jax.Array, Pages], xs: tuple[Any, jax.Array]) -> Any:
-            x_TE, pool, mass_SC = layer(*carry, *xs)
-            return (x_TE, pool), mass_SC
+            x_TE, pool, found = layer(*carry, *xs)
+            return (x_TE, pool), found
 
-        count = pool.k_LPKCD.shape[0]
-        (x_TE, pool), mass_LSC = lax.scan(body, (x_TE, pool), (weights, jnp.arange(count, dtype=jnp.int32)))
-        return x_TE, pool, mass_LSC
-    masses = []
-    for index, state in enumerate(weights):
-        x_TE, pool, mass_SC = layer(x_TE, pool, state, index)
-        masses.append(mass_SC)
-    return x_TE, pool, jnp.stack(masses)
+        if layers < pool.k_LPKCD.shape[0]:
+            weights = jax.tree.map(lambda weight: weight[:layers], weights)
+        (x_TE, pool), found_L = lax.scan(body, (x_TE, pool), (weights, jnp.arange(layers, dtype=jnp.int32)))
+        return x_TE, pool, found_L if measure else jnp.zeros(0)
+    found = []
+    for index, state in enumerate(weights[:layers]):
+        x_TE, pool, of_layer = layer(x_TE, pool, state, index)
+        found.append(of_layer)
+    return x_TE, pool, jnp.stack(found) if measure else jnp.zeros(0)
 
 
 def _sharded_attention(
-    spec: _Spec, block_rows: int, backend: str, mass: bool
+    spec: _Spec, block_rows: int, backend: str, measure: _Measure | None
 ) -> Callable[..., tuple[jax.Array, Pages, jax.Array]]:
     """Write the rows' KV, attend, and measure, each device on its own KV heads."""
 
@@ -447,20 +598,25 @@ def _sharded_attention(
         layer: jax.Array,
         inputs: _Inputs,
         rotation: Rotation,
+        chosen: jax.Array,
+        arrays: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Pages, jax.Array]:
         pool = write_pages(pool, layer, inputs.cell_T, k_TKD, v_TKD)
         view = View(inputs.rows, pool, layer, inputs.slots, rotation, inputs.blocks, spec.scale, block_rows)
         out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
-        if not mass:
-            return out_THD, pool, jnp.zeros((0, 0))
-        # by itself it takes Triton wherever a GPU backend of attention serves: they ask for no less
-        return out_THD, pool, lax.pmean(key_mass(q_THD, lse_TH, view), "kv_heads")
+        if measure is None:
+            return out_THD, pool, jnp.zeros(0)
+        want, segments = measure
+        found = probes.measure(want, segments, q_THD, k_TKD, v_TKD, lse_TH, view, arrays, chosen)
+        # nothing is below 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
+        out_THD = out_THD + jnp.minimum(found.min(), 0.0)
+        return out_THD, pool, probes.combine(want, found, "kv_heads")
 
     heads = P(None, "kv_heads", None)
     sharded = jax.shard_map(
         attend,
         mesh=spec.mesh,
-        in_specs=(heads, heads, heads, POOL, P(), P(), P()),
+        in_specs=(heads, heads, heads, POOL, P(), P(), P(), P(), P()),
         out_specs=(heads, POOL, P()),
         check_vma=False,
     )

@@ -1,18 +1,34 @@
 """Which rows run next: requests as state machines, and batches of their rows packed into the compiled grid.
 
-No jax here. A task owns one request's conversation; its rows (a pass's, or the one token being decoded) wait in
-`Work`. `next_batch` takes decoding tokens and prefill rows in turn, so that neither starves the other.
+No jax here. A task owns one request's conversation; its rows (a pass's, tokens that were given, or the one token being
+decoded) wait in `Work`. `next_batch` takes decoding tokens and prefill rows in turn, so that neither starves the other.
+A move of cached KV has no rows: it waits in `Task.moving`, and whoever owns the device carries it out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Grid, OutOfPages, Pass, Plan, Prompt, RequestError, Results, Span, Step, Want
+from ragjax.core import (
+    NEVER,
+    Grid,
+    Move,
+    OutOfPages,
+    Pass,
+    Plan,
+    Probe,
+    Prompt,
+    RequestError,
+    Results,
+    Span,
+    Step,
+    Tokens,
+    Want,
+)
 from ragjax.reuse.base import Holding, Strategy, most_slots
 
 
@@ -54,11 +70,27 @@ class SlotTable:
         return out
 
 
+@dataclass(frozen=True)
+class Moving:
+    """A move in cells (page * C + cell): what to copy where, and by how much to turn each key; int32 [n] each.
+
+    layers: half-open, at boundaries of stages.
+    """
+
+    source_N: NDArray[np.int32]
+    target_N: NDArray[np.int32]
+    offset_N: NDArray[np.int32]
+    layers: tuple[int, int]
+
+
 @dataclass
 class Work:
     """Rows that wait to be computed, and what has come back so far.
 
-    token, order, position, cell: int32 [n]. logits: row index to result index. context: orders in use.
+    token, order, position, cell: int32 [n]. logits_at: row index to result index. context: orders in use. layers: those
+    to run, half-open. residual: what the rows bring from earlier layers, float32 [n, E], if these are not the first.
+    probe: what is measured, its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has.
+    measured: per layer of the probe, by order, [..., context], or by row. ended: what residual was, behind `layers`.
     """
 
     token: NDArray[np.int32]
@@ -68,8 +100,11 @@ class Work:
     table: SlotTable
     logits_at: dict[int, int]
     context: int
-    mass: NDArray[np.float32] | None = None
-    wants_mass: bool = False
+    layers: tuple[int, int]
+    residual: NDArray[np.float32] | None = None
+    probe: Probe | None = None
+    measured: NDArray[np.float32] | None = None
+    ended: NDArray[np.float32] | None = None
     done: int = 0
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
@@ -78,19 +113,66 @@ class Work:
         """Rows not yet computed."""
         return len(self.token) - self.done
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What works must have in common to share a step."""
+        return self.layers, self.probe and (self.probe.want, self.probe.layers)
+
+    def take_measured(self, measured: NDArray[np.float32], piece: Piece) -> None:
+        """Add what a step measured of rows [piece.begin, piece.end): float32 [layers, ...], of the whole batch."""
+        assert self.probe is not None
+        rows = slice(piece.row, piece.row + piece.end - piece.begin)
+        if self.probe.want is Want.SEGMENT_MASS:
+            part, axis = measured[:, rows, : self.probe.segments], 1
+        elif self.probe.want is Want.DEVIATION:
+            part, axis = measured[..., rows], 2
+        else:
+            part = self.table.by_order(measured[..., piece.slot : piece.slot + len(self.table), :], self.context)
+            self.measured = part if self.measured is None else self.measured + part
+            return
+        self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis)
+
+    def take_residual(self, residual_TE: NDArray[np.float32], piece: Piece) -> None:
+        """Keep what a step that ended early left of rows [piece.begin, piece.end)."""
+        if self.ended is None:
+            self.ended = np.empty((len(self.token), residual_TE.shape[1]), np.float32)
+        self.ended[piece.begin : piece.end] = residual_TE[piece.row : piece.row + piece.end - piece.begin]
+
+    def results(self, wants: frozenset[Want]) -> Results:
+        """What a pass with these wants gets, once all rows are computed."""
+        found: dict[Want, NDArray[np.float32]] = {}
+        if self.logits_at:
+            found[Want.LOGITS] = np.stack([self.logits[i] for i in range(len(self.logits_at))])
+        if self.probe is not None:
+            assert self.measured is not None
+            found |= _by_want(self.probe.want, self.measured)
+        return {want: value for want, value in found.items() if want in wants or want is Want.LOGITS}
+
+
+def _by_want(want: Want, measured: NDArray[np.float32]) -> dict[Want, NDArray[np.float32]]:
+    if want is Want.VALUED_MASS:
+        return {Want.KEY_MASS: measured[:, 0], Want.VALUED_MASS: measured[:, 1]}
+    return {want: measured.swapaxes(0, 1) if want is Want.DEVIATION else measured}
+
 
 class Task:
-    """One request from its first pass to its last token."""
+    """One request from its first pass to its last token.
 
-    def __init__(self, prompt: Prompt, strategy: Strategy, holding: Holding, label: str):
+    work: rows that wait for their turn. moving: a move that waits to be carried out; `pass_done` goes on behind it.
+    """
+
+    def __init__(self, prompt: Prompt, strategy: Strategy, holding: Holding, label: str, ratio: float | None = None):
         self.prompt = prompt
         self.strategy = strategy
         self.holding = holding
         self.label = label
         self.plan: Plan | None = None
         self.work: Work | None = None
+        self.moving: Moving | None = None
         self.generated: list[int] = []
-        self._conversation = strategy.carry_out(prompt, holding)
+        self._wants: frozenset[Want] = frozenset()
+        self._before: Work | None = None
+        self._conversation = strategy.carry_out(prompt, holding, ratio)
 
     @property
     def decoding(self) -> bool:
@@ -103,7 +185,7 @@ class Task:
         return self.holding.ready and self.holding.broken is None
 
     def start(self) -> None:
-        """Match, reserve, and reach the first pass.
+        """Match, reserve, and reach the first pass or move.
 
         Raises:
             OutOfPages: when there is no room now; the task holds nothing then and a fresh one may try later.
@@ -115,18 +197,36 @@ class Task:
             raise
 
     def pass_done(self) -> None:
-        """Hand the finished pass's results to the strategy; sets the next pass's work, or the plan."""
-        work = self._finished_work()
+        """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan."""
         results: Results = {}
-        if work.logits_at:
-            results = {Want.LOGITS: np.stack([work.logits[i] for i in range(len(work.logits_at))])}
-        if work.mass is not None:
-            results = {**results, Want.KEY_MASS: work.mass}
+        if self.moving is None:
+            self._before = self._finished_work()
+            results = self._before.results(self._wants)
         try:
             self._begin(self._conversation.send(results))
         except StopIteration as stop:
             self.plan = stop.value
-            self.work = None
+            self.work = self.moving = self._before = None
+
+    def force(self, tokens: Tokens) -> None:
+        """Set the work of computing given tokens, int32 [n], behind the prompt, before anything is decoded.
+
+        The work comes back with the logits of all of them: `work.logits[i]` are those behind token i. Set `work` to
+        None then, and decoding starts as if nothing had been: it writes over these tokens.
+
+        Raises:
+            ValueError: if there are none, or more than cells for generated tokens.
+        """
+        assert self.plan is not None and self.work is None
+        n, size = len(tokens), len(self.prompt)
+        if not 0 < n <= self.plan.tail.length:
+            raise ValueError(f"{n} tokens were given; there are cells for {self.plan.tail.length}")
+        table = self._tail_table(self.plan)
+        for index in range(n):
+            table.show(index, size + index)
+        order, cell = np.arange(size, size + n, dtype=np.int32), self._tail_cells[:n]
+        logits_at = {i: i for i in range(n)}
+        self.work = Work(np.asarray(tokens, np.int32), order, order, cell, table, logits_at, size + n, self._all_layers)
 
     def decode(self, token: int) -> None:
         """Take a generated token and set the work of computing it, which yields the next one's logits.
@@ -134,20 +234,14 @@ class Task:
         The work comes back as `work.logits[0]`.
         """
         assert self.plan is not None
-        page_size = self.holding.page_size
-        if self.work is None:
-            hidden = np.full(self.plan.tail.length, NEVER, np.int32)
-            self._tail_cells = self.plan.tail.cells(page_size)
-            table = self._table((*self.plan.spans, Span(hidden, self.plan.tail)))
-        else:
-            table = self.work.table
+        table = self._tail_table(self.plan) if self.work is None else self.work.table
         index = len(self.generated)
         order = len(self.prompt) + index
         self.generated.append(token)
         table.show(index, order)
         row = np.array([order], np.int32)
         cell = self._tail_cells[index : index + 1]
-        self.work = Work(np.array([token], np.int32), row, row, cell, table, {0: 0}, order + 1)
+        self.work = Work(np.array([token], np.int32), row, row, cell, table, {0: 0}, order + 1, self._all_layers)
 
     def finish(self) -> None:
         """Let the strategy keep what it wants of the generated tokens whose KV exists."""
@@ -159,33 +253,107 @@ class Task:
     def close(self) -> None:
         """Stop the conversation and give everything back. Safe at any pass boundary, and more than once."""
         self._conversation.close()
-        self.work = None
+        self.work = self.moving = self._before = None
         self.holding.close()
 
-    def _begin(self, next_pass: Pass) -> None:
-        if not len(next_pass.rows):
-            raise ValueError(f"{self.strategy.name} made a pass without rows")
+    @property
+    def _all_layers(self) -> tuple[int, int]:
+        return 0, self.holding.stages[-1]
+
+    def _begin(self, asked: Pass | Move) -> None:
+        if isinstance(asked, Move):
+            self.work, self.moving = None, self._moving(asked)
+        else:
+            self.work, self.moving, self._wants = self._work(asked), None, asked.wants
+
+    def _moving(self, move: Move) -> Moving:
         page_size, size = self.holding.page_size, len(self.prompt)
-        cell_by_order = np.full(size, -1, np.int32)
-        for span in next_pass.spans:
-            if span.offset == 0:
-                live = span.orders < size
-                cell_by_order[span.orders[live]] = span.run.cells(page_size)[live]
-        cells = cell_by_order[next_pass.rows]
-        own = np.fromiter(self.holding.own_pages, np.int32)
-        if (cells < 0).any() or not np.isin(cells // page_size, own).all():
-            raise RuntimeError(f"{self.strategy.name} would write into cached pages")
-        at = np.searchsorted(next_pass.rows, np.array(next_pass.logits, np.int32))
-        self.work = Work(
-            token=self.prompt.tokens[next_pass.rows],
-            order=next_pass.rows,
-            position=next_pass.positions,
-            cell=cells,
-            table=self._table(next_pass.spans),
+        source, offset = _places(move.source, size, page_size)
+        target, _ = _places((span for span in move.target if span.offset == 0), size, page_size)
+        self._expect((source[move.orders] >= 0).all(), "moves tokens that its source does not hold")
+        self._check_own(target[move.orders])
+        return Moving(source[move.orders], target[move.orders], offset[move.orders], move.layers)
+
+    def _work(self, asked: Pass) -> Work:
+        page_size, size, rows = self.holding.page_size, len(self.prompt), asked.rows
+        layers = asked.layers or self._all_layers
+        self._check(asked, layers)
+        cells, _ = _places((span for span in asked.spans if span.offset == 0), size, page_size)
+        self._check_own(cells[rows])
+        table = self._table(asked.spans)
+        at = np.searchsorted(rows, np.array(asked.logits, np.int32))
+        return Work(
+            token=self.prompt.tokens[rows],
+            order=rows,
+            position=asked.positions,
+            cell=cells[rows],
+            table=table,
             logits_at={int(row): i for i, row in enumerate(at)},
             context=size,
-            wants_mass=Want.KEY_MASS in next_pass.wants,
+            layers=layers,
+            residual=self._residual(rows, layers[0]),
+            probe=self._probe(asked, layers, table),
         )
+
+    def _check(self, asked: Pass, layers: tuple[int, int]) -> None:
+        begin, end = layers
+        stages = self.holding.stages
+        self._expect(len(asked.rows) > 0, "made a pass without rows")
+        self._expect(begin in stages and begin < end <= stages[-1], f"made a pass over layers {layers} of {stages}")
+        self._expect(not asked.logits or end == stages[-1], "wants logits of a pass that ends before the last layer")
+        for name, orders in (("logits", asked.logits), ("asking", () if asked.asking is None else asked.asking)):
+            self._expect(np.isin(orders, asked.rows).all(), f"names orders in {name} that are not among the rows")
+        low, high = asked.measured or layers
+        self._expect(begin <= low < high <= end, f"measures layers {asked.measured} of a pass over {layers}")
+
+    def _residual(self, rows: NDArray[np.int32], begin: int) -> NDArray[np.float32] | None:
+        """What the rows bring from the pass before."""
+        if begin == 0:
+            return None
+        before = self._before
+        if before is None or before.ended is None or before.layers[1] != begin:
+            raise ValueError(f"{self.strategy.name} goes on at layer {begin}, where no pass ended before")
+        self._expect(np.isin(rows, before.order).all(), "goes on with rows that the pass before did not have")
+        return before.ended[np.searchsorted(before.order, rows)]
+
+    def _probe(self, asked: Pass, layers: tuple[int, int], table: SlotTable) -> Probe | None:
+        wants = asked.wants - {Want.LOGITS}
+        want = Want.VALUED_MASS if Want.VALUED_MASS in wants else next(iter(wants), None)
+        if want is None:
+            return None
+        together = {want, Want.KEY_MASS} if want is Want.VALUED_MASS else {want}
+        self._expect(wants <= together, f"wants {', '.join(sorted(wants))} of one pass")
+        return Probe(want, asked.measured or layers, self._probe_arrays(want, asked, table), len(self.prompt.segments))
+
+    def _probe_arrays(self, want: Want, asked: Pass, table: SlotTable) -> Mapping[str, NDArray[np.int32]]:
+        if want is Want.DEVIATION:
+            stale, offset = _places(asked.stale, len(self.prompt), self.holding.page_size)
+            return {"stale_T": stale[asked.rows], "turn_T": offset[asked.rows]}
+        if want is Want.SEGMENT_MASS:
+            return {"segment_T": self._segment(asked.rows), "segment_SC": self._segment(table.order_SC)}
+        counts = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
+        asking = {"asking_T": counts.astype(np.int32)}
+        return asking | {"segment_SC": self._segment(table.order_SC)} if want is Want.CHUNK_MASS else asking
+
+    def _segment(self, order: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The segment of each order, -1 behind the prompt."""
+        segment = np.searchsorted(self.prompt.starts, order, side="right").astype(np.int32) - 1
+        return np.where(order < len(self.prompt), segment, np.int32(-1))
+
+    def _expect(self, held: bool | np.bool_, what: str) -> None:
+        if not held:
+            raise ValueError(f"{self.strategy.name} {what}")
+
+    def _check_own(self, cells: NDArray[np.int32]) -> None:
+        own = np.fromiter(self.holding.own_pages, np.int32)
+        if (cells < 0).any() or not np.isin(cells // self.holding.page_size, own).all():
+            raise RuntimeError(f"{self.strategy.name} would write into cached pages")
+
+    def _tail_table(self, plan: Plan) -> SlotTable:
+        """The prompt's keys as generated tokens see them, and these, hidden as yet."""
+        hidden = np.full(plan.tail.length, NEVER, np.int32)
+        self._tail_cells = plan.tail.cells(self.holding.page_size)
+        return self._table((*plan.spans, Span(hidden, plan.tail)))
 
     def _table(self, spans: Sequence[Span]) -> SlotTable:
         table = SlotTable(spans, self.holding.page_size)
@@ -201,6 +369,16 @@ class Task:
     def _finished_work(self) -> Work:
         assert self.work is not None and not self.work.left
         return self.work
+
+
+def _places(spans: Iterable[Span], size: int, page_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Cell of each order, -1 where there is none, and RoPE offset, int32 [size]."""
+    cell, offset = np.full(size, -1, np.int32), np.zeros(size, np.int32)
+    for span in spans:
+        live = span.orders < size
+        cell[span.orders[live]] = span.run.cells(page_size)[live]
+        offset[span.orders[live]] = span.offset
+    return cell, offset
 
 
 @dataclass(frozen=True)
@@ -222,21 +400,32 @@ class Batch:
     step: Step
     logit_rows: tuple[int, ...]
 
-    def deliver(self, logits: NDArray[np.float32] | None, mass_LSC: NDArray[np.float32] | None) -> list[Task]:
-        """Hand results to the tasks' work; return the tasks whose work is done."""
+    def deliver(
+        self,
+        logits: NDArray[np.float32] | None,
+        measured: NDArray[np.float32] | None = None,
+        residual_TE: NDArray[np.float32] | None = None,
+    ) -> list[Task]:
+        """Hand results to the tasks' work; return the tasks whose work is done.
+
+        Args:
+            logits: float32 [n, V] of `logit_rows`.
+            measured: what the step's probe asked for, float32 [layers, ...].
+            residual_TE: residual rows, if the step ended before the last layer.
+        """
         done, taken = [], 0
         for piece in self.pieces:
-            work = piece.task.work
-            assert work is not None
+            work = _work(piece.task)
             for row in range(piece.begin, piece.end):
                 if row in work.logits_at:
                     assert logits is not None
                     work.logits[work.logits_at[row]] = logits[taken]
                     taken += 1
-            if work.wants_mass:
-                assert mass_LSC is not None
-                part = work.table.by_order(mass_LSC[:, piece.slot : piece.slot + len(work.table)], work.context)
-                work.mass = part if work.mass is None else work.mass + part
+            if work.probe is not None:
+                assert measured is not None
+                work.take_measured(measured, piece)
+            if residual_TE is not None:
+                work.take_residual(residual_TE, piece)
             work.done = piece.end
             if not work.left:
                 done.append(piece.task)
@@ -261,13 +450,18 @@ class Scheduler:
 
         Decoding tokens go together in small steps; prefill rows of several tasks share a step, oldest first.
         """
-        decoding = [task for task in self.tasks if task.decoding and task.work is not None]
-        prefilling = [task for task in self.tasks if not task.decoding and task.ready]
+        waiting = [t for t in self.tasks if t.work is not None and t.work.left and (t.decoding or t.ready)]
+        decoding = [task for task in waiting if task.decoding and len(_work(task).token) == 1]
+        prefilling = [task for task in waiting if task not in decoding]
         if decoding and (not prefilling or not self._decoded_last):
             self._decoded_last = True
             return self._decode_batch(decoding)
         self._decoded_last = False
         return self._prefill_batch(prefilling) if prefilling else None
+
+    def moving(self) -> list[Task]:
+        """Tasks whose next step is a move, of KV that is on the device."""
+        return [task for task in self.tasks if task.moving is not None and task.ready]
 
     def _decode_batch(self, tasks: list[Task]) -> Batch:
         widest = max((rows for rows, block in self.grid.rows if block == 1), default=1)
@@ -280,9 +474,9 @@ class Scheduler:
         return self._pack([(task, 0, 1) for task in chosen], rows, block)
 
     def _prefill_batch(self, tasks: list[Task]) -> Batch:
+        kind = _work(tasks[0]).kind
+        tasks = [task for task in tasks if _work(task).kind == kind]
         tasks = self._within_slots(tasks, len(tasks))
-        mass = _work(tasks[0]).wants_mass
-        tasks = [task for task in tasks if _work(task).wants_mass == mass]
         lefts = [_work(task).left for task in tasks]
         buckets = [bucket for bucket in self.grid.rows if bucket[1] > 1]
         rows, block = max(buckets, key=lambda bucket: sum(_takes(lefts, *bucket)) / (bucket[0] + STEP_ROWS))
@@ -302,11 +496,12 @@ class Scheduler:
         return chosen
 
     def _pack(self, parts: list[tuple[Task, int, int]], rows: int, block: int) -> Batch:
-        slots = Grid.fit(self.grid.slots, sum(len(_work(task).table) for task, _, _ in parts))
-        step = _empty_step(rows, slots, self.page_size, any(_work(task).wants_mass for task, _, _ in parts))
+        works = [_work(task) for task, _, _ in parts]
+        slots = Grid.fit(self.grid.slots, sum(len(work.table) for work in works))
+        step = _empty_step(rows, slots, self.page_size, works, self.grid)
         pieces, logit_rows, row, slot = [], [], 0, 0
         for index, (task, begin, end) in enumerate(parts):
-            work = _work(task)
+            work = works[index]
             _fill(step, work, index, begin, end, row, slot)
             pieces.append(Piece(task, begin, end, row, slot))
             logit_rows += [row + i - begin for i in range(begin, end) if i in work.logits_at]
@@ -335,23 +530,41 @@ def _work(task: Task) -> Work:
     return task.work
 
 
-def _empty_step(rows: int, slots: int, page_size: int, mass: bool) -> Step:
-    def zeros(*shape: int) -> NDArray[np.int32]:
-        return np.zeros(shape, np.int32)
+PADDING = {"asking_T": 0, "segment_T": -1, "segment_SC": -1, "stale_T": -1, "turn_T": 0}
+"""What a probe's arrays hold for rows of padding and unused slots."""
 
+
+def _empty_step(rows: int, slots: int, page_size: int, works: Sequence[Work], grid: Grid) -> Step:
+    """A step for works of one kind, as yet without their rows and slots."""
+
+    def filled(value: int, *shape: int) -> NDArray[np.int32]:
+        return np.full(shape, value, np.int32)
+
+    first = works[0]
+    probe = residual_TE = None
+    if first.residual is not None:
+        residual_TE = np.zeros((rows, first.residual.shape[1]), np.float32)
+    if first.probe is not None:
+        sizes = {"T": (rows,), "SC": (slots, page_size)}
+        arrays = {name: filled(PADDING[name], *sizes[name.rsplit("_", 1)[1]]) for name in first.probe.arrays}
+        most = max(work.probe.segments for work in works if work.probe is not None)
+        by_segment = "segment_SC" in arrays
+        probe = Probe(first.probe.want, first.probe.layers, arrays, grid.fit_segments(most) if by_segment else 0)
     return Step(
-        token_T=zeros(rows),
-        order_T=np.full(rows, -1, np.int32),
-        position_T=zeros(rows),
-        request_T=np.full(rows, -1, np.int32),
-        cell_T=zeros(rows),
-        page_S=zeros(slots),
-        offset_S=zeros(slots),
-        request_S=np.full(slots, -1, np.int32),
-        order_SC=np.full((slots, page_size), NEVER, np.int32),
-        hide_from_SC=zeros(slots, page_size),
-        hide_until_SC=zeros(slots, page_size),
-        mass=mass,
+        token_T=filled(0, rows),
+        order_T=filled(-1, rows),
+        position_T=filled(0, rows),
+        request_T=filled(-1, rows),
+        cell_T=filled(0, rows),
+        page_S=filled(0, slots),
+        offset_S=filled(0, slots),
+        request_S=filled(-1, slots),
+        order_SC=filled(int(NEVER), slots, page_size),
+        hide_from_SC=filled(0, slots, page_size),
+        hide_until_SC=filled(0, slots, page_size),
+        layers=first.layers,
+        residual_TE=residual_TE,
+        probe=probe,
     )
 
 
@@ -369,3 +582,11 @@ def _fill(step: Step, work: Work, request: int, begin: int, end: int, row: int, 
     step.order_SC[slots] = work.table.order_SC
     step.hide_from_SC[slots] = work.table.hide_from_SC
     step.hide_until_SC[slots] = work.table.hide_until_SC
+    if step.residual_TE is not None and work.residual is not None:
+        step.residual_TE[rows] = work.residual[taken]
+    if step.probe is not None and work.probe is not None:
+        for name, x in work.probe.arrays.items():
+            if name.endswith("_SC"):
+                step.probe.arrays[name][slots] = x
+            else:
+                step.probe.arrays[name][rows] = x[taken]

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragjax.core import Event, Kind, Prompt, Request, Segment
 from ragjax.generation import Generation
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.quality import Setting
 from ragjax.scheduler import Task
 
 Sink = Callable[[Event | BaseException], None]
@@ -25,12 +27,15 @@ class Ticket:
     """One request inside the engine. Times are `time.perf_counter()` seconds, or milliseconds where named so.
 
     waits_since: when it began to match KV and to wait for its load. cold: whether it still may wait for KV from below
-    the device. notices: what did not go as it should.
+    the device. scores: logits that predict each token of the request's continuation, float32 [n, V]. ratio: share
+    of chunk tokens to recompute. shadowed: logits [V] of its first steps, if it is to be replayed. notices: what did
+    not go as it should.
     """
 
     id: str
     prompt: Prompt
     strategy: Strategy
+    ratio: float | None
     request: Request
     sink: Sink
     arrival: float
@@ -45,16 +50,60 @@ class Ticket:
     waits_since: float | None = None
     cold: bool = True
     restarts: int = 0
+    scores: NDArray[np.float32] | None = None
+    shadowed: list[NDArray[np.float32]] | None = None
     notices: list[str] = field(default_factory=list)
 
     def begin_anew(self, notice: str) -> None:
-        """Give back what it holds, to be admitted once more; tokens that went out already stay as they are."""
+        """Give back what it holds, to be admitted once more; tokens that went out already stay as they are.
+
+        notice: why; empty if it only makes room for others, which may happen any number of times.
+        """
         if self.task is not None:
             self.task.close()
         self.task = None
         self.waits_since = None
-        self.restarts += 1
-        self.notices.append(notice)
+        if notice:
+            self.restarts += 1
+            self.notices.append(notice)
+
+    @property
+    def setting(self) -> Setting:
+        """What serves it."""
+        return Setting(self.strategy.name, self.ratio)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of its prompt."""
+        return sum(segment.kind is Kind.CHUNK for segment in self.prompt.segments)
+
+    @property
+    def by_default(self) -> bool:
+        """Whether it left the strategy to the engine."""
+        return self.request.rag is None or self.request.rag.strategy is None
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether its continuation is to be computed before anything is generated."""
+        return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
+
+    def force(self) -> bool:
+        """Have the continuation computed, now that the prompt is; False if there is none or nothing to compute."""
+        if not self.wants_scores:
+            return False
+        assert self.task is not None and self.request.continuation is not None
+        if len(self.request.continuation) == 1:
+            self.take_scores()
+            return False
+        self.task.force(self.request.continuation[:-1])
+        return True
+
+    def take_scores(self) -> None:
+        """Keep the logits that predict the continuation; what was computed for them is generated over."""
+        assert self.task is not None and self.task.plan is not None
+        rows = [] if self.task.work is None else [self.task.work.logits[i] for i in range(len(self.task.work.logits))]
+        self.scores = np.stack([self.task.plan.logits, *rows])
+        self.task.work = None
 
     def stop_waiting(self, now: float) -> None:
         """What it waited for is there."""

@@ -314,7 +314,16 @@ class Bench:
             self.cache.free(run)
 
     def put_segment(
-        self, context, ids, provenance=Provenance.ISOLATED, method="naive", tenant="", *, behind=(), public=None
+        self,
+        context,
+        ids,
+        provenance=Provenance.ISOLATED,
+        method="naive",
+        tenant="",
+        *,
+        behind=(),
+        variant=False,
+        public=None,
     ):
         """What a request does that computes and admits a chunk; behind: the chunks before it."""
         with self.match(context, tenant) as lease:
@@ -322,7 +331,15 @@ class Bench:
             self.write(run, keyed_content(tenant, context, provenance, method, ids, behind), lease.lossy)
             digest = neighbours([tokens(*chunk) for chunk in behind])
             self.cache.admit_segment(
-                lease, tokens(*ids), run, len(context), provenance, method, behind=digest, public=public
+                lease,
+                tokens(*ids),
+                run,
+                len(context),
+                provenance,
+                method,
+                behind=digest,
+                variant=variant,
+                public=public,
             )
             self.cache.free(run)
 
@@ -347,13 +364,16 @@ class Bench:
         tenant="",
         *,
         behind=(),
+        variant=False,
         origin=None,
         cfo=1.0,
     ):
         """Whether the chunk is found, as `origin` computed it."""
         digest = neighbours([tokens(*chunk) for chunk in behind])
         with self.match(context, tenant) as lease:
-            found = self.cache.match_segment(lease, tokens(*ids), provenance, method, behind=digest, cfo=cfo)
+            found = self.cache.match_segment(
+                lease, tokens(*ids), provenance, method, behind=digest, variant=variant, cfo=cfo
+            )
             if found is None:
                 return False
             self.settle()

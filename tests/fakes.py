@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ragjax import core
+from ragjax.reuse.quality import Setting
 
 
 @dataclass
@@ -37,6 +38,7 @@ class FakeEngine:
     finished: int = 0
     cancelled: int = 0
     closed: bool = False
+    observers: list[Callable[[str, core.Divergence], None]] = field(default_factory=list)
 
     @classmethod
     def load(
@@ -44,7 +46,11 @@ class FakeEngine:
         model: str,
         *,
         knowledge: dict[str, str | Path] | None = None,
-        strategy: str = "prefix",
+        strategy: str | None = None,
+        recompute_ratio: float | None = None,
+        quality_budget: str | None = None,
+        quality_fallback: str = "refuse",
+        shadow_rate: float = 0.0,
         dtype: str = "bfloat16",
         top_k: int = 3,
         device_cache_gb: float = 0.5,
@@ -61,11 +67,20 @@ class FakeEngine:
             raise core.ConfigError("no model is called 'missing'")
         return cls(
             model_name=model,
-            default_strategy=strategy,
+            default_strategy=strategy or "prefix",
             knowledge_names=tuple(knowledge or ()),
             max_queue=max_queue,
             delay=0.05 if model == "slow" else 0.0,
         )
+
+    @property
+    def default_setting(self) -> Setting:
+        """The default strategy, with its own choice of a ratio."""
+        return Setting(self.default_strategy)
+
+    def observe_shadows(self, observer: Callable[[str, core.Divergence], None]) -> None:
+        """Tests call it."""
+        self.observers.append(observer)
 
     async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
         """Deltas of one token each, then the answer."""
@@ -106,6 +121,7 @@ class FakeEngine:
                 raise self.breakdown
             logprobs.append(self._logprob(i, token, request.sampling.logprobs or 0))
             yield core.Delta(token, self._wanted(request, logprobs[-1:]))
+        approximate = request.rag is not None and request.rag.strategy == "naive"
         ttft = 1e3 * (time.perf_counter() - begin)
         yield core.Answer(
             text="".join(shown),
@@ -114,13 +130,15 @@ class FakeEngine:
             prompt_tokens=self._prompt_tokens(request),
             cached_tokens=7,
             strategy=(request.rag and request.rag.strategy) or self.default_strategy,
-            exact_to="full",
+            exact_to=None if approximate else "full",
             segments=(
                 core.SegmentReport("system", "", 5, 5, 0, "device", None),
                 core.SegmentReport("harbour#0", "The harbour", 4, 2, 1, None, 0.75),
             ),
             timings=core.Timings(1.0, 2.0, 3.0, ttft, ttft),
             logprobs=self._wanted(request, logprobs),
+            recompute_ratio=request.rag and request.rag.recompute_ratio,
+            predicted=core.Divergence(0.25, 0.75) if approximate else core.Divergence(0.0, 1.0),
             notices=("attention not by triton: no such kernel",),
         )
 
@@ -176,6 +194,10 @@ class FakeEngine:
             "disk_bytes": 300,
             "disk_set_aside_total": 0,
             "disk_evicted_total": 0,
+            "quality_fallback": 0,
+            "shadow_replays_total": {"replayed": 1, "dropped": 0, "failed": 0},
+            "shadow_escalations_total": {"raise": 0, "exact": 0, "fault": 0},
+            "shadow_faults_total": 0,
             "queue_depth": 0,
             "running": self.running,
             "pages_used": self.running,

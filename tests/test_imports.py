@@ -34,11 +34,19 @@ ALLOWED: Mapping[str, frozenset[str]] = {
             *("prompt", "generation", "trace"),
         }
     ),
+    "preprocess": frozenset({"core", "cache", "engine", "prompt", "reuse", "retrieval"}),
+    "gate": frozenset({"core", "engine", "models", "preprocess", "prompt", "reuse", "retrieval"}),
     "serve": frozenset({"core", "engine"}),
     "ragjax": frozenset({"core", "engine"}),  # the package itself: its public names
 }
-PARTS = {"loading": "engine", "ticket": "engine", "cache.__main__": "shelf"}
-"""Modules that belong to another room than their place says; `python -m ragjax.cache` looks at the disk alone."""
+PARTS = {
+    "loading": "engine",
+    "ticket": "engine",
+    "cache.__main__": "shelf",
+    "reuse.gate": "gate",
+    "reuse.calibrate": "gate",
+}
+"""Modules that belong to another room than their place says: commands that look at the disk, or use the engine."""
 
 APART = {"ragjax.kernels.attention_raw_kernel": "triton"}
 """Modules that need a package which is not a dependency; others may import them within functions only."""

@@ -241,6 +241,139 @@ def test_broken_store_and_bad_settings_are_refused(tmp_path: Path) -> None:
         _open(tmp_path / "file")
 
 
+# ----------------------------------------------------------------------------------- neighbours and marks
+
+
+def _numbers(base: KnowledgeBase) -> dict[str, int]:
+    """Numbers of the chunks, by id."""
+    return {chunk.id: number for number, chunk in base.chunks(range(1, 10_000)).items()}
+
+
+def _nearest_by_hand(base: KnowledgeBase, n: int) -> dict[int, tuple[int, ...]]:
+    """Every pair compared, one by one; of equal texts the first alone, and none of the chunk's own."""
+    chunks = base.chunks(range(1, 10_000))
+    vectors = {number: WordEncoder().encode([chunk.text])[0].astype(float) for number, chunk in chunks.items()}
+    found = {}
+    for number, chunk in chunks.items():
+        taken, texts = [], {chunk.text}
+        for other in sorted(chunks, key=lambda other: (-float((vectors[number] * vectors[other]).sum()), other)):
+            if chunks[other].text not in texts and len(taken) < n:
+                taken.append(other)
+                texts.add(chunks[other].text)
+        found[number] = tuple(taken)
+    return found
+
+
+WORDS = ["salt", "honey", "copper", "silk", "amber", "wool", "wax", "tin", "oil", "rope"]
+
+
+def _some_documents(seed: int, count: int) -> list[Document]:
+    """Short texts over few words: many are equal, and many equally near."""
+    random = np.random.default_rng(seed)
+    return [Document(f"d{n}", " ".join(random.choice(WORDS, random.integers(1, 4)))) for n in range(count)]
+
+
+@KINDS
+@pytest.mark.parametrize("n", [1, 3, 10, 200])
+def test_neighbours_are_the_nearest_others(kind: IndexKind, n: int) -> None:
+    with _open(index_kind=kind) as base:
+        base.add(_some_documents(0, 150))
+        base.delete([f"d{i}" for i in range(0, 150, 7)])
+        found, expected = base.neighbours(n), _nearest_by_hand(base, n)
+        if kind is not IndexKind.HNSW:
+            assert found == expected
+            return
+        assert found.keys() == expected.keys()  # a graph may miss some, and finds few others
+        assert sum(found[i] == expected[i] for i in found) > 0.8 * len(found)
+
+
+def test_neighbours_leave_out_the_chunk_and_its_duplicates() -> None:
+    with _open() as base:
+        texts = {"a": "blue salt", "b": "blue salt", "c": "blue salt boxes", "d": "blue salt boxes", "e": "red honey"}
+        base.add([Document(name, text) for name, text in texts.items()])
+        number = _numbers(base)
+        named = {key[0]: value for key, value in number.items()}
+        found = base.neighbours(3)
+        assert found[named["a"]] == found[named["b"]] == (named["c"], named["e"])
+        assert found[named["c"]] == found[named["d"]] == (named["a"], named["e"])
+
+
+def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _open() as base:
+        base.add(_some_documents(1, 100))
+        found = base.neighbours(5)
+        monkeypatch.setattr(module, "_QUERIES", 7)
+        assert base.neighbours(5) == found
+        base.add([Document("far", "zebra")])
+        assert {k: v for k, v in base.neighbours(5).items() if k in found} == found
+
+
+def test_neighbours_of_few() -> None:
+    with _open() as base:
+        assert base.neighbours(3) == {}
+        base.add(ISLANDS[:1])
+        assert base.neighbours(3) == {1: ()}
+        with pytest.raises(ValueError, match="at least 1"):
+            base.neighbours(0)
+
+
+def _marks(base: KnowledgeBase) -> dict[str, bytes]:
+    """Digests by document, as a search sees them; `document` and `chunks` must agree."""
+    marks = {hit.chunk.document_id: hit.chunk.behind for hit in base.search("island", 50)}
+    assert marks == {name: base.document(name)[0].behind for name in base.document_ids}
+    assert marks == {chunk.document_id: chunk.behind for chunk in base.chunks(range(1, 10_000)).values()}
+    return marks
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
+def test_marks_go_with_any_of_the_neighbours(stored: bool, tmp_path: Path) -> None:
+    place = tmp_path if stored else None
+    with _open(place) as base:
+        base.add(ISLANDS)
+        zero, one, two, three = (_numbers(base)[f"isle/{n}#0"] for n in range(4))
+        assert set(_marks(base).values()) == {b""}
+        assert base.mark_fused(zero, (one, two), b"behind one and two")
+        assert base.mark_fused(two, (three,), b"three")
+        assert base.mark_fused(three, (two, zero), b"two and zero")
+        assert base.mark_fused(three, (zero, two), b"zero and two")  # takes the earlier one's place
+        marks = {"isle/0": b"behind one and two", "isle/1": b"", "isle/2": b"three", "isle/3": b"zero and two"}
+        assert _marks(base) == marks
+        if stored:
+            base.close()
+            base = _open(place)
+            assert _marks(base) == marks
+        base.add([Document("isle/1", "The island of Merrin exports feathers now.")])
+        assert _marks(base) == marks | {"isle/0": b""}
+        base.delete(["isle/2"])
+        assert _marks(base) == {"isle/0": b"", "isle/1": b"", "isle/3": b""}
+        assert not base.mark_fused(zero, (two,), b"gone") and not base.mark_fused(two, (zero,), b"gone")
+        assert set(_marks(base).values()) == {b""}
+        base.add([ISLANDS[2]])  # it comes back under another number
+        assert set(_marks(base).values()) == {b""}
+        base.close()
+
+
+def test_a_failed_write_takes_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _open() as base:
+        base.add(ISLANDS)
+        base.mark_fused(1, (2,), b"two")
+        monkeypatch.setattr(module, "_insert", _refuse)
+        with pytest.raises(AssertionError):
+            base.add([Document("isle/1", "other")])
+        assert _marks(base)["isle/0"] == b"two"
+
+
+def test_a_directory_of_before_there_were_marks(tmp_path: Path) -> None:
+    with _open(tmp_path) as base:
+        base.add(ISLANDS)
+    database = sqlite3.connect(tmp_path / "chunks.sqlite")
+    database.executescript("drop table neighbours; drop table fused;")
+    database.close()
+    with _open(tmp_path) as base:
+        assert set(_marks(base).values()) == {b""}
+        assert base.mark_fused(1, (2,), b"two") and _marks(base)["isle/0"] == b"two"
+
+
 # ------------------------------------------------------------------------------------ restarts and kills
 
 

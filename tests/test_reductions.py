@@ -18,6 +18,7 @@ from ragjax.kernels import reductions, reductions_triton
 from ragjax.kernels.attention import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions import (
+    chunk_mass,
     key_mass,
     key_masses,
     key_neighbours,
@@ -301,7 +302,7 @@ def test_fault_in_masses_is_found(fault: str) -> None:
     assert far_apart(broken(case, labels), getattr(want, name))
 
 
-@pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "row_TZ", "segment_ZZ"])
+@pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "chunk_SC", "row_TZ", "segment_ZZ"])
 def test_no_rows_by_keys_array(kind: str) -> None:
     """Temporary memory stays below one byte per row and key."""
     t, s, c, d = 512, 512, 64, 16
@@ -311,6 +312,8 @@ def test_no_rows_by_keys_array(kind: str) -> None:
 
     def one(q, labels, where):  # type: ignore[no-untyped-def]
         view = view_of(*where, block_rows=128)
+        if kind == "chunk_SC":
+            return chunk_mass(q, view, labels.key_segment_SC, SEGMENTS)
         return getattr(measure(q, paged_interval_attention(q, view)[1], view, labels, "xla"), kind)
 
     pool = jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32)
@@ -319,6 +322,97 @@ def test_no_rows_by_keys_array(kind: str) -> None:
     labels = Labels(jax.ShapeDtypeStruct((t,), jnp.bool_), ints(t), ints(s, c))
     lowered = jax.jit(one).lower(jax.ShapeDtypeStruct((t, 2, d), jnp.float32), labels, where)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < t * s * c
+
+
+# ------------------------------------------------------------------------------------------ chunk mass
+
+
+@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
+def compiled_chunks(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
+    view = view_of(*where, block_rows=block_rows)
+    return chunk_mass(q, view, labels.key_segment_SC, SEGMENTS, labels.chosen_T, backend=backend)
+
+
+def chunk_mass_of(case: Case, labels: Labels, backend: str = "xla") -> np.ndarray:
+    return np.asarray(
+        compiled_chunks(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
+    )
+
+
+def chunk_mass_wanted(case: Case, labels: Labels) -> np.ndarray:
+    """Each row's and head's probabilities over one segment's keys, made to sum to one."""
+    _, _, prob_THN = case.want()
+    place = case.layout.slot_N, case.layout.cell_N
+    mass_SC, heads = np.zeros(labels.key_segment_SC.shape), prob_THN.shape[1]
+    for segment in range(SEGMENTS):
+        inside_N = labels.key_segment_SC[place] == segment
+        for prob_HN in prob_THN[labels.chosen_T[case.place_T]]:
+            for prob_N in prob_HN * inside_N:
+                if prob_N.any():
+                    np.add.at(mass_SC, place, prob_N / prob_N.sum() / heads)
+    return mass_SC
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits"])
+def test_chunk_mass_equals_oracle(name: str, backend: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(15)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        labels = labels_of(case, seed)
+        found, want = chunk_mass_of(case, labels, backend), chunk_mass_wanted(case, labels)
+        tolerance = 1e-5 if shape.dtype == "float32" else 5e-2
+        np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance)
+        assert found.dtype == np.float32 and not found[want == 0].any()
+
+    holds()
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_chunk_mass_of_a_segment_that_gets_next_to_nothing(backend: str) -> None:
+    """Its probability beside the others underflows; among its own keys it is as well shared out as any."""
+    view, q = _one_row(np.array([200.0, 199.0, -200.0, -201.0]))
+    chunk_SC = jnp.asarray([[0, 0, 1, 1]], jnp.int32)
+    _, lse = paged_interval_attention(q, view)
+    assert not np.asarray(key_mass(q, lse, view, backend=backend))[0, 2:].any()
+    found = np.asarray(chunk_mass(q, view, chunk_SC, 3, backend=backend))
+    share = 1 / (1 + np.exp(-1))
+    np.testing.assert_allclose(found, [[share, 1 - share, share, 1 - share]], rtol=1e-4)
+
+
+def _one_row(logits: np.ndarray) -> tuple[View, jax.Array]:
+    """A view of one row whose logits over the first cells of a page are these."""
+    n = len(logits)
+    k = np.zeros((1, 2, 1, n, 2), np.float32)
+    k[0, 1, 0, :, 0] = logits
+    ints = functools.partial(jnp.asarray, dtype=jnp.int32)
+    zero_SC = ints(np.zeros((1, 1, n)))
+    slots = Slots(ints([[1]]), ints([[0]]), ints([0]), ints(np.arange(n)[None, None]), zero_SC, zero_SC)
+    rows = Rows(ints([n]), ints([0]), ints([0]))
+    pages = Pages(jnp.asarray(k), jnp.zeros_like(jnp.asarray(k)))
+    view = View.build(rows, pages, 0, slots, rotation(2, False, 4), scale=1.0, block_rows=1)
+    return view, jnp.asarray([[[1.0, 0.0]]])
+
+
+@pytest.mark.parametrize("fault", ["joint softmax", "rows not chosen", "segments mixed up", "offset sign"])
+def test_fault_in_chunk_mass_is_found(fault: str) -> None:
+    case = rich_case(NARROW)
+    rng = np.random.default_rng(SEED)
+    labels = Labels(rng.random(48) < 0.5, np.zeros(48, np.int32), rng.integers(0, 3, (48, 8), np.int32))
+    want = chunk_mass_wanted(case, labels)
+    np.testing.assert_allclose(chunk_mass_of(case, labels), want, rtol=1e-5, atol=1e-5)
+    broken = {
+        "joint softmax": lambda: masses_of(case, labels).plain_SC,
+        "rows not chosen": lambda: chunk_mass_of(case, everybody(labels)),
+        "segments mixed up": lambda: chunk_mass_of(
+            case, labels._replace(key_segment_SC=np.roll(labels.key_segment_SC, 1, axis=1))
+        ),
+        "offset sign": lambda: chunk_mass_of(turned(case), labels),
+    }
+    assert far_apart(broken[fault](), want)
 
 
 # ------------------------------------------------------------------------------------------- deviation
@@ -558,6 +652,7 @@ def test_devices_combine_as_the_docstrings_say() -> None:
 OPS: dict[Callable[..., object], tuple[str, ...]] = {
     key_mass: ("q", "lse", "view", "chosen"),
     segment_mass: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
+    chunk_mass: ("q", "view", "key_segment", "segments", "chosen"),
     kv_deviation: ("k", "k", "view", "cell", "offset"),
     key_neighbours: ("keys", "valid", "source", "count"),
 }
@@ -590,17 +685,21 @@ def call(op: Callable[..., object], **changed: object) -> None:
         (segment_mass, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
         (segment_mass, "segments", 0, "segments is 0"),
         (segment_mass, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
+        (chunk_mass, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
+        (chunk_mass, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
+        (chunk_mass, "segments", 0, "segments is 0"),
+        (chunk_mass, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
         (kv_deviation, "k", jnp.zeros((48, 2, 16)), "k_TKD has shape"),
         (kv_deviation, "k", jnp.zeros((48, 1, 16), jnp.int32), "k_TKD is int32, not float32 or bfloat16 or float16"),
         (kv_deviation, "cell", jnp.full(48, 48 * 16, jnp.int32), "cell_T holds 768, outside of the 768 cells"),
         (kv_deviation, "offset", jnp.zeros(9, jnp.int32), "offset_T has shape"),
-        (kv_deviation, "backend", "triton", "'triton' cannot serve this call: XLA does it as well"),
+        (kv_deviation, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
         (key_neighbours, "keys", jnp.zeros((48, 16)), "k_NKD has 2 axes"),
         (key_neighbours, "valid", jnp.zeros(8, bool), "valid_N has shape"),
         (key_neighbours, "source", jnp.full(2, 48, jnp.int32), "source_I holds 48, outside of the 48 keys"),
         (key_neighbours, "source", jnp.zeros(2), "source_I is float32, not int32"),
         (key_neighbours, "count", 0, "count is 0"),
-        (key_neighbours, "backend", "triton", "'triton' cannot serve this call: XLA does it as well"),
+        (key_neighbours, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
     ],
 )
 def test_bad_input_is_named(op: Callable[..., object], name: str, value: object, said: str) -> None:

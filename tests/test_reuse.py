@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -12,13 +13,15 @@ from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.tree import Provenance
-from ragjax.core import NEVER, Conversation, Kind, Pass, Plan, Prompt, Segment, Span, Tokens, Want
+from ragjax.core import NEVER, Answer, Conversation, Kind, Pass, Plan, Prompt, Segment, Span, Tokens, Want
 from ragjax.engine import Engine
 from ragjax.kernels.rope import rotate
 from ragjax.models.decoder import rotation_table
+from ragjax.reuse import strategies
 from ragjax.reuse.base import Holding, lease_spans, orders, report, segments_of
 from ragjax.reuse.naive import Naive
 from tests import tiny
+from tests.executor import Executor
 
 TOLERANCE = 2e-4
 
@@ -28,6 +31,7 @@ class Repair:
 
     name = "repair"
     wants = frozenset({Want.LOGITS, Want.KEY_MASS})
+    selective = False
     ratio = 0.2
     mass: NDArray[np.float32] | None = None
     chosen: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -35,7 +39,7 @@ class Repair:
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         return Naive().keys(prompt, cache, tenant)
 
-    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
         system = prompt.starts[1]
         warm = holding.prefix(prompt.tokens[:system])
         assert warm.complete, "the test warms the cache by naive first"
@@ -298,6 +302,67 @@ def test_a_strategy_of_two_passes_measures_and_repairs(engine: Engine, ratio: fl
         assert np.abs(answer.logits - naive).max() > 100 * TOLERANCE, "the repair must matter for this test to tell"
     # the originals are intact for everybody else
     np.testing.assert_array_equal(logits(engine, prompt, "naive"), naive)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        ("blend", 0.2),
+        ("blend-gradual", 0.2),
+        ("fusion", 0.2),
+        ("fusion", 0.0),
+        ("fusion+blend", 0.3),
+        ("random", 0.2),
+        ("h2o", 0.2),
+        ("unmoved", None),
+        ("set-cache", None),
+    ],
+)
+def test_engine_does_what_the_literal_executor_does(engine: Engine, name: str, ratio: float | None) -> None:
+    prompt, shuffled = shuffle(tiny.prompt(14, chunks=(30, 41, 25)))
+    literal = Executor(stages=engine._runner.stages)
+    continuation = np.array([7, 99, 200, 31], np.int32)
+    for asked in (prompt, shuffled, shuffled):
+        talk = literal.talk(strategies()[name], asked, ratio)
+        while talk.step():
+            pass
+        answer = engine.answer_prompt(
+            asked, strategy=name, recompute_ratio=ratio, max_tokens=2, want_logits=True, continuation=continuation
+        )
+        assert talk.plan is not None and answer.scores is not None and answer.logits is not None
+        assert answer.exact_to == talk.plan.exact_to
+        assert [(r.reused, r.recomputed) for r in answer.segments] == [
+            (r.reused, r.recomputed) for r in talk.plan.reports
+        ]
+        np.testing.assert_allclose(answer.logits, talk.plan.logits, atol=TOLERANCE)
+        np.testing.assert_allclose(answer.scores, talk.score(continuation), atol=TOLERANCE)
+        talk.close()
+
+
+def shuffle(prompt: Prompt) -> tuple[Prompt, Prompt]:
+    """The prompt, and another with its chunks in another order."""
+    system, a, b, c, question = prompt.segments
+    return prompt, Prompt((system, c, a, b, question))
+
+
+def test_concurrent_requests_that_share_chunks_are_served_as_alone(engine: Engine) -> None:
+    prompt, shuffled = shuffle(tiny.prompt(15, chunks=(30, 41, 25)))
+    engine.answer_prompt(prompt, strategy="naive", max_tokens=1)
+    settings = [
+        (asked, name, ratio)
+        for asked in (prompt, shuffled)
+        for name, ratio in (("fusion", 0.1), ("fusion", 0.5), ("blend", 0.2), ("blend-gradual", 0.3), ("naive", None))
+    ]
+
+    def begin(asked: Prompt, name: str, ratio: float | None) -> Future[Answer]:
+        return engine.begin_prompt(asked, strategy=name, recompute_ratio=ratio, max_tokens=3, want_logits=True)
+
+    alone = [begin(*setting).result() for setting in settings]
+    together = [future.result() for future in [begin(*setting) for setting in settings]]
+    for one, other in zip(alone, together, strict=True):
+        assert one.logits is not None and other.logits is not None
+        np.testing.assert_allclose(one.logits, other.logits, atol=TOLERANCE)
+        assert one.tokens == other.tokens and one.cached_tokens == other.cached_tokens
 
 
 def test_bfloat16_exactness_within_tolerance() -> None:

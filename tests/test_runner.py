@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import ragjax.runner
-from ragjax.core import NEVER, Grid, Run, Span, Step
+from ragjax.core import NEVER, Grid, Probe, Run, Span, Step, Want
 from ragjax.kernels import attention, attention_triton
 from ragjax.kernels.pages import Pages
 from ragjax.models.config import ModelConfig
@@ -69,8 +69,8 @@ def run_of(first_page: int, length: int, start: int = 0) -> Run:
     return Run(pages, start, length)
 
 
-def step_of(parts: Sequence[Part], rows: int, *, slots: int = 16, grid: Grid = GRID, mass: bool = False) -> Step:
-    """Arrays of one step; requests take whole row blocks, in turn."""
+def step_of(parts: Sequence[Part], rows: int, *, slots: int = 16, grid: Grid = GRID, mass: int = 0) -> Step:
+    """Arrays of one step; requests take whole row blocks, in turn. mass: layers, from the first, that measure it."""
     block = dict(grid.rows)[rows]
     t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "cell")} | {"order": -np.ones(rows, int)}
     s = {"page": np.zeros(slots), "offset": np.zeros(slots), "request": -np.ones(slots)}
@@ -101,7 +101,8 @@ def step_of(parts: Sequence[Part], rows: int, *, slots: int = 16, grid: Grid = G
     named = (
         {f"{n}_T": x for n, x in t.items()} | {f"{n}_S": x for n, x in s.items()} | {f"{n}_SC": x for n, x in c.items()}
     )
-    return Step(**{name: x.astype(np.int32) for name, x in named.items()}, mass=mass)
+    probe = Probe(Want.KEY_MASS, (0, mass), {"asking_T": np.ones(rows, np.int32)}) if mass else None
+    return Step(**{name: x.astype(np.int32) for name, x in named.items()}, probe=probe)
 
 
 def rows_of(step: Step, request: int) -> np.ndarray:
@@ -112,7 +113,7 @@ def compute(runner: Runner, parts: Sequence[Part], rows: int) -> list[np.ndarray
     """Logits of every row, per request."""
     step = step_of(parts, rows, grid=runner.grid)
     outcome = runner.step(step)
-    assert outcome.mass_LSC is None
+    assert outcome.measured is None and outcome.residual_TE is None
     return [runner.logits(outcome, rows_of(step, r)) for r in range(len(parts))]
 
 
@@ -300,23 +301,23 @@ def test_cells_of_others_are_not_written(runner: Runner) -> None:
 def test_key_mass_adds_up_per_request_and_layer(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", 2)
     parts = [whole(tokens_of(19, 13), 2), whole(tokens_of(20, 6), 9)]
-    step = step_of(parts, 24, mass=True)
+    step = step_of(parts, 24, mass=4)
     for some in (runner, make_runner()):
         outcome = some.step(step)
-        assert outcome.mass_LSC is not None
-        assert outcome.mass_LSC.shape == (4, 16, PAGE)
+        assert outcome.measured is not None
+        assert outcome.measured.shape == (4, 16, PAGE)
         for request, part in enumerate(parts):
-            mine = outcome.mass_LSC[:, step.request_S == request].sum((1, 2))
+            mine = outcome.measured[:, step.request_S == request].sum((1, 2))
             np.testing.assert_allclose(mine, len(part.orders), rtol=1e-5)
-        assert not outcome.mass_LSC[:, step.order_SC == NEVER].any()
+        assert not outcome.measured[:, step.order_SC == NEVER].any()
         # a row's first key is seen by all rows of its request, its last by one
-        first, last = (outcome.mass_LSC[:, (step.order_SC == o) & (step.request_S == 0)[:, None]] for o in (0, 12))
+        first, last = (outcome.measured[:, (step.order_SC == o) & (step.request_S == 0)[:, None]] for o in (0, 12))
         assert (first > last).all()
 
 
 def test_measuring_changes_no_result(runner: Runner) -> None:
     parts = [whole(tokens_of(19, 13), 2)]
-    plain, measured = (runner.step(step_of(parts, 24, mass=mass)) for mass in (False, True))
+    plain, measured = (runner.step(step_of(parts, 24, mass=mass)) for mass in (0, 4))
     np.testing.assert_allclose(plain.x_TE, measured.x_TE, atol=1e-5)
 
 
@@ -327,13 +328,14 @@ def test_compile_compiles_everything() -> None:
     small = Grid(rows=((2, 2), (4, 1)), slots=(4,), logits=(2,))
     made = make_runner(replace(CONFIG, num_layers=2), grid=small)
     names: list[str] = []
-    made.compile(mass=True, progress=names.append)
-    assert len(names) == len(made.programs(mass=True)) == 2 + 4 + 2 + 2 * len(BUCKETS)
+    wants = {Want.LOGITS, Want.KEY_MASS}
+    made.compile(wants, progress=names.append)
+    assert len(names) == len(made.programs(wants)) == 2 + 4 + 2 + 2 * len(BUCKETS)
     before = set(made._programs)
     tokens = tokens_of(21, 4)
     for begin, rows in ((0, 2), (2, 2)):
         part = piece(whole(tokens, 2), begin, begin + 2)
-        for mass in (False, True):
+        for mass in (0, 2):
             outcome = made.step(step_of([part], rows, slots=4, grid=small, mass=mass))
         made.logits(outcome, [0, 1])
     assert set(made._programs) == before
@@ -512,19 +514,19 @@ def test_a_step_that_fails_halfway_loses_the_pool(monkeypatch: pytest.MonkeyPatc
     assert not made.lost
     made.step(step)
     assert not made.lost
-    real = made._program("stage", 24, 16, False)
+    real = made._program("stage", 24, 16, 2)
 
     def failing(weights: object, pool: Pages, *rest: object) -> object:
         real(weights, pool, *rest)
         raise RuntimeError("device lost")
 
-    made._programs["stage", 24, 16, False] = failing
+    made._programs["stage", 24, 16, 2] = failing
     with pytest.raises(RuntimeError, match="device lost"):
         made.step(step)
     assert made.lost
     with pytest.raises(RuntimeError):
         jax.block_until_ready(made.extract(np.array([3], np.int32)))
-    made._programs["stage", 24, 16, False] = real
+    made._programs["stage", 24, 16, 2] = real
     made.reset()
     assert not made.lost
     assert not any(x.any() for x in out(made, [1, 3, 39]))
@@ -664,7 +666,7 @@ results = []
 for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     mesh = jax.make_mesh((devices,), ("kv_heads",), axis_types=(AxisType.Auto,))
     made = t.make_runner(config, mesh=mesh, attention=backend)
-    step = t.step_of(parts, 24, mass=True)
+    step = t.step_of(parts, 24, mass=2)
     outcome = made.step(step)
     logits = [made.logits(outcome, t.rows_of(step, r)) for r in range(2)]
     again = t.compute(made, [t.piece(parts[0], 7, 8)], 2)
@@ -680,7 +682,10 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     made.insert(pages + 30, copies)
     assert {s.data.shape for s in made._pools[0].k_LPKCD.addressable_shards} == {shard}
     moved = [*t.out(made, range(21, 27)), *t.out(made, range(31, 37))]
-    results.append([*logits, *again, outcome.mass_LSC, *made.read(parts[0].spans[0].run.cells(t.PAGE)), *moved])
+    stale = {"stale_T": np.where(step.order_T >= 0, 8, -1).astype(np.int32), "turn_T": np.full(24, 3, np.int32)}
+    apart = made.step(replace(step, probe=t.Probe(t.Want.DEVIATION, (1, 2), stale))).measured
+    assert apart.shape == (1, 2, 24) and apart.max() > 1
+    results.append([*logits, *again, outcome.measured, apart, *made.read(parts[0].spans[0].run.cells(t.PAGE)), *moved])
 for one, *others in zip(*results, strict=True):
     for other in others:
         assert one.shape == other.shape

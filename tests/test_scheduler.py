@@ -22,6 +22,7 @@ from ragjax.reuse.base import Holding, lease_spans
 from ragjax.scheduler import Scheduler, SlotTable, Task
 
 PAGE = 4
+STAGES = (0, 1, 2)
 SMALL = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), slots=(8, 96), logits=(2, 4))
 
 
@@ -149,7 +150,7 @@ class Device:
             offset = np.broadcast_to(step.offset_S[:, None], seen.shape)[seen]
             self._check_row(task, step, row, step.order_SC[seen], cell_SC[seen], offset)
         logits = np.stack([step.token_T, step.order_T], 1).astype(np.float32)[list(batch.logit_rows)]
-        return logits if batch.logit_rows else None, np.stack([mass_SC, 2 * mass_SC]) if step.mass else None
+        return logits if batch.logit_rows else None, np.stack([mass_SC, 2 * mass_SC]) if step.probe else None
 
     def _check_row(self, task, step, row, order, cell, offset):
         sequence = np.concatenate([task.prompt.tokens, np.asarray(task.generated, np.int32)])
@@ -208,7 +209,7 @@ class Bench:
         self.count += 1
         label = f"request-{self.count}"
         slots = self.scheduler.grid.slots[-1]
-        holding = Holding(self.cache, tenant="", label=label, decode_tokens=limit, slots=slots)
+        holding = Holding(self.cache, tenant="", label=label, decode_tokens=limit, slots=slots, stages=STAGES)
         self.limits[label] = limit
         return Task(prompt, strategy, holding, label)
 
@@ -223,7 +224,7 @@ class Bench:
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
-        self.kinds.append({(piece.task.decoding, piece.task.work.wants_mass) for piece in batch.pieces})
+        self.kinds.append({(piece.task.decoding, piece.task.work.probe is not None) for piece in batch.pieces})
         for task in batch.deliver(*self.device.run(batch)):
             self.advance(task)
         return batch
@@ -281,7 +282,7 @@ class Scripted:
         self.finished = None
         self.stopped = False
 
-    def carry_out(self, prompt, holding):
+    def carry_out(self, prompt, holding, ratio=None):
         n = len(prompt)
         run = holding.reserve(n + holding.decode_tokens)
         spans = (Span.consecutive(0, run.slice(0, n, PAGE)),)
@@ -345,7 +346,7 @@ def test_tasks_with_and_without_mass_share_no_step():
         wants = {Want.LOGITS, Want.KEY_MASS} if seed % 2 else {Want.LOGITS}
         bench.start(simple(5, seed), Scripted((orders(0, 5), wants, (4,))), limit=2)
     for batch, kinds in zip(bench.run(), bench.kinds, strict=True):
-        assert {wants_mass for _, wants_mass in kinds} == {batch.step.mass}
+        assert {measures for _, measures in kinds} == {batch.step.probe is not None}
 
 
 def test_decoding_goes_on_where_the_prompt_ends():
@@ -387,7 +388,7 @@ class Writes(Scripted):
         super().__init__()
         self.spans_of, self.rows = spans_of, rows
 
-    def carry_out(self, prompt, holding):
+    def carry_out(self, prompt, holding, ratio=None):
         lease = holding.prefix(prompt.tokens)
         run = holding.reserve(len(prompt))
         yield Pass(self.rows, self.rows, self.spans_of(lease, run))

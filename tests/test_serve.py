@@ -120,7 +120,8 @@ def test_chat_with_openai_client(shared: Served) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 7
     assert choice.logprobs is None
     rag = answer.model_extra["rag"]
-    assert (rag["strategy"], rag["exact_to"]) == ("prefix", "full")
+    assert (rag["strategy"], rag["exact_to"], rag["approximate"]) == ("prefix", "full", False)
+    assert (rag["recompute_ratio"], rag["predicted"]) == (None, {"kl": 0.0, "top1": 1.0})
     assert rag["segments"][1] == {
         "id": "harbour#0",
         "title": "The harbour",
@@ -132,6 +133,14 @@ def test_chat_with_openai_client(shared: Served) -> None:
     }
     assert set(rag["timings_ms"]) == {"retrieve", "load", "prefill", "ttft"}
     assert rag["notices"] == ["attention not by triton: no such kernel"]
+
+
+def test_an_approximate_answer_says_so(shared: Served) -> None:
+    asked = {"rag": {"strategy": "naive", "recompute_ratio": 0.5}}
+    answer = shared.client().chat.completions.create(**CHAT, extra_body=asked)
+    rag = answer.model_extra["rag"]
+    assert (rag["exact_to"], rag["approximate"], rag["recompute_ratio"]) == (None, True, 0.5)
+    assert rag["predicted"] == {"kl": 0.25, "top1": 0.75}
 
 
 def test_chat_stream_with_openai_client(shared: Served) -> None:
@@ -190,7 +199,9 @@ def test_models(shared: Served) -> None:
     client = shared.client()
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("fake", "model", "ragjax")
-    assert model.model_extra["rag"]["strategies"] == ["full", "prefix", "naive"]
+    rag = model.model_extra["rag"]
+    assert rag["strategies"] == ["full", "prefix", "naive"]
+    assert (rag["default_strategy"], rag["default_recompute_ratio"]) == ("prefix", None)
     assert client.models.retrieve("fake").model_extra["context_length"] == 64
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
@@ -298,17 +309,18 @@ def test_messages_reach_engine(caught: Caught) -> None:
 
 def test_rag_reaches_engine(caught: Caught) -> None:
     documents = ["harbour", {"id": "x", "text": "words"}, {"id": "y", "text": "more", "title": "Y"}]
-    request = caught.request(rag={"knowledge": "demo", "top_k": 2, "strategy": "naive", "documents": documents})
+    asked = {"knowledge": "demo", "top_k": 2, "strategy": "naive", "recompute_ratio": 0.25, "documents": documents}
     expected = ("harbour", core.Document("x", "words"), core.Document("y", "more", "Y"))
-    assert request.rag == core.Rag("demo", 2, "naive", expected)
+    assert caught.request(rag=asked).rag == core.Rag("demo", 2, "naive", documents=expected, recompute_ratio=0.25)
     assert caught.request(rag=None).rag is None
     assert caught.request(rag={}).rag == core.Rag()
 
 
 def test_completion_reaches_engine(caught: Caught) -> None:
-    request = caught.request("/v1/completions", prompt="a", logprobs=3, echo=False, best_of=1, rag={"strategy": "full"})
-    expected = core.Request(prompt="a", sampling=core.Sampling(logprobs=3), rag=core.Rag(top_k=0, strategy="full"))
-    assert request == expected
+    rag = {"strategy": "full", "recompute_ratio": 1}
+    request = caught.request("/v1/completions", prompt="a", logprobs=3, echo=False, best_of=1, rag=rag)
+    expected = core.Rag(top_k=0, strategy="full", recompute_ratio=1.0)
+    assert request == core.Request(prompt="a", sampling=core.Sampling(logprobs=3), rag=expected)
 
 
 # --------------------------------------------------------------------------------------- bad input
@@ -334,7 +346,6 @@ def _with(path: str, value: Any) -> dict[str, Any]:
         ("frobnicate", "frobnicate"),
         ("tools", "tools"),
         ("rag.frobnicate", "rag.frobnicate"),
-        ("rag.recompute_ratio", "rag.recompute_ratio"),
         ("rag.documents.0.frobnicate", "rag.documents[0].frobnicate"),
         ("messages.0.name", "messages[0].name"),
         ("messages.0.content.0.frobnicate", "messages[0].content[0].frobnicate"),
@@ -376,6 +387,9 @@ def test_unknown_field_at_each_level(shared: Served, path: str, param: str) -> N
         ("response_format", {"type": "json_object"}, "response_format.type"),
         ("stream", False, "stream_options"),
         ("rag.top_k", -1, "rag.top_k"),
+        ("rag.recompute_ratio", 1.5, "rag.recompute_ratio"),
+        ("rag.recompute_ratio", "0.2", "rag.recompute_ratio"),
+        ("rag.recompute_ratio", True, "rag.recompute_ratio"),
         ("rag.documents.0.text", 5, "rag.documents[0].text"),
         ("rag.documents.0.id", "", "rag.documents[0].id"),
         ("rag.documents", [5], "rag.documents[0]"),
@@ -401,6 +415,7 @@ def test_bad_value_names_its_field(shared: Served, path: str, value: Any, param:
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "rag": {"top_k": 2}}, "rag.top_k"),
+        ({"prompt": "a", "rag": {"recompute_ratio": -0.1}}, "rag.recompute_ratio"),
         ({"prompt": "a", "messages": MESSAGES}, "messages"),
     ],
 )
@@ -622,6 +637,22 @@ def test_the_page_names_every_metric_and_flag() -> None:
     assert set(re.findall(r"--[\w-]+", rows)) == flags
 
 
+def test_what_shadow_replay_sees_is_a_histogram() -> None:
+    engine = FakeEngine()
+    with serving(engine) as served:
+        (observe,) = engine.observers
+        observe("naive", core.Divergence(0.02, 0.75))
+        observe("naive", core.Divergence(0.5, 1.0))
+        samples = _samples(served)
+    naive = ("strategy", "naive")
+    assert samples["ragjax_shadow_kl_sum", (naive,)] == pytest.approx(0.52)
+    assert samples["ragjax_shadow_kl_bucket", (("le", "0.03"), naive)] == 1
+    assert samples["ragjax_shadow_top1_count", (naive,)] == 2
+    assert samples["ragjax_shadow_top1_bucket", (("le", "0.8"), naive)] == 1
+    assert samples["ragjax_shadow_replays_total", (("outcome", "replayed"),)] == 1
+    assert samples["ragjax_shadow_escalations_total", (("reason", "fault"),)] == 0
+
+
 def test_two_apps_count_apart() -> None:
     with serving(FakeEngine()) as one, serving(FakeEngine()) as other:
         one.post(json=CHAT)
@@ -719,6 +750,10 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     expected = {
         "model": "some/model",
         "strategy": "naive",
+        "recompute_ratio": 0.25,
+        "quality_budget": "KL=0.05",
+        "quality_fallback": "full",
+        "shadow_rate": 0.125,
         "dtype": "float32",
         "top_k": 5,
         "device_cache_gb": 0.25,
@@ -747,7 +782,9 @@ def test_flags_and_fake_agree_with_the_engine() -> None:
     ("flags", "word"),
     [
         (["--frobnicate", "1"], "--frobnicate"),
-        (["--recompute-ratio", "0.2"], "--recompute-ratio"),
+        (["--recompute-ratio", "1.2"], "--recompute-ratio"),
+        (["--shadow-rate", "-1"], "--shadow-rate"),
+        (["--quality-fallback", "prefix"], "--quality-fallback"),
         (["--mod", "x"], "--mod"),
         (["--port", "http"], "--port"),
         (["--port", "70000"], "--port"),

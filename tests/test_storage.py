@@ -274,7 +274,7 @@ class Late(Full):
 
     name = "late"
 
-    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
         conversation = super().carry_out(prompt, holding)
         first = next(conversation)
         yield first

@@ -15,11 +15,11 @@ CHUNK = [6, 7]
 
 
 def put(bench, behind, ids=CHUNK, **options):
-    bench.put_segment(SYSTEM, ids, APPROXIMATE, "craft", behind=behind, **options)
+    bench.put_segment(SYSTEM, ids, APPROXIMATE, "craft", behind=behind, variant=True, **options)
 
 
 def has(bench, behind, ids=CHUNK, **options):
-    return bench.has_segment(SYSTEM, ids, APPROXIMATE, "craft", behind=behind, **options)
+    return bench.has_segment(SYSTEM, ids, APPROXIMATE, "craft", behind=behind, variant=True, **options)
 
 
 def kept(bench, ids=CHUNK):
@@ -48,8 +48,9 @@ def test_reuse_is_the_sum_of_one_over_the_overhead():
     for cfo in (0.5, 1.0, 0.0):
         variants.use(one, cfo)
     assert variants.reuse(one) == pytest.approx(2 + 1 + 1 / LOWEST_CFO)
-    variants.use(node(), 0.5)  # no variant
-    assert len(variants) == 1
+    other = node()
+    variants.use(other, 0.5)  # it came from disk
+    assert len(variants) == 2 and variants.reuse(other) == 2
 
 
 def test_the_least_reused_leaves_and_of_equals_the_oldest():
@@ -126,7 +127,7 @@ def test_the_variant_that_was_reused_least_leaves():
         run = bench.reserve(2)
         bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[14]]))
         digest = neighbours([tokens(14)])
-        bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest)
+        bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, variant=True)
         bench.cache.free(run)
     assert kept(bench) == [10, 11, 12]
     bench.audit()
@@ -153,6 +154,43 @@ def test_isolated_chunks_are_not_limited():
     for first in range(10, 15):
         bench.put_segment(SYSTEM, [first])
     assert all(bench.has_segment(SYSTEM, [first]) for first in range(10, 15))
+
+
+def test_other_kv_behind_neighbours_is_not_limited():
+    bench = make(limit=1)
+    for first in range(10, 15):
+        bench.put_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[first]])
+    assert all(bench.has_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[n]]) for n in range(10, 15))
+    put(bench, [])  # behind the system prompt alone: a variant like the others
+    put(bench, [[10]])
+    assert kept(bench) == [10]
+
+
+def test_the_first_variant_that_is_kept_is_matched():
+    bench = make(limit=9)
+    for first in (10, 11):
+        put(bench, [[first]])
+    tried = [(neighbours([tokens(n)]), 0.25) for n in (12, 11, 10)]
+    with bench.match(SYSTEM) as context:
+        missed = bench.cache.metrics.missed_tokens
+        lease = bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried)
+        assert lease.node.behind == neighbours([tokens(11)]) and bench.cache._variants.reuse(lease.node) == 4
+        lease.release()
+        assert bench.cache.metrics.missed_tokens == missed
+        assert bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried[:1]) is None
+        assert bench.cache.metrics.missed_tokens == missed + len(CHUNK)
+    bench.audit()
+
+
+def test_variants_are_listed_for_what_they_were_computed_on():
+    bench = make()
+    put(bench, [[10]])
+    bench.put([2, 2])
+    bench.put_segment([2, 2], CHUNK, APPROXIMATE, "craft", behind=[[11]], variant=True)
+    assert len(bench.cache.variants(tokens(*CHUNK), "craft")) == 2
+    for context, behind in ((SYSTEM, [10]), ([2, 2], [11]), ([3], None)):
+        listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*context))
+        assert [node.behind for node in listed] == ([neighbours([tokens(*behind)])] if behind else [])
 
 
 def test_variants_that_were_evicted_make_room_for_others():

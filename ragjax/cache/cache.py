@@ -18,7 +18,6 @@ from ragjax.cache.hierarchy import Hierarchy, Steps, Storage
 from ragjax.cache.lease import EXACT, Lease, Metrics
 from ragjax.cache.pages import AuditError, PagePool
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tier import Record
 from ragjax.cache.tree import (
     PUBLIC,
     RADIX,
@@ -101,18 +100,46 @@ class KnowledgeCache:
         *,
         behind: bytes = b"",
         cold: bool = True,
+        variant: bool = False,
         cfo: float = 1.0,
     ) -> Lease | None:
         """Pin the KV of `tokens` (int32 [n], all of them) as computed by `method` on exactly the leased context.
 
-        behind: digest of the neighbours it was computed behind, besides. cfo: cache fixing overhead of reusing it.
+        behind: digest of the neighbours it was computed behind, besides. variant: whether it is one of a limited number
+        (`admit_segment`); cfo: cache fixing overhead of reusing it then.
         None if it is not kept, or if the context itself was not found whole.
         """
         self._require_context(context, provenance)
-        lease = self._match(context, tokens, provenance, method, behind, cold, cfo)
+        lease = self._match(context, tokens, provenance, method, behind, cold, variant, cfo)
         if lease is None:
             self._count_miss(tokens)
         return lease
+
+    def match_variant(
+        self, context: Lease, tokens: Tokens, method: str, tries: Iterable[tuple[bytes, float]], *, cold: bool = True
+    ) -> Lease | None:
+        """Pin the first of a chunk's variants on exactly the leased context that is kept, if there is one.
+
+        tries: what it was computed behind (`neighbours`), and the cache fixing overhead of reusing it, best first.
+        """
+        self._require_context(context)
+        kind = Provenance.APPROXIMATE
+        leases = (self._match(context, tokens, kind, method, behind, cold, True, cfo) for behind, cfo in tries)
+        return self._first(leases, tokens)
+
+    def match_first(
+        self, context: Lease, tokens: Tokens, places: Iterable[tuple[Provenance, str, bytes]], *, cold: bool = True
+    ) -> Lease | None:
+        """As `match_segment` with the first (provenance, method, behind) that is kept; at most one miss is counted."""
+        self._require_context(context)
+        leases = (self._match(context, tokens, *place, cold, False, 1.0) for place in places)
+        return self._first(leases, tokens)
+
+    def _first(self, leases: Iterable[Lease | None], tokens: Tokens) -> Lease | None:
+        found = next((lease for lease in leases if lease is not None), None)
+        if found is None:
+            self._count_miss(tokens)
+        return found
 
     def _match(
         self,
@@ -122,12 +149,13 @@ class KnowledgeCache:
         method: str,
         behind: bytes,
         cold: bool,
+        variant: bool,
         cfo: float,
     ) -> Lease | None:
         node = self._find(context, _raw(tokens), provenance, method, behind, cold) if _usable(context) else None
         if node is None:
             return None
-        if behind:
+        if variant:
             self._variants.use(node, cfo)
         return self._lease([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
 
@@ -146,7 +174,7 @@ class KnowledgeCache:
                 return self._bring_node(node, tenant)
             record = storage.shelf.find(key) if node is None and storage is not None and storage.shelf else None
             if record is not None and tenant in (parent.tenant, context.tenant):
-                return self._bring_record(self._end_of(context), record, tenant, behind)
+                return self._hierarchy.bring_record(self._end_of(context), record, tenant, behind)
         return None
 
     def _bring_node(self, node: Node, tenant: str) -> Node | None:
@@ -154,12 +182,6 @@ class KnowledgeCache:
         steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
         brought = self._hierarchy.bring(self.tree.root, steps, b"", tenant)
         return node if brought and brought[-1][0] is node else None
-
-    def _bring_record(self, parent: Node, record: Record, tenant: str, behind: bytes) -> Node | None:
-        node = self._hierarchy.bring_record(parent, record, tenant, behind)
-        if node is not None and behind:
-            self._variants.add(node)
-        return node
 
     def match_dependency(self, context: Lease, tokens: Tokens, method: str, *, cold: bool = True) -> Lease:
         """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the leased context.
@@ -176,11 +198,24 @@ class KnowledgeCache:
         found = sum(used for _, used in steps)
         return self._lease(steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node)
 
-    def variants(self, tokens: Tokens, method: str, tenant: str = PUBLIC) -> tuple[Node, ...]:
-        """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first."""
+    def variants(
+        self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None
+    ) -> tuple[Node, ...]:
+        """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first.
+
+        context: causal tokens that they must have been computed on (None: any). Entries on disk alone are not known.
+        """
         raw = _raw(tokens)
         found = [node for t in dict.fromkeys((tenant, PUBLIC)) for node in self.tree.places(t, raw)]
-        return tuple(node for node in found if node.method == method)
+        found = [node for node in found if node.method == method]
+        if context is None:
+            return tuple(found)
+        on = context_digest(_raw(context))
+        return tuple(
+            node
+            for node in found
+            if node.key == self.tree.key(node.tenant, node.provenance, method, on, raw, node.behind)
+        )
 
     def match_path(
         self, context: Lease, chunks: Sequence[Tokens], method: str, *, cold: bool = True
@@ -195,14 +230,8 @@ class KnowledgeCache:
         for i, chunk in enumerate(chunks):
             contexts = [neighbours(chunks[begin:i]) for begin in range(i + 1)]
             kinds = [Provenance.APPROXIMATE if behind else Provenance.ISOLATED for behind in contexts]
-            tries = (
-                self._match(context, chunk, kind, method, behind, cold, 1.0)
-                for kind, behind in zip(kinds, contexts, strict=True)
-            )
-            lease = next((lease for lease in tries if lease is not None), None)
-            if lease is None:
-                self._count_miss(chunk)
-            found.append(lease)
+            places = ((kind, method, behind) for kind, behind in zip(kinds, contexts, strict=True))
+            found.append(self.match_first(context, chunk, places, cold=cold))
         return found
 
     def _lease(
@@ -395,6 +424,7 @@ class KnowledgeCache:
         *,
         behind: bytes = b"",
         meta: bytes = b"",
+        variant: bool = False,
         public: bool | None = None,
     ) -> None:
         """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the leased context.
@@ -402,9 +432,9 @@ class KnowledgeCache:
         A node that is there already stays. The cache takes a reference of its own to `run` (n tokens, the
         first one's K rotated at `local_start`).
 
-        behind: digest of neighbours it was computed behind (`neighbours`): such a node is a variant, and the number
-            of variants is limited. meta: the strategy's own, kept with it. public: whether every tenant may read it
-            (None: if the request has no tenant).
+        behind: digest of neighbours it was computed behind (`neighbours`). meta: the strategy's own, kept with it.
+        variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
+        public: whether every tenant may read it (None: if the request has no tenant).
 
         Raises:
             ValueError: if the context was not found whole, or run and tokens do not fit.
@@ -425,7 +455,7 @@ class KnowledgeCache:
         node = Node(tenant, raw, parent, local_start, provenance, method, behind=behind, meta=meta, lossy=context.lossy)
         self.tree.attach(node, context.context, run)
         self._admitted([node], Access(False, context.length, len(tokens)))
-        if behind:
+        if variant:
             self._variants.add(node)
             self._limit_variants()
 
@@ -533,10 +563,16 @@ class KnowledgeCache:
         return tuple(keys)
 
     def key_of(
-        self, context: Tokens, tokens: Tokens, provenance: Provenance, method: str, tenant: str = PUBLIC
+        self,
+        context: Tokens,
+        tokens: Tokens,
+        provenance: Provenance,
+        method: str,
+        tenant: str = PUBLIC,
+        behind: bytes = b"",
     ) -> bytes:
-        """Key of the node of `tokens` as computed by `method` on the causal `context`."""
-        return self.tree.key(tenant, provenance, method, context_digest(_raw(context)), _raw(tokens))
+        """Key of the node of `tokens` as computed by `method` on the causal `context`, and behind neighbours."""
+        return self.tree.key(tenant, provenance, method, context_digest(_raw(context)), _raw(tokens), behind)
 
     def announce(self, request: str, keys: Collection[bytes]) -> None:
         """A request waits that will use the nodes with these keys (`keys_of`), whether they are kept or not."""

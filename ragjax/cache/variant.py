@@ -35,9 +35,10 @@ class Variants:
         self._push(node)
 
     def use(self, node: Node, cfo: float) -> None:
-        """A request reuses the node at this cache fixing overhead, in [0, 1]; others than variants are let pass."""
-        if node in self._reuse:
-            self._reuse[node] += reuse_of(cfo)
+        """A request reuses a variant at this cache fixing overhead, in [0, 1]; one from disk counts from now on."""
+        if node not in self._reuse:
+            self.add(node)
+        self._reuse[node] += reuse_of(cfo)
 
     def excess(self) -> Node | None:
         """The variant to leave next while there are more than the limit, the least reused one that nobody uses now."""

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ragjax.kernels.rope import Rotation, rotate
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -41,6 +43,26 @@ def write_pages(pages: Pages, layer: int | jax.Array, cell_T: jax.Array, k_TKD: 
         )
 
     return Pages(put(pages.k_LPKCD, k_TKD), put(pages.v_LPKCD, v_TKD))
+
+
+def move_cells(
+    pages: Pages, source_N: jax.Array, target_N: jax.Array, offset_N: jax.Array, rotation: Rotation
+) -> Pages:
+    """Copy cells (page * C + cell, int32 [N]) over others in all layers, each key turned by its RoPE offset.
+
+    Keys are turned in float32; an offset of 0 leaves them as they are. Target cells must differ from one another, also
+    those beyond the pool, which are not written. On CPU the pool must be donated for this to happen in place.
+    """
+    cos_NR, sin_NR = rotation.at(offset_N)
+    page_N, cell_N = source_N // pages.page_size, source_N % pages.page_size
+    to_page_N, to_cell_N = target_N // pages.page_size, target_N % pages.page_size
+
+    def put(pool: jax.Array, kept_NLKD: jax.Array) -> jax.Array:
+        return pool.at[:, to_page_N, :, to_cell_N, :].set(kept_NLKD, mode="drop", unique_indices=True)
+
+    k_NLKD, v_NLKD = (pool[:, page_N, :, cell_N, :] for pool in (pages.k_LPKCD, pages.v_LPKCD))
+    turned_NLKD = rotate(from_storage(k_NLKD).astype(jnp.float32), cos_NR[:, None, None], sin_NR[:, None, None])
+    return Pages(put(pages.k_LPKCD, to_storage(turned_NLKD, k_NLKD.dtype)), put(pages.v_LPKCD, v_NLKD))
 
 
 def to_storage(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

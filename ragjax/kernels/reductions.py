@@ -4,11 +4,12 @@ Masses are summed blockwise from the LSE of an attention call: no rows x keys ar
 block does not see are skipped. Averages over heads are over the heads at hand: under `shard_map` over KV heads every
 device returns the value for its own, and the docstrings say how they combine.
 
-Sources: key mass, FusionRAG §3.2 (question-guided selection); segment mass, Cache-Craft §3.1 (eqs. 3, 4 and 14); KV
+Sources: key mass and chunk mass, FusionRAG §3.2 (question-guided selection, with the softmax over all keys or over each
+chunk's by itself, which the paper leaves open); segment mass, Cache-Craft §3.1 (eqs. 3, 4 and 14); KV
 deviation, CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv
 2509.00388). `reductions_ref.py` is the definition, this module holds the ops and their XLA form, and
-`reductions_triton.py` the Pallas kernels of the masses for GPUs. The deviation and the neighbours have none: the one is
-bound by memory and fused by XLA, the other is a matrix product.
+`reductions_triton.py` the Pallas kernels of key and segment mass for GPUs. The others have none: the deviation is bound
+by memory and fused by XLA, the neighbours are a matrix product, and chunk mass is asked for by a few rows only.
 """
 
 from __future__ import annotations
@@ -87,6 +88,48 @@ def key_masses(
     The norm is of the value of that key and KV head: mean over query heads of p * |v|.
     """
     return KeyMass(*_key_masses(q_THD, lse_TH, view, chosen_T, backend, valued=True))
+
+
+def chunk_mass(
+    q_THD: jax.Array,
+    view: View,
+    key_segment_SC: jax.Array,
+    segments: int,
+    chosen_T: jax.Array | None = None,
+    *,
+    backend: str = "xla",
+) -> jax.Array:
+    """`key_mass` with the softmax over each segment's keys by themselves, instead of all that the row sees.
+
+    So a segment of which a row sees anything receives 1 from it in all, however little attention it gets beside the
+    others. Two sweeps: the first finds the LSE of each segment, so that nothing is divided by a mass that underflows.
+    Memory is O(rows x segments) beside a tile. Under `shard_map` over KV heads: as `key_mass`.
+
+    Args:
+        q_THD: as for `key_mass`.
+        view: as for `key_mass`.
+        key_segment_SC: int32, the segment of each slot's cells; a number outside of [0, segments) says none.
+        segments: how many there are (Z).
+        chosen_T: as for `key_mass`.
+        backend: "reference" or "xla".
+
+    Returns:
+        float32 [S, C]; zero for a key that no chosen row sees, or of no segment.
+
+    Raises:
+        ValueError: as `key_mass`.
+    """
+    check(q_THD, view)
+    _expect("key_segment_SC", key_segment_SC, view.slots.order_ASC.shape[1:], jnp.int32)
+    if chosen_T is not None:
+        _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
+    if segments < 1:
+        raise ValueError(f"segments is {segments}, not positive")
+    _has_no_kernel(backend)
+    if backend == "reference":
+        return reductions_ref.chunk_mass(q_THD, view, key_segment_SC, segments, chosen_T)
+    unknown_TH, view = restrict(jnp.zeros(q_THD.shape[:2]), view, chosen_T)
+    return _chunk_mass(q_THD, unknown_TH, view, key_segment_SC, segments)
 
 
 def row_segment_mass(
@@ -301,7 +344,7 @@ def _serving(backend: str | None, q_THD: jax.Array, view: View, segments: int = 
 def _has_no_kernel(backend: str) -> None:
     _known(backend)
     if backend == "triton":
-        raise ValueError("backend 'triton' cannot serve this call: XLA does it as well, so there is no kernel")
+        raise ValueError("backend 'triton' cannot serve this call: there is no kernel, XLA does it")
 
 
 def _below(name: str, x: jax.Array, end: int, of: str) -> None:
@@ -330,9 +373,13 @@ class _Block:
         """Slots of list entries. Those behind the list's end are hidden, whatever slot they name."""
         return self.slot_S[jnp.minimum(entry_W, self.slot_S.shape[0] - 1)]
 
+    def tile(self, view: View, entry_W: jax.Array) -> Tile:
+        """The keys of list entries."""
+        return gather_tile(self.q_KMD, self.order_B, view, self.slot_S, self.count, entry_W)
+
     def probabilities(self, view: View, entry_W: jax.Array) -> tuple[jax.Array, Tile]:
         """Probabilities of the block's rows over a tile, float32 [K, M, N], and the tile."""
-        tile = gather_tile(self.q_KMD, self.order_B, view, self.slot_S, self.count, entry_W)
+        tile = self.tile(view, entry_W)
         return jnp.exp(masked_logits(tile) - self.lse_KM1), tile
 
 
@@ -376,6 +423,45 @@ def _swept_key_masses(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued
 def _norm(tile: Tile) -> jax.Array:
     """L2 norm of a tile's values, float32 [K, N]; keys that nobody sees have values of zero there."""
     return jnp.sqrt(jnp.square(tile.v_KND.astype(jnp.float32)).sum(-1))
+
+
+def _chunk_mass(
+    q_THD: jax.Array, known_TH: jax.Array, view: View, key_segment_SC: jax.Array, segments: int
+) -> jax.Array:
+    """`known_TH` is +inf for rows that do not count, else 0. Keys of no segment go to one behind the last, and out."""
+    cells, heads, slots = view.pages.page_size, q_THD.shape[1], view.slots.request_S.shape[0]
+    in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)
+    segment_SC = jnp.where(in_segment_SC, key_segment_SC, segments)
+
+    def one_block(mass_SC: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        block = _block(arrays, view)
+
+        def logits_of(entry_W: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Logits, keys first, [N, K, M], and the keys' segments."""
+            segment_N = segment_SC[block.slot(entry_W)].reshape(-1)
+            return jnp.moveaxis(masked_logits(block.tile(view, entry_W)), 2, 0), segment_N
+
+        def find(entry_W: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            max_ZKM, sum_ZKM = found
+            logits_NKM, segment_N = logits_of(entry_W)
+            new_ZKM = max_ZKM.at[segment_N].max(logits_NKM)
+            safe_ZKM = jnp.where(jnp.isneginf(new_ZKM), 0.0, new_ZKM)
+            sum_ZKM = sum_ZKM * jnp.exp(max_ZKM - safe_ZKM)
+            return new_ZKM, sum_ZKM.at[segment_N].add(jnp.exp(logits_NKM - safe_ZKM[segment_N]))
+
+        shape = (segments + 1, *block.q_KMD.shape[:2])
+        max_ZKM, sum_ZKM = sweep(block.count, find, (jnp.full(shape, -jnp.inf), jnp.zeros(shape)))
+        lse_ZKM = jnp.where(sum_ZKM > 0, max_ZKM + jnp.log(sum_ZKM), jnp.inf) + block.lse_KM1[..., 0]
+        lse_ZKM = lse_ZKM.at[segments].set(jnp.inf)
+
+        def share(entry_W: jax.Array, mass_SC: jax.Array) -> jax.Array:
+            logits_NKM, segment_N = logits_of(entry_W)
+            prob_NKM = jnp.exp(logits_NKM - lse_ZKM[segment_N])
+            return mass_SC.at[block.slot(entry_W)].add(prob_NKM.sum((1, 2)).reshape(-1, cells) / heads)
+
+        return sweep(block.count, share, mass_SC), None
+
+    return lax.scan(one_block, jnp.zeros((slots, cells)), _blocked(q_THD, known_TH, view))[0]
 
 
 def _row_segment_mass(

@@ -12,14 +12,20 @@ from ragjax.kernels.slots import visible
 from ragjax.kernels.view import View
 
 
-def probabilities(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> jax.Array:
-    """Attention probabilities of all heads, zero where hidden, float32 [T, H, S, C]."""
+def masked_logits(q_THD: jax.Array, view: View) -> jax.Array:
+    """Scaled logits of all heads, -inf where hidden, float32 [T, H, S, C]."""
     k_SCKD, _ = gather(view)
     t, heads, dim = q_THD.shape
     q_TKGD = q_THD.astype(jnp.float32).reshape(t, k_SCKD.shape[2], -1, dim)
     logits_TKGSC = view.scale * jnp.einsum("tkgd,sckd->tkgsc", q_TKGD, k_SCKD, precision="highest")
-    prob_THSC = jnp.exp(logits_TKGSC.reshape(t, heads, *k_SCKD.shape[:2]) - lse_TH[..., None, None])
-    return jnp.where(visible(view.rows, view.slots)[:, None], prob_THSC, 0.0)
+    logits_THSC = logits_TKGSC.reshape(t, heads, *k_SCKD.shape[:2])
+    return jnp.where(visible(view.rows, view.slots)[:, None], logits_THSC, -jnp.inf)
+
+
+def probabilities(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> jax.Array:
+    """Attention probabilities of all heads, zero where hidden, float32 [T, H, S, C]."""
+    logits_THSC = masked_logits(q_THD, view)
+    return jnp.where(jnp.isneginf(logits_THSC), 0.0, jnp.exp(logits_THSC - lse_TH[..., None, None]))
 
 
 def key_masses(
@@ -34,6 +40,21 @@ def key_masses(
     mass_HSC = prob_THSC.sum(0)
     # a cell nobody sees may hold NaN
     return mass_HSC.mean(0), jnp.where(mass_HSC > 0, mass_HSC * norm_HSC, 0.0).mean(0)
+
+
+def chunk_mass(
+    q_THD: jax.Array, view: View, key_segment_SC: jax.Array, segments: int, chosen_T: jax.Array | None
+) -> jax.Array:
+    """See `reductions.chunk_mass`."""
+    logits_THSC = masked_logits(q_THD, view)
+    if chosen_T is not None:
+        logits_THSC = jnp.where(chosen_T[:, None, None, None], logits_THSC, -jnp.inf)
+    mass_SC = jnp.zeros(key_segment_SC.shape)
+    for segment in range(segments):
+        inside_THSC = jnp.where(key_segment_SC == segment, logits_THSC, -jnp.inf)
+        lse_TH = jax.nn.logsumexp(inside_THSC, axis=(-2, -1))[..., None, None]
+        mass_SC += jnp.exp(inside_THSC - jnp.where(jnp.isneginf(lse_TH), jnp.inf, lse_TH)).mean(1).sum(0)
+    return mass_SC
 
 
 def row_segment_mass(

@@ -6,6 +6,9 @@ another kind) is built again from the stored embeddings. Nothing is embedded twi
 
 What is stored fits one tokenizer, one encoder and one chunk size. Opened with others it is refused, because the
 source documents may be gone: the user decides to delete the directory and to add them again.
+
+A chunk whose KV was computed behind its nearest neighbours (FusionRAG, section 3.1) bears a mark: the digest that names
+that KV. The mark goes when any of these neighbours goes, and with it all use of what they told.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError, Document, Hit, RequestError, Tokens
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.index import NONE, IndexKind, VectorIndex
+from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
 
 _FORMAT = "1"
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost
@@ -44,7 +47,24 @@ create table chunks (
 );
 create index chunks_by_document on chunks (document_id);
 """
-_CHUNK = "select number, id, document_id, title, text, tokens from chunks"
+_MARKS = """
+create table if not exists fused (
+    number integer primary key references chunks (number) on delete cascade,
+    behind blob not null
+);
+create table if not exists neighbours (
+    number integer not null references fused (number) on delete cascade,
+    rank integer not null,
+    neighbour integer not null,
+    primary key (number, rank)
+) without rowid;
+create index if not exists fused_by_neighbour on neighbours (neighbour);
+"""  # a directory that was made before there were marks gets these tables when it is opened
+_CHUNK = """
+select number, id, document_id, title, text, tokens, coalesce(behind, x'') from chunks left join fused using (number)
+"""
+_QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
+_ROUNDING = 1e-5  # the index may misorder scores that are nearer to each other
 
 _log = logging.getLogger(__name__)
 
@@ -210,6 +230,23 @@ class KnowledgeBase:
                 self._save_index()
         return len(ids)
 
+    def mark_fused(self, number: int, neighbours: Sequence[int], behind: bytes) -> bool:
+        """Note that the KV of a chunk is kept as computed behind these neighbours, in this order.
+
+        behind: digest of their tokens (`ragjax.cache.cache.neighbours`), which `Chunk.behind` has from now on.
+        False, and no mark, if one of them has been deleted meanwhile.
+        """
+        numbers = (number, *neighbours)
+        with self._writing, self._transaction() as database:
+            if any(not database.execute("select 1 from chunks where number = ?", (n,)).fetchone() for n in numbers):
+                return False
+            database.execute("delete from fused where number = ?", (number,))
+            database.execute("insert into fused values (?, ?)", (number, behind))
+            rows = [(number, rank, neighbour) for rank, neighbour in enumerate(neighbours)]
+            database.executemany("insert into neighbours values (?, ?, ?)", rows)
+            self._cache.pop(number, None)
+        return True
+
     def _batches(self, documents: Sequence[Document]) -> Iterator[list[_Prepared]]:
         batch: list[_Prepared] = []
         for document in documents:
@@ -231,10 +268,11 @@ class KnowledgeBase:
         self._index.update(gone, np.array(numbers, np.int64), embeddings)
 
     def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
-        """Delete what is stored of these documents; returns the numbers of their chunks."""
+        """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
         gone = [number for document_id in document_ids for number in _numbers(database, document_id)]
+        unmarked = [number for neighbour in gone for number in _unmark(database, neighbour)]
         database.executemany("delete from documents where id = ?", [(document_id,) for document_id in document_ids])
-        for number in gone:
+        for number in (*gone, *unmarked):
             self._cache.pop(number, None)
         return gone
 
@@ -279,6 +317,49 @@ class KnowledgeBase:
             raise self._unknown(document_id)
         return tuple(_chunk(row)[1] for row in rows)
 
+    def chunks(self, numbers: Iterable[int]) -> dict[int, Chunk]:
+        """Those of the chunks with these numbers that are stored, by number."""
+        with self._reading:
+            return self._read(numbers)
+
+    def neighbours(self, n: int) -> dict[int, tuple[int, ...]]:
+        """For every chunk, by number, the numbers of its n most similar other ones, best first; ties by number.
+
+        Similarity is that of the embeddings, as far as the index finds it (`Stats.exact`). What has a chunk's very
+        tokens tells nothing new and is no neighbour of it; and of several equal ones only the first is taken.
+
+        Raises:
+            ValueError: if n is not positive.
+        """
+        if n < 1:
+            raise ValueError(f"a chunk has at least 1 neighbour, not {n}")
+        with self._reading:
+            rows = self._database.execute("select number, tokens, embedding from chunks order by number").fetchall()
+        if not rows:
+            return {}
+        store = _Embedded.of(rows)
+        found: dict[int, tuple[int, ...]] = {}
+        for begin in range(0, len(rows), _QUERIES):
+            found |= self._nearest(store, store.numbers_N[begin : begin + _QUERIES], n)
+        return found
+
+    def _nearest(self, store: _Embedded, numbers_Q: Ids, n: int) -> dict[int, tuple[int, ...]]:
+        """Asks the index for ever more candidates until those behind the last one cannot matter."""
+        found: dict[int, tuple[int, ...]] = {}
+        left, k = [int(number) for number in numbers_Q], n + 1
+        while left:
+            ids_QK, scores_QK = self._index.search(store.embedding_NE[[store.row[number] for number in left]], k)
+            enough = k >= len(self._index)
+            rest = []
+            for number, ids_K, scores_K in zip(left, ids_QK, scores_QK, strict=True):
+                nearest = store.ranked(number, ids_K.tolist())[:n]
+                if enough or (len(nearest) == n and scores_K[-1] < nearest[-1][0] - _ROUNDING):
+                    found[number] = tuple(neighbour for _, neighbour in nearest)
+                else:
+                    rest.append(number)
+            left, k = rest, 2 * k
+        return found
+
     def chunk_inline(self, document: Document) -> tuple[Chunk, ...]:
         """Cut a document that comes with a request the way stored ones are; nothing is stored.
 
@@ -320,11 +401,14 @@ class KnowledgeBase:
         absent = [number for number in numbers if number not in found]
         if absent:
             with self._reading:
-                sql = f"{_CHUNK} where number = ?"
-                fetched = dict(_chunk(row) for number in absent for row in self._database.execute(sql, (number,)))
+                fetched = self._read(absent)
                 self._cache.update(fetched)
             found.update(fetched)
         return found
+
+    def _read(self, numbers: Iterable[int]) -> dict[int, Chunk]:
+        sql = f"{_CHUNK} where number = ?"
+        return dict(_chunk(row) for number in numbers for row in self._database.execute(sql, (number,)))
 
     def _unknown(self, document_id: str) -> RequestError:
         return RequestError(
@@ -332,6 +416,43 @@ class KnowledgeBase:
             param="rag.documents",
             code="document_not_found",
         )
+
+
+# -------------------------------------------------------------------------------------------- neighbours
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """Chunks as neighbours of each other: N numbers, embeddings [N, E], tokens, and the row of each number."""
+
+    numbers_N: Ids
+    embedding_NE: Vectors
+    tokens: tuple[bytes, ...]
+    row: dict[int, int]
+
+    @staticmethod
+    def of(rows: Sequence[tuple[int, bytes, bytes]]) -> _Embedded:
+        numbers = np.array([number for number, _, _ in rows], np.int64)
+        embedding = np.frombuffer(b"".join(blob for _, _, blob in rows), np.float32).reshape(len(rows), -1)
+        tokens = tuple(raw for _, raw, _ in rows)
+        return _Embedded(numbers, embedding, tokens, {number: i for i, (number, _, _) in enumerate(rows)})
+
+    def ranked(self, number: int, candidates: Iterable[int]) -> list[tuple[float, int]]:
+        """(score, number) of the candidates, best first, without those whose tokens were there before.
+
+        Scores are computed anew, pair by pair, in float64: those of the index depend in their last bits on what else
+        was searched, and an order that wavers would have KV computed again for nothing.
+        """
+        known = [candidate for candidate in candidates if candidate in self.row]
+        query_E = self.embedding_NE[self.row[number]].astype(np.float64)
+        scores = [float((self.embedding_NE[self.row[candidate]] * query_E).sum()) for candidate in known]
+        seen, ranked = {self.tokens[self.row[number]]}, []
+        for score, candidate in sorted(zip(scores, known, strict=True), key=lambda pair: (-pair[0], pair[1])):
+            raw = self.tokens[self.row[candidate]]
+            if raw not in seen:
+                seen.add(raw)
+                ranked.append((score, candidate))
+        return ranked
 
 
 # --------------------------------------------------------------------------------------------- documents
@@ -375,6 +496,7 @@ def _connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connec
         database.execute("pragma foreign_keys = on")
         database.execute("begin exclusive")
         _check_settings(database, place, settings)
+        _run(database, _MARKS)
         database.execute("commit")
     except sqlite3.OperationalError as error:
         database.close()
@@ -391,8 +513,7 @@ def _connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connec
 
 def _check_settings(database: sqlite3.Connection, place: str | Path, settings: dict[str, str]) -> None:
     if not database.execute("select count(*) from sqlite_master").fetchone()[0]:
-        for statement in filter(str.strip, _SCHEMA.split(";")):
-            database.execute(statement)
+        _run(database, _SCHEMA)
         database.executemany("insert into settings values (?, ?)", settings.items())
         return
     stored = dict(database.execute("select name, value from settings"))
@@ -402,6 +523,11 @@ def _check_settings(database: sqlite3.Connection, place: str | Path, settings: d
                 f"{place}: was made with {name} {stored.get(name)!r}, not {value!r}; "
                 "choose another directory, or delete this one and add the documents again"
             )
+
+
+def _run(database: sqlite3.Connection, statements: str) -> None:
+    for statement in filter(str.strip, statements.split(";")):
+        database.execute(statement)
 
 
 def _open_index(database: sqlite3.Connection, directory: Path | None, kind: IndexKind, dim: int) -> VectorIndex:
@@ -439,6 +565,12 @@ def _numbers(database: sqlite3.Connection, document_id: str) -> list[int]:
     return [row[0] for row in database.execute("select number from chunks where document_id = ?", (document_id,))]
 
 
-def _chunk(row: tuple[int, str, str, str, str, bytes]) -> tuple[int, Chunk]:
-    number, chunk_id, document_id, title, text, tokens = row
-    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32))
+def _unmark(database: sqlite3.Connection, neighbour: int) -> list[int]:
+    """Take the marks from the chunks that were fused behind a neighbour; returns their numbers."""
+    sql = "delete from fused where number in (select number from neighbours where neighbour = ?) returning number"
+    return [number for (number,) in database.execute(sql, (neighbour,)).fetchall()]
+
+
+def _chunk(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Chunk]:
+    number, chunk_id, document_id, title, text, tokens, behind = row
+    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind)

@@ -1,11 +1,38 @@
 """Reuse strategies by name. A new method is one file and one line here."""
 
+from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.blend import Deviation, Gradual
+from ragjax.reuse.craft import Craft
 from ragjax.reuse.full import Full
+from ragjax.reuse.fusion import Fused, QueryGuided
+from ragjax.reuse.h2o import HeavyHitters, Recorded
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.random import Random
+from ragjax.reuse.repair import Selective
+from ragjax.reuse.setcache import SetCache
+from ragjax.reuse.stitch import Isolated
+from ragjax.reuse.unmoved import Unmoved
 
 
-def strategies() -> dict[str, Strategy]:
-    """Every strategy a request may name."""
-    return {strategy.name: strategy for strategy in (Full(), Prefix(), Naive())}
+def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
+    """Every strategy a request may name. alpha: Cache-Craft's, as `ragjax.reuse.calibrate` finds it."""
+    made: tuple[Strategy, ...] = (
+        Full(),
+        Prefix(),
+        Naive(),
+        Selective("blend", Isolated(), Deviation()),
+        Gradual(),
+        Craft(alpha=alpha),
+        Craft("craft-focus", alpha=alpha, focus=True),
+        Selective("fusion", Fused(), QueryGuided()),
+        Selective("fusion+blend", Fused(), Deviation()),
+        Craft("fusion+craft", alpha=alpha, fused=True),
+        Selective("ragjax", Anchored(), Valued()),
+        Unmoved(),
+        SetCache(),
+        Selective("random", Isolated(), Random()),
+        Selective("h2o", Recorded(), HeavyHitters()),
+    )
+    return {strategy.name: strategy for strategy in made}

@@ -6,8 +6,8 @@ line in `reuse/__init__.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,17 +23,21 @@ class Strategy(Protocol):
 
     name: how requests ask for it.
     wants: every want its passes may have, so that the programs behind them are compiled at start-up.
+    selective: whether it recomputes a share of the tokens that a request may name.
     """
 
     name: str
     wants: frozenset[Want]
+    selective: bool
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """Keys of the nodes that the prompt will use, kept or not, for policies that look at who waits."""
         ...
 
-    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
         """Yield passes until the prompt's KV and last logits exist; return the plan carried out.
+
+        ratio: share of the chunks' tokens to recompute, if the strategy is selective; None: its own choice.
 
         Matching and reserving come before the first pass: `OutOfPages` there means the request waits. What was
         matched below the device has arrived when the first pass runs.
@@ -45,11 +49,21 @@ class Strategy(Protocol):
         ...
 
 
+class Place(NamedTuple):
+    """Where a segment's KV may be kept: how it was computed on its context, and behind which neighbours."""
+
+    provenance: Provenance
+    method: str
+    behind: bytes = b""
+
+
 class Holding:
     """What one request holds in the cache: leases on nodes it reads, runs of its own that it writes.
 
+    tenant: whose requests may use what it keeps.
     decode_tokens: cells needed behind the prompt for generated tokens.
     slots: most slots that the spans of a pass may take.
+    stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
     cold: whether it may use KV from below the device, which has to be waited for.
     """
 
@@ -61,13 +75,15 @@ class Holding:
         label: str,
         decode_tokens: int,
         slots: int,
+        stages: tuple[int, ...],
         cold: bool = True,
     ):
         self.cache = cache
+        self.tenant = tenant
         self.slots = slots
+        self.stages = stages
         self.decode_tokens = decode_tokens
         self.cold = cold
-        self._tenant = tenant
         self._label = label
         self._leases: list[Lease] = []
         self._runs: list[Run] = []
@@ -99,13 +115,41 @@ class Holding:
 
     def prefix(self, tokens: Tokens) -> Lease:
         """The longest exact prefix of the tokens in the cache."""
-        lease = self.cache.match_prefix(tokens, self._tenant, self._label, cold=self.cold)
+        lease = self.cache.match_prefix(tokens, self.tenant, self._label, cold=self.cold)
         self._leases.append(lease)
         return lease
 
-    def segment(self, context: Lease, tokens: Tokens, provenance: Provenance, method: str) -> Lease | None:
-        """The node of these tokens computed behind exactly this context, if the cache has it."""
-        lease = self.cache.match_segment(context, tokens, provenance, method, cold=self.cold)
+    def segment(
+        self,
+        context: Lease,
+        tokens: Tokens,
+        provenance: Provenance,
+        method: str,
+        *,
+        behind: bytes = b"",
+        variant: bool = False,
+        cfo: float = 1.0,
+    ) -> Lease | None:
+        """The node of these tokens computed behind exactly this context (and neighbours), if the cache has it."""
+        lease = self.cache.match_segment(
+            context, tokens, provenance, method, behind=behind, cold=self.cold, variant=variant, cfo=cfo
+        )
+        if lease is not None:
+            self._leases.append(lease)
+        return lease
+
+    def variant(
+        self, context: Lease, tokens: Tokens, method: str, tries: Iterable[tuple[bytes, float]]
+    ) -> Lease | None:
+        """The first of a chunk's variants that is kept; `tries` as in `KnowledgeCache.match_variant`."""
+        lease = self.cache.match_variant(context, tokens, method, tries, cold=self.cold)
+        if lease is not None:
+            self._leases.append(lease)
+        return lease
+
+    def first(self, context: Lease, tokens: Tokens, places: Iterable[Place]) -> Lease | None:
+        """The segment at the first of the places, best first, where the cache has it."""
+        lease = self.cache.match_first(context, tokens, places, cold=self.cold)
         if lease is not None:
             self._leases.append(lease)
         return lease
@@ -119,6 +163,15 @@ class Holding:
         run = self.cache.reserve(tokens, self._label)
         self._runs.append(run)
         return run
+
+    def free(self, run: Run) -> None:
+        """Give cells of its own back before the end.
+
+        Raises:
+            ValueError: if they are not its own.
+        """
+        self._runs.remove(run)
+        self.cache.free(run)
 
     def close(self) -> None:
         """Give everything back; admitted parts stay in the cache."""

@@ -12,12 +12,13 @@ class Full:
 
     name = "full"
     wants = frozenset({Want.LOGITS})
+    selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """It uses nothing."""
         return ()
 
-    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
         """One pass over all tokens."""
         n = len(prompt)
         run = holding.reserve(n + holding.decode_tokens)

@@ -20,12 +20,13 @@ class Prefix:
 
     name = "prefix"
     wants = frozenset({Want.LOGITS})
+    selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the whole prompt, cut at its segments."""
         return cache.keys_of(prompt.tokens, prompt.starts, tenant)
 
-    def carry_out(self, prompt: Prompt, holding: Holding) -> Conversation:
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
         """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""
         n, tokens = len(prompt), prompt.tokens
         lease = holding.prefix(tokens[: n - 1])

@@ -128,5 +128,6 @@ class _Endpoints:
                 "knowledge": list(engine.knowledge_names),
                 "strategies": list(engine.strategies),
                 "default_strategy": engine.default_strategy,
+                "default_recompute_ratio": engine.default_setting.ratio,
             },
         }

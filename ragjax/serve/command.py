@@ -66,7 +66,11 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--knowledge", default="demo", help="folder or .jsonl of documents, 'demo' (default) or 'none'")
     flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
     flag("--index-dir", metavar="DIR", help="where chunks and index are kept between starts (default: in memory)")
-    flag("--strategy", default="prefix", help="how KV is reused unless a request says otherwise (%(default)s)")
+    flag("--strategy", help="how KV is reused unless a request says otherwise (prefix)")
+    flag("--recompute-ratio", type=_share, help="share of chunk tokens it computes anew (default: its own choice)")
+    flag("--quality-budget", help='have the quality report pick: "KL=0.05" or "TOP1=0.95" (docs/http.md)')
+    flag("--quality-fallback", choices=("refuse", "full"), default="refuse", help="if none is inside (%(default)s)")
+    flag("--shadow-rate", type=_share, default=0.0, help="share of requests replayed in full attention (%(default)s)")
     flag("--top-k", type=_integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
     flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
@@ -111,6 +115,13 @@ def _positive(text: str) -> float:
         if 0 < float(text) < math.inf:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def _share(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
 
 
 def _from_zero(text: str) -> float:
@@ -204,6 +215,10 @@ def _load(options: argparse.Namespace) -> Engine:
         options.model,
         knowledge=options.knowledge,
         strategy=options.strategy,
+        recompute_ratio=options.recompute_ratio,
+        quality_budget=options.quality_budget,
+        quality_fallback=options.quality_fallback,
+        shadow_rate=options.shadow_rate,
         dtype=options.dtype,
         top_k=options.top_k,
         device_cache_gb=options.device_cache_gb,
@@ -262,6 +277,6 @@ def _say_ready(engine: Engine, listener: socket.socket, options: argparse.Namesp
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     knowledge = ", ".join(engine.knowledge_names) or "none"
-    _log.info("%s ready at %s (knowledge: %s; strategy: %s)", engine.model_name, url, knowledge, options.strategy)
+    _log.info("%s ready at %s (knowledge: %s; strategy: %s)", engine.model_name, url, knowledge, engine.default_setting)
     if not _keys(options) and host not in ("127.0.0.1", "::1"):
         _log.warning("no API key is set, and %s can be reached from other machines", host)

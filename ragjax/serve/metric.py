@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ragjax import core
+
 if TYPE_CHECKING:
     from ragjax.engine import Engine
 
@@ -38,6 +40,10 @@ _HELP = {
     "disk_bytes": "Bytes of the disk cache.",
     "disk_set_aside_total": "Entries of the disk cache that were damaged or foreign, and set aside.",
     "disk_evicted_total": "Entries that left the disk cache.",
+    "quality_fallback": "1 if no setting lies inside the quality budget, and requests run full attention.",
+    "shadow_replays_total": "Requests replayed in full attention, dropped as too many waited, or failed.",
+    "shadow_escalations_total": "Times that shadow replay changed what requests run by default, by reason.",
+    "shadow_faults_total": "Replayed answers that were labelled exact and are not.",
     "steps_total": "Steps of the engine's loop.",
     "overhead_ms_last": "Milliseconds before the last first token that were neither retrieval nor compiled code.",
     "queue_depth": "Requests that wait for admission.",
@@ -53,16 +59,20 @@ _LABELS = {
     "requests_total": "strategy",
     "tier_hit_tokens_total": "tier",
     "load_fallbacks_total": "reason",
+    "shadow_replays_total": "outcome",
+    "shadow_escalations_total": "reason",
     "attention_calls_total": "backend",
     "attention_fallbacks_total": "reason",
 }
 
 _LONG = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+_NATS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
+_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 
 
 class Metrics:
-    """The metrics of one app, in a registry of its own. Histograms are in seconds."""
+    """The metrics of one app, in a registry of its own. Histograms are in seconds, but for those of shadow replay."""
 
     def __init__(self, engine: Engine):
         self._registry = registry = CollectorRegistry()
@@ -79,6 +89,25 @@ class Metrics:
         self.inter_token_seconds = Histogram(
             "ragjax_inter_token_seconds", "Between two deltas of one answer.", buckets=_SHORT, registry=registry
         )
+        self.shadow_kl = Histogram(
+            "ragjax_shadow_kl",
+            "KL from full attention of a replayed request, nats a token.",
+            ["strategy"],
+            buckets=_NATS,
+            registry=registry,
+        )
+        self.shadow_top1 = Histogram(
+            "ragjax_shadow_top1",
+            "Share of a replayed request's tokens that full attention likes best, too.",
+            ["strategy"],
+            buckets=_SHARES,
+            registry=registry,
+        )
+        engine.observe_shadows(self._note_shadow)
+
+    def _note_shadow(self, strategy: str, seen: core.Divergence) -> None:
+        self.shadow_kl.labels(strategy).observe(seen.kl)
+        self.shadow_top1.labels(strategy).observe(seen.top1)
 
     def exposition(self) -> bytes:
         """All of them, as a scrape reads them."""

@@ -161,7 +161,10 @@ def _rag(answer: core.Answer) -> Json:
     names = ("retrieve", "load", "prefill", "ttft")
     return {
         "strategy": answer.strategy,
+        "recompute_ratio": answer.recompute_ratio,
         "exact_to": answer.exact_to,
+        "approximate": answer.exact_to is None,
+        "predicted": None if answer.predicted is None else asdict(answer.predicted),
         "segments": [asdict(report) for report in answer.segments],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
         "notices": list(answer.notices),

@@ -74,6 +74,7 @@ class TextRag(_Body):
     """How to reuse KV where nothing is retrieved."""
 
     strategy: Text | None = None
+    recompute_ratio: float | None = None
 
 
 class ChatRag(TextRag):
@@ -89,7 +90,9 @@ class ChatRag(TextRag):
     def to_core(self) -> core.Rag:
         """The same for the engine."""
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
-        return core.Rag(self.knowledge, self.top_k, self.strategy, documents)
+        return core.Rag(
+            self.knowledge, self.top_k, self.strategy, documents=documents, recompute_ratio=self.recompute_ratio
+        )
 
 
 def _passage(document: str | InlineDocument) -> str | core.Document:
@@ -172,5 +175,6 @@ class CompletionBody(_Generation):
 
     def to_core(self) -> core.Request:
         """What the body asks of the engine; raises as in chat."""
-        rag = core.Rag(top_k=0, strategy=None if self.rag is None else self.rag.strategy)
+        asked = self.rag or TextRag()
+        rag = core.Rag(top_k=0, strategy=asked.strategy, recompute_ratio=asked.recompute_ratio)
         return core.Request(prompt=self.prompt, sampling=self._sampling(self.max_tokens, self.logprobs), rag=rag)

@@ -1,0 +1,146 @@
+"""A strategy looked at from outside: how long its passes took, which tokens it recomputed, the KV it left behind.
+
+A probe stands in for the strategy it wraps: it hands on every pass and result, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import NEVER, Conversation, Kind, Move, Pass, Plan, Prompt, Results, Tokens
+from ragjax.reuse.base import Holding, Strategy
+
+Floats = NDArray[np.float32]
+Reader = Callable[[NDArray[np.int32]], tuple[Floats, Floats]]
+"""Keys and values of cells, float32 [layers, cells, KV heads, head dim] each: `Runner.read`."""
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One pass or move: what it was, and the seconds from its yield to its results."""
+
+    item: Pass | Move
+    began: float
+    seconds: float
+
+    @property
+    def opens(self) -> bool:
+        """Whether it is a pass that begins with the first layer."""
+        return isinstance(self.item, Pass) and (self.item.layers is None or self.item.layers[0] == 0)
+
+
+class Probe:
+    """Wraps a strategy for one request at a time.
+
+    laps: passes and moves of the last request. recomputed: orders of chunk tokens that it computed itself, int32 [n],
+    ascending. kv: keys, all rotated to their order, and values of the chunks' tokens, float32 [L, n, K, D] each; only
+    with a `read`.
+    """
+
+    def __init__(self, inner: Strategy, read: Reader | None = None, inv_freq_R: NDArray[np.float64] | None = None):
+        """read: how KV is read when decoding has ended; then inv_freq_R, the model's RoPE frequencies, are needed."""
+        self._inner, self._read, self._inv_freq_R = inner, read, inv_freq_R
+        self.name, self.wants, self.selective = inner.name, inner.wants, inner.selective
+        self.laps: list[Lap] = []
+        self.recomputed: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.kv: tuple[Floats, Floats] | None = None
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The strategy's."""
+        return self._inner.keys(prompt, cache, tenant)
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """The strategy's conversation, timed."""
+        self.laps = []
+        conversation = self._inner.carry_out(prompt, holding, ratio)
+        try:
+            item = next(conversation)
+            while True:
+                began = time.perf_counter()
+                results: Results = yield item
+                self.laps.append(Lap(item, began, time.perf_counter() - began))
+                item = conversation.send(results)
+        except StopIteration as end:
+            plan: Plan = end.value
+            return plan
+        finally:
+            conversation.close()
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Look at what the plan's spans hold while they are still there."""
+        order_N, cell_N, offset_N, own_N = _cells(prompt, plan, holding)
+        self.recomputed = order_N[own_N]
+        if self._read is not None:
+            assert self._inv_freq_R is not None
+            k_LNKD, v_LNKD = self._read(cell_N)
+            self.kv = rotated(k_LNKD, offset_N, self._inv_freq_R), v_LNKD
+        self._inner.finish(prompt, plan, generated, holding)
+
+    @property
+    def selection_seconds(self) -> float:
+        """From the first pass to the beginning of the last one that starts at layer 0: finding what to recompute."""
+        opening = [lap for lap in self.laps if lap.opens]
+        return opening[-1].began - self.laps[0].began
+
+
+def _cells(prompt: Prompt, plan: Plan, holding: Holding) -> tuple[NDArray[Any], ...]:
+    """Of each chunk token, by order: order, physical cell, RoPE offset, and whether the request computed it itself."""
+    orders, cells, offsets, own = [], [], [], []
+    pages = np.asarray(sorted(holding.own_pages), np.int32)
+    for span in plan.spans:
+        seen = span.orders != NEVER
+        cell = span.run.cells(holding.page_size)[seen]
+        orders.append(span.orders[seen])
+        cells.append(cell)
+        offsets.append(np.full(len(cell), span.offset, np.int32))
+        own.append(np.isin(cell // holding.page_size, pages))
+    columns = [np.concatenate(column) for column in (orders, cells, offsets, own)]
+    chunk = np.zeros(len(prompt), bool)
+    for i, segment in enumerate(prompt.segments):
+        chunk[prompt.starts[i] : prompt.starts[i + 1]] = segment.kind is Kind.CHUNK
+    kept = np.flatnonzero((columns[0] < len(prompt)) & chunk[np.minimum(columns[0], len(prompt) - 1)])
+    kept = kept[np.argsort(columns[0][kept], kind="stable")]
+    return tuple(column[kept] for column in columns)
+
+
+def rotated(k_LNKD: Floats, offset_N: NDArray[np.int32], inv_freq_R: NDArray[np.float64]) -> Floats:
+    """Keys rotated on by `offset` positions (half-split RoPE, arXiv 2104.09864)."""
+    angle_NR = offset_N[:, None] * inv_freq_R
+    cos, sin = (f(angle_NR)[None, :, None, :].astype(np.float32) for f in (np.cos, np.sin))
+    first, second = np.split(k_LNKD, 2, axis=-1)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def deviation(full: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> tuple[list[float], list[float]]:
+    """How far keys, and values, lie from full attention's, by layer: norm of the difference over norm of full's.
+
+    FusionRAG's Δ_KV (equation 5), brought to a scale that layers and models share.
+    """
+    found = []
+    for exact, approximate in zip(full, other, strict=True):
+        gap = np.square(approximate - exact).sum((1, 2, 3), dtype=np.float64)
+        found.append([float(x) for x in np.sqrt(gap / np.square(exact).sum((1, 2, 3), dtype=np.float64))])
+    return found[0], found[1]
+
+
+def places(prompt: Prompt, chosen: NDArray[np.int32], bins: int = 10) -> tuple[list[float], list[float]]:
+    """Where recomputed tokens lie (FusionRAG, Figure 8): their shares by place within the chunk, and by chunk.
+
+    The second is by the chunk's place among the prompt's chunks; both in `bins` equal parts.
+    """
+    within, among = np.zeros(bins), np.zeros(bins)
+    chunks = [i for i, segment in enumerate(prompt.segments) if segment.kind is Kind.CHUNK]
+    for rank, i in enumerate(chunks):
+        begin, end = prompt.starts[i], prompt.starts[i + 1]
+        mine = chosen[(chosen >= begin) & (chosen < end)]
+        np.add.at(within, (mine - begin) * bins // (end - begin), 1)
+        among[rank * bins // len(chunks)] += len(mine)
+    total = max(1, len(chosen))
+    return [float(x / total) for x in within], [float(x / total) for x in among]

@@ -1,0 +1,224 @@
+"""What repairing reused KV costs: time to first token by strategy, the share that selection takes, and preprocessing.
+
+    python -m benchmarks.repair [--quick] [--model NAME_OR_PATH] [--strategies a,b] [--ratio R] [--runs N] [--json FILE]
+
+The prompt is that of `benchmarks.ttft`: a system prompt, ten chunks of 200 tokens and a question of 30. Everything is
+warm: chunks are computed by themselves, and preprocessed behind the nine others; Cache-Craft's variants come from a
+request with the chunks in another order. Strategies take turns within each run, as a tenant of its own each time, so
+that nothing is reused but that; figures are medians over runs.
+
+`faster_than_full` is the median over runs of full's time over the strategy's. `selection_share` is the time from a
+strategy's first pass to the beginning of the last pass that starts at the first layer, the one that recomputes, over
+its time to first token: passes that measure, and choosing among what they found. Preprocessing is timed over the ten
+chunks with their neighbours' own KV at hand (`fuse_s_per_chunk`) and without (`fuse_cold_s_per_chunk`); it pays for
+itself after `break_even` reuses of a chunk, each of which saves a tenth of what fusion saves on the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.evaluation import RECORDED, TAUGHT, WARMED
+from benchmarks.probe import Probe
+from benchmarks.ttft import CHUNKS, Workload, workload
+from ragjax.core import Answer, ConfigError, Kind, Prompt, RequestError, Segment
+from ragjax.engine import Engine
+from ragjax.preprocess import Job, fuse_all
+from ragjax.reuse import strategies as all_strategies
+from ragjax.reuse.base import Strategy
+
+MODEL = "smollm2-135m-instruct"
+RATIO = 0.15
+RUNS, QUICK_RUNS = 7, 3
+COLUMNS = (
+    "strategy", "ratio", "context_tokens", "ttft_ms", "faster_than_full", "faster_lo", "faster_hi", "selection_share",
+    "recomputed_share", "passes", "runs",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Preprocessing:
+    """Seconds a chunk of 200 tokens behind nine others, their own KV at hand or not."""
+
+    warm_s: float
+    cold_s: float
+
+
+def jobs(prompt: Prompt) -> list[Job]:
+    """Each chunk behind all others, in the prompt's order."""
+    chunks = [replace(segment, behind=b"") for segment in prompt.segments if segment.kind is Kind.CHUNK]
+    return [Job(prompt.segments[0], chunk, tuple(c for c in chunks if c is not chunk)) for chunk in chunks]
+
+
+def marked(prompt: Prompt, behind: Mapping[str, bytes]) -> Prompt:
+    """The prompt with its chunks marked as preprocessed."""
+    return Prompt(tuple(replace(segment, behind=behind.get(segment.id, b"")) for segment in prompt.segments))
+
+
+def reordered(prompt: Prompt) -> Prompt:
+    """The same chunks the other way round."""
+    chunks = [segment for segment in prompt.segments if segment.kind is Kind.CHUNK]
+    others: list[Segment] = [segment for segment in prompt.segments if segment.kind is not Kind.CHUNK]
+    return Prompt((others[0], *reversed(chunks), *others[1:]))
+
+
+def prepare(engine: Engine, work: Workload, names: Sequence[str]) -> tuple[Prompt, Preprocessing]:
+    """Have all KV in place; the marked prompt, and what preprocessing took."""
+    todo = jobs(work.prompt)
+    fuse_all(engine, todo[:1], progress=False)  # what runs first pays for what is lazy
+    engine.clear_cache()
+    cold, _ = _timed(engine, todo)
+    engine.clear_cache()
+    engine.answer_prompt(work.before, strategy="naive", max_tokens=1)
+    warm, digests = _timed(engine, todo)
+    if RECORDED & set(names):
+        engine.clear_cache()
+        fuse_all(engine, todo, record=True, progress=False)
+        engine.answer_prompt(work.before, strategy="naive", max_tokens=1)
+    for name in WARMED:
+        if name in names:
+            engine.answer_prompt(work.before, strategy=name, max_tokens=1)
+    for teacher in dict.fromkeys(TAUGHT[name] for name in names if name in TAUGHT):
+        engine.answer_prompt(reordered(work.before), strategy=teacher, max_tokens=1)
+    prompt = marked(work.prompt, {job.chunk.id: digest for job, digest in zip(todo, digests, strict=True)})
+    return prompt, Preprocessing(warm / len(todo), cold / len(todo))
+
+
+def _timed(engine: Engine, todo: Sequence[Job]) -> tuple[float, Sequence[bytes]]:
+    began = time.perf_counter()
+    digests = fuse_all(engine, todo, progress=False)
+    return time.perf_counter() - began, digests
+
+
+def measure(
+    engine: Engine, prompt: Prompt, strategies: Mapping[str, Strategy], ratio: float, runs: int
+) -> dict[str, list[dict[str, float]]]:
+    """For each strategy a sample a run; the first round, untimed, pays for what is lazy."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in strategies}
+    progress = report.Progress(runs + 1)
+    for run in range(runs + 1):
+        for name, strategy in strategies.items():
+            probe = Probe(strategy)
+            answer = engine.answer_prompt(
+                prompt,
+                strategy=probe,
+                recompute_ratio=ratio if strategy.selective else None,
+                max_tokens=1,
+                tenant=f"{run}/{name}",
+            )
+            if run:
+                found[name].append(sample(answer, probe))
+        progress.step("untimed round" if run == 0 else f"run {run}")
+    return found
+
+
+def sample(answer: Answer, probe: Probe) -> dict[str, float]:
+    """What one request took."""
+    chunks = [r for r in answer.segments if r.id.startswith("chunk")]
+    return {
+        "ttft_ms": answer.timings.ttft,
+        "selection_ms": probe.selection_seconds * 1e3,
+        "passes": len(probe.laps),
+        "recomputed_share": sum(r.recomputed for r in chunks) / sum(r.tokens for r in chunks),
+        "context_tokens": answer.prompt_tokens,
+    }
+
+
+def rows(
+    found: Mapping[str, Sequence[Mapping[str, float]]], ratio: float, selective: frozenset[str], spent: Preprocessing
+) -> list[dict[str, Any]]:
+    """A row for each strategy; preprocessing stands with fusion."""
+    full = np.asarray([s["ttft_ms"] for s in found["full"]])
+    made = []
+    for name, samples in found.items():
+        mine = np.asarray([s["ttft_ms"] for s in samples])
+        faster = full / mine
+        middle = {key: float(np.median([s[key] for s in samples])) for key in samples[0]}
+        made.append(
+            {
+                "strategy": name,
+                "ratio": ratio if name in selective else None,
+                **middle,
+                "faster_than_full": float(np.median(faster)),
+                "faster_lo": float(faster.min()),
+                "faster_hi": float(faster.max()),
+                "selection_share": float(np.median([s["selection_ms"] / s["ttft_ms"] for s in samples])),
+                "runs": len(samples),
+            }
+        )
+        if name == "fusion":
+            saved_s = (float(np.median(full)) - middle["ttft_ms"]) / 1e3 / CHUNKS
+            made[-1] |= {
+                "fuse_s_per_chunk": spent.warm_s,
+                "fuse_cold_s_per_chunk": spent.cold_s,
+                "chunks_per_s": 1 / spent.cold_s,
+                "break_even": spent.cold_s / saved_s if saved_s > 0 else None,
+            }
+    return made
+
+
+def show(made: Sequence[Mapping[str, Any]]) -> None:
+    """Print what preprocessing costs, and when it has paid for itself."""
+    for r in made:
+        if "fuse_s_per_chunk" not in r:
+            continue
+        even = "never" if r["break_even"] is None else f"after {r['break_even']:.1f} reuses of a chunk"
+        print(
+            f"\npreprocessing: {r['fuse_cold_s_per_chunk']:.2f} s a chunk ({r['chunks_per_s']:.1f} chunks/s), "
+            f"{r['fuse_s_per_chunk']:.2f} s if its neighbours are known; pays for itself {even}"
+        )
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    flags = report.parser("repair", (__doc__ or "").partition("\n")[0])
+    flags.add_argument("--model", default=MODEL, metavar="NAME_OR_PATH", help="model (%(default)s)")
+    flags.add_argument("--strategies", metavar="A,B", help="strategies besides full and naive (all)")
+    flags.add_argument("--ratio", type=float, default=RATIO, metavar="R", help="share to recompute (%(default)s)")
+    flags.add_argument("--runs", type=int, metavar="N", help=f"runs ({RUNS}; {QUICK_RUNS} with --quick)")
+    chosen = flags.parse_args(arguments)
+    if not 0 <= chosen.ratio <= 1:
+        flags.error(f"--ratio must lie in [0, 1], not {chosen.ratio}")
+    chosen.runs = chosen.runs or (QUICK_RUNS if chosen.quick else RUNS)
+    if chosen.runs < 1:
+        flags.error(f"--runs must be at least 1, not {chosen.runs}")
+    return chosen
+
+
+def run(engine: Engine, known: Mapping[str, Strategy], chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure on an engine; the rows."""
+    wanted = chosen.strategies.split(",") if chosen.strategies else list(known)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown strategy {unknown[0]!r}; choose among {', '.join(known)}")
+    names = list(dict.fromkeys(["full", "naive", *wanted]))
+    prompt, spent = prepare(engine, workload(engine.tokenizer), names)
+    found = measure(engine, prompt, {name: known[name] for name in names}, chosen.ratio, chosen.runs)
+    return rows(found, chosen.ratio, frozenset(name for name in names if known[name].selective), spent)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+    head = report.header("repair")
+    try:
+        with Engine.load(chosen.model, strategy="full", device_cache_gb=1.0) as engine:
+            made = run(engine, all_strategies(), chosen)
+    except (ConfigError, RequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.finish(head, made, COLUMNS, chosen.json)
+    show(made)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""ragjax: the first chunk as it is, the others preprocessed, and what moves the question most computed anew.
+
+Ours, after FusionRAG (section 3) and the measurements in docs/log.md. Two things differ from `fusion`:
+
+- **The anchor.** A chunk right behind the system prompt sees in full attention what it saw when it was computed alone.
+  Its isolated KV is exact there, its fused KV is not; so it is taken isolated, and none of its tokens is recomputed:
+  its share goes to the others.
+- **The score.** What the question receives from a token is its value times the attention paid to it, in every layer.
+  Tokens are ranked by that, attention times the norm of the value, summed over all layers and the question's rows,
+  heads averaged; the last layer's attention alone, FusionRAG's score, shows one layer in thirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.cache.tree import Provenance
+from ragjax.core import Kind, Prompt, Tokens, Want
+from ragjax.reuse.base import Place, segments_of
+from ragjax.reuse.fusion import Fused
+from ragjax.reuse.repair import Choice
+from ragjax.reuse.select import top
+from ragjax.reuse.stitch import Stitched, span_of, system_length
+
+
+class Anchored(Fused):
+    """Preprocessed chunks, but for the one right behind the system prompt, which is taken isolated if it is kept so."""
+
+    def places(self, prompt: Prompt, i: int) -> Iterator[Place]:
+        """Isolated first for the anchor; as `Fused` then."""
+        if prompt.starts[i] == system_length(prompt):
+            yield Place(Provenance.ISOLATED, self.method)
+        yield from super().places(prompt, i)
+
+
+class Valued:
+    """Tokens from which the question receives most, over all layers; none of the anchor's."""
+
+    wants = frozenset({Want.KEY_MASS, Want.VALUED_MASS})
+
+    def scratch(self, prompt: Prompt) -> int:
+        """None."""
+        return 0
+
+    def choose(self, stitched: Stitched, count: int) -> Choice:
+        """One pass: the joins over the chunks as they are, measured in all layers."""
+        results = yield stitched.ask(self.wants, asking=stitched.question)
+        chunks = np.setdiff1d(stitched.chunks, anchor(stitched)).astype(np.int32)
+        score: NDArray[np.float64] = results[Want.VALUED_MASS][:, chunks].sum(0, dtype=np.float64)
+        return top(score, chunks, count)
+
+
+def anchor(stitched: Stitched) -> Tokens:
+    """Orders of the chunk whose KV is full attention's already, int32 [n]; none if there is no such chunk."""
+    prompt = stitched.prompt
+    for i in segments_of(prompt, Kind.CHUNK):
+        if prompt.starts[i] != system_length(prompt):
+            continue
+        lease = stitched.leases.get(i)  # none: it was computed for this request, isolated
+        if lease is None or (lease.node.provenance is Provenance.ISOLATED and not lease.lossy):
+            return np.arange(*span_of(prompt, i), dtype=np.int32)
+    return np.zeros(0, np.int32)

@@ -1,0 +1,391 @@
+"""craft: chunks keep their KV with the attention it was computed by, which tells how much to mend elsewhere.
+
+Source: Cache-Craft (arXiv:2502.15734), section 3; its arithmetic is in `influence.py` and `focus.py`. A chunk that is
+met for the first time is computed whole, behind all that stands before it in that prompt, and kept as a variant with
+what was measured. Later its best variant is put in place and CFO * |C| tokens are computed anew, those that had looked
+most at what stood before them; CFO = alpha * CCI * (1 - adjusted overlap). A request's ratio sets alpha, so that the
+share of the reused chunks' tokens is that ratio exactly. All happens in one pass: mended tokens, new chunks, question.
+
+What the paper leaves open: a chunk that was mended is a mixture of old and new KV and is not kept; a chunk whose tokens
+are all computed anew is a new variant. Of variants that need equally little mending, that which was computed behind
+just these segments is taken, then the oldest. A variant that is on disk alone is found if it was computed behind just
+these segments. Recomputation stops early (`craft-focus`) at the boundary of stages behind the layer that tells which
+chunks the question looks at; from there on the other chunks' tokens take their old KV.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import KnowledgeCache, neighbours
+from ragjax.cache.lease import Lease
+from ragjax.cache.tree import PUBLIC, Node, Provenance
+from ragjax.core import (
+    NEVER,
+    Conversation,
+    Kind,
+    Move,
+    Pass,
+    Plan,
+    Prompt,
+    RequestError,
+    Results,
+    Run,
+    SegmentReport,
+    Span,
+    Tokens,
+    Want,
+)
+from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
+from ragjax.reuse.focus import Focus, find_focus
+from ragjax.reuse.influence import Influence, before, quotas, record
+
+VARIANT = "craft"
+"""Method under which variants are kept, whichever of the strategies made them."""
+
+FUSED = "fusion"
+"""Method under which preprocessed chunks are kept."""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """KV of a chunk that a request reuses. overhead: what mending it takes before alpha, CCI * (1 - overlap)."""
+
+    lease: Lease
+    influence: Influence
+    overhead: float
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything of a prompt lies while it is computed.
+
+    hit: leading tokens of the system prompt that are reused. head: cells of the others, if there are any.
+    whole: cells of the chunks that are computed whole. reused: the others' KV.
+    picked: orders mended, int32 [n], ascending. rows: orders to compute, int32 [m], ascending.
+    spans: every key. old: reused KV with nothing hidden. new: cells of what is mended. tail: cells for decoding.
+    """
+
+    prompt: Prompt
+    hit: int
+    head: Run | None
+    whole: Mapping[int, Run]
+    reused: Mapping[int, Reuse]
+    picked: Tokens
+    spans: tuple[Span, ...]
+    old: tuple[Span, ...]
+    new: tuple[Span, ...]
+    tail: Run
+    rows: Tokens
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Indexes of the prompt's chunks."""
+        return segments_of(self.prompt, Kind.CHUNK)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is full attention: what is reused was computed right behind the system prompt, as it stands."""
+        start = system_length(self.prompt)
+        return all(
+            self.prompt.starts[i] == start and reuse.lease.node.method == VARIANT and not reuse.lease.node.behind
+            for i, reuse in self.reused.items()
+        )
+
+    def of_chunks(self, chunks: Iterable[int]) -> Tokens:
+        """The mended orders of some chunks, by index of the segment."""
+        starts = self.prompt.starts
+        parts = [self.picked[(self.picked >= starts[i]) & (self.picked < starts[i + 1])] for i in chunks]
+        return np.concatenate([self.picked[:0], *parts])
+
+    def ask(self, rows: Tokens, wants: Iterable[Want], layers: tuple[int, int] | None = None) -> Pass:
+        """The pass over some rows and layers."""
+        wants = frozenset(wants)
+        return Pass(rows, rows, self.spans, wants, (len(self.prompt) - 1,) if Want.LOGITS in wants else (), layers)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the passes brought: logits of the last token, masses by pass, and what became of the focus."""
+
+    logits: NDArray[np.float32]
+    masses: tuple[Mass, ...]
+    figures: Mapping[str, float]
+
+
+Mass = tuple[Tokens, NDArray[np.float32]]
+"""Rows of a pass, int32 [T], and the attention that they gave to each segment, float32 [layers, T, segments]."""
+
+Asking = Generator[Pass | Move, Results, Outcome]
+
+
+class Craft:
+    """Cache-Craft: the best variant of each chunk, mended where its context differs.
+
+    name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio
+    (`python -m ragjax.reuse.calibrate`). focus: whether recomputation stops early for chunks out of focus.
+    fused: whether preprocessed chunks are taken first.
+    """
+
+    wants = frozenset({Want.LOGITS, Want.SEGMENT_MASS})
+    selective = True
+
+    def __init__(self, name: str = "craft", *, alpha: float = 1.0, focus: bool = False, fused: bool = False):
+        self.name = name
+        self._alpha = alpha
+        self._focus = focus
+        self._fused = fused
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the system prompt, and each chunk's best variant, or the one that it would get."""
+        head = prompt.tokens[: system_length(prompt)]
+        keys = list(cache.keys_of(head, (), tenant))
+        for i in segments_of(prompt, Kind.CHUNK):
+            tokens, behind = prompt.segments[i].tokens, _behind(prompt, i)
+            ranked = rank(cache.variants(tokens, VARIANT, tenant, head), before(prompt, i), behind)
+            owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
+            new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, behind)
+            keys.append(ranked[0][0].key if ranked else new)
+        return tuple(keys)
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """One pass over what is missing, what is mended and the joins; with focus, one a stage until it is known.
+
+        Raises:
+            RequestError: if a preprocessed chunk was kept without its attention.
+        """
+        if prompt.segments[-1].kind is not Kind.JOIN:
+            raise ValueError("a prompt ends with a join")
+        context = holding.prefix(prompt.tokens[: system_length(prompt)])
+        reused = self._reused(prompt, context, holding)
+        counts = self._counts(prompt, reused, ratio)
+        layout = lay_out(prompt, holding, context, reused, counts)
+        focus = self._focus and len(layout.picked) and len(layout.chunks) > 2
+        outcome = yield from _by_stages(layout, holding.stages) if focus else _at_once(layout)
+        _keep(layout, holding, context, outcome.masses)
+        exact = layout.exact and not holding.lossy
+        account = _account(layout, context)
+        return Plan(layout.spans, layout.tail, "full" if exact else None, account, outcome.logits, outcome.figures)
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Answers are not kept."""
+
+    def _reused(self, prompt: Prompt, context: Lease, holding: Holding) -> dict[int, Reuse]:
+        found = {}
+        for i in segments_of(prompt, Kind.CHUNK):
+            reuse = _fused_chunk(prompt, i, context, holding) if self._fused and prompt.segments[i].behind else None
+            reuse = reuse or _best_variant(prompt, i, context, holding)
+            if reuse is not None:
+                found[i] = reuse
+        return found
+
+    def _counts(self, prompt: Prompt, reused: Mapping[int, Reuse], ratio: float | None) -> dict[int, int]:
+        """Tokens to recompute of each reused chunk (N of eq. 14)."""
+        lengths = [len(prompt.segments[i]) for i in reused]
+        overheads = [reuse.overhead for reuse in reused.values()]
+        if ratio is not None:
+            return dict(zip(reused, quotas(overheads, lengths, _ceil(ratio * sum(lengths))), strict=True))
+        shares = (min(1.0, self._alpha * overhead) for overhead in overheads)
+        return {i: _ceil(share * n) for i, share, n in zip(reused, shares, lengths, strict=True)}
+
+
+def rank(nodes: Iterable[Node], prior: Sequence[bytes], behind: bytes) -> list[tuple[Node, float]]:
+    """A chunk's variants and what mending each would take before alpha, least first.
+
+    nodes: oldest first. prior: digests of the segments before the chunk now; behind: of all of them (`neighbours`).
+    """
+    read = ((node, Influence.decode(node.meta)) for node in nodes)
+    rated = [(node, influence.mismatch(prior)) for node, influence in read if influence is not None]
+    return sorted(rated, key=lambda item: (item[1], item[0].behind != behind))
+
+
+def _best_variant(prompt: Prompt, index: int, context: Lease, holding: Holding) -> Reuse | None:
+    tokens, prior, behind = prompt.segments[index].tokens, before(prompt, index), _behind(prompt, index)
+    ranked = rank(holding.cache.variants(tokens, VARIANT, holding.tenant, context.tokens), prior, behind)
+    tries = [(node.behind, overhead) for node, overhead in ranked]
+    if all(node.behind != behind for node, _ in ranked):
+        tries.insert(0, (behind, 0.0))
+    return _reuse(holding.variant(context, tokens, VARIANT, tries), prior)
+
+
+def _fused_chunk(prompt: Prompt, index: int, context: Lease, holding: Holding) -> Reuse | None:
+    segment = prompt.segments[index]
+    lease = holding.segment(context, segment.tokens, Provenance.APPROXIMATE, FUSED, behind=segment.behind)
+    reuse = _reuse(lease, before(prompt, index))
+    if lease is not None and reuse is None:
+        raise RequestError(
+            f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
+            "preprocess it with recording, or choose another strategy",
+            param="rag.strategy",
+        )
+    return reuse
+
+
+def _reuse(lease: Lease | None, prior: Sequence[bytes]) -> Reuse | None:
+    influence = Influence.decode(lease.node.meta) if lease is not None else None
+    if lease is None or influence is None:
+        return None
+    return Reuse(lease, influence, influence.mismatch(prior))
+
+
+def lay_out(
+    prompt: Prompt, holding: Holding, context: Lease, reused: Mapping[int, Reuse], counts: Mapping[int, int]
+) -> Layout:
+    """Reserve what will be written and place everything; `counts[i]` tokens of reused chunk i are computed anew.
+
+    Raises:
+        OutOfPages: if there is no room now.
+    """
+    starts, page_size, system = prompt.starts, holding.page_size, system_length(prompt)
+    reused = {i: reuse for i, reuse in reused.items() if counts[i] < len(prompt.segments[i])}
+    picks = [starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
+    picked = np.concatenate([orders(0, 0), *picks]).astype(np.int32)
+    joins = segments_of(prompt, Kind.JOIN)
+    joined = sum(len(prompt.segments[i]) for i in joins)
+    most = most_slots(len(prompt) - system + len(picked) + holding.decode_tokens, len(prompt.segments) + 1, page_size)
+    runs, hit = usable(context, system, holding.slots - most, page_size)
+    head = holding.reserve(system - hit) if system > hit else None
+    whole = {i: holding.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
+    new = (Span(picked, holding.reserve(len(picked))),) if len(picked) else ()
+    run, used = holding.reserve(joined + holding.decode_tokens), 0
+
+    old = tuple(span for i, reuse in reused.items() for span in lease_spans(reuse.lease, starts[i]))
+    hidden = (replace(span, orders=np.where(np.isin(span.orders, picked), NEVER, span.orders)) for span in old)
+    spans = [*lease_spans(context, 0, runs=runs), *hidden, *new]
+    if head is not None:
+        spans.append(Span.consecutive(hit, head))
+    spans += [Span.consecutive(starts[i], piece) for i, piece in whole.items()]
+    for i in joins:
+        spans.append(Span.consecutive(starts[i], run.slice(used, used + len(prompt.segments[i]), page_size)))
+        used += len(prompt.segments[i])
+    computed = [orders(starts[i], starts[i + 1]) for i in (*whole, *joins)]
+    rows = np.sort(np.concatenate([orders(hit, system), picked, *computed]))
+    tail = run.slice(used, run.length, page_size)
+    return Layout(prompt, hit, head, whole, reused, picked, tuple(spans), old, new, tail, rows)
+
+
+def _at_once(layout: Layout) -> Asking:
+    """One pass through all layers; the attention is measured if there is a new chunk to keep."""
+    wants = {Want.LOGITS, Want.SEGMENT_MASS} if layout.whole else {Want.LOGITS}
+    results = yield layout.ask(layout.rows, wants)
+    masses = ((layout.rows, results[Want.SEGMENT_MASS]),) if layout.whole else ()
+    return Outcome(results[Want.LOGITS][0], masses, {})
+
+
+def _by_stages(layout: Layout, stages: Sequence[int]) -> Asking:
+    """Stage by stage until the focus is known; then without the tokens of other chunks, which take their old KV."""
+    depth, at = stages[-1], 0
+    focus: Focus | None = None
+    masses: list[Mass] = []
+    results: Results = {}
+    for begin, at in pairwise(stages):
+        wants = {Want.SEGMENT_MASS, Want.LOGITS} if at == depth else {Want.SEGMENT_MASS}
+        results = yield layout.ask(layout.rows, wants, (begin, at))
+        masses.append((layout.rows, results[Want.SEGMENT_MASS]))
+        focus = find_focus(_seen_by_question(layout, masses))
+        if focus is not None:
+            break
+    if at < depth:
+        results = yield from _rest(layout, _out_of_focus(layout, focus), (at, depth), masses)
+    return Outcome(results[Want.LOGITS][0], tuple(masses), _savings(layout, focus, at, depth))
+
+
+def _rest(
+    layout: Layout, dropped: Tokens, layers: tuple[int, int], masses: list[Mass]
+) -> Generator[Pass | Move, Results, Results]:
+    """The remaining layers without the dropped rows; what they measure of new chunks joins `masses`."""
+    if len(dropped):
+        yield Move(dropped, layout.old, layout.new, layers)
+    rows = layout.rows[~np.isin(layout.rows, dropped)]
+    wants = {Want.LOGITS, Want.SEGMENT_MASS} if layout.whole else {Want.LOGITS}
+    results = yield layout.ask(rows, wants, layers)
+    if layout.whole:
+        masses.append((rows, results[Want.SEGMENT_MASS]))
+    return results
+
+
+def _savings(layout: Layout, focus: Focus | None, at: int, depth: int) -> dict[str, float]:
+    """Shares of the mending (tokens times layers) that the focus saves: if it ended at once, and as it did.
+
+    at: the layer from which on it did.
+    """
+    dropped = len(_out_of_focus(layout, focus)) / len(layout.picked)
+    layer = depth if focus is None else focus.layer
+    return {
+        "focus_layer": float(layer),
+        "focus_ideal": dropped * (1 - layer / depth),
+        "focus_realised": dropped * (1 - at / depth),
+    }
+
+
+def _out_of_focus(layout: Layout, focus: Focus | None) -> Tokens:
+    """Mended orders of the chunks that the question does not look at."""
+    if focus is None:
+        return layout.picked[:0]
+    return layout.of_chunks(i for at, i in enumerate(layout.chunks) if at not in focus.chunks)
+
+
+def _seen_by_question(layout: Layout, masses: Sequence[Mass]) -> NDArray[np.float64]:
+    """inter(C, U) of every layer so far and chunk, [layers, chunks]."""
+    begin, chunks = layout.prompt.starts[-2], list(layout.chunks)
+    return np.concatenate([mass[:, rows >= begin][..., chunks].sum(1, dtype=np.float64) for rows, mass in masses])
+
+
+def _keep(layout: Layout, holding: Holding, context: Lease, masses: Sequence[Mass]) -> None:
+    """Admit the system prompt, and the chunks that were computed whole."""
+    prompt = layout.prompt
+    if layout.head is not None:
+        head = prompt.tokens[: system_length(prompt)]
+        holding.cache.admit_prefix(context, head, layout.hit, layout.head, (), min(prompt.public, len(head)))
+        context = holding.prefix(head)
+    if not layout.whole or not context.complete:
+        return
+    own = np.concatenate([orders(prompt.starts[i], prompt.starts[i + 1]) for i in layout.whole])
+    mass = np.concatenate([mass[:, np.isin(rows, own)] for rows, mass in masses])
+    for i, run in layout.whole.items():
+        holding.cache.admit_segment(
+            context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
+            behind=_behind(prompt, i), meta=record(prompt, i, own, mass).encode(), variant=True,
+            public=prompt.public >= prompt.starts[i + 1],
+        )  # fmt: skip
+
+
+def _account(layout: Layout, context: Lease) -> tuple[SegmentReport, ...]:
+    """What was reused. A token that was computed in some layers counts as recomputed."""
+    prompt = layout.prompt
+    reused = {i: len(prompt.segments[i]) - len(layout.of_chunks([i])) for i in layout.reused}
+    tiers = {i: reuse.lease.tier() for i, reuse in layout.reused.items()}
+    for i in segments_of(prompt, Kind.SYSTEM):
+        begin, end = prompt.starts[i], prompt.starts[i + 1]
+        reused[i] = max(0, min(end, layout.hit) - begin)
+        tiers[i] = context.tier(begin, end)
+    return report(prompt, reused, tiers)
+
+
+def system_length(prompt: Prompt) -> int:
+    """Tokens of the leading system segments.
+
+    Raises:
+        ValueError: if a system segment stands behind another kind.
+    """
+    system = segments_of(prompt, Kind.SYSTEM)
+    if system != tuple(range(len(system))):
+        raise ValueError("system segments come first")
+    return prompt.starts[len(system)]
+
+
+def _behind(prompt: Prompt, index: int) -> bytes:
+    """Digest of all segments before a chunk but the system prompt's, as its variant's `behind`."""
+    segments = prompt.segments[len(segments_of(prompt, Kind.SYSTEM)) : index]
+    return neighbours(segment.tokens for segment in segments)
+
+
+def _ceil(value: float) -> int:
+    """The next integer, but for what rounding added."""
+    return math.ceil(value - 1e-9)

@@ -1,0 +1,65 @@
+"""fusion, online: chunks preprocessed behind similar ones, and query-guided selection (FusionRAG, sections 3.2, 4.1).
+
+Offline, every chunk's KV was computed behind its most similar chunks (section 3.1) and kept as approximate under the
+method "fusion". A chunk that was not preprocessed takes the alternative path: its KV behind the chunks before it in the
+prompt, then without the first of them, and so on, down to the system prompt alone.
+
+Selection: the question is computed over the reused KV; its attention at the last layer, summed over the question's
+rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The paper does
+not say whether the softmax runs over all keys ("joint") or over each chunk by itself ("chunk").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from ragjax.cache.cache import neighbours
+from ragjax.cache.tree import Provenance
+from ragjax.core import Kind, Prompt, Results, Want
+from ragjax.reuse.base import Place, segments_of
+from ragjax.reuse.repair import Choice
+from ragjax.reuse.select import top
+from ragjax.reuse.stitch import Isolated, Stitched, alone
+
+METHOD = "fusion"
+
+
+class Fused:
+    """Preprocessed chunks; the alternative path for others. A chunk that stands alone is taken isolated: exact then."""
+
+    method = Isolated().method
+    wants: frozenset[Want] = frozenset()
+
+    def places(self, prompt: Prompt, i: int) -> Iterator[Place]:
+        """Behind the neighbours it was preprocessed with, behind earlier chunks of the prompt, isolated."""
+        segment = prompt.segments[i]
+        if not alone(prompt):
+            if segment.behind:
+                yield Place(Provenance.APPROXIMATE, METHOD, segment.behind)
+            earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i]
+            for begin in range(len(earlier)):
+                yield Place(Provenance.APPROXIMATE, METHOD, neighbours(earlier[begin:]))
+        yield Place(Provenance.ISOLATED, self.method)
+
+    def meta(self, results: Results, begin: int, end: int) -> bytes:
+        """Nothing."""
+        return b""
+
+
+class QueryGuided:
+    """Tokens that the question attends to most at the last layer."""
+
+    def __init__(self, softmax: Literal["joint", "chunk"] = "joint"):
+        self._want = Want.KEY_MASS if softmax == "joint" else Want.CHUNK_MASS
+        self.wants = frozenset({self._want})
+
+    def scratch(self, prompt: Prompt) -> int:
+        """None."""
+        return 0
+
+    def choose(self, stitched: Stitched, count: int) -> Choice:
+        """One pass: the joins over the chunks as they are, measured in the last stage."""
+        last = (stitched.stages[-2], stitched.stages[-1])
+        results = yield stitched.ask(self.wants, measured=last, asking=stitched.question)
+        return top(results[self._want][-1, stitched.chunks], stitched.chunks, count)

@@ -1,0 +1,51 @@
+"""h2o: Prefill-H2O of Cache-Craft (section 5), which recomputes the most-attended tokens in the chunks.
+
+H2O (arXiv 2306.14048, section 4) calls the tokens of highest accumulated attention heavy hitters. Read for prefill:
+what a token of a chunk received from the rows of its own chunk, over all layers and heads, when the chunk was computed
+behind the system prompt. That is recorded then and kept with the chunk, under a method name of its own, so that
+selecting costs no pass; early tokens, which more rows see, have the edge, as in H2O.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.cache.tree import Provenance
+from ragjax.core import Prompt, Results, Want
+from ragjax.reuse.base import Place
+from ragjax.reuse.repair import Choice
+from ragjax.reuse.select import top
+from ragjax.reuse.stitch import Stitched
+
+
+class Recorded:
+    """Isolated chunks with the attention that each of their tokens received: float32 [n], summed over layers."""
+
+    method = "h2o"
+    wants = frozenset({Want.KEY_MASS})
+
+    def places(self, prompt: Prompt, i: int) -> tuple[Place, ...]:
+        """One."""
+        return (Place(Provenance.ISOLATED, self.method),)
+
+    def meta(self, results: Results, begin: int, end: int) -> bytes:
+        """The pass computes the chunk's rows, and no other row sees its keys."""
+        mass: NDArray[np.float32] = results[Want.KEY_MASS][:, begin:end].sum(0)
+        return mass.astype("<f4").tobytes()
+
+
+class HeavyHitters:
+    """The tokens of highest recorded attention, over all chunks together."""
+
+    wants: frozenset[Want] = frozenset()
+
+    def scratch(self, prompt: Prompt) -> int:
+        """None."""
+        return 0
+
+    def choose(self, stitched: Stitched, count: int) -> Choice:
+        """No pass is needed."""
+        yield from ()
+        scores = [np.frombuffer(stitched.meta[i], "<f4") for i in sorted(stitched.meta)]
+        return top(np.concatenate(scores), stitched.chunks, count)

@@ -1,0 +1,196 @@
+"""How much a chunk's KV was shaped by what stood before it, and what of that holds elsewhere (Cache-Craft, section 3).
+
+Equations 3, 4 and 6 to 12 and 14 (arXiv:2502.15734), heads averaged. The system prompt, and with it the first token of
+all, is left out of the prefix: an attention sink would drown the rest. Every other segment before the chunk counts, an
+earlier turn like a chunk, for its KV was shaped by that as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import Kind, Prompt, Tokens
+
+Floats = NDArray[np.float64]
+
+_VERSION = 1
+_HEAD = struct.Struct("<HHII")  # version, layers, segments before it, tokens
+_DIGEST = 16
+
+
+@dataclass(frozen=True)
+class Influence:
+    """The attention of a chunk while its KV was computed: eqs. 3, 4 and 14.
+
+    before: digests of the segments before it, in order. lengths: their tokens.
+    inter_LZ: float32 [layers, segments before it], attention that the chunk's tokens gave to each, summed.
+    intra_L: float32 [layers], attention that they gave to earlier tokens of the chunk, summed.
+    score_T: float32 [tokens], attention that each gave to all segments before it, mean over layers.
+    """
+
+    before: tuple[bytes, ...]
+    lengths: tuple[int, ...]
+    inter_LZ: NDArray[np.float32]
+    intra_L: NDArray[np.float32]
+    score_T: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        """Tokens of the chunk."""
+        return len(self.score_T)
+
+    @cached_property
+    def cci(self) -> float:
+        """Cache Context Impact, in [0.5, 1]: the sigmoid of a / b (eqs. 9 to 11); 0.5 if nothing stood before it."""
+        if not self.before:
+            return 0.5
+        n = len(self)
+        a = float(np.mean(self.inter_LZ.astype(np.float64) @ (1.0 / (n * np.array(self.lengths, np.float64)))))
+        b = float(np.mean(self.intra_L, dtype=np.float64)) / n**2
+        if a <= 0:
+            return 0.5
+        return 1.0 if b <= 0 else 1 / (1 + math.exp(-a / b))
+
+    @cached_property
+    def ranking(self) -> NDArray[np.intp]:
+        """The chunk's tokens, those that looked most at what stood before it first (eq. 14); of equals, the first."""
+        return np.argsort(-self.score_T, kind="stable")
+
+    def overlap(self, before: Sequence[bytes]) -> float:
+        """Prefix Overlap Score (eq. 6): share of the attention that went to segments which stand before it again.
+
+        1 if nothing stood before it and nothing does; 0 if something does now.
+        """
+        inter_Z: Floats = self.inter_LZ.astype(np.float64).sum(0)
+        total = float(inter_Z.sum())
+        if total <= 0:
+            return float(not before)
+        again = np.array([digest in set(before) for digest in self.before])
+        return float(inter_Z[again].sum()) / total
+
+    def mismatch(self, before: Sequence[bytes]) -> float:
+        """CCI * (1 - adjusted overlap), in [0, 1]: what the Cache Fix Overhead is before it is scaled (eqs. 8, 12)."""
+        adjusted = self.overlap(before) * (1 - disorder(self.before, before))
+        return self.cci * max(0.0, 1 - adjusted)
+
+    def encode(self) -> bytes:
+        """As bytes, for `KnowledgeCache.admit_segment(meta=...)`."""
+        head = _HEAD.pack(_VERSION, len(self.intra_L), len(self.before), len(self))
+        lengths = np.array(self.lengths, "<u4").tobytes()
+        arrays = (np.ascontiguousarray(array, "<f4") for array in (self.inter_LZ, self.intra_L, self.score_T))
+        return b"".join((head, *self.before, lengths, *(array.tobytes() for array in arrays)))
+
+    @staticmethod
+    def decode(meta: bytes) -> Influence | None:
+        """What `encode` wrote; None if nothing was written, or by another version.
+
+        Raises:
+            ValueError: if the bytes do not add up.
+        """
+        if len(meta) < _HEAD.size or meta[:2] != _HEAD.pack(_VERSION, 0, 0, 0)[:2]:
+            return None
+        _, layers, segments, tokens = _HEAD.unpack_from(meta)
+        sizes = (_DIGEST * segments, 4 * segments, 4 * layers * segments, 4 * layers, 4 * tokens)
+        if len(meta) != _HEAD.size + sum(sizes):
+            raise ValueError(f"the attention kept with a chunk has {len(meta)} bytes, not {_HEAD.size + sum(sizes)}")
+        cuts = np.cumsum((_HEAD.size, *sizes))
+        digests, lengths, inter, intra, score = (meta[a:b] for a, b in pairwise(cuts))
+        return Influence(
+            tuple(digests[at : at + _DIGEST] for at in range(0, len(digests), _DIGEST)),
+            tuple(int(n) for n in np.frombuffer(lengths, "<u4")),
+            np.frombuffer(inter, "<f4").reshape(layers, segments),
+            np.frombuffer(intra, "<f4"),
+            np.frombuffer(score, "<f4"),
+        )
+
+
+def record(prompt: Prompt, index: int, rows: NDArray[np.int32], mass: NDArray[np.float32]) -> Influence:
+    """What the pass that computed a chunk whole measured of it.
+
+    Args:
+        prompt: what the pass was about.
+        index: the chunk's segment in it.
+        rows: orders of the pass's rows, int32 [T], ascending, all of the chunk among them.
+        mass: `Want.SEGMENT_MASS` of the pass over all layers, float32 [layers, T, segments].
+
+    Raises:
+        ValueError: if the pass did not compute the chunk whole.
+    """
+    begin, end = prompt.starts[index], prompt.starts[index + 1]
+    own = (rows >= begin) & (rows < end)
+    if np.count_nonzero(own) != end - begin:
+        raise ValueError(f"the pass has {np.count_nonzero(own)} rows of the segment's {end - begin} tokens")
+    prior = _prior(prompt, index)
+    mass_LTZ = mass[:, own]
+    inter_LTZ = mass_LTZ[..., list(prior)].astype(np.float64)
+    return Influence(
+        before=before(prompt, index),
+        lengths=tuple(len(prompt.segments[i]) for i in prior),
+        inter_LZ=inter_LTZ.sum(1).astype(np.float32),
+        intra_L=mass_LTZ[..., index].sum(1, dtype=np.float64).astype(np.float32),
+        score_T=inter_LTZ.sum(2).mean(0).astype(np.float32),
+    )
+
+
+def before(prompt: Prompt, index: int) -> tuple[bytes, ...]:
+    """Digests of what shaped a segment's KV besides the system prompt: every other segment before it, in order."""
+    return tuple(digest(prompt.segments[i].tokens) for i in _prior(prompt, index))
+
+
+def digest(tokens: Tokens) -> bytes:
+    """Digest of a segment's tokens, 16 bytes."""
+    return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=_DIGEST).digest()
+
+
+def disorder(old: Sequence[bytes], new: Sequence[bytes]) -> float:
+    """Order Penalty Score (eq. 7): Kendall's tau distance of what both have, over its maximum; 0 for fewer than two."""
+    place = {name: i for i, name in reversed(list(enumerate(new)))}
+    common = [place[name] for name in dict.fromkeys(old) if name in place]
+    m = len(common)
+    if m < 2:
+        return 0.0
+    discordant = sum(common[i] > common[j] for i in range(m) for j in range(i + 1, m))
+    return discordant / (m * (m - 1) / 2)
+
+
+def quotas(overheads: Sequence[float], lengths: Sequence[int], count: int) -> list[int]:
+    """Tokens to recompute of each chunk, `count` in all (or all there are): eq. 12 with the alpha that gives so many.
+
+    A chunk's share is alpha times its unscaled overhead, at most 1; if all that have one are full, the rest is spread
+    evenly over the others. Shares are rounded so that they add up: the largest remainders are rounded up.
+    """
+    overhead, length = np.array(overheads, np.float64), np.array(lengths, np.int64)
+    count = min(count, int(length.sum()))
+    share = np.zeros(len(length))
+    for weight in (overhead, (overhead <= 0).astype(np.float64)):
+        share = _filled(weight, length, share, count)
+    whole = np.floor(share * length + 1e-9).astype(np.int64)
+    remainder = np.where(whole < length, share * length - whole, -1.0)
+    whole[np.argsort(-remainder, kind="stable")[: count - int(whole.sum())]] += 1
+    return [int(n) for n in whole]
+
+
+def _filled(weight: Floats, length: NDArray[np.int64], share: Floats, count: int) -> Floats:
+    """Raise the shares of weighted chunks in proportion to their weights, none beyond 1, until they make `count`."""
+    share, rising = share.copy(), weight > 0
+    while rising.any():
+        left = count - float(share[~rising] @ length[~rising])
+        alpha = left / float(weight[rising] @ length[rising])
+        full = rising & (alpha * weight >= 1)
+        if not full.any():
+            share[rising] = alpha * weight[rising]
+            break
+        share[full], rising = 1.0, rising & ~full
+    return share
+
+
+def _prior(prompt: Prompt, index: int) -> tuple[int, ...]:
+    return tuple(i for i in range(index) if prompt.segments[i].kind is not Kind.SYSTEM)

@@ -1,0 +1,96 @@
+"""Selective recompute: chunks side by side, the tokens that matter computed anew (FusionRAG, section 2.2.2, eq. 9).
+
+A selective strategy is a source of KV and a selector of tokens: `Selective("fusion+blend", Fused(), Deviation())`. To
+add a selection, write a `Selector`; what it measures comes back from the passes it yields:
+
+    class Newest:
+        wants = frozenset()
+
+        def scratch(self, prompt):
+            return 0
+
+        def choose(self, stitched, count):
+            yield from ()  # no pass
+            return stitched.chunks[-count:]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Protocol
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import Conversation, Kind, Move, Pass, Plan, Prompt, Results, Tokens, Want
+from ragjax.reuse.base import Holding, segments_of
+from ragjax.reuse.select import share
+from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, prepare
+
+RATIO = 0.15
+"""Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""
+
+Choice = Generator[Pass | Move, Results, Tokens]
+"""A selector at work: it yields passes and returns chosen orders, ascending."""
+
+
+class Selector(Protocol):
+    """A way to choose tokens.
+
+    wants: what its passes may want.
+    """
+
+    wants: frozenset[Want]
+
+    def scratch(self, prompt: Prompt) -> int:
+        """Tokens for which it needs cells while it measures (`Stitched.scratch`)."""
+        ...
+
+    def choose(self, stitched: Stitched, count: int) -> Choice:
+        """Choose `count` of the chunks' tokens; `count` lies strictly between none and all."""
+        ...
+
+
+class Selective:
+    """A strategy of a source and a selector.
+
+    ratio: share of the chunks' tokens to recompute unless a request says so, in [0, 1].
+    """
+
+    selective = True
+
+    def __init__(self, name: str, source: Source, selector: Selector, ratio: float = RATIO):
+        self.name = name
+        self.ratio = ratio
+        self.wants = LOGITS | source.wants | selector.wants
+        self._source = source
+        self._selector = selector
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the system prompt, and each chunk at its source's places."""
+        return keys(prompt, cache, tenant, self._source)
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """What is missing, what the selector measures, and one pass over the chosen tokens and the joins."""
+        total = chunk_tokens(prompt)
+        count = share(self.ratio if ratio is None else ratio, total)
+        choosing = 0 < count < total
+        scratch = self._selector.scratch(prompt) if choosing else 0
+        stitched = yield from prepare(prompt, holding, self._source, repaired=count, scratch=scratch)
+        if not count:
+            results = yield stitched.ask()
+            return stitched.plan(stitched.spans, results[Want.LOGITS][0])
+        chosen = stitched.chunks
+        if choosing:
+            chosen = yield from self._selector.choose(stitched, count)
+        if scratch:
+            holding.free(stitched.scratch)
+        last = stitched.repair(chosen)
+        results = yield last
+        return stitched.plan(last.spans, results[Want.LOGITS][0], chosen)
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Answers depend on all chunks at once and are not kept."""
+
+
+def chunk_tokens(prompt: Prompt) -> int:
+    """Tokens of all chunks."""
+    return sum(len(prompt.segments[i]) for i in segments_of(prompt, Kind.CHUNK))

@@ -1,0 +1,125 @@
+"""set-cache: the longest exact prefix among the orders of the prompt's chunks (Set-Cache of Cache-Craft, section 5).
+
+"Set-Cache, which modifies RPE to reorder chunk-caches and finds the longest exact prefix match with the query." Read
+so: causal KV is kept as `prefix` keeps it. If the first k chunks of the prompt are kept as one path in any order,
+behind the system prompt, the largest such k is taken, each chunk is moved from its place there to its place here, and
+the rest is computed over them. Such chunks have seen the right set of chunks in another order, so what is computed on
+them is approximate and not kept. Where no other order holds more than the prompt's own, it is `prefix`, and exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+
+import numpy as np
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Span, Tokens, Want
+from ragjax.reuse.base import Holding, orders, report, segments_of, usable
+from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.stitch import LOGITS, span_of
+
+
+class SetCache:
+    """Exact prefixes up to the order of their chunks."""
+
+    name = "set-cache"
+    wants = LOGITS
+    selective = False
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the whole prompt in its own order."""
+        return Prefix().keys(prompt, cache, tenant)
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """One pass over what no order of the first chunks holds."""
+        order = best_order(prompt, holding)
+        if not order:
+            return (yield from Prefix().carry_out(prompt, holding))
+        n, page_size = len(prompt), holding.page_size
+        system = prompt.starts[min(order)]
+        lease = holding.prefix(_path(prompt, order))
+        slots = holding.slots - len(order)  # a page that two chunks share is read as two
+        usable_tokens = usable(lease, n + holding.decode_tokens, slots, page_size)[1]
+        if not lease.complete or usable_tokens < lease.length:
+            return (yield from Prefix().carry_out(prompt, holding))
+        hit = lease.length
+        run = holding.reserve(n - hit + holding.decode_tokens)
+        spans = list(_pieces(lease.spans, 0, system, 0, page_size))
+        at, tiers = system, {i: lease.tier(*span_of(prompt, i)) for i in segments_of(prompt, Kind.SYSTEM)}
+        for i in order:
+            end = at + len(prompt.segments[i])
+            spans += _pieces(lease.spans, at, end, prompt.starts[i] - at, page_size)
+            tiers[i], at = lease.tier(at, end), end
+        fresh = Span.consecutive(hit, run.slice(0, n - hit, page_size))
+        results = yield Pass(orders(hit, n), orders(hit, n), (*spans, fresh), LOGITS, (n - 1,))
+        reused = {i: len(prompt.segments[i]) for i in tiers}
+        tail = run.slice(n - hit, run.length, page_size)
+        return Plan((*spans, fresh), tail, None, report(prompt, reused, tiers), results[Want.LOGITS][0])
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Keep the finished turn, if the prompt itself was kept."""
+        if plan.exact_to is not None:
+            Prefix().finish(prompt, plan, generated, holding)
+
+
+def best_order(prompt: Prompt, holding: Holding) -> tuple[int, ...]:
+    """The first k chunks in the order of a path that the tree holds, k as large as can be; () if `prefix` has as much.
+
+    Only the tree is asked, device and host memory; entries on disk alone are found in the prompt's own order.
+    """
+    chunks = _leading_chunks(prompt)
+    most = _kept(prompt, chunks, holding)
+    best: tuple[int, ...] = ()
+    for order in _paths(prompt, chunks, (), holding):
+        if len(order) > max(most, len(best)) and set(order) == set(chunks[: len(order)]):
+            best = order
+    return best
+
+
+def _leading_chunks(prompt: Prompt) -> tuple[int, ...]:
+    """The chunks that stand together right behind the system prompt."""
+    first = len(segments_of(prompt, Kind.SYSTEM))
+    chunk = takewhile(lambda i: prompt.segments[i].kind is Kind.CHUNK, range(first, len(prompt.segments)))
+    return tuple(chunk)
+
+
+def _kept(prompt: Prompt, chunks: tuple[int, ...], holding: Holding) -> int:
+    """How many of the chunks are kept whole in this order, from the first on."""
+    whole = (k for k in range(len(chunks), 0, -1) if _holds(prompt, chunks[:k], holding))
+    return next(whole, 0)
+
+
+def _paths(
+    prompt: Prompt, chunks: tuple[int, ...], begun: tuple[int, ...], holding: Holding
+) -> Iterator[tuple[int, ...]]:
+    """Every order of some of the chunks that is kept as one path, walking the tree from `begun` on."""
+    for i in chunks:
+        order = (*begun, i)
+        if i in begun or not _holds(prompt, order, holding):
+            continue
+        yield order
+        yield from _paths(prompt, chunks, order, holding)
+
+
+def _holds(prompt: Prompt, order: tuple[int, ...], holding: Holding) -> bool:
+    path = _path(prompt, order)
+    steps = holding.cache.tree.walk(np.ascontiguousarray(path, "<i4").tobytes(), holding.tenant)
+    return sum(used for _, used in steps) == len(path)
+
+
+def _path(prompt: Prompt, order: tuple[int, ...]) -> Tokens:
+    head = prompt.tokens[: prompt.starts[len(segments_of(prompt, Kind.SYSTEM))]]
+    return np.concatenate([head, *(prompt.segments[i].tokens for i in order)])
+
+
+def _pieces(runs: tuple[tuple[Run, int], ...], begin: int, end: int, offset: int, page_size: int) -> Iterator[Span]:
+    """Tokens [begin, end) of a causal path, which lies in `runs`, moved by `offset`."""
+    at = 0
+    for run, local_start in runs:
+        first, last = max(begin, at), min(end, at + run.length)
+        if first < last:
+            piece = run.slice(first - at, last - at, page_size)
+            yield Span.consecutive(first + offset, piece, first + offset - (local_start + first - at))
+        at += run.length

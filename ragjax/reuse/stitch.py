@@ -1,0 +1,338 @@
+"""What strategies share that put cached chunks side by side (full reuse; FusionRAG, section 2.2.1, eqs. 5 and 6).
+
+A source says where a chunk's KV may be kept; a chunk that is kept nowhere is computed behind the system prompt alone,
+at the position right behind it, and admitted. Each chunk is moved to its place by a RoPE offset when it is read. Tokens
+that are recomputed lie in cells of the request's own, and the stale originals are hidden for this request alone
+(section 4.3), so that any number of requests share a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lease import Lease
+from ragjax.cache.tier import Tier
+from ragjax.cache.tree import PUBLIC, Provenance
+from ragjax.core import NEVER, Kind, Pass, Plan, Prompt, Results, Run, Span, Tokens, Visibility, Want
+from ragjax.reuse.base import Holding, Place, lease_spans, most_slots, orders, report, segments_of, usable
+
+LOGITS = frozenset({Want.LOGITS})
+NOTHING = Run((), 0, 0)
+
+
+class Source(Protocol):
+    """Where the KV of chunks comes from.
+
+    method: under which name chunks are kept that are computed behind the system prompt alone.
+    wants: what is measured while they are computed.
+    """
+
+    method: str
+    wants: frozenset[Want]
+
+    def places(self, prompt: Prompt, i: int) -> Iterable[Place]:
+        """Where the KV of segment i, a chunk, may be kept, best first."""
+        ...
+
+    def meta(self, results: Results, begin: int, end: int) -> bytes:
+        """What to keep with the chunk of orders [begin, end), from what was measured when it was computed."""
+        ...
+
+
+class Isolated:
+    """Chunks computed behind the system prompt alone, kept under `method` (all of FusionRAG's eq. 5)."""
+
+    wants: frozenset[Want] = frozenset()
+
+    def __init__(self, method: str = "naive"):
+        self.method = method
+
+    def places(self, prompt: Prompt, i: int) -> Iterable[Place]:
+        """One."""
+        return (Place(Provenance.ISOLATED, self.method),)
+
+    def meta(self, results: Results, begin: int, end: int) -> bytes:
+        """Nothing."""
+        return b""
+
+
+@dataclass(frozen=True)
+class Stitched:
+    """A prompt whose chunks have KV side by side, before its joins are computed.
+
+    head, chunk, join: spans of system segments, chunks at their places, and joins (cells of the request's own).
+    tail: cells for generated tokens. repaired, scratch: cells for tokens to recompute, and to measure with.
+    context: the lease on the system segments, of which `system_hit` tokens are used. leases: of chunks that were found,
+    by segment. meta: bytes kept with each chunk, by segment.
+    """
+
+    prompt: Prompt
+    head: tuple[Span, ...]
+    chunk: tuple[Span, ...]
+    join: tuple[Span, ...]
+    tail: Run
+    repaired: Run
+    scratch: Run
+    context: Lease
+    system_hit: int
+    leases: Mapping[int, Lease]
+    meta: Mapping[int, bytes]
+    stages: tuple[int, ...]
+    page_size: int
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Every key of the prompt, nothing recomputed."""
+        return (*self.head, *self.chunk, *self.join)
+
+    @cached_property
+    def chunks(self) -> Tokens:
+        """Orders of all chunk tokens, ascending, int32 [n]."""
+        return _orders_of(self.prompt, Kind.CHUNK)
+
+    @cached_property
+    def joins(self) -> Tokens:
+        """Orders of all join tokens, ascending, int32 [n]."""
+        return _orders_of(self.prompt, Kind.JOIN)
+
+    @property
+    def question(self) -> Tokens:
+        """Orders of the last join, int32 [n]."""
+        return orders(self.prompt.starts[-2], len(self.prompt))
+
+    def ask(
+        self,
+        wants: frozenset[Want] = LOGITS,
+        *,
+        measured: tuple[int, int] | None = None,
+        asking: Tokens | None = None,
+    ) -> Pass:
+        """The joins over the chunks as they are."""
+        logits = (len(self.prompt) - 1,) if Want.LOGITS in wants else ()
+        return Pass(self.joins, self.joins, self.spans, wants, logits, measured=measured, asking=asking)
+
+    def mended(self, chosen: Tokens) -> tuple[Span, ...]:
+        """Every key of the prompt with the chosen tokens (orders, ascending) in cells of the request's own."""
+        if not len(chosen):
+            return self.spans
+        fresh = Span(chosen, self.repaired.slice(0, len(chosen), self.page_size))
+        return (*self.head, *hide(self.chunk, chosen, self.page_size), fresh, *self.join)
+
+    def repair(self, chosen: Tokens) -> Pass:
+        """The chosen tokens and the joins computed over everything before them (FusionRAG, eq. 9)."""
+        rows = np.union1d(chosen, self.joins).astype(np.int32)
+        return Pass(rows, rows, self.mended(chosen), LOGITS, (len(self.prompt) - 1,))
+
+    def plan(
+        self,
+        spans: tuple[Span, ...],
+        logits: NDArray[np.float32],
+        recomputed: Tokens | None = None,
+        *,
+        whole: Tokens | None = None,
+        figures: Mapping[str, float] | None = None,
+    ) -> Plan:
+        """The account of what was carried out.
+
+        recomputed: orders of chunk tokens that were computed anew in any layer. whole: those of them that were in every
+            layer (None: all).
+        """
+        redone = orders(0, 0) if recomputed is None else recomputed
+        reused: dict[int, int] = {}
+        tiers: dict[int, Tier | None] = {}
+        for i in segments_of(self.prompt, Kind.SYSTEM):
+            begin, end = span_of(self.prompt, i)
+            reused[i], tiers[i] = max(0, min(end, self.system_hit) - begin), self.context.tier(begin, end)
+        for i, lease in self.leases.items():
+            begin, end = span_of(self.prompt, i)
+            reused[i] = end - begin - int(((begin <= redone) & (redone < end)).sum())
+            tiers[i] = lease.tier()
+        account = report(self.prompt, reused, tiers)
+        exact = self._exact(redone if whole is None else whole)
+        return Plan(spans, self.tail, "full" if exact else None, account, logits, figures or {})
+
+    def _exact(self, whole: Tokens) -> bool:
+        if self.context.lossy and self.system_hit:
+            return False
+        if len(whole) == len(self.chunks):
+            return True
+        kept = self.leases.values()
+        isolated = all(lease.node.provenance is Provenance.ISOLATED and not lease.lossy for lease in kept)
+        return alone(self.prompt) and isolated
+
+
+def prepare(
+    prompt: Prompt, holding: Holding, source: Source, *, repaired: int = 0, scratch: int = 0
+) -> Generator[Pass, Results, Stitched]:
+    """Match, reserve, and compute what is missing in at most one pass: the system prompt and chunks kept nowhere.
+
+    repaired: tokens that will be recomputed. scratch: tokens for measuring, whose cells the caller frees.
+
+    Raises:
+        OutOfPages: before the first pass only.
+        ValueError: if system segments do not come first, or no join comes last.
+    """
+    if prompt.segments[-1].kind is not Kind.JOIN:
+        raise ValueError("a prompt ends with a join")
+    system = system_length(prompt)
+    matched = context = holding.prefix(prompt.tokens[:system])
+    tokens = len(prompt) - system + holding.decode_tokens + repaired
+    rest = most_slots(tokens, len(prompt.segments) + 1, holding.page_size)
+    runs, system_hit = usable(context, system, holding.slots - rest, holding.page_size)
+    chunks = segments_of(prompt, Kind.CHUNK)
+    found = {i: holding.first(context, prompt.segments[i].tokens, source.places(prompt, i)) for i in chunks}
+    leases = {i: lease for i, lease in found.items() if lease is not None}
+
+    fresh_system = reserve(holding, system - system_hit)
+    fresh = {i: holding.reserve(len(prompt.segments[i])) for i in chunks if i not in leases}
+    joins = _orders_of(prompt, Kind.JOIN)
+    own = holding.reserve(len(joins) + holding.decode_tokens)
+    mending, measuring = reserve(holding, repaired), reserve(holding, scratch)
+
+    head = lease_spans(context, 0, runs=runs)
+    if fresh_system.length:
+        head = (*head, Span.consecutive(system_hit, fresh_system))
+    meta = {i: lease.node.meta for i, lease in leases.items()}
+    if fresh_system.length or fresh:
+        results = yield _missing(prompt, system_hit, system, fresh, head, source.wants if fresh else frozenset())
+        meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
+        if fresh_system.length:
+            public = min(prompt.public, system)
+            holding.cache.admit_prefix(context, prompt.tokens[:system], system_hit, fresh_system, (), public)
+            context = holding.prefix(prompt.tokens[:system])
+        for i, run in fresh.items() if context.complete else ():
+            segment = prompt.segments[i]
+            holding.cache.admit_segment(
+                context,
+                segment.tokens,
+                run,
+                system,
+                Provenance.ISOLATED,
+                source.method,
+                meta=meta[i],
+                public=segment.public,
+            )
+
+    pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: lease.spans for i, lease in leases.items()}
+    return Stitched(
+        prompt=prompt,
+        head=head,
+        chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], pieces[i])),
+        join=_join_spans(prompt, own, holding.page_size),
+        tail=own.slice(len(joins), own.length, holding.page_size),
+        repaired=mending,
+        scratch=measuring,
+        context=matched,
+        system_hit=system_hit,
+        leases=leases,
+        meta=meta,
+        stages=holding.stages,
+        page_size=holding.page_size,
+    )
+
+
+def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> tuple[bytes, ...]:
+    """Keys of the system prompt's path, and of each chunk at the best and the last of its places."""
+    head = prompt.tokens[: system_length(prompt)]
+    found = list(cache.keys_of(head, (), tenant))
+    for i in segments_of(prompt, Kind.CHUNK):
+        places, chunk = tuple(source.places(prompt, i)), prompt.segments[i]
+        owner = PUBLIC if chunk.public else tenant
+        for kind, method, behind in dict.fromkeys((places[0], places[-1])):
+            found.append(cache.key_of(head, chunk.tokens, kind, method, owner, behind))
+    return tuple(found)
+
+
+def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, ...]:
+    """The spans without the chosen orders; what has nothing left at its ends is not read at all."""
+    kept = []
+    for span in spans:
+        stale = np.isin(span.orders, chosen)
+        live = np.flatnonzero(~stale)
+        if not len(live):
+            continue
+        begin, end = int(live[0]), int(live[-1]) + 1
+        seen = np.where(stale, NEVER, span.orders).astype(np.int32)
+        kept.append(replace(span, orders=seen[begin:end], run=span.run.slice(begin, end, page_size)))
+    return tuple(kept)
+
+
+def reserve(holding: Holding, tokens: int) -> Run:
+    """Cells of the request's own; none for no tokens.
+
+    Raises:
+        OutOfPages: as `Holding.reserve`.
+    """
+    return holding.reserve(tokens) if tokens else NOTHING
+
+
+def alone(prompt: Prompt) -> bool:
+    """Whether isolation changes nothing: at most one chunk stands there, right behind the system prompt."""
+    chunks = segments_of(prompt, Kind.CHUNK)
+    return not chunks or (len(chunks) == 1 and prompt.starts[chunks[0]] == system_length(prompt))
+
+
+def system_length(prompt: Prompt) -> int:
+    """Tokens of the leading system segments.
+
+    Raises:
+        ValueError: if a system segment stands behind another kind.
+    """
+    system = segments_of(prompt, Kind.SYSTEM)
+    if system != tuple(range(len(system))):
+        raise ValueError("system segments come first")
+    return prompt.starts[len(system)]
+
+
+def span_of(prompt: Prompt, i: int) -> tuple[int, int]:
+    """Half-open interval of orders of segment i."""
+    return prompt.starts[i], prompt.starts[i + 1]
+
+
+def _missing(
+    prompt: Prompt,
+    system_hit: int,
+    system: int,
+    fresh: Mapping[int, Run],
+    head: tuple[Span, ...],
+    wants: frozenset[Want],
+) -> Pass:
+    """Missing system tokens, and missing chunks at the position right behind the system prompt."""
+    hidden = Visibility.isolated(prompt, rows=tuple(fresh)).hidden
+    spans, rows, positions = list(head), [orders(system_hit, system)], [orders(system_hit, system)]
+    for i, run in fresh.items():
+        begin, end = span_of(prompt, i)
+        spans.append(Span.consecutive(begin, run, 0, hidden[i]))
+        rows.append(orders(begin, end))
+        positions.append(orders(system, system + end - begin))
+    return Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), wants)
+
+
+def _placed(order: int, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
+    """A chunk moved to its place."""
+    spans = []
+    for run, local_start in pieces:
+        spans.append(Span.consecutive(order, run, order - local_start))
+        order += run.length
+    return tuple(spans)
+
+
+def _join_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
+    spans, used = [], 0
+    for i in segments_of(prompt, Kind.JOIN):
+        n = len(prompt.segments[i])
+        spans.append(Span.consecutive(prompt.starts[i], own.slice(used, used + n, page_size)))
+        used += n
+    return tuple(spans)
+
+
+def _orders_of(prompt: Prompt, kind: Kind) -> Tokens:
+    parts = [orders(*span_of(prompt, i)) for i in segments_of(prompt, kind)]
+    return np.concatenate(parts) if parts else orders(0, 0)

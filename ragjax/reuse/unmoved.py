@@ -1,0 +1,27 @@
+"""unmoved: full reuse at stale positions, a baseline (FusionRAG, section 1.1; DepCache's "without repositioning").
+
+Every chunk is computed alone behind the system prompt, as in `naive`, but its keys are read as they were rotated then:
+all chunks overlap at the positions right behind the system prompt, while the question stands at its own place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ragjax.core import Conversation, Prompt, Want
+from ragjax.reuse.base import Holding
+from ragjax.reuse.naive import Naive
+from ragjax.reuse.stitch import Isolated, prepare
+
+
+class Unmoved(Naive):
+    """Full reuse without repositioning: what RoPE offsets are worth."""
+
+    name = "unmoved"
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """As `naive`, with every chunk's keys where they were computed."""
+        stitched = yield from prepare(prompt, holding, Isolated())
+        stitched = replace(stitched, chunk=tuple(replace(span, offset=0) for span in stitched.chunk))
+        results = yield stitched.ask()
+        return stitched.plan(stitched.spans, results[Want.LOGITS][0])

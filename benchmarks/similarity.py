@@ -78,7 +78,7 @@ class Similarity:
         """Requests of five passages in a random order, until each of the `needed` chunks has stood in one.
 
         A needed chunk that no request had yet, in random order, and four others: "similar" ones, drawn from its ten
-        nearest, or "random" ones from the whole corpus.
+        nearest, or "random" ones from the whole corpus; those that are needed too come first, so that requests are few.
         """
         if how == "none":
             return
@@ -87,8 +87,8 @@ class Similarity:
         while left:
             first = self.chunks[self._at[next(iter(left))]]
             near = self.neighbours(first.id, NEAR) if how == "similar" else self._others(first)
-            others = random.choice(len(near), min(TOGETHER - 1, len(near)), replace=False)
-            request = [first, *(near[i] for i in others)]
+            drawn = sorted((near[i] for i in random.permutation(len(near))), key=lambda chunk: chunk.id not in left)
+            request = [first, *drawn[: TOGETHER - 1]]
             for chunk in request:
                 left.pop(chunk.id, None)
             yield tuple(request[i] for i in random.permutation(len(request)))

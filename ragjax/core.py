@@ -378,7 +378,7 @@ class Grid:
     segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
     """
 
-    rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (512, 128))
+    rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (384, 128), (512, 128))
     slots: tuple[int, ...] = (64, 256)
     logits: tuple[int, ...] = (2, 8, 32)
     segments: int = 16

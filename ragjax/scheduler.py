@@ -479,7 +479,7 @@ class Scheduler:
         tasks = self._within_slots(tasks, len(tasks))
         lefts = [_work(task).left for task in tasks]
         buckets = [bucket for bucket in self.grid.rows if bucket[1] > 1]
-        rows, block = max(buckets, key=lambda bucket: sum(_takes(lefts, *bucket)) / (bucket[0] + STEP_ROWS))
+        rows, block = max(buckets, key=lambda bucket: _pace(lefts, *bucket))
         takes = _takes(lefts, rows, block)
         begins = [_work(task).done for task in tasks]
         parts = zip(tasks, begins, takes, strict=False)
@@ -512,6 +512,16 @@ class Scheduler:
 
 STEP_ROWS = 35
 """Rows that would take as long to compute as a step costs at any size."""
+
+BLOCK_ROWS = 48
+"""Rows that would take as long to compute as a block of rows costs of any size: it sweeps the keys (a thousand or so)."""
+
+
+def _pace(lefts: Sequence[int], rows: int, block: int) -> float:
+    """Rows of a step of this shape that are of use, over what it costs, in rows."""
+    takes = _takes(lefts, rows, block)
+    blocks = sum(-(-take // block) for take in takes)
+    return sum(takes) / (rows + STEP_ROWS + BLOCK_ROWS * blocks)
 
 
 def _takes(lefts: Sequence[int], rows: int, block: int) -> list[int]:

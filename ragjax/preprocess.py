@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -31,6 +28,7 @@ from ragjax import core
 from ragjax.cache.cache import neighbours
 from ragjax.core import Answer, Chunk, ConfigError, Hit, Message, Prompt, Segment, StorageOptions
 from ragjax.engine import Engine
+from ragjax.flag import command_line, from_zero, integer, positive
 from ragjax.prompt import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.fuse import Fuse
@@ -288,17 +286,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if report.lost else 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
-
-
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None); those that the server has too have its names and meanings."""
-    parser = _Parser(
-        prog="python -m ragjax.preprocess",
-        description="Compute every chunk behind its most similar ones; a server with the same directories uses it.",
-        allow_abbrev=False,
+    parser = command_line(
+        "ragjax.preprocess",
+        "Compute every chunk behind its most similar ones; a server with the same directories uses it.",
     )
     flag = parser.add_argument
     flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
@@ -306,15 +298,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
     flag("--index-dir", metavar="DIR", required=True, help="where chunks and index are kept; the server's")
     flag("--disk-cache", metavar="DIR", required=True, help="folder where KV is kept; the server's")
-    flag("--disk-cache-gb", type=_positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
-    flag("--neighbours", type=_count, default=NEIGHBOURS, help="chunks that each is computed behind (%(default)s)")
+    flag("--disk-cache-gb", type=positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
+    flag("--neighbours", type=integer(1), default=NEIGHBOURS, help="chunks that each is computed behind (%(default)s)")
     flag("--system", metavar="TEXT", help="system message of the requests (default: that of requests without one)")
     flag("--record", action="store_true", help="keep what the strategy fusion+craft needs, too")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
-    flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
-    flag("--host-cache-gb", type=_from_zero, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
+    flag("--device-cache-gb", type=positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
+    flag("--host-cache-gb", type=from_zero, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
     flag("--at-rest", choices=("raw", "int8", "float8"), default="raw", help="KV below the device (%(default)s)")
-    flag("--max-context", type=_count, help="tokens of prompt and answer together (default: the model's)")
+    flag("--max-context", type=integer(1), help="tokens of prompt and answer together (default: the model's)")
     flag("--share-knowledge", action="store_true", help="as the server's, which must have it as well")
     options = parser.parse_args(argv)
     options.knowledge = _knowledge(options.knowledge)
@@ -327,26 +319,6 @@ def _knowledge(value: str) -> dict[str, Path]:
     if not source.exists():
         raise ConfigError(f"--knowledge: {value!r} does not exist; give a folder, a .jsonl file or 'demo'")
     return {"demo" if value == "demo" else source.resolve().stem: source}
-
-
-def _count(text: str) -> int:
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text!r}")
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-
-
-def _from_zero(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0, not {text!r}")
 
 
 def _load(options: argparse.Namespace) -> Engine:

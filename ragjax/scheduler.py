@@ -514,7 +514,7 @@ STEP_ROWS = 35
 """Rows that would take as long to compute as a step costs at any size."""
 
 BLOCK_ROWS = 48
-"""Rows that would take as long to compute as a block of rows costs of any size: it sweeps the keys (a thousand or so)."""
+"""Rows that would take as long to compute as a block of rows, of any size, costs: it sweeps a thousand keys or so."""
 
 
 def _pace(lefts: Sequence[int], rows: int, block: int) -> float:

@@ -23,7 +23,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "kernels": frozenset({"core"}),
     "models": frozenset({"core", "kernels"}),
     "store": frozenset({"core", "kernels", "models", "cache.tier"}),
-    "shelf": frozenset({"core", "store"}),
+    "shelf": frozenset({"core", "flag", "store"}),
     "trace": frozenset({"core"}),
     "runner": frozenset({"core", "kernels", "models", "store"}),
     "prompt": frozenset({"core", "models.tokenizer"}),
@@ -34,9 +34,10 @@ ALLOWED: Mapping[str, frozenset[str]] = {
             *("prompt", "generation", "trace"),
         }
     ),
-    "preprocess": frozenset({"core", "cache", "engine", "prompt", "reuse", "retrieval"}),
-    "gate": frozenset({"core", "engine", "models", "preprocess", "prompt", "reuse", "retrieval"}),
-    "serve": frozenset({"core", "engine"}),
+    "flag": frozenset({"core"}),
+    "preprocess": frozenset({"core", "flag", "cache", "engine", "prompt", "reuse", "retrieval"}),
+    "gate": frozenset({"core", "flag", "engine", "models", "preprocess", "prompt", "reuse", "retrieval"}),
+    "serve": frozenset({"core", "engine", "flag"}),
     "ragjax": frozenset({"core", "engine"}),  # the package itself: its public names
 }
 PARTS = {

@@ -21,7 +21,8 @@ from ragjax.preprocess import Job, PreprocessReport, fuse, fuse_all, main, prepr
 from ragjax.prompt import chat_prompt
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Holding
-from ragjax.reuse.fuse import METHOD, Fuse
+from ragjax.reuse.fuse import Fuse
+from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import Influence
 from ragjax.reuse.naive import Naive
 from ragjax.store.disk import DiskStore

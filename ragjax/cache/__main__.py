@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ragjax.core import ConfigError, RagjaxError
+from ragjax.flag import command_line, from_zero
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
 from ragjax.store.manifest import folders
@@ -49,29 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
-
-
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m ragjax.cache", description="Upkeep of a disk cache.", allow_abbrev=False)
+    parser = command_line("ragjax.cache", "Upkeep of a disk cache.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats")
     verify = commands.add_parser("verify", help="read every entry; exit code 1 if any is damaged", allow_abbrev=False)
     gc = commands.add_parser("gc", help="remove what was accessed longest ago, of all models", allow_abbrev=False)
     stats = commands.add_parser("stats", help="what there is", allow_abbrev=False)
     for command in (verify, gc, stats):
         command.add_argument("dir", metavar="DIR", type=Path, help="what --disk-cache of the server names")
-    gc.add_argument("--max-gb", type=_amount, required=True, help="size to shrink to, units of 2^30 B")
+    gc.add_argument("--max-gb", type=from_zero, required=True, help="size to shrink to, units of 2^30 B")
     stats.add_argument("--json", action="store_true", help="one JSON document")
     return parser.parse_args(argv)
-
-
-def _amount(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number, 0 or above, not {text!r}")
 
 
 @contextmanager

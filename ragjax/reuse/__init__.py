@@ -15,6 +15,9 @@ from ragjax.reuse.setcache import SetCache
 from ragjax.reuse.stitch import Isolated
 from ragjax.reuse.unmoved import Unmoved
 
+BASELINES = frozenset({"unmoved", "set-cache", "random", "h2o"})
+"""Strategies that stand in tables to be compared with; nobody should serve them."""
+
 
 def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
     """Every strategy a request may name. alpha: Cache-Craft's, as `ragjax.reuse.calibrate` finds it."""

@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from tqdm import tqdm
 from ragjax import core
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.engine import Engine
+from ragjax.flag import command_line, integer, positive
 from ragjax.loading import alpha_path
 from ragjax.reuse.alpha import Alpha, least
 from ragjax.reuse.base import Strategy
@@ -232,28 +232,16 @@ def _name(alpha: float) -> str:
     return f"craft-{alpha:g}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
-
-
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(prog="python -m ragjax.reuse.calibrate", description="Cache-Craft's alpha for a model.",
-                     allow_abbrev=False)  # fmt: skip
+    parser = command_line("ragjax.reuse.calibrate", "Cache-Craft's alpha for a model.")
     flag = parser.add_argument
     flag("--model", default="smollm2-135m-instruct", help="as the server's (default: %(default)s)")
     flag("--quality", default="F1=0.9", metavar="F1=X|KL=X", help="what must be kept (default: %(default)s)")
     flag("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
-    flag("--top-k", type=_positive, default=5, help="passages a question (default: %(default)s)")
-    flag("--limit", type=_positive, default=60, help=f"questions behind the {WARM} that warm the cache (default: 60)")
-    flag("--device-cache-gb", type=float, default=1.0, help="KV kept, units of 2^30 B (default: 1)")
+    flag("--top-k", type=integer(1), default=5, help="passages a question (default: %(default)s)")
+    flag("--limit", type=integer(1), default=60, help=f"questions behind the {WARM} that warm the cache (default: 60)")
+    flag("--device-cache-gb", type=positive, default=1.0, help="KV kept, units of 2^30 B (default: 1)")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

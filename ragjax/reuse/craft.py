@@ -44,13 +44,12 @@ from ragjax.core import (
 )
 from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
 from ragjax.reuse.focus import Focus, find_focus
+from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record
+from ragjax.reuse.stitch import system_length
 
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""
-
-FUSED = "fusion"
-"""Method under which preprocessed chunks are kept."""
 
 
 @dataclass(frozen=True)
@@ -366,18 +365,6 @@ def _account(layout: Layout, context: Lease) -> tuple[SegmentReport, ...]:
         reused[i] = max(0, min(end, layout.hit) - begin)
         tiers[i] = context.tier(begin, end)
     return report(prompt, reused, tiers)
-
-
-def system_length(prompt: Prompt) -> int:
-    """Tokens of the leading system segments.
-
-    Raises:
-        ValueError: if a system segment stands behind another kind.
-    """
-    system = segments_of(prompt, Kind.SYSTEM)
-    if system != tuple(range(len(system))):
-        raise ValueError("system segments come first")
-    return prompt.starts[len(system)]
 
 
 def _behind(prompt: Prompt, index: int) -> bytes:

@@ -13,20 +13,17 @@ No request can name this strategy: `ragjax.preprocess` gives it to the engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from ragjax.cache.cache import KnowledgeCache, neighbours
 from ragjax.cache.lease import Lease
 from ragjax.cache.tree import PUBLIC, Provenance
-from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Segment, Span, Tokens, Visibility, Want
+from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Segment, Span, Tokens, Want
 from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
+from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import record
 from ragjax.reuse.naive import Naive
-
-METHOD = "fusion"
-"""Method under which fused KV is kept."""
+from ragjax.reuse.stitch import missing
 
 
 class Fuse:
@@ -56,9 +53,11 @@ class Fuse:
         matched = context = holding.prefix(prompt.tokens[:system])
         rest = most_slots(len(prompt) - system + holding.decode_tokens, len(prompt.segments), holding.page_size)
         runs, system_hit = usable(context, system, holding.slots - rest, holding.page_size)
-        found, missing = _match(prompt, context, holding)
+        others = segments_of(prompt, Kind.CHUNK)[:-1]
+        leases = {i: holding.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in others}
+        found = {i: lease for i, lease in leases.items() if lease is not None}
         fresh_system = holding.reserve(system - system_hit) if system > system_hit else None
-        fresh = {i: holding.reserve(len(prompt.segments[i])) for i in missing}
+        fresh = {i: holding.reserve(len(prompt.segments[i])) for i in others if i not in found}
         own = holding.reserve(len(prompt.segments[last]))
         tail = holding.reserve(holding.decode_tokens)
 
@@ -66,7 +65,7 @@ class Fuse:
         if fresh_system is not None:
             system_spans = (*system_spans, Span.consecutive(system_hit, fresh_system))
         if fresh_system is not None or fresh:
-            yield _missing(prompt, system_hit, fresh, system_spans)
+            yield missing(prompt, system_hit, system, fresh, system_spans)
         if fresh_system is not None:
             head, public = prompt.tokens[:system], min(prompt.public, system)
             holding.cache.admit_prefix(context, head, system_hit, fresh_system, (), public)
@@ -128,31 +127,6 @@ def _name(behind: bytes) -> tuple[Provenance, str]:
 def _key(cache: KnowledgeCache, context: Tokens, segment: Segment, behind: bytes, tenant: str) -> bytes:
     owner = PUBLIC if segment.public else tenant
     return cache.key_of(context, segment.tokens, *_name(behind), owner, behind=behind)
-
-
-def _match(prompt: Prompt, context: Lease, holding: Holding) -> tuple[dict[int, Lease], list[int]]:
-    """Leases of the neighbours' isolated KV, and those that have none."""
-    found: dict[int, Lease] = {}
-    missing = []
-    for i in segments_of(prompt, Kind.CHUNK)[:-1]:
-        lease = holding.segment(context, prompt.segments[i].tokens, *_name(b""))
-        if lease is None:
-            missing.append(i)
-        else:
-            found[i] = lease
-    return found, missing
-
-
-def _missing(prompt: Prompt, system_hit: int, fresh: Mapping[int, Run], system_spans: tuple[Span, ...]) -> Pass:
-    """What is missing of the system prompt, and neighbours, each at the position right behind it."""
-    system = _head(prompt)
-    hidden = Visibility.isolated(prompt, rows=tuple(fresh)).hidden
-    spans, rows, positions = list(system_spans), [orders(system_hit, system)], [orders(system_hit, system)]
-    for i, run in fresh.items():
-        spans.append(Span.consecutive(prompt.starts[i], run, 0, hidden[i]))
-        rows.append(orders(prompt.starts[i], prompt.starts[i + 1]))
-        positions.append(orders(system, system + run.length))
-    return Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans))
 
 
 def _keep(

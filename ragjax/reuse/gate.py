@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -30,10 +28,11 @@ from tqdm import tqdm
 from ragjax import core
 from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Tokens
 from ragjax.engine import Engine
+from ragjax.flag import command_line, integer, positive
 from ragjax.loading import report_path
 from ragjax.preprocess import preprocess
 from ragjax.prompt import chat_prompt
-from ragjax.reuse import strategies
+from ragjax.reuse import BASELINES, strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.quality import EXACT, Budget, Measurement, Report, Setting, divergence
 
@@ -93,7 +92,9 @@ def _question(engine: Engine, entry: dict[str, list[str]]) -> Question:
 def settings_of(
     known: Mapping[str, Strategy], names: Sequence[str] | None = None, ratios: Sequence[float] = RATIOS
 ) -> tuple[Setting, ...]:
-    """What is measured of the named strategies (all, if None), but for `full`, which they are compared with.
+    """What is measured of the named strategies, but for `full`, which they are compared with.
+
+    names: None for all but baselines.
 
     Raises:
         ConfigError: for a strategy that is not known, or if none is left.
@@ -101,7 +102,7 @@ def settings_of(
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; choose of {', '.join(known)}")
-    chosen = [known[name] for name in names or known if name != "full"]
+    chosen = [known[name] for name in names or known if name != "full" and (names or name not in BASELINES)]
     if not chosen:
         raise ConfigError("only full is to be measured; name another strategy")
     return tuple(
@@ -258,26 +259,19 @@ def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[s
     yield f"the budget {budget} picks {chosen}" if chosen else f"nothing lies inside the budget {budget}"
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (--help lists the flags)")
-
-
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = _Parser(
-        prog="python -m ragjax.reuse.gate",
-        description="Measure every strategy against full attention on the bundled questions.",
-        allow_abbrev=False,
+    parser = command_line(
+        "ragjax.reuse.gate", "Measure every strategy against full attention on the bundled questions."
     )
     flag = parser.add_argument
     flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
     flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
-    flag("--strategies", type=_names, help="measure these alone, with commas between (default: all)")
+    flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
     flag("--ratios", type=_ratios, default=RATIOS, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
-    flag("--top-k", type=_count(1), default=3, help="chunks a question, as the server's (%(default)s)")
-    flag("--limit", type=_count(2), help="questions (default: all)")
-    flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
+    flag("--top-k", type=integer(1), default=3, help="chunks a question, as the server's (%(default)s)")
+    flag("--limit", type=integer(2), help="questions (default: all)")
+    flag("--device-cache-gb", type=positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
     options.budget = Budget.parse(options.budget)
@@ -294,22 +288,6 @@ def _ratios(text: str) -> tuple[float, ...]:
         if all(0.0 <= ratio <= 1.0 for ratio in ratios):
             return ratios
     raise argparse.ArgumentTypeError(f"must be numbers from 0 to 1 with commas between, not {text!r}")
-
-
-def _count(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text.isdecimal() and int(text) >= low:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"must be a whole number from {low}, not {text!r}")
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
 
 
 if __name__ == "__main__":

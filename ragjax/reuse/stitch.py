@@ -201,7 +201,7 @@ def prepare(
         head = (*head, Span.consecutive(system_hit, fresh_system))
     meta = {i: lease.node.meta for i, lease in leases.items()}
     if fresh_system.length or fresh:
-        results = yield _missing(prompt, system_hit, system, fresh, head, source.wants if fresh else frozenset())
+        results = yield missing(prompt, system_hit, system, fresh, head, source.wants if fresh else frozenset())
         meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
         if fresh_system.length:
             public = min(prompt.public, system)
@@ -296,15 +296,18 @@ def span_of(prompt: Prompt, i: int) -> tuple[int, int]:
     return prompt.starts[i], prompt.starts[i + 1]
 
 
-def _missing(
+def missing(
     prompt: Prompt,
     system_hit: int,
     system: int,
     fresh: Mapping[int, Run],
     head: tuple[Span, ...],
-    wants: frozenset[Want],
+    wants: frozenset[Want] = frozenset(),
 ) -> Pass:
-    """Missing system tokens, and missing chunks at the position right behind the system prompt."""
+    """System tokens behind the first `system_hit`, and chunks, each at the position right behind the system prompt.
+
+    fresh: where the chunks go, by segment. head: spans of all system tokens.
+    """
     hidden = Visibility.isolated(prompt, rows=tuple(fresh)).hidden
     spans, rows, positions = list(head), [orders(system_hit, system)], [orders(system_hit, system)]
     for i, run in fresh.items():

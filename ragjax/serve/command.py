@@ -10,15 +10,16 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from ragjax import core
+from ragjax.flag import command_line, from_zero, integer, positive, share
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
 
 if TYPE_CHECKING:
@@ -43,11 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise core.ConfigError(f"{message} (--help lists the flags)")
-
-
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None) and of the environment's RAGJAX_API_KEY.
 
@@ -56,10 +52,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     Raises:
         core.ConfigError: for an unknown flag, or a value that cannot work.
     """
-    parser = _Parser(
-        prog="python -m ragjax.serve",
-        description="OpenAI's chat and text completions over a model and your documents (docs/http.md).",
-        allow_abbrev=False,
+    parser = command_line(
+        "ragjax.serve", "OpenAI's chat and text completions over a model and your documents (docs/http.md)."
     )
     flag = parser.add_argument
     flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
@@ -67,30 +61,30 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
     flag("--index-dir", metavar="DIR", help="where chunks and index are kept between starts (default: in memory)")
     flag("--strategy", help="how KV is reused unless a request says otherwise (prefix)")
-    flag("--recompute-ratio", type=_share, help="share of chunk tokens it computes anew (default: its own choice)")
+    flag("--recompute-ratio", type=share, help="share of chunk tokens it computes anew (default: its own choice)")
     flag("--quality-budget", help='have the quality report pick: "KL=0.05" or "TOP1=0.95" (docs/http.md)')
     flag("--quality-fallback", choices=("refuse", "full"), default="refuse", help="if none is inside (%(default)s)")
-    flag("--shadow-rate", type=_share, default=0.0, help="share of requests replayed in full attention (%(default)s)")
-    flag("--top-k", type=_integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
+    flag("--shadow-rate", type=share, default=0.0, help="share of requests replayed in full attention (%(default)s)")
+    flag("--top-k", type=integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
-    flag("--device-cache-gb", type=_positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
-    flag("--host-cache-gb", type=_from_zero, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
+    flag("--device-cache-gb", type=positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
+    flag("--host-cache-gb", type=from_zero, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
     flag("--disk-cache", metavar="DIR", help="folder where KV outlives the server; may be shared (default: none)")
-    flag("--disk-cache-gb", type=_positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
+    flag("--disk-cache-gb", type=positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
     flag("--at-rest", choices=("raw", "int8", "float8"), default="raw", help="KV below the device; only raw is exact")
-    flag("--load-timeout", type=_positive, default=10.0, help="seconds before KV is computed, not loaded (%(default)s)")
+    flag("--load-timeout", type=positive, default=10.0, help="seconds before KV is computed, not loaded (%(default)s)")
     flag("--policy", default="lru", help="what leaves the caches first (%(default)s)")
     flag("--cost-profile", metavar="FILE", help="prefill times of this device, by benchmarks.cost; for --policy pgdsf")
     flag("--record-trace", metavar="FILE", help="add every request to FILE, as hashes and sizes")
-    flag("--max-context", type=_integer(1), help="tokens of prompt and answer together (default: the model's)")
-    flag("--max-queue", type=_integer(1), default=64, help="requests that may wait; more get 429 (%(default)s)")
-    flag("--max-body-mb", type=_positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
+    flag("--max-context", type=integer(1), help="tokens of prompt and answer together (default: the model's)")
+    flag("--max-queue", type=integer(1), default=64, help="requests that may wait; more get 429 (%(default)s)")
+    flag("--max-body-mb", type=positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    flag("--port", type=_integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
+    flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
     flag("--share-knowledge", action="store_true", help="let tenants share the KV of the knowledge (docs/http.md)")
-    flag("--grace", type=_integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
+    flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
     options.knowledge = _knowledge(options.knowledge)
@@ -99,36 +93,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if options.api_key in options.tenants:
         raise core.ConfigError("--tenants: the key of --api-key may not be a tenant's too")
     return options
-
-
-def _integer(low: int, high: int = 10**9) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text.isdecimal() and low <= int(text) <= high:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r}")
-
-    return parse
-
-
-def _positive(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-
-
-def _share(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) <= 1:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
-
-
-def _from_zero(text: str) -> float:
-    with suppress(ValueError):
-        if 0 <= float(text) < math.inf:
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0, not {text!r}")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,59 @@
+"""What the commands share: a parser whose errors are `ConfigError`s, and the values of flags."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+from ragjax.core import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """What it cannot take is a `ConfigError`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise it."""
+        raise ConfigError(f"{message} (--help lists the flags)")
+
+
+def command_line(module: str, description: str) -> Parser:
+    """Of `python -m module`; flags go by their whole names."""
+    return Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
+
+
+def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
+    """Reads whole numbers from `low` to `high`."""
+
+    def parse(text: str) -> int:
+        if text.isdecimal() and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text!r}")
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+
+
+def from_zero(text: str) -> float:
+    """A number from 0."""
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 0, not {text!r}")
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    with suppress(ValueError):
+        if 0 <= float(text) <= 1:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")

@@ -1257,7 +1257,9 @@ class Tiers(RuleBasedStateMachine):
         context = self.pick(self.contexts(), pick)
         what = (provenance, "fusion", ids, tuple(behind))
         digest = neighbours([tokens(*chunk) for chunk in behind])
-        lease = self.cache.match_segment(context.lease, tokens(*ids), provenance, "fusion", behind=digest, cfo=cfo)
+        lease = self.cache.match_segment(
+            context.lease, tokens(*ids), provenance, "fusion", behind=digest, variant=bool(digest), cfo=cfo
+        )
         if lease is not None:
             self.hold(Held(lease, context.tenant, ids, context.ids, what))
             return
@@ -1269,7 +1271,15 @@ class Tiers(RuleBasedStateMachine):
         for cell in content:
             self.may_read(cell, context.tenant, public)
         self.cache.admit_segment(
-            context.lease, tokens(*ids), run, len(context.ids), provenance, "fusion", behind=digest, public=public
+            context.lease,
+            tokens(*ids),
+            run,
+            len(context.ids),
+            provenance,
+            "fusion",
+            behind=digest,
+            public=public,
+            variant=bool(digest),
         )
         self.keep_run(run, keep)
 

@@ -41,11 +41,6 @@ class Metrics:
     host_bytes: int = 0
     nodes: int = 0
 
-    @property
-    def hit_tokens(self) -> int:
-        """Tokens found, exact or not."""
-        return self.exact_hit_tokens + self.approximate_hit_tokens
-
 
 @dataclass(eq=False)
 class Lease:

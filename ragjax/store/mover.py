@@ -69,21 +69,6 @@ class Traffic:
     retries: int = 0
 
 
-@dataclass
-class Loss:
-    """Relative RMS error of the encodings so far: the largest, and the mean over entries."""
-
-    entries: int = 0
-    worst: float = 0.0
-    mean: float = 0.0
-
-    def add(self, loss: float) -> None:
-        """One more entry."""
-        self.entries += 1
-        self.worst = max(self.worst, loss)
-        self.mean += (loss - self.mean) / self.entries
-
-
 @dataclass(frozen=True)
 class _Snapshot:
     """Copies of some pages (their numbers ascending), as they were at one moment."""
@@ -145,7 +130,6 @@ class Mover(Carrier):
         notify: may be set anew while nothing is under way.
         lossy: whether what it saves loses precision.
         host: the host entries.
-        loss: of the entries saved so far.
     """
 
     def __init__(
@@ -163,7 +147,6 @@ class Mover(Carrier):
         self._codec = Codec(kind, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
         self.lossy = kind != "raw"
         self.host = HostStore()
-        self.loss = Loss()
         self._device = device
         self._disk = disk
         self._retries = retries
@@ -381,8 +364,6 @@ class Mover(Carrier):
     def _save(self, job: Save, entry: Entry, snapshot: _Snapshot) -> _Outcome:
         with self._count("device_to_host"):
             arrays, loss = self._codec.encode(*snapshot.read(job.run, self._codec, self._device.page_size))
-        with self._change:
-            self.loss.add(loss)
         self.host.put(entry, arrays)
         return _Outcome(sum(x.nbytes for x in arrays.values()), loss)
 

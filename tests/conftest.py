@@ -15,6 +15,10 @@ QWEN = os.environ.get("RAGJAX_QWEN_GGUF")
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
 if not GPU:
     os.environ["JAX_PLATFORMS"] = "cpu"
+    # Most of the suite's time is compiling, and files, processes and runs compile the same: it is kept in build/.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "tests" / "programs"))
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Wall-clock limits would make the outcome depend on the machine; pytest-timeout ends a test that hangs.
 settings.register_profile(

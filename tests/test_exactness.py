@@ -23,7 +23,7 @@ NEW_TOKENS = 12
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest, smollm_path: Path) -> Iterator[Engine]:
     with Engine.load(smollm_path, knowledge=DEMO / "documents", dtype=request.param, compile=False) as made:
         yield made

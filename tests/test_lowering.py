@@ -16,9 +16,10 @@ import pytest
 from flax import nnx
 
 from ragjax import runner
-from ragjax.core import Grid
+from ragjax.core import Grid, Want
 from ragjax.kernels import attention, attention_mosaic, attention_triton, reductions_triton
 from ragjax.kernels.pages import Pages
+from ragjax.kernels.probe import ARRAYS
 from ragjax.kernels.rope import Rotation
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
@@ -128,10 +129,14 @@ QWEN = replace(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mass", [False, True])
+@pytest.mark.parametrize(
+    ("want", "kernel"), [(None, []), (Want.KEY_MASS, ["key_mass"]), (Want.SEGMENT_MASS, ["row_segment_mass"])]
+)
 @pytest.mark.parametrize("bucket", [1, -1], ids=["decode", "prefill"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama-3-8b", "qwen2.5-7b"])
-def test_stage_of_a_model_lowers(config: ModelConfig, bucket: int, mass: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stage_of_a_model_lowers(
+    config: ModelConfig, bucket: int, want: Want | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Scanned layers under shard_map, with the pool in the carry: one kernel serves them all."""
     monkeypatch.setitem(attention.BACKENDS, "triton", attention.Backend(attention_triton.attend, lambda *_: None))  # type: ignore[arg-type]
     monkeypatch.setattr(reductions_triton, "refusal", lambda *_: None)
@@ -151,6 +156,10 @@ def test_stage_of_a_model_lowers(config: ModelConfig, bucket: int, mass: bool, m
     begin = partial(runner._begin, spec, block)
     lower(begin, ends, table, step)
     x_TE, inputs = jax.eval_shape(begin, ends, table, step)
-    stage = lower(partial(runner._stage, spec, block, "triton", mass), weights, pool, x_TE, inputs, table)
-    names = [kernel.name for kernel in kernels(stage)]
-    assert names == ["paged_interval_attention", *["key_mass"] * mass]
+    measure = None if want is None else (want, 16)
+    sizes = {"T": (rows,), "S": (slots,), "SC": (slots, cells)}
+    probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[want] if want else ())}
+    chosen_L = jax.ShapeDtypeStruct((layers if want else 0,), jnp.bool_)
+    whole = partial(runner._stage, spec, block, "triton", layers, measure)
+    stage = lower(whole, weights, pool, x_TE, inputs, table, chosen_L, probe)
+    assert [one.name for one in kernels(stage)] == ["paged_interval_attention", *kernel]

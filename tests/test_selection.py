@@ -354,7 +354,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
     dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
     group = dense.prob.shape[2] // dense.v.shape[2]
     scores = dict.fromkeys(map(int, orders_of(prompt, Kind.CHUNK)), 0.0)
-    for layer, prob in enumerate(dense.prob):
+    for layer, prob in list(enumerate(dense.prob))[2:]:  # the later of stages (0, 1), (1, 2), (2, 3)
         for head in range(prob.shape[1]):
             for order in scores:
                 value = np.linalg.norm(dense.v[layer, order, head // group])

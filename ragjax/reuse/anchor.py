@@ -47,10 +47,9 @@ class Valued:
         return 0
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass: the joins over the chunks as they are, measured from the first stage that begins in the later half."""
-        depth = stitched.stages[-1]
-        begin = next(layer for layer in stitched.stages if 2 * layer >= depth)
-        begin = min(begin, stitched.stages[-2])
+        """One pass: the joins over the chunks as they are, measured in the stages of the later half."""
+        *begins, depth = stitched.stages
+        begin = next((layer for layer in begins if 2 * layer >= depth), begins[-1])
         results = yield stitched.ask(self.wants, measured=(begin, depth), asking=stitched.question)
         chunks = np.setdiff1d(stitched.chunks, anchor(stitched)).astype(np.int32)
         score: NDArray[np.float64] = results[Want.VALUED_MASS][:, chunks].sum(0, dtype=np.float64)

@@ -573,6 +573,7 @@ class Answer:
     recompute_ratio: what the strategy was asked for; None if it takes none, or went by its own.
     predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
     scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
+    figures: as `Plan.figures`.
     """
 
     text: str
@@ -590,6 +591,7 @@ class Answer:
     recompute_ratio: float | None = None
     predicted: Divergence | None = None
     scores: NDArray[np.float32] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

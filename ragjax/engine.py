@@ -980,6 +980,7 @@ class Engine:
             recompute_ratio=ticket.ratio,
             predicted=self._contract.predicted(ticket.setting, exact, ticket.chunks),
             scores=ticket.scores,
+            figures=plan.figures,
         )
 
     def _count(self, ticket: Ticket, reports: Sequence[SegmentReport]) -> None:

@@ -139,6 +139,7 @@ class FakeEngine:
             logprobs=self._wanted(request, logprobs),
             recompute_ratio=request.rag and request.rag.recompute_ratio,
             predicted=core.Divergence(0.25, 0.75) if approximate else core.Divergence(0.0, 1.0),
+            figures={"focus_ideal": 0.5} if approximate else {},
             notices=("attention not by triton: no such kernel",),
         )
 

@@ -445,6 +445,7 @@ def test_the_engine_says_what_the_executor_says() -> None:
             answer = engine.answer_prompt(prompt, strategy=name, recompute_ratio=ratio, max_tokens=1, want_logits=True)
             assert answer.logits is not None and answer.exact_to == done.plan.exact_to
             assert [s.recomputed for s in answer.segments] == [r.recomputed for r in done.plan.reports]
+            assert answer.figures == done.plan.figures and bool(answer.figures) == (n > 0)
             np.testing.assert_allclose(answer.logits, done.logits, atol=2e-4)
         together = [
             engine.begin_prompt(ask(*chunks), strategy=name, recompute_ratio=ratio, max_tokens=1, want_logits=True)

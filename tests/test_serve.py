@@ -141,6 +141,7 @@ def test_an_approximate_answer_says_so(shared: Served) -> None:
     rag = answer.model_extra["rag"]
     assert (rag["exact_to"], rag["approximate"], rag["recompute_ratio"]) == (None, True, 0.5)
     assert rag["predicted"] == {"kl": 0.25, "top1": 0.75}
+    assert rag["figures"] == {"focus_ideal": 0.5}
 
 
 def test_chat_stream_with_openai_client(shared: Served) -> None:

@@ -40,7 +40,7 @@ class Anchored(Fused):
 class Valued:
     """Tokens from which the question receives most, over later layers; none of the anchor's."""
 
-    wants = frozenset({Want.KEY_MASS, Want.VALUED_MASS})
+    wants = frozenset({Want.VALUED_MASS})
 
     def scratch(self, prompt: Prompt) -> int:
         """None."""

@@ -165,6 +165,7 @@ def _rag(answer: core.Answer) -> Json:
         "exact_to": answer.exact_to,
         "approximate": answer.exact_to is None,
         "predicted": None if answer.predicted is None else asdict(answer.predicted),
+        "figures": dict(answer.figures),
         "segments": [asdict(report) for report in answer.segments],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
         "notices": list(answer.notices),

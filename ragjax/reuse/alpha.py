@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from ragjax.core import ConfigError
+from ragjax.reuse.quality import write
 
 VERSION = 1
 """Of the file format."""
@@ -38,10 +38,7 @@ class Alpha:
 
     def save(self, path: Path) -> None:
         """Write it, at once or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=2) + "\n", encoding="utf-8")
-        part.replace(path)
+        write(path, {"version": VERSION, **asdict(self)})
 
     @staticmethod
     def load(path: Path, identity: str) -> Alpha:

@@ -223,10 +223,7 @@ class Report:
 
     def save(self, path: Path) -> None:
         """Write it as JSON; readers see the old file or the new one."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write(path, {"version": VERSION, **asdict(self)})
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Report:
@@ -251,6 +248,14 @@ class Report:
             raise ValueError(f"not version {VERSION}")
         rows = [{**row, "setting": Setting(**row["setting"])} for row in data.pop("measurements")]
         return cls(**data, measurements=tuple(Measurement(**row) for row in rows))
+
+
+def write(path: Path, document: Mapping[str, Any]) -> None:
+    """Write JSON, at once or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 GATE = "make one by python -m ragjax.reuse.gate"

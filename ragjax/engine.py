@@ -856,7 +856,7 @@ class Engine:
         self._counters.steps += 1
         for ticket in members:
             ticket.compute_ms += elapsed_ms
-        for task in batch.deliver(logits, outcome.measured, outcome.residual_TE):
+        for task in batch.deliver(logits, outcome.measured, outcome.residual):
             ticket = self._tickets[id(task)]
             try:
                 self._advance(ticket, task)

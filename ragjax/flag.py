@@ -6,9 +6,13 @@ import argparse
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from ragjax.core import ConfigError
+
+DEMO = Path(__file__).parent / "demo"
+"""Packaged documents, and questions on them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,3 +61,17 @@ def share(text: str) -> float:
         if 0 <= float(text) <= 1:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+
+
+def knowledge(value: str) -> dict[str, str | Path]:
+    """A knowledge base and its name; the demo's is "demo", others are named after their folder or file.
+
+    Raises:
+        ConfigError: if there is no such folder or file.
+    """
+    if value == "demo":
+        return {"demo": DEMO / "documents"}
+    source = Path(value)
+    if not source.exists():
+        raise ConfigError(f"--knowledge: {value!r} does not exist; give a folder, a .jsonl file or 'demo'")
+    return {source.resolve().stem: source}

@@ -20,15 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tqdm import tqdm
 
 from ragjax import core
 from ragjax.cache.cache import neighbours
-from ragjax.core import Answer, Chunk, ConfigError, Hit, Message, Prompt, Segment, StorageOptions
+from ragjax.core import Answer, Chunk, Hit, Message, Prompt, Segment, StorageOptions
 from ragjax.engine import Engine
-from ragjax.flag import command_line, from_zero, integer, positive
+from ragjax.flag import command_line, from_zero, integer, knowledge, positive
 from ragjax.prompt import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.fuse import Fuse
@@ -309,16 +308,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--max-context", type=integer(1), help="tokens of prompt and answer together (default: the model's)")
     flag("--share-knowledge", action="store_true", help="as the server's, which must have it as well")
     options = parser.parse_args(argv)
-    options.knowledge = _knowledge(options.knowledge)
+    options.knowledge = knowledge(options.knowledge)
     return options
-
-
-def _knowledge(value: str) -> dict[str, Path]:
-    """The source by its name, both as the server's."""
-    source = Path(core.__file__).parent / "demo" / "documents" if value == "demo" else Path(value)
-    if not source.exists():
-        raise ConfigError(f"--knowledge: {value!r} does not exist; give a folder, a .jsonl file or 'demo'")
-    return {"demo" if value == "demo" else source.resolve().stem: source}
 
 
 def _load(options: argparse.Namespace) -> Engine:

@@ -53,13 +53,16 @@ STAGE_LAYERS = 8
 class Outcome:
     """What a step made.
 
-    x_TE: residual rows behind the last layer that ran, float32 [T, E]. residual_TE: the same on the host, if layers are
-    left. measured: what its probe asked for, float32 [layers, ...] (`kernels.probe.measure`).
+    x_TE: residual rows behind the last layer that ran, float32 [T, E]. measured: what its probe asked for, float32
+    [layers, ...] (`kernels.probe.measure`).
     """
 
     x_TE: jax.Array
-    residual_TE: NDArray[np.float32] | None = None
     measured: NDArray[np.float32] | None = None
+
+    def residual(self) -> NDArray[np.float32]:
+        """`x_TE` on the host, for a step that goes on where this one ended."""
+        return np.asarray(self.x_TE)
 
 
 @dataclass(frozen=True)
@@ -191,8 +194,7 @@ class Runner:
             )
             measured.append(found_L)
         self._count(self._choice(rows, slots), end - begin)
-        residual_TE = np.asarray(x_TE) if end < self.config.num_layers else None
-        return Outcome(x_TE, residual_TE, self._measured(step.probe, begin, measured))
+        return Outcome(x_TE, self._measured(step.probe, begin, measured))
 
     def _stage_program(
         self, step: Step, first: int, count: int

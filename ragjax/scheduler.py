@@ -7,7 +7,7 @@ A move of cached KV has no rows: it waits in `Task.moving`, and whoever owns the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,9 @@ from ragjax.core import (
     Want,
 )
 from ragjax.reuse.base import Holding, Strategy, most_slots
+
+Residual = Callable[[], NDArray[np.float32]]
+"""Gives a step's residual rows, float32 [T, E]: asked only by a pass that goes on where the step ended."""
 
 
 class SlotTable:
@@ -90,7 +93,8 @@ class Work:
     token, order, position, cell: int32 [n]. logits_at: row index to result index. context: orders in use. layers: those
     to run, half-open. residual: what the rows bring from earlier layers, float32 [n, E], if these are not the first.
     probe: what is measured, its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has.
-    measured: per layer of the probe, by order, [..., context], or by row. ended: what residual was, behind `layers`.
+    measured: per layer of the probe, by order, [..., context], or by row. ended: which rows each step did and
+    what it left, if layers are left.
     """
 
     token: NDArray[np.int32]
@@ -104,7 +108,7 @@ class Work:
     residual: NDArray[np.float32] | None = None
     probe: Probe | None = None
     measured: NDArray[np.float32] | None = None
-    ended: NDArray[np.float32] | None = None
+    ended: list[tuple[Piece, Residual]] = field(default_factory=list)
     done: int = 0
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
@@ -132,11 +136,10 @@ class Work:
             return
         self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis)
 
-    def take_residual(self, residual_TE: NDArray[np.float32], piece: Piece) -> None:
-        """Keep what a step that ended early left of rows [piece.begin, piece.end)."""
-        if self.ended is None:
-            self.ended = np.empty((len(self.token), residual_TE.shape[1]), np.float32)
-        self.ended[piece.begin : piece.end] = residual_TE[piece.row : piece.row + piece.end - piece.begin]
+    def residual_behind(self) -> NDArray[np.float32]:
+        """What all rows bring from the steps that did them, float32 [n, E]."""
+        parts = [(residual(), piece) for piece, residual in self.ended]
+        return np.concatenate([x_TE[piece.row : piece.row + piece.end - piece.begin] for x_TE, piece in parts])
 
     def results(self, wants: frozenset[Want]) -> Results:
         """What a pass with these wants gets, once all rows are computed."""
@@ -311,10 +314,10 @@ class Task:
         if begin == 0:
             return None
         before = self._before
-        if before is None or before.ended is None or before.layers[1] != begin:
+        if before is None or before.layers[1] != begin:
             raise ValueError(f"{self.strategy.name} goes on at layer {begin}, where no pass ended before")
         self._expect(np.isin(rows, before.order).all(), "goes on with rows that the pass before did not have")
-        return before.ended[np.searchsorted(before.order, rows)]
+        return before.residual_behind()[np.searchsorted(before.order, rows)]
 
     def _probe(self, asked: Pass, layers: tuple[int, int], table: SlotTable) -> Probe | None:
         wants = asked.wants - {Want.LOGITS}
@@ -404,14 +407,14 @@ class Batch:
         self,
         logits: NDArray[np.float32] | None,
         measured: NDArray[np.float32] | None = None,
-        residual_TE: NDArray[np.float32] | None = None,
+        residual: Residual | None = None,
     ) -> list[Task]:
         """Hand results to the tasks' work; return the tasks whose work is done.
 
         Args:
             logits: float32 [n, V] of `logit_rows`.
             measured: what the step's probe asked for, float32 [layers, ...].
-            residual_TE: residual rows, if the step ended before the last layer.
+            residual: gives what the step left of its rows.
         """
         done, taken = [], 0
         for piece in self.pieces:
@@ -424,8 +427,8 @@ class Batch:
             if work.probe is not None:
                 assert measured is not None
                 work.take_measured(measured, piece)
-            if residual_TE is not None:
-                work.take_residual(residual_TE, piece)
+            if residual is not None and work.layers[1] < piece.task.holding.stages[-1]:
+                work.ended.append((piece, residual))
             work.done = piece.end
             if not work.left:
                 done.append(piece.task)

@@ -220,7 +220,7 @@ class Bench:
                 self.split.add(batch.step.probe is not None)
             outcome = self.runner.step(batch.step)
             logits = self.runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
-            for task in batch.deliver(logits, outcome.measured, outcome.residual_TE):
+            for task in batch.deliver(logits, outcome.measured, outcome.residual):
                 if task.plan is None:
                     task.pass_done()
 

@@ -19,16 +19,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ragjax import core
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.engine import Engine
-from ragjax.flag import command_line, integer, positive
+from ragjax.flag import DEMO, command_line, integer, knowledge, positive
 from ragjax.loading import alpha_path
 from ragjax.reuse.alpha import Alpha, least
 from ragjax.reuse.base import Strategy
@@ -173,12 +171,11 @@ def word_f1(text: str, reference: str) -> float:
 
 def _run(options: argparse.Namespace) -> int:
     desired = Desired.parse(options.quality)
-    demo = Path(core.__file__).parent / "demo"
-    questions = [json.loads(line)["question"] for line in (demo / "questions.jsonl").read_text("utf-8").splitlines()]
+    questions = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text("utf-8").splitlines()]
     questions = questions[: WARM + options.limit]
     with Engine.load(
         options.model,
-        knowledge={"demo": demo / "documents"},
+        knowledge=knowledge("demo"),
         strategy="full",
         strategies=candidates(),
         dtype=options.dtype,

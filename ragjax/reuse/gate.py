@@ -28,7 +28,7 @@ from tqdm import tqdm
 from ragjax import core
 from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Tokens
 from ragjax.engine import Engine
-from ragjax.flag import command_line, integer, positive
+from ragjax.flag import DEMO, command_line, integer, knowledge, positive
 from ragjax.loading import report_path
 from ragjax.preprocess import preprocess
 from ragjax.prompt import chat_prompt
@@ -44,8 +44,6 @@ ALONE = 16
 
 REFERENCE = 16
 """Most tokens of a reference answer."""
-
-DEMO = Path(core.__file__).parent / "demo"
 
 
 class BrokenCache(RagjaxError):
@@ -224,7 +222,7 @@ def _measured(options: argparse.Namespace) -> Report:
     names = {setting.strategy for setting in settings}
     with Engine.load(
         options.model,
-        knowledge={"demo": DEMO / "documents"},
+        knowledge=knowledge("demo"),
         dtype=options.dtype,
         top_k=options.top_k,
         device_cache_gb=options.device_cache_gb,

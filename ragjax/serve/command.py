@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from ragjax import core
-from ragjax.flag import command_line, from_zero, integer, positive, share
+from ragjax.flag import command_line, from_zero, integer, knowledge, positive, share
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
-    options.knowledge = _knowledge(options.knowledge)
+    options.knowledge = None if options.knowledge == "none" else knowledge(options.knowledge)
     options.api_key = _api_key(options.api_key)
     options.tenants = {} if options.tenants is None else _tenants(options.tenants)
     if options.api_key in options.tenants:
@@ -133,17 +133,6 @@ def _tenant(key: str, entry: object) -> Tenant:
     if quota is not None and not (isinstance(quota, int | float) and 0 < quota < math.inf):
         raise core.ConfigError(f"{shown}: quota_gb must be a number above 0, not {quota!r}")
     return Tenant(name, quota)
-
-
-def _knowledge(value: str) -> dict[str, str | Path] | None:
-    if value == "none":
-        return None
-    if value == "demo":
-        return {"demo": Path(core.__file__).parent / "demo" / "documents"}
-    source = Path(value)
-    if not source.exists():
-        raise core.ConfigError(f"--knowledge: {value!r} does not exist; give a folder, a .jsonl file, 'demo' or 'none'")
-    return {source.resolve().stem: source}
 
 
 def _api_key(flag: str | None) -> str | None:

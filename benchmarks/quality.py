@@ -53,6 +53,8 @@ RATIO = 0.15
 
 RATIOS = "0,0.05,0.1,0.15,0.3,1"
 LIMIT, SWEEP = 100, 25
+VARIANTS = 100_000
+"""No limit: every chunk of the evaluated questions is to have one."""
 QUICK_SET, QUICK_LIMIT = "hotpotqa", 2
 
 METRICS = ("kl", "top1", "em", "f1", "answered", "rougeL", "rougeL_vs_full", "jaccard_vs_full", "recomputed_share")
@@ -284,7 +286,7 @@ def _numbers(flags: argparse.ArgumentParser, name: str, text: str, kind: Any, mo
 def opened(chosen: argparse.Namespace, strategies: dict[str, Strategy]) -> Iterator[Engine]:
     """An engine whose disk tier is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="ragjax-quality-") as folder:
-        storage = StorageOptions(disk=folder, disk_gb=chosen.disk_cache_gb)
+        storage = StorageOptions(disk=folder, disk_gb=chosen.disk_cache_gb, variants=VARIANTS)
         with Engine.load(
             chosen.model,
             strategy="fusion",  # whose programs are most of what others need

@@ -105,6 +105,8 @@ class Kind(StrEnum):
     """Depends on everything before it (it comes first)."""
     CHUNK = "chunk"
     """Knowledge: depends on the system segments alone when isolated."""
+    NODE = "node"
+    """A run of a dependency tree, of a knowledge-graph path for instance: depends on its ancestors (DepCache, 3.1)."""
     JOIN = "join"
     """Depends on everything before it: a question, or a finished turn."""
 
@@ -115,6 +117,8 @@ class Segment:
 
     public: whether its KV may serve every tenant, as long as all before it may.
     behind: as `Chunk.behind`.
+    depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
+        node without an ancestor depends on the leading system segments).
     """
 
     id: str
@@ -124,6 +128,7 @@ class Segment:
     score: float | None = None
     public: bool = False
     behind: bytes = b""
+    depends: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -140,6 +145,9 @@ class Prompt:
             raise RequestError("the prompt is empty", param="messages")
         if any(len(s) == 0 for s in self.segments):
             raise RequestError("a segment of the prompt has no tokens", param="messages")
+        for i, segment in enumerate(self.segments):
+            if any(not 0 <= j < i for j in segment.depends or ()):
+                raise ValueError(f"segment {i} depends on {segment.depends}: only on earlier ones can it")
 
     def __len__(self) -> int:
         return sum(len(s) for s in self.segments)
@@ -148,6 +156,20 @@ class Prompt:
     def starts(self) -> tuple[int, ...]:
         """Order of each segment's first token, and the prompt's length as a last entry."""
         return tuple(int(n) for n in np.cumsum([0, *(len(s) for s in self.segments)]))
+
+    @cached_property
+    def dependencies(self) -> tuple[frozenset[int], ...]:
+        """Indices of all segments that each one depends on, directly or not (DepCache, Algorithm 1, lines 8 and 9)."""
+        system = frozenset(
+            range(next((i for i, s in enumerate(self.segments) if s.kind is not Kind.SYSTEM), len(self)))
+        )
+        found: list[frozenset[int]] = []
+        for i, segment in enumerate(self.segments):
+            if segment.depends is not None:
+                found.append(frozenset(segment.depends).union(*(found[j] for j in segment.depends)))
+            else:
+                found.append(system if segment.kind is Kind.NODE else frozenset(range(i)))
+        return tuple(found)
 
     @cached_property
     def public(self) -> int:
@@ -181,6 +203,29 @@ class Visibility:
         return Visibility(((0, 0),) * len(prompt.segments))
 
     @staticmethod
+    def dependency(prompt: Prompt) -> Visibility:
+        """Every key is visible to the segments that depend on it, and within its own (DepCache, section 3.1).
+
+        Chunks are part of the chain here: they depend on everything before them.
+
+        A node of a tree is hidden from the end of its subtree to the start of the next segment that depends on it.
+
+        Raises:
+            VisibilityError: if one interval per key cannot say it.
+        """
+        total, starts = len(prompt.segments), prompt.starts
+        seers: list[list[int]] = [[] for _ in range(total)]
+        for j, seen in enumerate(prompt.dependencies):
+            for i in seen:
+                seers[i].append(j)
+        hidden = []
+        for i, who in enumerate(seers):
+            follow = _unbroken(who, i, total)
+            first, last = i + 1 + follow, total - len(who) + follow
+            hidden.append((starts[first], starts[last]) if first < last else (0, 0))
+        return Visibility(tuple(hidden))
+
+    @staticmethod
     def isolated(prompt: Prompt, rows: Sequence[int] | None = None) -> Visibility:
         """Chunks depend on system segments and themselves; joins on everything before them.
 
@@ -193,6 +238,20 @@ class Visibility:
         in_pass = range(len(prompt.segments)) if rows is None else sorted(rows)
         starts = prompt.starts
         return Visibility(tuple(_hidden_interval(prompt, i, in_pass, starts) for i in range(len(prompt.segments))))
+
+
+def _unbroken(seers: Sequence[int], i: int, total: int) -> int:
+    """How many of the segments that see segment i follow it without a gap.
+
+    Raises:
+        VisibilityError: if the others that see it are not the last of all.
+    """
+    first = next((n for n, j in enumerate(seers) if j != i + 1 + n), len(seers))
+    if list(seers[first:]) != list(range(total - len(seers) + first, total)):
+        raise VisibilityError(
+            f"segment {i} would be hidden from two separate ranges of the prompt; reorder its segments"
+        )
+    return first
 
 
 def _hidden_interval(prompt: Prompt, i: int, rows: Sequence[int], starts: Sequence[int]) -> tuple[int, int]:
@@ -626,6 +685,7 @@ class StorageOptions:
     at_rest: "raw" (exact), or "int8" or "float8": smaller, and all that comes back is labelled approximate.
     load_timeout: seconds after which a request computes KV rather than wait for it.
     quotas: most 2^30 bytes of KV that a tenant may hold on the device, and as much in host memory.
+    variants: most variants of chunks that Cache-Craft's strategies keep, of all chunks together (its N times M).
     share_knowledge: whether tenants share the KV of the knowledge bases. What a request brings along stays its own; but
         how fast an answer comes then tells one tenant which documents others asked for.
     """
@@ -638,6 +698,7 @@ class StorageOptions:
     at_rest: AtRest = "raw"
     load_timeout: float = 10.0
     quotas: Mapping[str, float] = field(default_factory=dict)
+    variants: int = 500
     share_knowledge: bool = False
 
     def __post_init__(self) -> None:
@@ -645,6 +706,8 @@ class StorageOptions:
             raise ConfigError(f"unknown at_rest {self.at_rest!r}; choose one of {', '.join(get_args(AtRest))}")
         if not 0 <= self.host_gb < math.inf:
             raise ConfigError(f"host_gb must be a number from 0, not {self.host_gb!r}")
+        if self.variants < 1:
+            raise ConfigError(f"variants must be at least 1, not {self.variants!r}")
         limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout}
         for name, value in limits.items() | {(f"quotas[{tenant!r}]", gb) for tenant, gb in self.quotas.items()}:
             if not 0 < value < math.inf:

@@ -106,7 +106,7 @@ def load_engine(
     engine = Engine(
         runner,
         tokenizer,
-        KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers),
+        KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants),
         model_name=local.name,
         context_length=context,
         strategies=chosen,

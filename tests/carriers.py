@@ -72,6 +72,10 @@ class FakeShelf:
             and int.from_bytes(record.tokens[:4], "little", signed=True) == first
         ]
 
+    def chunks(self, place):
+        records = (record for record, _ in self.entries.values())
+        return [r for r in records if r.provenance == "approximate" and r.place == place]
+
     def touch(self, keys):
         self.touched += keys
 

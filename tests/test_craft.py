@@ -6,19 +6,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours
-from ragjax.core import Kind, Move, OutOfPages, Pass, Prompt, RequestError, Segment, Want
+from ragjax.core import Answer, Kind, Move, OutOfPages, Pass, Prompt, RequestError, Segment, Want
 from ragjax.reuse.craft import VARIANT, Craft
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fuse import Fuse
 from ragjax.reuse.influence import Influence, before, digest, quotas, record
 from tests import tiny
 from tests.executor import Array, Done, Executor, Model, model, softmax
+from tests.shelves import open_store
 
 TOLERANCE = 1e-9  # one is float64 throughout, and so is the other
 LENGTHS = (9, 14, 11, 7, 12)
@@ -456,3 +459,16 @@ def test_the_engine_says_what_the_executor_says() -> None:
             assert logits is not None
             np.testing.assert_allclose(logits, executor.run(craft, ask(*chunks), ratio).logits, atol=2e-4)
         engine.audit()
+
+
+def test_a_variant_that_lies_on_disk_alone_is_mended_behind_other_chunks(tmp_path: Path) -> None:
+    def serve(*chunks: int) -> tuple[Answer, Any]:
+        with tiny.engine(disk=open_store(tmp_path)) as engine:
+            answer = engine.answer_prompt(ask(*chunks), strategy="craft", recompute_ratio=0.3, max_tokens=1)
+            return answer, engine.stats()["tier_hit_tokens_total"]
+
+    serve(0, 1, 2)
+    answer, hits = serve(3, 2, 1)
+    system, new, *known, _ = answer.segments
+    assert new.reused == 0 and all(0 < s.reused < s.tokens and s.tier == "disk" for s in known)
+    assert hits == {"disk": system.tokens + sum(s.tokens for s in known)}

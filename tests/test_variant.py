@@ -220,6 +220,27 @@ def test_a_variant_that_left_is_not_put_on_disk_and_one_that_comes_from_there_co
     bench.audit()
 
 
+def test_variants_that_lie_on_disk_alone_are_listed_too():
+    shelf = FakeShelf()
+    bench = make(host_bytes=200 * BYTES, shelf=shelf)
+    for first in (10, 11):
+        put(bench, [[first]])
+    bench.put_segment(SYSTEM, [6, 8], APPROXIMATE, "craft", behind=[[10]], variant=True)
+    bench.put_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[10]])
+    bench.flush()
+    before = {node.key for node in bench.cache.variants(tokens(*CHUNK), "craft")}
+    bench = make(host_bytes=200 * BYTES, shelf=shelf)
+    put(bench, [[12]])
+    for cold in (False, True):
+        listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM), cold=cold)
+        assert isinstance(listed[0], Node) and {each.key for each in listed[1:]} == (before if cold else set())
+    assert [each.key for each in bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(9))] == []
+    assert has(bench, [[11]])
+    listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM))
+    assert len({each.key for each in listed}) == len(listed), "what came to memory is listed once"
+    assert [isinstance(each, Node) for each in listed] == [True, True, False]
+
+
 def test_variants_are_listed_for_their_tenant_and_the_public():
     bench = make()
     put(bench, [[10]])

@@ -18,6 +18,7 @@ from ragjax.cache.hierarchy import Hierarchy, Steps, Storage
 from ragjax.cache.lease import EXACT, Lease, Metrics
 from ragjax.cache.pages import AuditError, PagePool
 from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tier import Record
 from ragjax.cache.tree import (
     PUBLIC,
     RADIX,
@@ -183,10 +184,21 @@ class KnowledgeCache:
         brought = self._hierarchy.bring(self.tree.root, steps, b"", tenant)
         return node if brought and brought[-1][0] is node else None
 
-    def match_dependency(self, context: Lease, tokens: Tokens, method: str, *, cold: bool = True) -> Lease:
+    def match_dependency(
+        self,
+        context: Lease,
+        tokens: Tokens,
+        method: str,
+        *,
+        seen: int = 0,
+        exact: bool = True,
+        cold: bool = True,
+    ) -> Lease:
         """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the leased context.
 
-        It is exact to dependency attention; siblings share what their paths share (DepCache, section 4.2.1).
+        Siblings share what their paths share (DepCache, section 4.2.1): the first `seen` tokens are those that another
+        path of the request asked for before, and count once. exact: whether what is found counts as exact to
+        dependency attention; it is under `path` positions.
         """
         self._require_context(context)
         raw = _raw(tokens)
@@ -196,26 +208,28 @@ class KnowledgeCache:
             steps = self.tree.walk(raw, context.tenant, end, method)
             steps = self._hierarchy.bring(end, steps, raw, context.tenant, method) if cold else _present(steps)
         found = sum(used for _, used in steps)
-        return self._lease(steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node)
+        return self._lease(
+            steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node, seen, exact
+        )
 
     def variants(
-        self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None
-    ) -> tuple[Node, ...]:
+        self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None, *, cold: bool = True
+    ) -> tuple[Node | Record, ...]:
         """Every place where a method keeps exactly these tokens (Cache-Craft's variants of a chunk), oldest first.
 
-        context: causal tokens that they must have been computed on (None: any). Entries on disk alone are not known.
+        context: causal tokens that they must have been computed on (None: any; then what lies on disk alone is left
+        out). cold: look below the device too. Entries that lie on disk alone come last.
         """
-        raw = _raw(tokens)
-        found = [node for t in dict.fromkeys((tenant, PUBLIC)) for node in self.tree.places(t, raw)]
+        raw, tenants = _raw(tokens), tuple(dict.fromkeys((tenant, PUBLIC)))
+        found = [node for t in tenants for node in self.tree.places(t, raw)]
         found = [node for node in found if node.method == method]
         if context is None:
             return tuple(found)
         on = context_digest(_raw(context))
-        return tuple(
-            node
-            for node in found
-            if node.key == self.tree.key(node.tenant, node.provenance, method, on, raw, node.behind)
-        )
+        nodes = [n for n in found if n.key == self.tree.key(n.tenant, n.provenance, method, on, raw, n.behind)]
+        shelf = self._storage.shelf if cold and self._storage is not None else None
+        shelved = [r for t in tenants for r in shelf.chunks(self.tree.chunk_place(t, method, on, raw))] if shelf else []
+        return (*nodes, *(record for record in shelved if self.tree.find(record.key) is None))
 
     def match_path(
         self, context: Lease, chunks: Sequence[Tokens], method: str, *, cold: bool = True
@@ -243,21 +257,25 @@ class KnowledgeCache:
         label: str,
         cfo: float,
         anchor: Node | None = None,
+        seen: int = 0,
+        exact: bool = True,
     ) -> Lease:
         found = len(tokens)
-        lossy = False
+        lossy, at = False, 0
         access = Access(True, found, asked - found, cfo)
-        for node, _ in steps:
-            self._policy.on_access(node, access)
-            self._hierarchy.accessed(node)
+        for node, used in steps:
+            at += used
             lossy = lossy or node.lossy
+            if at > seen:
+                self._policy.on_access(node, access)
+                self._hierarchy.accessed(node)
         node = steps[-1][0] if steps else anchor or self.tree.root
         self._hierarchy.device.discard(node)
         self.tree.pin(node)
         lease = Lease(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
         lease.origins = self._hierarchy.wait(lease, steps)
         self._leases[lease] = None
-        self._count_lookup(steps, lease)
+        self._count_lookup(steps, lease, seen, exact)
         self._touch(steps)
         return lease
 
@@ -460,18 +478,30 @@ class KnowledgeCache:
             self._limit_variants()
 
     def admit_dependency(
-        self, context: Lease, tokens: Tokens, from_: int, run: Run, cuts: Sequence[int], method: str
+        self,
+        context: Lease,
+        tokens: Tokens,
+        from_: int,
+        run: Run,
+        cuts: Sequence[int],
+        method: str,
+        *,
+        local_start: int | None = None,
+        meta: bytes = b"",
+        public: bool | None = None,
     ) -> None:
         """Keep the KV of a dependency path behind a context: `tokens[from_:]`, which lies in `run`.
 
-        Every token was computed on the context and its ancestors on the path alone, at the position that follows them
-        (`path` positions, DepCache as ragjax reads it). What the tree holds already stays as it is.
+        Every token was computed on the context and its ancestors on the path alone. What the tree holds already stays
+        as it is; if the path's first tokens have left meanwhile, nothing can hang below them, and nothing is kept.
 
         context: lease of exactly the tokens before the path. tokens: the path, int32 [n]; run: n - from_ tokens.
-        cuts: offsets in the path at which an entity or a relation begins.
+        cuts: offsets in the path at which the tree is to branch, though it could branch anywhere.
+        local_start: RoPE position of token `from_` (None: the one that follows its ancestors, `path` positions).
+        meta, public: as in `admit_segment`.
 
         Raises:
-            ValueError: if the context was not found whole, or the path's first `from_` tokens are not kept.
+            ValueError: if the context was not found whole, or the run does not fit.
         """
         self._require_context(context)
         if not context.complete or run.length != len(tokens) - from_:
@@ -483,15 +513,16 @@ class KnowledgeCache:
         raw, top, page_size = _raw(tokens), self._end_of(context), self.pool.page_size
         steps = self.tree.walk(raw, context.tenant, top, method)
         at = sum(used for _, used in steps)
-        if at < from_:
-            raise ValueError(f"the path's first {from_} tokens are not kept, only {at} of them")
         parent = self._cut_after(*steps[-1]) if steps else top
-        if at >= len(tokens) or (parent.run is None and parent.parent is not None):
+        if not from_ <= at < len(tokens) or (parent.run is None and parent.parent is not None):
             return
         self._hierarchy.device.discard(parent)
+        public = not context.tenant if public is None else public
+        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
         nodes, lossy = [], context.lossy or any(node.lossy for node, _ in steps)
         for stop in _stops(cuts, at, len(tokens)):
-            node = Node(context.tenant, raw[4 * at : 4 * stop], parent, parent.end, Provenance.DEPENDENCY, method,
+            start = parent.end if local_start is None else local_start + at - from_
+            node = Node(tenant, raw[4 * at : 4 * stop], parent, start, Provenance.DEPENDENCY, method, meta=meta,
                         lossy=lossy)  # fmt: skip
             self.tree.attach(node, context_of(parent), run.slice(at - from_, stop - from_, page_size))
             nodes.append(node)
@@ -534,16 +565,18 @@ class KnowledgeCache:
         self._metrics.lookups += 1
         self._metrics.missed_tokens += len(tokens)
 
-    def _count_lookup(self, steps: Steps, lease: Lease) -> None:
-        metrics = self._metrics
+    def _count_lookup(self, steps: Steps, lease: Lease, seen: int, exact: bool) -> None:
+        metrics, hit = self._metrics, max(lease.length - seen, 0)
         metrics.lookups += 1
-        metrics.missed_tokens += lease.asked - lease.length
-        if lease.lossy or (steps and steps[-1][0].provenance not in EXACT):
-            metrics.approximate_hit_tokens += lease.length
+        metrics.missed_tokens += lease.asked - max(lease.length, seen)
+        if lease.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):
+            metrics.approximate_hit_tokens += hit
         else:
-            metrics.exact_hit_tokens += lease.length
+            metrics.exact_hit_tokens += hit
+        at = 0
         for tokens, tier in lease.origins:
-            metrics.tier_hit_tokens[tier.label] += tokens
+            metrics.tier_hit_tokens[tier.label] += max(at + tokens - max(at, seen), 0)
+            at += tokens
 
     # --------------------------------------------------------------------------------- who waits, what moves
 
@@ -559,6 +592,26 @@ class KnowledgeCache:
             part = raw[4 * at : 4 * stop]
             keys.append(self.tree.key(tenant, Provenance.CAUSAL, "", hasher.digest(), part))
             hasher.update(part)
+            at = stop
+        return tuple(keys)
+
+    def keys_of_path(
+        self, context: Tokens, path: Tokens, stops: Sequence[int], method: str, tenant: str = PUBLIC
+    ) -> tuple[bytes, ...]:
+        """Keys of the nodes that a dependency path behind a causal context uses, kept or not, as `keys_of`.
+
+        stops: offsets in the path at which its branches end.
+        """
+        raw, keys, at, before = _raw(path), [], 0, context_digest(_raw(context))
+        top = self.tree.walk(_raw(context), tenant)
+        whole = sum(used for _, used in top) == len(context)
+        steps = self.tree.walk(raw, tenant, top[-1][0] if top else None, method) if whole else []
+        for node, used in steps:
+            keys.append(node.key)
+            at += used
+        for stop in _stops(stops, at, len(path)):
+            on = context_digest(before, raw[: 4 * at]) if at else before
+            keys.append(self.tree.key(tenant, Provenance.DEPENDENCY, method, on, raw[4 * at : 4 * stop]))
             at = stop
         return tuple(keys)
 

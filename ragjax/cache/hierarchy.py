@@ -222,7 +222,10 @@ class Hierarchy:
 
     def _write(self, node: Node, copy: Copy) -> None:
         assert self._storage is not None
-        place = self._tree.place(node.tenant, context_of(node.parent), node.radix_method)
+        context = context_of(node.parent)
+        place = self._tree.place(node.tenant, context, node.radix_method)
+        if node.provenance is Provenance.APPROXIMATE:
+            place = self._tree.chunk_place(node.tenant, node.method, context, node.raw)
         lossy = node.lossy or self._storage.carrier.lossy
         record = Record(node.key, place, node.raw, node.provenance, node.method, node.local_start, lossy, node.meta)
         self._orders.writes.append(Write(record, copy))

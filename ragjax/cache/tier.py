@@ -51,8 +51,9 @@ class Record:
     """What an entry on disk says of its KV; all digests are 32 bytes and salted by tenant.
 
     key: digest of all that the KV depends on. place: digest of the context the KV was computed on, where readers look
-    for what continues it. tokens: int32 ids, little-endian. local_start: RoPE position at which token 0's K is stored
-    rotated. lossy: whether the bytes, or the context they were computed on, lost precision. meta: a strategy's own.
+    for what continues it; of approximate KV, what it says there (`KnowledgeTree.chunk_place`). tokens: int32 ids,
+    little-endian. local_start: RoPE position at which token 0's K is stored rotated. lossy: whether the bytes, or the
+    context they were computed on, lost precision. meta: a strategy's own.
     """
 
     key: bytes
@@ -149,6 +150,10 @@ class Shelf(Protocol):
 
     def children(self, place: bytes, first: int) -> Sequence[Record]:
         """Causal and dependency entries whose context is `place` and whose first token is `first`."""
+        ...
+
+    def chunks(self, place: bytes) -> Sequence[Record]:
+        """Approximate entries whose place is `place`, oldest first."""
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:

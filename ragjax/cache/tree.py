@@ -206,6 +206,10 @@ class KnowledgeTree:
         """
         return _digest(b"place", self._identity, _radix_tag(tenant, method), context)
 
+    def chunk_place(self, tenant: str, method: str, context: bytes, raw: bytes) -> bytes:
+        """Digest under which approximate KV is looked for on disk, whatever else it was computed behind; 32 bytes."""
+        return _digest(b"chunk", self._identity, tenant.encode(), method.encode(), context, raw)
+
     def content(self, tenant: str, raw: bytes) -> Hashable:
         """What a node says, wherever it stands; a tenant's own. Public tokens stand for themselves, without a copy."""
         return raw if tenant == PUBLIC else (tenant, raw)

@@ -8,9 +8,8 @@ share of the reused chunks' tokens is that ratio exactly. All happens in one pas
 
 What the paper leaves open: a chunk that was mended is a mixture of old and new KV and is not kept; a chunk whose tokens
 are all computed anew is a new variant. Of variants that need equally little mending, that which was computed behind
-just these segments is taken, then the oldest. A variant that is on disk alone is found if it was computed behind just
-these segments. Recomputation stops early (`craft-focus`) at the boundary of stages behind the layer that tells which
-chunks the question looks at; from there on the other chunks' tokens take their old KV.
+just these segments is taken, then the oldest. Recomputation stops early (`craft-focus`) at the boundary of stages
+behind the layer that tells which chunks the question looks at; from there the other chunks' tokens take their old KV.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.cache.cache import KnowledgeCache, neighbours
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lease import Lease
+from ragjax.cache.tier import Record
 from ragjax.cache.tree import PUBLIC, Node, Provenance
 from ragjax.core import (
     NEVER,
@@ -45,7 +45,7 @@ from ragjax.core import (
 from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
-from ragjax.reuse.influence import Influence, before, quotas, record
+from ragjax.reuse.influence import Influence, before, behind, quotas, record
 from ragjax.reuse.stitch import system_length
 
 VARIANT = "craft"
@@ -146,11 +146,11 @@ class Craft:
         head = prompt.tokens[: system_length(prompt)]
         keys = list(cache.keys_of(head, (), tenant))
         for i in segments_of(prompt, Kind.CHUNK):
-            tokens, behind = prompt.segments[i].tokens, _behind(prompt, i)
-            ranked = rank(cache.variants(tokens, VARIANT, tenant, head), before(prompt, i), behind)
+            tokens, prior = prompt.segments[i].tokens, before(prompt, i)
+            ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior)
             owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
-            new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, behind)
-            keys.append(ranked[0][0].key if ranked else new)
+            new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, behind(prior))
+            keys.append(ranked[0].key if ranked else new)
         return tuple(keys)
 
     def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
@@ -194,22 +194,29 @@ class Craft:
         return {i: _ceil(share * n) for i, share, n in zip(reused, shares, lengths, strict=True)}
 
 
-def rank(nodes: Iterable[Node], prior: Sequence[bytes], behind: bytes) -> list[tuple[Node, float]]:
-    """A chunk's variants and what mending each would take before alpha, least first.
+@dataclass(frozen=True)
+class Variant:
+    """A variant of a chunk: its key, what it was computed behind, and what mending it would take before alpha."""
 
-    nodes: oldest first. prior: digests of the segments before the chunk now; behind: of all of them (`neighbours`).
+    key: bytes
+    behind: bytes
+    overhead: float
+
+
+def rank(kept: Iterable[Node | Record], prior: Sequence[bytes]) -> list[Variant]:
+    """A chunk's variants, that which takes the least mending first.
+
+    kept: oldest first. prior: digests of the segments that stand before the chunk now.
     """
-    read = ((node, Influence.decode(node.meta)) for node in nodes)
-    rated = [(node, influence.mismatch(prior)) for node, influence in read if influence is not None]
-    return sorted(rated, key=lambda item: (item[1], item[0].behind != behind))
+    read = ((each.key, Influence.decode(each.meta)) for each in kept)
+    found = [Variant(key, behind(i.before), i.mismatch(prior)) for key, i in read if i is not None]
+    return sorted(found, key=lambda variant: (variant.overhead, variant.behind != behind(prior)))
 
 
 def _best_variant(prompt: Prompt, index: int, context: Lease, holding: Holding) -> Reuse | None:
-    tokens, prior, behind = prompt.segments[index].tokens, before(prompt, index), _behind(prompt, index)
-    ranked = rank(holding.cache.variants(tokens, VARIANT, holding.tenant, context.tokens), prior, behind)
-    tries = [(node.behind, overhead) for node, overhead in ranked]
-    if all(node.behind != behind for node, _ in ranked):
-        tries.insert(0, (behind, 0.0))
+    tokens, prior = prompt.segments[index].tokens, before(prompt, index)
+    kept = holding.cache.variants(tokens, VARIANT, holding.tenant, context.tokens, cold=holding.cold)
+    tries = [(variant.behind, variant.overhead) for variant in rank(kept, prior)]
     return _reuse(holding.variant(context, tokens, VARIANT, tries), prior)
 
 
@@ -350,7 +357,7 @@ def _keep(layout: Layout, holding: Holding, context: Lease, masses: Sequence[Mas
     for i, run in layout.whole.items():
         holding.cache.admit_segment(
             context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
-            behind=_behind(prompt, i), meta=record(prompt, i, own, mass).encode(), variant=True,
+            behind=behind(before(prompt, i)), meta=record(prompt, i, own, mass).encode(), variant=True,
             public=prompt.public >= prompt.starts[i + 1],
         )  # fmt: skip
 
@@ -365,12 +372,6 @@ def _account(layout: Layout, context: Lease) -> tuple[SegmentReport, ...]:
         reused[i] = max(0, min(end, layout.hit) - begin)
         tiers[i] = context.tier(begin, end)
     return report(prompt, reused, tiers)
-
-
-def _behind(prompt: Prompt, index: int) -> bytes:
-    """Digest of all segments before a chunk but the system prompt's, as its variant's `behind`."""
-    segments = prompt.segments[len(segments_of(prompt, Kind.SYSTEM)) : index]
-    return neighbours(segment.tokens for segment in segments)
 
 
 def _ceil(value: float) -> int:

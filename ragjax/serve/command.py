@@ -83,6 +83,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
+    flag("--variants", type=integer(1), default=500, help="variants of chunks that craft keeps, in all (%(default)s)")
     flag("--share-knowledge", action="store_true", help="let tenants share the KV of the knowledge (docs/http.md)")
     flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
@@ -193,6 +194,7 @@ def _storage(options: argparse.Namespace) -> core.StorageOptions:
         disk_gb=options.disk_cache_gb,
         at_rest=options.at_rest,
         load_timeout=options.load_timeout,
+        variants=options.variants,
         share_knowledge=options.share_knowledge,
         quotas={t.name: t.quota_gb for t in options.tenants.values() if t.quota_gb is not None},
     )

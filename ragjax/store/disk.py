@@ -100,8 +100,8 @@ _COUNTED = (
 class DiskStore:
     """The entries of one model in a directory: a `Shelf`, and their bytes.
 
-    Any thread may call anything. `find`, `children` and `touch` use the index alone and wait for no writer. A folder
-    that cannot be written is read from all the same, and `write` says why it fails.
+    Any thread may call anything. `find`, `children`, `chunks` and `touch` use the index alone and wait for no writer. A
+    folder that cannot be written is read from all the same, and `write` says why it fails.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, max_bytes: int, foreign: int = 0):
@@ -170,6 +170,15 @@ class DiskStore:
         index = self._index
         try:
             return index.children(place, first)
+        except sqlite3.Error as error:
+            self._distrust(index, error)
+            return ()
+
+    def chunks(self, place: bytes) -> Sequence[Record]:
+        """Approximate entries whose place is `place`, oldest first."""
+        index = self._index
+        try:
+            return index.chunks(place)
         except sqlite3.Error as error:
             self._distrust(index, error)
             return ()

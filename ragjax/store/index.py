@@ -36,6 +36,7 @@ CREATE TABLE entry (
     tokens BLOB NOT NULL
 );
 CREATE INDEX context ON entry (place, first) WHERE provenance IN ('causal', 'dependency');
+CREATE INDEX chunk ON entry (place) WHERE provenance = 'approximate';
 CREATE INDEX age ON entry (accessed);
 CREATE TABLE total (entries INTEGER NOT NULL, bytes INTEGER NOT NULL);
 INSERT INTO total VALUES (0, 0);
@@ -46,7 +47,7 @@ CREATE TRIGGER went AFTER DELETE ON entry
 PRAGMA user_version = {FORMAT};
 COMMIT;
 """
-_NAMES = {"entry", "context", "age", "total", "came", "went"}
+_NAMES = {"entry", "context", "chunk", "age", "total", "came", "went"}
 
 _SUMS = """
 SELECT (SELECT count(*) FROM entry) = entries AND (SELECT ifnull(sum(bytes), 0) FROM entry) = bytes FROM total
@@ -55,6 +56,7 @@ SELECT (SELECT count(*) FROM entry) = entries AND (SELECT ifnull(sum(bytes), 0) 
 _FIELDS = "key, place, tokens, provenance, method, local_start, lossy, meta"
 _FIND = f"SELECT {_FIELDS}, bytes FROM entry WHERE key = ?"
 _CHILDREN = f"SELECT {_FIELDS} FROM entry WHERE place = ? AND first = ? AND provenance IN ('causal', 'dependency')"
+_CHUNKS = f"SELECT {_FIELDS} FROM entry WHERE place = ? AND provenance = 'approximate' ORDER BY id"
 _ADD = f"INSERT OR IGNORE INTO entry ({_FIELDS}, bytes, accessed, first) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
@@ -104,6 +106,10 @@ class Index:
     def children(self, place: bytes, first: int) -> list[Record]:
         """Causal entries whose context is `place` and whose first token is `first`."""
         return [_record(row) for row in self._connection.execute(_CHILDREN, (place, first)).fetchall()]
+
+    def chunks(self, place: bytes) -> list[Record]:
+        """Approximate entries whose place is `place`, oldest first."""
+        return [_record(row) for row in self._connection.execute(_CHUNKS, (place,)).fetchall()]
 
     def all_keys(self) -> list[bytes]:
         """The keys of all entries."""

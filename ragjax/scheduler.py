@@ -36,33 +36,30 @@ Residual = Callable[[], NDArray[np.float32]]
 
 
 class SlotTable:
-    """Spans as slots: one per page and span; int32 arrays [S] and [S, C]."""
+    """Spans as slots: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C]."""
 
     def __init__(self, spans: Sequence[Span], page_size: int):
-        counts = [len(span.run.pages) for span in spans]
-        total = sum(counts)
-        self.page_S = np.fromiter((page for span in spans for page in span.run.pages), np.int32, total)
-        self.offset_S = np.repeat(np.array([span.offset for span in spans], np.int32), counts)
+        slots = _Slots()
+        cells = [slots.take(span, page_size) for span in spans]
+        total = len(slots.pages)
+        self.page_S = np.array(slots.pages, np.int32)
+        self.offset_S = np.array(slots.offsets, np.int32)
         self.order_SC = np.full((total, page_size), NEVER, np.int32)
         self.hide_from_SC = np.zeros((total, page_size), np.int32)
         self.hide_until_SC = np.zeros((total, page_size), np.int32)
-        self._first: list[int] = []
-        slot = 0
-        for span, count in zip(spans, counts, strict=True):
-            first = slot * page_size + span.run.start
-            self._first.append(first)
-            self.order_SC.reshape(-1)[first : first + span.run.length] = span.orders
+        for span, cell in zip(spans, cells, strict=True):
+            self.order_SC.reshape(-1)[cell] = span.orders
             if span.hidden[0] < span.hidden[1]:
-                self.hide_from_SC[slot : slot + count] = span.hidden[0]
-                self.hide_until_SC[slot : slot + count] = span.hidden[1]
-            slot += count
+                self.hide_from_SC.reshape(-1)[cell] = span.hidden[0]
+                self.hide_until_SC.reshape(-1)[cell] = span.hidden[1]
+        self._last = cells[-1] if cells else np.zeros(0, np.intp)
 
     def __len__(self) -> int:
         return len(self.page_S)
 
     def show(self, index: int, order: int) -> None:
-        """Give token `index` of the last span an order: it takes part from now on."""
-        self.order_SC.reshape(-1)[self._first[-1] + index] = order
+        """Give the last span's token `index` an order."""
+        self.order_SC.reshape(-1)[self._last[index]] = order
 
     def by_order(self, values_SC: NDArray[np.float32], size: int) -> NDArray[np.float32]:
         """Sum values of cells into their orders: [..., S, C] to [..., size]."""
@@ -71,6 +68,34 @@ class SlotTable:
         out = np.zeros((*flat.shape[:-1], size), np.float32)
         np.add.at(out.T, self.order_SC.reshape(-1)[live], flat.T)  # axes turned: the order comes first
         return out
+
+
+class _Slots:
+    """Slots as spans take them. Cells of a chunk that stands twice at one offset are taken in slots of their own."""
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.offsets: list[int] = []
+        self._taken: list[NDArray[np.bool_]] = []
+        self._open: dict[tuple[int, int], int] = {}
+
+    def take(self, span: Span, page_size: int) -> NDArray[np.intp]:
+        """Index of each of the span's cells in [S, C], flat."""
+        begin, end, found = span.run.start, span.run.start + span.run.length, []
+        for i, page in enumerate(span.run.pages):
+            low, high = max(begin - i * page_size, 0), min(end - i * page_size, page_size)
+            found.append(self._slot(page, span.offset, low, high, page_size) * page_size + np.arange(low, high))
+        return np.concatenate(found) if found else np.zeros(0, np.intp)
+
+    def _slot(self, page: int, offset: int, low: int, high: int, page_size: int) -> int:
+        slot = self._open.get((page, offset))
+        if slot is None or self._taken[slot][low:high].any():
+            slot = self._open[page, offset] = len(self.pages)
+            self.pages.append(page)
+            self.offsets.append(offset)
+            self._taken.append(np.zeros(page_size, bool))
+        self._taken[slot][low:high] = True
+        return slot
 
 
 @dataclass(frozen=True)

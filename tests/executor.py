@@ -259,7 +259,7 @@ class Talk:
         assert begin in self.holding.stages and 0 <= begin < end <= self._depth, "a pass begins at a stage"
         assert begin <= first < last <= end and {first, last} <= bounds, "measured layers are cut at stages"
         assert len(asked.rows) and (np.diff(asked.rows) > 0).all() and asked.rows[-1] < len(self.prompt)
-        slots = sum(len(span.run.pages) for span in asked.spans)
+        slots = len({(page, span.offset) for span in asked.spans for page in span.run.pages})
         assert slots <= self.holding.slots, f"{slots} slots"
         keys = Keys.of(asked.spans, page_size)
         at = keys.at(asked.rows)

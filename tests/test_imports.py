@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 ALLOWED: Mapping[str, frozenset[str]] = {
     "core": frozenset(),
     "cache": frozenset({"core"}),
-    "reuse": frozenset({"core", "cache"}),
+    "dependency": frozenset({"core"}),
+    "reuse": frozenset({"core", "cache", "dependency"}),
     "scheduler": frozenset({"core", "cache", "reuse.base"}),
     "retrieval": frozenset({"core"}),
     "kernels": frozenset({"core"}),
@@ -35,6 +36,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
         }
     ),
     "flag": frozenset({"core"}),
+    "extract": frozenset({"core", "flag", "retrieval"}),
     "preprocess": frozenset({"core", "flag", "cache", "engine", "prompt", "reuse", "retrieval"}),
     "gate": frozenset({"core", "flag", "engine", "models", "preprocess", "prompt", "reuse", "retrieval"}),
     "serve": frozenset({"core", "engine", "flag"}),
@@ -44,6 +46,7 @@ PARTS = {
     "loading": "engine",
     "ticket": "engine",
     "cache.__main__": "shelf",
+    "retrieval.extract": "extract",
     "reuse.gate": "gate",
     "reuse.calibrate": "gate",
 }
@@ -52,7 +55,7 @@ PARTS = {
 APART = {"ragjax.kernels.attention_raw_kernel": "triton"}
 """Modules that need a package which is not a dependency; others may import them within functions only."""
 
-DECIDE = ("core", "cache", "reuse", "scheduler", "generation", "prompt", "trace", "shelf")
+DECIDE = ("core", "cache", "dependency", "reuse", "scheduler", "generation", "prompt", "trace", "shelf")
 COMPUTE = ("kernels", "models", "cache", "store", "runner")
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
 HEAVY = {"faiss", "gguf", "fastapi", "uvicorn", "httpx", "prometheus_client"}

@@ -4,6 +4,7 @@ from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.blend import Deviation, Gradual
 from ragjax.reuse.craft import Craft
+from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.full import Full
 from ragjax.reuse.fusion import Fused, QueryGuided
 from ragjax.reuse.h2o import HeavyHitters, Recorded
@@ -17,6 +18,9 @@ from ragjax.reuse.unmoved import Unmoved
 
 BASELINES = frozenset({"unmoved", "set-cache", "random", "h2o"})
 """Strategies that stand in tables to be compared with; nobody should serve them."""
+
+DEPENDENCY = ("dependency", "dependency-preorder")
+"""Strategies whose attention follows a knowledge graph; the first is that of graph requests that name none."""
 
 
 def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
@@ -37,5 +41,7 @@ def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
         SetCache(),
         Selective("random", Isolated(), Random()),
         Selective("h2o", Recorded(), HeavyHitters()),
+        Dependency("path"),
+        Dependency("preorder"),
     )
     return {strategy.name: strategy for strategy in made}

@@ -154,6 +154,12 @@ class Holding:
             self._leases.append(lease)
         return lease
 
+    def path(self, context: Lease, tokens: Tokens, method: str, *, seen: int = 0, exact: bool = True) -> Lease:
+        """The longest part of a dependency path that is kept behind exactly this context (`match_dependency`)."""
+        lease = self.cache.match_dependency(context, tokens, method, seen=seen, exact=exact, cold=self.cold)
+        self._leases.append(lease)
+        return lease
+
     def reserve(self, tokens: int) -> Run:
         """Cells of the request's own.
 

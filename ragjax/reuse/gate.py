@@ -32,7 +32,7 @@ from ragjax.flag import DEMO, command_line, integer, knowledge, positive
 from ragjax.loading import report_path
 from ragjax.preprocess import preprocess
 from ragjax.prompt import chat_prompt
-from ragjax.reuse import BASELINES, strategies
+from ragjax.reuse import BASELINES, DEPENDENCY, strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.quality import EXACT, Budget, Measurement, Report, Setting, divergence
 
@@ -100,7 +100,9 @@ def settings_of(
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; choose of {', '.join(known)}")
-    chosen = [known[name] for name in names or known if name != "full" and (names or name not in BASELINES)]
+    chosen = [
+        known[name] for name in names or known if name != "full" and (names or name not in {*BASELINES, *DEPENDENCY})
+    ]
     if not chosen:
         raise ConfigError("only full is to be measured; name another strategy")
     return tuple(

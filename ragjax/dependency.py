@@ -1,0 +1,218 @@
+"""Prompts with a structure: chains of text and trees of knowledge-graph paths (DepCache, doi 10.1145/3769778).
+
+Algorithm 1 in two halves. Relation paths are merged into a prefix tree of tokens, whose nodes in pre-order are segments
+of the prompt (`merge`, phase 1 and line 5). Who sees whom follows from what a segment depends on
+(`core.Visibility.dependency`, phase 2): intervals of orders in place of the paper's n x n mask.
+
+A `DepPrompt` is the paper's (section 5): linear nodes and tree nodes; the context depends on the system, the task on
+the context, and any node may name others instead. Positions are the paper's, `preorder`, or `path`: depth on the own
+path. Under `path` the KV of a tree's node depends on its root path alone, so it can be reused beside any siblings.
+What joins everything, a question, stands at its order under both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import Kind, Prompt, RequestError, Segment, Tokens, Visibility
+
+Positions = Literal["path", "preorder"]
+"""Where a tree's tokens stand: at their depth on their own path, or in the order of the sequence."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Tokens of a prefix tree between two forks, int32 [n], and the branch they go on from: its index, None at a root.
+
+    depth: tokens on the path before it.
+    """
+
+    tokens: Tokens
+    parent: int | None
+    depth: int
+
+
+@dataclass
+class _Fork:
+    tokens: list[int] = field(default_factory=list)
+    children: dict[int, _Fork] = field(default_factory=dict)
+
+
+def merge(paths: Sequence[Tokens]) -> tuple[Branch, ...]:
+    """The prefix tree of token runs, its branches in pre-order, siblings as they first came.
+
+    A run that is the beginning of another adds nothing, nor does one that is there already.
+    """
+    top = _Fork()
+    for path in paths:
+        _insert(top, [int(token) for token in path])
+    return tuple(_preorder(top))
+
+
+def _insert(fork: _Fork, rest: list[int]) -> None:
+    while rest:
+        child = fork.children.get(rest[0])
+        if child is None:
+            fork.children[rest[0]] = _Fork(rest)
+            return
+        same = _common(child.tokens, rest)
+        if same == len(rest):
+            return
+        if same < len(child.tokens):
+            lower = _Fork(child.tokens[same:], child.children)
+            child.tokens, child.children = child.tokens[:same], {lower.tokens[0]: lower}
+        fork, rest = child, rest[same:]
+        if not fork.children:  # a path that ended here goes on
+            fork.tokens = fork.tokens + rest
+            return
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _preorder(top: _Fork) -> Iterator[Branch]:
+    waiting: list[tuple[_Fork, int | None, int]] = [(child, None, 0) for child in reversed(top.children.values())]
+    count = 0
+    while waiting:
+        fork, parent, depth = waiting.pop()
+        yield Branch(np.array(fork.tokens, np.int32), parent, depth)
+        below = depth + len(fork.tokens)
+        waiting += [(child, count, below) for child in reversed(fork.children.values())]
+        count += 1
+
+
+# ------------------------------------------------------------------------------------------ prompts
+
+
+@dataclass(frozen=True)
+class LinearNode:
+    """Text as a chain of tokens, int32 [n]. depends: ids of earlier nodes (None: all of them)."""
+
+    id: str
+    tokens: Tokens
+    depends: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TreeNode:
+    """Paths from one root, each int32 [n], merged where they begin alike.
+
+    depends: ids of earlier nodes (None: the linear nodes that the prompt begins with).
+    """
+
+    id: str
+    paths: tuple[Tokens, ...]
+    title: str = ""
+    depends: tuple[str, ...] | None = None
+    score: float | None = None
+    public: bool = False
+
+
+@dataclass(frozen=True)
+class DepPrompt:
+    """Nodes in the order they are read. Linear nodes before the first tree are the system, those behind it the task."""
+
+    nodes: tuple[LinearNode | TreeNode, ...]
+
+    def prompt(self) -> Prompt:
+        """Its segments: one for each linear node, and for each branch of a tree, all of a tree under its id.
+
+        Raises:
+            RequestError: if a node has no tokens, or names one that does not come before it.
+        """
+        segments: list[Segment] = []
+        places: dict[str, range] = {}
+        for node in self.nodes:
+            begin = len(segments)
+            on = None if node.depends is None else _named(node, places)
+            if isinstance(node, LinearNode):
+                early = on is None and all(s.kind is Kind.SYSTEM for s in segments) and node is not self.nodes[-1]
+                segments.append(Segment(node.id, Kind.SYSTEM if early else Kind.JOIN, node.tokens, depends=on))
+            else:
+                segments += _branches(node, begin, on)
+            if node.id in places or begin == len(segments):
+                reason = "given twice" if node.id in places else "empty"
+                raise RequestError(f"node {node.id!r} of the prompt is {reason}", param="rag.graph")
+            places[node.id] = range(begin, len(segments))
+        return Prompt(tuple(segments))
+
+
+def _named(node: LinearNode | TreeNode, places: dict[str, range]) -> tuple[int, ...]:
+    for name in node.depends or ():
+        if name not in places:
+            raise RequestError(
+                f"node {node.id!r} depends on {name!r}, which does not come before it", param="rag.graph"
+            )
+    return tuple(i for name in node.depends or () for i in places[name])
+
+
+def _branches(node: TreeNode, begin: int, on: tuple[int, ...] | None) -> Iterator[Segment]:
+    for branch in merge(node.paths):
+        depends = on if branch.parent is None else (begin + branch.parent,)
+        yield Segment(node.id, Kind.NODE, branch.tokens, node.title, node.score, node.public, depends=depends)
+
+
+# ------------------------------------------------------------------------------------------ layout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A prompt token by token, int32 [n] each: its position, and the half-open interval of orders it is hidden from."""
+
+    token: Tokens
+    position: Tokens
+    hide_from: Tokens
+    hide_until: Tokens
+
+    def visible(self) -> NDArray[np.bool_]:
+        """Whether each row sees each key, [n, n]. For looking at, and for checks."""
+        order = np.arange(len(self.token))[:, None]
+        return (order >= order.T) & ~((self.hide_from <= order) & (order < self.hide_until))
+
+
+def layout(prompt: Prompt, positions: Positions) -> Layout:
+    """Dependency attention's view of a prompt.
+
+    Raises:
+        VisibilityError: as `Visibility.dependency`.
+    """
+    lengths = [len(segment) for segment in prompt.segments]
+    hidden = np.array(Visibility.dependency(prompt).hidden, np.int32)
+    hide_from, hide_until = (np.repeat(column, lengths) for column in hidden.T)
+    return Layout(prompt.tokens, positions_of(prompt, positions), hide_from, hide_until)
+
+
+def positions_of(prompt: Prompt, positions: Positions) -> Tokens:
+    """RoPE position of each token, int32 [n]."""
+    begins = begins_of(prompt, positions)
+    return np.concatenate(
+        [np.arange(b, b + len(s), dtype=np.int32) for b, s in zip(begins, prompt.segments, strict=True)]
+    )
+
+
+def paths_of(prompt: Prompt) -> dict[int, tuple[int, ...]]:
+    """Each node's root path: indices of its ancestors in its tree and its own, by its index."""
+    paths: dict[int, tuple[int, ...]] = {}
+    for i, segment in enumerate(prompt.segments):
+        if segment.kind is Kind.NODE:
+            above = [paths[j] for j in segment.depends or () if j in paths]
+            paths[i] = (*(above[0] if len(above) == 1 else ()), i)
+    return paths
+
+
+def begins_of(prompt: Prompt, positions: Positions) -> tuple[int, ...]:
+    """RoPE position of each segment's first token. Under `path` a tree's branch follows what it depends on."""
+    begins: list[int] = []
+    for i, segment in enumerate(prompt.segments):
+        if positions == "preorder" or segment.kind is not Kind.NODE:
+            begins.append(prompt.starts[i])
+        else:
+            before = prompt.dependencies[i] if segment.depends is None else segment.depends
+            begins.append(max((begins[j] + len(prompt.segments[j]) for j in before), default=0))
+    return tuple(begins)

@@ -1,0 +1,293 @@
+"""dependency: a knowledge graph's paths as trees, each token on its ancestors alone (DepCache, doi 10.1145/3769778).
+
+What the tree holds of each path is read where it lies; the rest is computed in one pass, the question with it, and
+admitted branch by branch (sections 4.2.1 and 5, Algorithm 2). Positions of `dependency` are depths on the own path, so
+KV is the same beside any siblings, and reuse is exact to dependency attention. `dependency-preorder` is the paper's:
+positions in order, KV that was computed at others turned to its new place, which is exact only where no token of its
+path has moved. A prompt without a tree is computed as full attention does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.lease import Lease
+from ragjax.cache.tier import Tier
+from ragjax.cache.tree import Provenance
+from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, SegmentReport, Span, Tokens, Visibility, Want
+from ragjax.dependency import Positions, begins_of, paths_of
+from ragjax.reuse.base import Holding, lease_spans, most_slots, report, usable
+from ragjax.reuse.stitch import LOGITS, system_length
+
+Path = tuple[int, ...]
+"""Indices of a tree's segments from its root to one of them."""
+
+SPARE = 2
+"""Slots kept back for a page that the context and the request's own cells share, and for one that those of it do."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """KV of a segment's first tokens, at its place. exact: to dependency attention."""
+
+    spans: tuple[Span, ...]
+    tokens: int
+    tier: Tier | None
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A prompt as one scheme of positions sees it.
+
+    begins: RoPE position of each segment's first token. hidden: orders that must not see it, half-open.
+    """
+
+    prompt: Prompt
+    begins: tuple[int, ...]
+    hidden: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def paths(self) -> dict[int, Path]:
+        """Root path of each node whose KV may be kept: its root depends on the system segments alone."""
+        found = paths_of(self.prompt)
+        return {i: path for i, path in found.items() if self.prompt.segments[path[0]].depends is None}
+
+    @property
+    def leaves(self) -> list[Path]:
+        """Paths that no other goes on from."""
+        inner = {j for path in self.paths.values() for j in path[:-1]}
+        return [path for i, path in self.paths.items() if i not in inner]
+
+    def spell(self, path: Path) -> tuple[Tokens, list[int]]:
+        """A path's tokens, and where in them its branches end."""
+        parts = [self.prompt.segments[i].tokens for i in path]
+        return np.concatenate(parts), np.cumsum([len(part) for part in parts]).tolist()
+
+    def spans(self, i: int, pieces: Iterable[tuple[Run, int]]) -> Iterator[Span]:
+        """Segment i's first tokens at its place; pieces: runs, and the position each one's first key is stored at."""
+        order, position = self.prompt.starts[i], self.begins[i]
+        for run, local_start in pieces:
+            yield Span.consecutive(order, run, position - local_start, self.hidden[i])
+            order, position = order + run.length, position + run.length
+
+    def places(self, path: Path) -> bytes:
+        """Where the path stands: (tokens before, position) wherever positions begin anew, int32 [n, 2]."""
+        found: list[tuple[int, int]] = []
+        depth = 0
+        for i in path:
+            if not found or self.begins[i] - depth != found[-1][1] - found[-1][0]:
+                found.append((depth, self.begins[i]))
+            depth += len(self.prompt.segments[i])
+        return np.array(found, "<i4").tobytes()
+
+
+class Dependency:
+    """Dependency attention over trees of paths, under one scheme of positions."""
+
+    wants = LOGITS
+    selective = False
+
+    def __init__(self, positions: Positions = "path"):
+        self.name = "dependency" if positions == "path" else f"dependency-{positions}"
+        self.positions: Positions = positions
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the system prompt, and the nodes of every path behind it."""
+        scene, head = self._scene(prompt), prompt.tokens[: system_length(prompt)]
+        found = list(cache.keys_of(head, (), tenant))
+        for path in scene.leaves:
+            tokens, stops = scene.spell(path)
+            found += cache.keys_of_path(head, tokens, stops, self.name, tenant)
+        return tuple(dict.fromkeys(found))
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """One pass over everything that is kept nowhere, the question with it."""
+        scene, system, size = self._scene(prompt), system_length(prompt), holding.page_size
+        context = holding.prefix(prompt.tokens[:system])
+        room = holding.slots - most_slots(len(prompt) - system + holding.decode_tokens, 1, size) - SPARE
+        runs, hit = usable(context, system, room, size)
+        found = within(self._match(scene, holding, context), room - sum(len(run.pages) for run, _ in context.spans))
+        have = {i: part.tokens for i, part in found.items()} | _covered(prompt, hit)
+        own = holding.reserve(len(prompt) - sum(have.values()) + holding.decode_tokens)
+
+        fresh, used = _lay(scene, have, own, size)
+        context_spans = _within_segments(scene, lease_spans(context, 0, runs=runs), size)
+        read = [span for part in found.values() for span in part.spans]
+        spans = (*context_spans, *read, *fresh.values())
+        rows = np.concatenate([span.orders for span in fresh.values()])
+        turn = np.array(scene.begins, np.int32) - np.array(prompt.starts[:-1], np.int32)
+        positions = np.concatenate([span.orders + turn[i] for i, span in fresh.items()])
+        results = yield Pass(rows, positions, spans, self.wants, (len(prompt) - 1,))
+
+        self._admit(scene, holding, context, hit, own, fresh, found)
+        kind: Literal["full", "dependency"] = "dependency" if scene.paths else "full"
+        exact = not (hit and context.lossy) and all(part.exact for part in found.values())
+        tail = own.slice(used, own.length, size)
+        account = _account(prompt, have, {i: part.tier for i, part in found.items()}, context)
+        return Plan(spans, tail, kind if exact else None, account, results[Want.LOGITS][0])
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Answers depend on all trees at once and are not kept."""
+
+    def _scene(self, prompt: Prompt) -> Scene:
+        return Scene(prompt, begins_of(prompt, self.positions), Visibility.dependency(prompt).hidden)
+
+    def _match(self, scene: Scene, holding: Holding, context: Lease) -> dict[int, Found]:
+        """What the tree holds of each node, path by path."""
+        found: dict[int, Found] = {}
+        done: set[int] = set()
+        for path in scene.leaves if context.complete else ():
+            tokens, stops = scene.spell(path)
+            seen = max((stop for i, stop in zip(path, stops, strict=True) if i in done), default=0)
+            lease = holding.path(context, tokens, self.name, seen=seen, exact=self.positions == "path")
+            for i, stop in zip(path, stops, strict=True):
+                begin, end = stop - len(scene.prompt.segments[i]), min(stop, lease.length)
+                if i not in done and begin < end:
+                    exact = not lease.lossy and self._stays(scene, path, lease, context, begin, end)
+                    spans = tuple(scene.spans(i, _cut(lease, begin, end, holding.page_size)))
+                    found[i] = Found(spans, end - begin, lease.tier(begin, end), exact)
+                done.add(i)
+        return found
+
+    def _stays(self, scene: Scene, path: Path, lease: Lease, context: Lease, begin: int, end: int) -> bool:
+        """Whether the path's tokens [begin, end) were computed where they and their ancestors stand now."""
+        if self.positions == "path":
+            return True
+        places = np.frombuffer(scene.places(path), "<i4").reshape(-1, 2)
+        for node in lease.node.path():
+            if node.provenance is not Provenance.DEPENDENCY:
+                return True
+            first, last = node.start - context.length, min(node.end - context.length, end)
+            meta = np.frombuffer(node.meta, "<i4").reshape(-1, 2)
+            if first < end and begin < last and not np.array_equal(_until(meta, last), _until(places, last)):
+                return False
+        return True
+
+    def _admit(
+        self,
+        scene: Scene,
+        holding: Holding,
+        context: Lease,
+        hit: int,
+        own: Run,
+        fresh: Mapping[int, Span],
+        found: Mapping[int, Found],
+    ) -> None:
+        """Keep the system prompt and the branches that were computed, parents first."""
+        prompt, system = scene.prompt, system_length(scene.prompt)
+        if hit < system:
+            head = own.slice(0, system - hit, holding.page_size)
+            holding.cache.admit_prefix(context, prompt.tokens[:system], hit, head, (), min(prompt.public, system))
+            context = holding.prefix(prompt.tokens[:system])
+        for i, path in scene.paths.items() if context.complete else ():
+            if i not in fresh:
+                continue
+            tokens, _ = scene.spell(path)
+            run = fresh[i].run
+            # what was computed on KV that was only turned to its place is exact nowhere: it has no places
+            true = all(found[j].exact for j in path if j in found)
+            holding.cache.admit_dependency(
+                context,
+                tokens,
+                len(tokens) - run.length,
+                run,
+                (),
+                self.name,
+                local_start=scene.begins[i] + len(prompt.segments[i]) - run.length,
+                meta=scene.places(path) if self.positions == "preorder" and true else b"",
+                public=prompt.segments[i].public,
+            )
+
+
+def within(found: Mapping[int, Found], slots: int) -> dict[int, Found]:
+    """As much of what was found as can be read through so many slots; pages with the fewest tokens are left out first.
+
+    Short runs that many requests made lie scattered, a page each.
+    """
+    kept, tokens = dict(found), Counter[int]()
+    for part in found.values():
+        for span in part.spans:
+            tokens.update(dict.fromkeys(span.run.pages, span.run.length))
+    for page, _ in reversed(tokens.most_common()):
+        if (
+            len({(page, span.offset) for part in kept.values() for span in part.spans for page in span.run.pages})
+            <= slots
+        ):
+            break
+        kept = {i: part for i, part in kept.items() if all(page not in span.run.pages for span in part.spans)}
+    return kept
+
+
+def _cut(lease: Lease, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:
+    """The leased tokens [begin, end): runs, and the position each one's first key is stored rotated at."""
+    at = 0
+    for run, local_start in lease.spans:
+        low, high = max(begin - at, 0), min(end - at, run.length)
+        if low < high:
+            yield run.slice(low, high, page_size), local_start + low
+        at += run.length
+
+
+def _covered(prompt: Prompt, hit: int) -> dict[int, int]:
+    """How many tokens of each segment the first `hit` are."""
+    return {i: min(hit - start, len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1]) if start < hit}
+
+
+def _lay(scene: Scene, have: Mapping[int, int], own: Run, page_size: int) -> tuple[dict[int, Span], int]:
+    """Cells of the request's own for what is missing of each segment, in order, and how many these are."""
+    spans, used = {}, 0
+    for i, segment in enumerate(scene.prompt.segments):
+        first = have.get(i, 0)
+        if first < len(segment):
+            run = own.slice(used, used + len(segment) - first, page_size)
+            spans[i] = Span.consecutive(scene.prompt.starts[i] + first, run, 0, scene.hidden[i])
+            used += run.length
+    return spans, used
+
+
+def _within_segments(scene: Scene, spans: Iterable[Span], page_size: int) -> Iterator[Span]:
+    """Spans of the context cut where segments begin, each hidden from whom its segment is."""
+    for span in spans:
+        first = int(span.orders[0])
+        for i, hidden in enumerate(scene.hidden):
+            low, high = (max(0, min(start - first, span.run.length)) for start in scene.prompt.starts[i : i + 2])
+            if low < high:
+                run = span.run.slice(low, high, page_size)
+                yield Span.consecutive(first + low, run, span.offset, hidden)
+
+
+def _until(places: NDArray[np.int32], end: int) -> NDArray[np.int32]:
+    """The places (`Scene.places`) of a path's first `end` tokens."""
+    return places[places[:, 0] < end]
+
+
+def _account(
+    prompt: Prompt, have: Mapping[int, int], tiers: Mapping[int, Tier | None], context: Lease
+) -> tuple[SegmentReport, ...]:
+    """A report for each segment, and one for all branches of a tree."""
+    known = {i: context.tier(prompt.starts[i], prompt.starts[i] + n) for i, n in have.items()} | dict(tiers)
+    single = report(prompt, have, known)
+    tree = [i if s.kind is not Kind.NODE else -1 for i, s in enumerate(prompt.segments)]
+    groups = groupby(zip(single, tree, strict=True), lambda pair: (pair[1], pair[0].id))
+    return tuple(_together([one for one, _ in group]) for _, group in groups)
+
+
+def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
+    coldest = max((Tier[part.tier.upper()] for part in parts if part.tier is not None), default=None)
+    return replace(
+        parts[0],
+        tokens=sum(part.tokens for part in parts),
+        reused=sum(part.reused for part in parts),
+        recomputed=sum(part.recomputed for part in parts),
+        tier=None if coldest is None else coldest.label,
+    )

@@ -1,0 +1,351 @@
+"""A knowledge graph that is asked: entities of a question, and the relation paths around them that bear on it.
+
+DepCache (GraphRAG, sections 2.2, 3.3 and 6.1): the entities of a question are found, for each of them the paths of up
+to two hops are retrieved from the graph, and the 30 most similar to the question are kept.
+
+    graph = KnowledgeGraph.open("graph/", encoder)
+    graph.add(read("facts.tsv"))
+    graph.subgraphs("Who directed the film that Bourvil starred in?")
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+import numpy as np
+
+from ragjax.core import ConfigError, RequestError
+from ragjax.retrieval.index import Vectors
+from ragjax.retrieval.knowledge import TextEncoder
+from ragjax.retrieval.lexicon import Lexicon
+from ragjax.retrieval.path import INVERSE, RelationPath, Serialization, Subgraph, Triple, path_text, serialize
+from ragjax.retrieval.register import Register
+from ragjax.retrieval.triples import BATCH, Alias, OxigraphStore, TripleStore, batches
+
+COMPARED = 512
+"""Paths from one entity that are compared with the question, about; it bounds the time that a hub can take."""
+
+SIMILAR = 0.5
+"""Cosine similarity from which an entity counts as meant by a question that names none."""
+
+_READ = 512  # edges of an entity, each way, among which the ones that are walked are chosen
+_CACHED = 2**15  # embeddings of paths: 48 MiB at 384 dimensions
+_DIGITS = 5  # of a score: those behind vary with the texts that were embedded together
+
+_log = logging.getLogger(__name__)
+
+Steps = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entity:
+    """An entity that a question is about. score: 1, or for "similar" the cosine similarity to the question."""
+
+    name: str
+    score: float
+    how: Literal["exact", "alias", "similar"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What came of an import: triples read, those that were new and those that were there already; new names."""
+
+    triples: int
+    new: int
+    duplicates: int
+    entities: int
+    aliases: int
+
+
+class KnowledgeGraph:
+    """Triples that can be searched by meaning. One thread at a time may write; any number may read meanwhile."""
+
+    def __init__(
+        self,
+        store: TripleStore,
+        encoder: TextEncoder,
+        *,
+        names: Path | None = None,
+        progress: Callable[[int], None] | None = None,
+    ):
+        """Over a store, which is closed with the graph.
+
+        names: file that keeps the embeddings of entity names; None: they are made anew at every start.
+        progress: called with the number of names embedded so far; what the file has is not embedded again.
+
+        Raises:
+            ConfigError: the file cannot be used, or another process has it open.
+        """
+        self._store = store
+        self._encoder = _CachedEncoder(encoder, _CACHED)
+        self._register = Register(encoder, names)
+        self._lexicon = Lexicon()
+        self._writing = threading.Lock()
+        entities = set(store.entities())
+        self._register.remove(self._register.names - entities)
+        self._register.add(sorted(entities - self._register.names), progress)
+        for name in sorted(entities):
+            self._lexicon.add(name)
+        for alias in sorted(store.aliases()):
+            self._lexicon.add_alias(alias)
+
+    @classmethod
+    def open(
+        cls, directory: str | Path | None, encoder: TextEncoder, progress: Callable[[int], None] | None = None
+    ) -> KnowledgeGraph:
+        """The graph kept in a directory, made if need be; None keeps it in memory.
+
+        Raises:
+            ConfigError: the directory cannot be used, or another process has it open.
+        """
+        if directory is None:
+            return cls(OxigraphStore(), encoder, progress=progress)
+        directory = Path(directory)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{directory}: cannot be made: {error.strerror}") from error
+        store = OxigraphStore(directory / "triples")
+        try:
+            return cls(store, encoder, names=directory / "names.sqlite", progress=progress)
+        except BaseException:
+            store.close()
+            raise
+
+    def close(self) -> None:
+        """Release the store. Using the graph afterwards is an error."""
+        with self._writing:
+            self._register.close()
+            self._store.close()
+
+    def __enter__(self) -> KnowledgeGraph:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Number of triples."""
+        return len(self._store)
+
+    @property
+    def entities(self) -> int:
+        """Number of entities."""
+        return len(self._register)
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def add(self, items: Iterable[Triple | Alias], progress: Callable[[str, int], None] | None = None) -> Imported:
+        """Store triples and aliases, and embed the names of new entities. What is there already costs little.
+
+        progress: called with ("triples" or "names", number done so far).
+
+        Raises:
+            RequestError: a name is blank or not valid Unicode. What stands before it may be stored.
+            ConfigError: from `ragjax.retrieval.reader.read`, if the items are read by it.
+        """
+        triples = new = entities = aliases = 0
+        with self._writing:
+            for batch in batches(items, BATCH):
+                facts = [item for item in batch if isinstance(item, Triple)]
+                new += self._store.add(facts)
+                triples += len(facts)
+                _tell(progress, "triples", triples)
+                aliases += self._add_aliases([item for item in batch if isinstance(item, Alias)])
+                entities += self._add_names(facts, entities, progress)
+        return Imported(triples, new, triples - new, entities, aliases)
+
+    def delete(self, triples: Iterable[Triple]) -> int:
+        """Remove triples, and say how many were there. An entity without triples is no entity of the graph any more."""
+        triples = list(triples)
+        with self._writing:
+            gone = self._store.delete(triples)
+            left = {name for triple in triples for name in (triple.head, triple.tail) if not self._store.has(name)}
+            for name in left:
+                self._lexicon.remove(name)
+            self._register.remove(left)
+        return gone
+
+    def _add_aliases(self, aliases: Sequence[Alias]) -> int:
+        new = self._store.add_aliases(aliases)
+        for alias in aliases:
+            self._lexicon.add_alias(alias)
+        return new
+
+    def _add_names(self, facts: Sequence[Triple], before: int, progress: Callable[[str, int], None] | None) -> int:
+        names = dict.fromkeys(name for fact in facts for name in (fact.head, fact.tail))
+        fresh = [name for name in names if name not in self._register]
+        new = self._register.add(fresh, lambda done: _tell(progress, "names", before + done))
+        for name in fresh:
+            self._lexicon.add(name)
+        return new
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def link(self, question: str, limit: int = 10) -> tuple[Entity, ...]:
+        """The entities that a question is about, at most `limit`.
+
+        Those that it names, by their name or an alias, at word boundaries and without regard to case, in its order; of
+        names that overlap the longest. A name of up to three letters counts where it is spelled as it is. Only if there
+        are none: those whose names are most similar to the question, from SIMILAR on, best first.
+        """
+        mentions = self._lexicon.mentions(question)
+        how = {mention.entity: mention.how for mention in mentions if mention.entity in self._register}
+        if how:
+            return tuple(Entity(name, 1.0, how[name]) for name in islice(how, limit))
+        nearest = self._register.nearest(question, limit)
+        return tuple(Entity(name, score, "similar") for name, score in nearest if score >= SIMILAR)
+
+    def subgraphs(
+        self,
+        question: str,
+        entities: Iterable[str] | None = None,
+        hops: int = 2,
+        paths: int = 30,
+        serialization: Serialization = "path",
+    ) -> tuple[Subgraph, ...]:
+        """For each entity the relation paths from it, both ways along triples, that are most similar to the question.
+
+        A path has up to `hops` hops, and no entity twice. Of the paths from an entity the best are taken until there
+        are `paths` of which none begins another. An entity with many edges is walked along some of them alone: so many
+        that about COMPARED paths are compared, and taken in turn from its relations, so that a frequent one does not
+        drive out the rest. Entities without a path are left out, so the result may be empty.
+
+        entities: names or aliases; None: those that the question is about (`link`).
+        serialization: as `ragjax.retrieval.path.serialize`.
+
+        Raises:
+            RequestError: an entity is not in the graph, or `hops`, `paths` or `serialization` cannot be.
+        """
+        _check(hops, paths)
+        names = [entity.name for entity in self.link(question)] if entities is None else self._known(entities)
+        fanout = max(2, int(COMPARED ** (1 / hops) + 1e-9))
+        walks = {name: self._walks(name, hops, fanout) for name in names}
+        scores = self._scores(question, list(chain.from_iterable(walks.values())))
+        chosen = ((name, _best(steps, scores, paths)) for name, steps in walks.items())
+        return tuple(Subgraph(name, serialize(found, serialization)) for name, found in chosen if found)
+
+    def _known(self, entities: Iterable[str]) -> list[str]:
+        found: dict[str, None] = {}
+        for name in entities:
+            found.update(dict.fromkeys(self._meant(name)))
+        return list(found)
+
+    def _meant(self, name: str) -> tuple[str, ...]:
+        if name in self._register:
+            return (name,)
+        if named := [entity for entity in self._lexicon.named(name) if entity in self._register]:
+            return tuple(named)
+        near = ", ".join(repr(entity) for entity, _ in self._register.nearest(name, 3))
+        hint = f"the nearest are {near}" if near else "the graph is empty: import triples first"
+        raise RequestError(f"entity {name!r} is not in the graph; {hint}", param="rag.graph.entities", code="not_found")
+
+    def _walks(self, entity: str, hops: int, fanout: int) -> list[Steps]:
+        """Paths from an entity of up to `hops` hops, the shorter before the longer."""
+        memo: dict[str, list[tuple[str, str]]] = {}
+        found: list[Steps] = []
+        frontier: list[Steps] = [(entity,)]
+        for _ in range(hops):
+            frontier = [walk for path in frontier for walk in islice(self._further(path, memo), fanout)]
+            found += frontier
+        return found
+
+    def _further(self, path: Steps, memo: dict[str, list[tuple[str, str]]]) -> Iterator[Steps]:
+        """The path with one more hop."""
+        end = path[-1]
+        if end not in memo:
+            memo[end] = _in_turn(end, self._store.edges(end, _READ))
+        met = path[::2]
+        return ((*path, relation, other) for relation, other in memo[end] if other not in met)
+
+    def _scores(self, question: str, walks: Sequence[Steps]) -> dict[Steps, float]:
+        """Cosine similarity of each path's text to the question."""
+        if not walks or not question.strip():
+            return dict.fromkeys(walks, 0.0)
+        distinct = list(dict.fromkeys(walks))
+        query_E, paths_PE = self._encoder.encode([question])[0], self._encoder.encode(list(map(path_text, distinct)))
+        return {walk: round(float(score), _DIGITS) for walk, score in zip(distinct, paths_PE @ query_E, strict=True)}
+
+
+class _CachedEncoder:
+    """Remembers the embeddings of the last texts. Threads may share it."""
+
+    def __init__(self, encoder: TextEncoder, size: int):
+        self._encoder = encoder
+        self._size = size
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Vectors] = OrderedDict()
+
+    def encode(self, texts: Sequence[str]) -> Vectors:
+        """As `TextEncoder.encode`."""
+        known = self._recall(texts)
+        absent = [text for text in dict.fromkeys(texts) if text not in known]
+        if absent:
+            fresh = dict(zip(absent, self._encoder.encode(absent), strict=True))
+            self._remember(fresh)
+            known |= fresh
+        return np.stack([known[text] for text in texts])
+
+    def _recall(self, texts: Sequence[str]) -> dict[str, Vectors]:
+        with self._lock:
+            known = {text: self._known[text] for text in texts if text in self._known}
+            for text in known:
+                self._known.move_to_end(text)
+        return known
+
+    def _remember(self, fresh: dict[str, Vectors]) -> None:
+        with self._lock:
+            self._known.update((text, row.copy()) for text, row in fresh.items())
+            while len(self._known) > self._size:
+                self._known.popitem(last=False)
+
+
+def _tell(progress: Callable[[str, int], None] | None, what: str, done: int) -> None:
+    if progress is not None:
+        progress(what, done)
+
+
+def _check(hops: int, paths: int) -> None:
+    for name, value, most in (("hops", hops, 4), ("paths", paths, COMPARED)):
+        if not 1 <= value <= most:
+            raise RequestError(
+                f"rag.graph.{name} must be from 1 to {most}, not {value}",
+                param=f"rag.graph.{name}",
+                code="invalid_value",
+            )
+
+
+def _in_turn(entity: str, triples: Iterable[Triple]) -> list[tuple[str, str]]:
+    """Steps from an entity along its triples, (relation, other entity): one of each relation and direction in turn."""
+    by_relation: dict[str, list[tuple[str, str]]] = {}
+    for head, relation, tail in triples:
+        step = (relation, tail) if head == entity else (relation + INVERSE, head)
+        by_relation.setdefault(step[0], []).append(step)
+    turns = zip_longest(*(by_relation[relation] for relation in sorted(by_relation)))
+    return [step for turn in turns for step in turn if step is not None]
+
+
+def _best(walks: Sequence[Steps], scores: dict[Steps, float], limit: int) -> list[RelationPath]:
+    """The best paths, until there are `limit` of which none begins another."""
+    kept: dict[Steps, None] = {}
+    begun: set[Steps] = set()
+    for walk in sorted(walks, key=lambda walk: (-scores[walk], walk)):
+        if len(kept) == limit:
+            break
+        if walk in begun:
+            continue
+        for end in range(3, len(walk), 2):
+            kept.pop(walk[:end], None)
+            begun.add(walk[:end])
+        kept[walk] = None
+    return [RelationPath(walk, scores[walk]) for walk in kept]

@@ -1,0 +1,129 @@
+"""Finds names in a question: an entity's own or an alias, in any case, at the boundaries of words.
+
+Names are kept by their words, without case, punctuation and the variants of Unicode. The question's runs of words are
+looked up among them, so that the time does not grow with the number of names.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ragjax.retrieval.triples import Alias
+
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana and Han: each character is a word
+_WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
+_SHORT = 3  # letters of a name that must be spelled as it is: "It" is a film, "it" is none
+
+How = Literal["exact", "alias"]
+
+
+class Mention(NamedTuple):
+    """A name in a text: the entity, how it is named, and the range of words that name it."""
+
+    entity: str
+    how: How
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text in composed Unicode, and its words as they are compared."""
+
+    text: str
+    starts: tuple[int, ...]
+    words: tuple[str, ...]
+
+    @staticmethod
+    def of(text: str) -> _Text:
+        text = unicodedata.normalize("NFC", text)
+        found = list(_WORD.finditer(text))
+        words = (unicodedata.normalize("NFKC", word.group()).casefold() for word in found)
+        return _Text(text, tuple(word.start() for word in found), tuple(words))
+
+    @property
+    def key(self) -> str:
+        return " ".join(self.words)
+
+    def spells(self, name: str, word: int) -> bool:
+        """Whether the name stands at that word exactly as it is written."""
+        own = _Text.of(name)
+        begin = self.starts[word] - own.starts[0]
+        return begin >= 0 and self.text.startswith(own.text, begin)
+
+
+class Lexicon:
+    """Names of entities, by their words. One thread at a time may write while others search."""
+
+    def __init__(self) -> None:
+        self._entities: dict[str, tuple[str, ...]] = {}
+        self._aliases: dict[str, tuple[Alias, ...]] = {}
+        self._longest = 0
+
+    def add(self, entity: str) -> None:
+        """Know an entity by its name. A name without letters and digits is never found in a text."""
+        key = self._key(entity)
+        if key and entity not in self._entities.get(key, ()):
+            self._entities[key] = (*self._entities.get(key, ()), entity)
+
+    def add_alias(self, alias: Alias) -> None:
+        """Know an entity by another name."""
+        key = self._key(alias.name)
+        if key and alias not in self._aliases.get(key, ()):
+            self._aliases[key] = (*self._aliases.get(key, ()), alias)
+
+    def remove(self, entity: str) -> None:
+        """Forget an entity's name; its aliases are kept."""
+        key = _Text.of(entity).key
+        left = tuple(name for name in self._entities.get(key, ()) if name != entity)
+        if left:
+            self._entities[key] = left
+        else:
+            self._entities.pop(key, None)
+
+    def named(self, name: str) -> tuple[str, ...]:
+        """The entities that this name, or alias, may mean."""
+        key = _Text.of(name).key
+        return self._entities.get(key) or tuple(dict.fromkeys(alias.entity for alias in self._aliases.get(key, ())))
+
+    def mentions(self, text: str) -> tuple[Mention, ...]:
+        """What the text names, in its order.
+
+        Where names overlap the longest counts, and of equally long ones the first. Several entities that go by the same
+        words are all found, unless some are spelled in the text as they are.
+        """
+        words = _Text.of(text)
+        found: list[tuple[int, int, tuple[Mention, ...]]] = []
+        for begin in range(len(words.words)):
+            for end in range(begin + 1, min(begin + self._longest, len(words.words)) + 1):
+                if mentions := self._at(words, begin, end):
+                    found.append((begin - end, begin, mentions))
+        taken: set[int] = set()
+        chosen: list[Mention] = []
+        for _, _, mentions in sorted(found, key=lambda entry: entry[:2]):
+            span = range(mentions[0].begin, mentions[0].end)
+            if taken.isdisjoint(span):
+                taken.update(span)
+                chosen += mentions
+        return tuple(sorted(chosen, key=lambda mention: mention.begin))
+
+    def _key(self, name: str) -> str:
+        text = _Text.of(name)
+        self._longest = max(self._longest, len(text.words))
+        return text.key
+
+    def _at(self, text: _Text, begin: int, end: int) -> tuple[Mention, ...]:
+        key = " ".join(text.words[begin:end])
+        written: list[tuple[str, str, How]] = [(name, name, "exact") for name in self._entities.get(key, ())]
+        if not written:
+            written = [(alias.name, alias.entity, "alias") for alias in self._aliases.get(key, ())]
+        spelled = [entry for entry in written if text.spells(entry[0], begin)]
+        if spelled:  # "C" is spelled in "C++", too
+            longest = max(len(entry[0]) for entry in spelled)
+            written = [entry for entry in spelled if len(entry[0]) == longest]
+        elif len(key) <= _SHORT and key.isascii():
+            return ()
+        return tuple(Mention(entity, how, begin, end) for _, entity, how in written)

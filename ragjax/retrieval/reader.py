@@ -1,0 +1,190 @@
+"""Read the triples of a file: tab-separated (.tsv), JSON lines (.jsonl) or N-Triples (.nt).
+
+Names are made one line: runs of white space become one space.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import pyoxigraph as ox
+
+from ragjax.core import ConfigError
+from ragjax.retrieval.path import Triple, is_unicode
+from ragjax.retrieval.triples import Alias
+
+_FIELDS = ("head", "relation", "tail")
+_LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
+_ALT_LABEL = "http://www.w3.org/2004/02/skos/core#altLabel"
+
+
+def read(path: str | Path) -> Iterator[Triple | Alias]:
+    """The triples, and aliases, of a file, in its order; the file is read as they are taken.
+
+    .tsv: head, relation and tail on each line, between tabs.
+    .jsonl: on each line {"head", "relation", "tail"}, or a list of these three, or {"triples": [[head, relation, tail],
+        …]}, which may have other fields too.
+    .nt: N-Triples. An IRI goes by its rdfs:label (the first that is English or of no language, else the first), or else
+        by its last part; other labels and every skos:altLabel become aliases. Where two IRIs have one label, all but
+        the first add their last part in brackets. Literals go by their text.
+
+    Raises:
+        ConfigError: the file is missing, or of another kind, or a line is broken; the message names file and line. What
+            stands before the line may have been taken by then.
+    """
+    path = Path(path)
+    reader = {".tsv": _from_tsv, ".jsonl": _from_jsonl, ".nt": _from_ntriples}.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: triples are read from .tsv, .jsonl and .nt files; convert it to one of these")
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file")
+    return reader(path)
+
+
+# -------------------------------------------------------------------------------------------- lines
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Non-blank lines without their ends, each after the place that errors name."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                text = _decode(line, f"{path}:{number}").strip("\r\n")
+                if text.strip():
+                    yield f"{path}:{number}", text
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _decode(line: bytes, where: str) -> str:
+    try:
+        return line.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not UTF-8 text (byte 0x{line[error.start]:02x}); convert the file") from error
+
+
+def _from_tsv(path: Path) -> Iterator[Triple]:
+    for where, line in _lines(path):
+        parts = line.split("\t")
+        if len(parts) != 3:
+            raise ConfigError(f"{where}: {len(parts)} column(s); write head, relation and tail, with tabs between them")
+        yield _triple(parts, where)
+
+
+def _from_jsonl(path: Path) -> Iterator[Triple]:
+    for where, line in _lines(path):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{where}: broken JSON: {error}; write one value per line") from error
+        for parts in _entries(entry, where):
+            yield _triple(parts, where)
+
+
+def _entries(entry: object, where: str) -> list[list[object]]:
+    """What the line has for triples, as lists."""
+    if isinstance(entry, list):
+        return [entry]
+    if isinstance(entry, dict) and isinstance(entry.get("triples"), list):
+        return [parts if isinstance(parts, list) else [parts] for parts in entry["triples"]]
+    if isinstance(entry, dict) and entry.keys() >= set(_FIELDS):
+        return [[entry[name] for name in _FIELDS]]
+    raise ConfigError(
+        f'{where}: no triple; write {{"head", "relation", "tail"}}, a list of the three, or {{"triples": [[…], …]}}'
+    )
+
+
+def _triple(parts: list[object] | list[str], where: str) -> Triple:
+    if len(parts) != 3:
+        raise ConfigError(f"{where}: a triple of {len(parts)} part(s); write head, relation and tail")
+    return Triple(*(_name(part, field, where) for part, field in zip(parts, _FIELDS, strict=True)))
+
+
+def _name(part: object, field: str, where: str) -> str:
+    if not isinstance(part, str):
+        raise ConfigError(f"{where}: the {field} must be a string, not {type(part).__name__}; put it in quotes")
+    if not is_unicode(part):
+        raise ConfigError(f"{where}: the {field} is not valid Unicode (half of a surrogate pair); mend it")
+    name = " ".join(part.split())
+    if not name:
+        raise ConfigError(f"{where}: the {field} is empty; give it a name or remove the line")
+    return name
+
+
+# ---------------------------------------------------------------------------------------- N-Triples
+
+
+def _from_ntriples(path: Path) -> Iterator[Triple | Alias]:
+    """Two readings: a label may come after the triples of its IRI."""
+    names, aliases = _labels(path)
+    for n, quad in enumerate(_quads(path), start=1):
+        if quad.predicate.value not in (_LABEL, _ALT_LABEL):
+            parts = [_named(term, names) for term in (quad.subject, quad.predicate, quad.object)]
+            yield _triple(parts, f"{path}: triple {n}")
+    yield from aliases
+
+
+def _quads(path: Path) -> Iterator[ox.Quad]:
+    try:
+        yield from ox.parse(path=path, format=ox.RdfFormat.N_TRIPLES)
+    except SyntaxError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not N-Triples: {error.msg}; mend the line") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from error
+
+
+def _labels(path: Path) -> tuple[dict[str, str], list[Alias]]:
+    """Names by IRI, each given once, and the aliases."""
+    labels: dict[str, list[str]] = {}
+    others: dict[str, list[str]] = {}
+    has_own: set[str] = set()
+    for quad in _quads(path):
+        if quad.predicate.value not in (_LABEL, _ALT_LABEL) or not isinstance(quad.object, ox.Literal):
+            continue
+        iri, text = _key(quad.subject), " ".join(quad.object.value.split())
+        if quad.predicate.value == _ALT_LABEL:
+            others.setdefault(iri, []).append(text)
+        elif iri not in has_own and _is_own(quad.object.language):
+            has_own.add(iri)
+            labels.setdefault(iri, []).insert(0, text)
+        else:
+            labels.setdefault(iri, []).append(text)
+    names = _distinct({iri: texts[0] for iri, texts in labels.items()})
+    told = ((iri, text) for table in (labels, others) for iri, texts in table.items() for text in texts if text)
+    aliases = [Alias(names.get(iri) or _local(iri), text) for iri, text in told]
+    return names, [alias for alias in dict.fromkeys(aliases) if alias.name != alias.entity]
+
+
+def _is_own(language: str | None) -> bool:
+    return language is None or language.partition("-")[0] == "en"
+
+
+def _distinct(labels: dict[str, str]) -> dict[str, str]:
+    names: dict[str, str] = {}
+    taken: set[str] = set()
+    for iri, label in labels.items():
+        if label:
+            names[iri] = label if label not in taken else f"{label} ({_local(iri)})"
+            taken.add(names[iri])
+    return names
+
+
+def _key(term: object) -> str:
+    return term.value if isinstance(term, ox.NamedNode) else str(term)
+
+
+def _named(term: object, names: dict[str, str]) -> str:
+    if isinstance(term, ox.Literal):
+        return term.value
+    key = _key(term)
+    return names.get(key) or (_local(key) if isinstance(term, ox.NamedNode) else key)
+
+
+def _local(iri: str) -> str:
+    """The last part of an IRI, as words."""
+    rest = iri.rstrip("/#")
+    last = max(rest.rfind("/"), rest.rfind("#"), rest.rfind(":"))
+    return unquote(rest[last + 1 :]).replace("_", " ").strip() or iri

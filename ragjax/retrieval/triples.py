@@ -1,0 +1,237 @@
+"""Where the triples of a knowledge graph are kept: the interface, and a store on pyoxigraph, on disk or in memory.
+
+pyoxigraph keeps RDF. An entity or relation is any text, so its IRI is that text percent-encoded (RFC 3986), which can
+be undone. Aliases are literals in a named graph of their own, so that they count as no triples.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+from urllib.parse import quote, unquote
+
+import pyoxigraph as ox
+
+from ragjax.core import ConfigError, RequestError
+from ragjax.retrieval.path import INVERSE, Triple, is_unicode
+
+BATCH = 50_000
+"""Triples that are stored together: what a kill can cost, and what memory an import takes."""
+
+_BULK = 10_000  # from here on new files are cheaper than transactions
+_NODES = 2**16  # encoded names kept at hand: in real graphs few entities have most of the edges
+_ENTITY, _RELATION = "entity:", "relation:"
+_ALIAS = ox.NamedNode("http://www.w3.org/2004/02/skos/core#altLabel")
+_ALIASES = ox.NamedNode("graph:aliases")
+_TRIPLES = ox.DefaultGraph()
+
+_Item = TypeVar("_Item")
+
+
+class Alias(NamedTuple):
+    """Another name of an entity."""
+
+    entity: str
+    name: str
+
+
+class TripleStore(Protocol):
+    """A set of triples, and other names of entities. One thread at a time writes; any number may read meanwhile."""
+
+    def add(self, triples: Iterable[Triple], progress: Callable[[int], None] | None = None) -> int:
+        """Store triples, and say how many were new. Those that the iterable repeats, or that are there, count once.
+
+        A relation that ends in " (inverse)" is stored in its own direction.
+        progress: called with the number of triples done.
+
+        Raises:
+            RequestError: a name is blank or not valid Unicode. Up to BATCH triples before it may be stored or not.
+        """
+
+    def delete(self, triples: Iterable[Triple]) -> int:
+        """Remove triples, and say how many were there."""
+
+    def __len__(self) -> int:
+        """Number of triples."""
+
+    def entities(self) -> Iterator[str]:
+        """Every head and tail, once, in no particular order."""
+
+    def edges(self, entity: str, limit: int) -> tuple[Triple, ...]:
+        """At most `limit` triples with the entity as their head, then at most `limit` others with it as their tail.
+
+        Each part is sorted. Which triples are left out is the store's choice, and the same until something is written.
+        """
+
+    def has(self, entity: str) -> bool:
+        """Whether a triple has this head or tail."""
+
+    def add_aliases(self, aliases: Iterable[Alias]) -> int:
+        """Store other names of entities, and say how many were new. They stay when the entity's triples go."""
+
+    def aliases(self, entity: str | None = None) -> Iterator[Alias]:
+        """The other names of one entity, or of all."""
+
+    def close(self) -> None:
+        """Release what the store holds. Using it afterwards is an error."""
+
+
+class OxigraphStore:
+    """A `TripleStore` on pyoxigraph, in a directory that is made if need be; None keeps it in memory.
+
+    Raises:
+        ConfigError: the directory cannot be used, or another process has it open.
+    """
+
+    def __init__(self, path: str | Path | None = None):
+        try:
+            self._store: ox.Store | None = ox.Store(path)
+        except OSError as error:
+            hint = "; another process has it open" if "lock" in str(error).lower() else ""
+            raise ConfigError(f"{path}: cannot be opened as a store of triples: {error}{hint}") from error
+        self._node = lru_cache(_NODES)(_node)
+        self._decoded = lru_cache(_NODES)(_decoded)
+        self._writing = threading.Lock()
+        self._count = len(self._store) - sum(1 for _ in self.aliases())
+
+    @property
+    def _live(self) -> ox.Store:
+        if self._store is None:
+            raise ValueError("the store of triples is closed")
+        return self._store
+
+    def add(self, triples: Iterable[Triple], progress: Callable[[int], None] | None = None) -> int:
+        """As `TripleStore.add`."""
+        new = done = 0
+        for batch in batches(triples, BATCH):
+            new += self._add(batch)
+            done += len(batch)
+            if progress is not None:
+                progress(done)
+        return new
+
+    def _add(self, batch: list[Triple]) -> int:
+        quads = dict.fromkeys(self._quad(triple) for triple in batch)
+        with self._writing:
+            fresh = [quad for quad in quads if quad not in self._live]
+            if len(fresh) >= _BULK:
+                self._live.bulk_extend(fresh)
+            else:
+                self._live.extend(fresh)
+            self._count += len(fresh)
+        return len(fresh)
+
+    def delete(self, triples: Iterable[Triple]) -> int:
+        """As `TripleStore.delete`."""
+        gone = 0
+        with self._writing:
+            for quad in dict.fromkeys(self._quad(triple) for triple in triples):
+                if quad in self._live:
+                    self._live.remove(quad)
+                    gone += 1
+            self._count -= gone
+        return gone
+
+    def __len__(self) -> int:
+        """Number of triples."""
+        return self._count
+
+    def entities(self) -> Iterator[str]:
+        """As `TripleStore.entities`."""
+        rows = self._live.query("SELECT DISTINCT ?e {{?e ?r ?t} UNION {?h ?r ?e}}")
+        assert isinstance(rows, ox.QuerySolutions)
+        return (_decoded(_iri(row["e"])) for row in rows)
+
+    def edges(self, entity: str, limit: int) -> tuple[Triple, ...]:
+        """As `TripleStore.edges`."""
+        node = self._node(_ENTITY, entity)
+        out = self._live.quads_for_pattern(node, None, None, _TRIPLES)
+        into = self._live.quads_for_pattern(None, None, node, _TRIPLES)
+        others = (quad for quad in into if quad.subject != node)
+        return (*self._sorted(islice(out, limit)), *self._sorted(islice(others, limit)))
+
+    def has(self, entity: str) -> bool:
+        """As `TripleStore.has`."""
+        if not entity.strip() or not is_unicode(entity):
+            return False
+        node = self._node(_ENTITY, entity)
+        out = self._live.quads_for_pattern(node, None, None, _TRIPLES)
+        into = self._live.quads_for_pattern(None, None, node, _TRIPLES)
+        return any(next(quads, None) is not None for quads in (out, into))
+
+    def add_aliases(self, aliases: Iterable[Alias]) -> int:
+        """As `TripleStore.add_aliases`."""
+        quads = dict.fromkeys(
+            ox.Quad(self._node(_ENTITY, entity), _ALIAS, ox.Literal(_checked(name)), _ALIASES)
+            for entity, name in aliases
+        )
+        with self._writing:
+            fresh = [quad for quad in quads if quad not in self._live]
+            self._live.extend(fresh)
+        return len(fresh)
+
+    def aliases(self, entity: str | None = None) -> Iterator[Alias]:
+        """As `TripleStore.aliases`."""
+        node = None if entity is None else self._node(_ENTITY, entity)
+        for quad in self._live.quads_for_pattern(node, _ALIAS, None, _ALIASES):
+            assert isinstance(quad.object, ox.Literal)
+            yield Alias(_decoded(_iri(quad.subject)), quad.object.value)
+
+    def close(self) -> None:
+        """As `TripleStore.close`."""
+        with self._writing:
+            if self._store is not None:
+                self._store.flush()
+            self._store = None
+
+    def _sorted(self, quads: Iterable[ox.Quad]) -> list[Triple]:
+        terms = ((quad.subject, quad.predicate, quad.object) for quad in quads)
+        return sorted(Triple(*(self._decoded(_iri(term)) for term in three)) for three in terms)
+
+    def _quad(self, triple: Triple) -> ox.Quad:
+        head, relation, tail = forward(triple)
+        return ox.Quad(self._node(_ENTITY, head), self._node(_RELATION, relation), self._node(_ENTITY, tail))
+
+
+def forward(triple: Triple) -> Triple:
+    """The same fact with its relation in its own direction.
+
+    Raises:
+        RequestError: a name is blank or not valid Unicode.
+    """
+    head, relation, tail = triple
+    while relation.endswith(INVERSE):
+        head, relation, tail = tail, relation.removesuffix(INVERSE), head
+    return Triple(_checked(head), _checked(relation), _checked(tail))
+
+
+def batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """The items in lists of `size`; the last may be shorter."""
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def _checked(name: str) -> str:
+    if not name.strip():
+        raise RequestError("a triple or alias has a blank name; give each entity and relation one", param="triples")
+    if not is_unicode(name):
+        raise RequestError(f"name {name!r} is not valid Unicode (half of a surrogate pair); mend it", param="triples")
+    return name
+
+
+def _node(kind: str, name: str) -> ox.NamedNode:
+    return ox.NamedNode(kind + quote(_checked(name), safe=""))
+
+
+def _iri(term: object) -> str:
+    assert isinstance(term, ox.NamedNode)
+    return term.value
+
+
+def _decoded(iri: str) -> str:
+    return unquote(iri.partition(":")[2])

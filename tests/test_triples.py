@@ -1,0 +1,386 @@
+"""Triples: what goes into a store comes out of it, files are read or refused by line, and paths are what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragjax.core import ConfigError, RequestError
+from ragjax.retrieval import cypher
+from ragjax.retrieval import triples as module
+from ragjax.retrieval.cypher import CypherStore
+from ragjax.retrieval.path import INVERSE, RelationPath, Subgraph, Triple, serialize
+from ragjax.retrieval.reader import read
+from ragjax.retrieval.triples import Alias, OxigraphStore, TripleStore
+
+FACTS = [
+    Triple("Alice", "likes", "Titanic"),
+    Triple("Titanic", "type", "Tragedy"),
+    Triple("Titanic", "type", "Romance"),
+    Triple("Bob", "likes", "Titanic"),
+    Triple("Bob", "knows", "Bob"),
+]
+
+
+class FakeDatabase:
+    """Answers the queries of a `CypherStore`, told apart by what they ask for; refuses any that is built from data."""
+
+    def __init__(self) -> None:
+        self.triples: dict[tuple[str, ...], None] = {}
+        self.aliases: dict[tuple[str, ...], None] = {}
+        self.queries: set[str] = set()
+
+    def __call__(self, query: str, parameters: Mapping[str, object]) -> list[list[object]]:
+        assert query in vars(cypher).values(), "a query is a constant"
+        assert set(re.findall(r"\$(\w+)", query)) == parameters.keys()
+        self.queries.add(query)
+        return self._answer(" ".join(query.split()), dict(parameters))
+
+    def _answer(self, query: str, given: dict) -> list[list[object]]:
+        rows = [tuple(row) for row in given.get("rows", ())]
+        table = self.aliases if "Alias" in query else self.triples
+        if query.startswith("UNWIND"):
+            if "MERGE" in query:
+                table.update(dict.fromkeys(rows))
+                return []
+            known = [row for row in rows if row in table]
+            if "DELETE" in query:
+                for row in known:
+                    del table[row]
+                return []
+            return [[len(set(known))]]
+        if "Alias" in query:
+            return [list(row) for row in self.aliases if given["entity"] in (None, row[0])]
+        if "DISTINCT e.name" in query:
+            return [[name] for name in {name for row in self.triples for name in (row[0], row[2])}]
+        if "count(r)" in query:
+            return [[len(self.triples)]]
+        if "LIMIT 1" in query:
+            return [[given["entity"]] for row in self.triples if given["entity"] in (row[0], row[2])][:1]
+        out = "-[r:RELATION]->(t:Entity)" in query
+        found = [
+            list(row)
+            for row in self.triples
+            if given["entity"] == row[0 if out else 2]
+            and not ("h.name <> $entity" in query and row[0] == given["entity"])
+        ]
+        return sorted(found)[: given["limit"]]
+
+
+@pytest.fixture(params=["memory", "disk", "cypher"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TripleStore]:
+    made: TripleStore
+    if request.param == "cypher":
+        made = CypherStore(FakeDatabase())
+    else:
+        made = OxigraphStore(tmp_path / "triples" if request.param == "disk" else None)
+    yield made
+    made.close()
+
+
+# ------------------------------------------------------------------------------------------ the stores
+
+
+def test_what_is_added_is_there_once(store: TripleStore) -> None:
+    assert store.add([*FACTS, *FACTS]) == 5
+    assert store.add(FACTS[:2]) == 0
+    assert len(store) == 5
+    assert set(store.entities()) == {"Alice", "Titanic", "Tragedy", "Romance", "Bob"}
+    assert store.has("Romance") and store.has("Alice") and not store.has("likes") and not store.has("")
+    assert store.edges("Titanic", 10) == (FACTS[2], FACTS[1], FACTS[0], FACTS[3])
+    assert store.edges("Bob", 10) == (FACTS[4], FACTS[3])  # its edge to itself is told once
+    assert store.edges("nobody", 10) == ()
+    assert store.delete([FACTS[2], FACTS[2], Triple("a", "b", "c")]) == 1
+    assert len(store) == 4 and not store.has("Romance")
+    assert store.delete([]) == 0
+
+
+def test_a_limit_holds_for_each_direction(store: TripleStore) -> None:
+    store.add(Triple("hub", "r", f"t{n}") for n in range(20))
+    store.add(Triple(f"h{n}", "r", "hub") for n in range(20))
+    edges = store.edges("hub", 7)
+    assert [edge.head == "hub" for edge in edges] == [True] * 7 + [False] * 7
+    assert edges == store.edges("hub", 7)
+    assert len(set(edges)) == 14
+
+
+def test_an_inverse_relation_is_stored_forwards(store: TripleStore) -> None:
+    assert store.add([Triple("Titanic", "likes" + INVERSE, "Alice"), Triple("x", "r" + 2 * INVERSE, "y")]) == 2
+    assert store.add([FACTS[0], Triple("x", "r", "y")]) == 0
+
+
+def test_aliases_are_no_triples(store: TripleStore) -> None:
+    assert store.add_aliases([Alias("Bob", "Bobby"), Alias("Bob", "Rob"), Alias("Bob", "Rob")]) == 2
+    assert store.add_aliases([Alias("Bob", "Rob"), Alias("Alice", "Al")]) == 1
+    assert (len(store), list(store.entities()), store.has("Bob")) == (0, [], False)
+    assert sorted(store.aliases("Bob")) == [("Bob", "Bobby"), ("Bob", "Rob")]
+    assert len(list(store.aliases())) == 3
+
+
+@pytest.mark.parametrize("bad", [Triple("", "r", "t"), Triple("h", " ", "t"), Triple("h", "r", "\ud800")])
+def test_a_name_that_is_none_is_refused(store: TripleStore, bad: Triple) -> None:
+    with pytest.raises(RequestError, match=r"blank name|not valid Unicode"):
+        store.add([bad])
+    with pytest.raises(RequestError):
+        store.add([Triple("h", INVERSE, "t")])
+    assert len(store) == 0
+
+
+def test_progress_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BATCH", 3)
+    monkeypatch.setattr(module, "_BULK", 3)
+    told: list[int] = []
+    store = OxigraphStore()
+    assert store.add([*FACTS, *FACTS], told.append) == 5
+    assert told == [3, 6, 9, 10]
+    assert len(store) == len(list(store.entities())) == 5
+
+
+def test_a_stored_graph_is_there_again(tmp_path: Path) -> None:
+    place = tmp_path / "triples"
+    store = OxigraphStore(place)
+    store.add(FACTS)
+    store.add_aliases([Alias("Bob", "Rob")])
+    with pytest.raises(ConfigError, match="another process has it open"):
+        OxigraphStore(place)
+    store.close()
+    store.close()
+    with pytest.raises(ValueError, match="closed"):
+        store.edges("Bob", 1)
+    again = OxigraphStore(place)
+    assert len(again) == 5 and list(again.aliases()) == [Alias("Bob", "Rob")]
+    assert set(again.edges("Titanic", 9)) == set(FACTS[:4])
+    again.close()
+
+
+def test_a_place_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        OxigraphStore(tmp_path / "file" / "triples")
+
+
+NAMES = st.text(min_size=1).filter(str.strip)
+
+
+@given(head=NAMES, relation=NAMES.filter(lambda name: not name.endswith(INVERSE)), tail=NAMES)
+def test_any_name_survives(head: str, relation: str, tail: str) -> None:
+    store = OxigraphStore()
+    triple = Triple(head, relation, tail)
+    assert store.add([triple]) == 1
+    assert store.edges(head, 5) == (triple,)
+    assert set(store.entities()) == {head, tail}
+    store.add_aliases([Alias(head, tail)])
+    assert list(store.aliases(head)) == [Alias(head, tail)]
+
+
+def test_reading_while_another_writes() -> None:
+    store = OxigraphStore()
+    store.add(FACTS)
+    failed: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            for _ in range(300):
+                assert set(store.edges("Titanic", 50)) >= set(FACTS[:4])
+        except BaseException as error:
+            failed.append(error)
+
+    readers = [threading.Thread(target=look) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    store.add(Triple(f"e{n % 97}", "r", f"e{n}") for n in range(5_000))
+    for reader in readers:
+        reader.join()
+    assert not failed
+
+
+# ---------------------------------------------------------------------------------------------- Cypher
+
+
+def test_cypher_is_never_built_from_data() -> None:
+    database = FakeDatabase()
+    store = CypherStore(database)
+    evil = Triple("x'}) DETACH DELETE n //", 'r"', "`t`")
+    store.add([evil])
+    store.add_aliases([Alias(evil.head, evil.tail)])
+    assert store.edges(evil.head, 3) == (evil,)
+    assert store.has(evil.head) and set(store.entities()) == {evil.head, evil.tail}
+    assert store.delete([evil]) == 1
+    assert not any(part in query for query in database.queries for part in (*evil, "DETACH"))
+    assert len(database.queries) >= 8
+
+
+def test_cypher_goes_in_batches_and_closes() -> None:
+    sizes: list[int] = []
+    database = FakeDatabase()
+
+    def run(query: str, parameters: Mapping[str, object]) -> list[list[object]]:
+        if "MERGE" in query:
+            sizes.append(len(parameters["rows"]))  # type: ignore[arg-type]
+        return database(query, parameters)
+
+    closed: list[bool] = []
+    store = CypherStore(run, lambda: closed.append(True))
+    assert store.add(Triple("h", "r", str(n)) for n in range(2_300)) == 2_300
+    assert sizes == [1000, 1000, 300]
+    store.close()
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(("package", "open_it"), [
+    ("neo4j", lambda: CypherStore.neo4j("neo4j://nowhere.invalid", "user", "secret")),
+    ("falkordb", lambda: CypherStore.falkordb("nowhere.invalid")),
+])  # fmt: skip
+def test_a_driver_that_is_missing_is_named(package: str, open_it, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"ragjax\[{package}\]"):
+        open_it()
+
+
+# ----------------------------------------------------------------------------------------------- files
+
+
+def _write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_tsv(tmp_path: Path) -> None:
+    path = _write(tmp_path / "g.tsv", "\ufeffAlice\tlikes\tTitanic\r\n\n Bob  B \tis a\t 男 \n")
+    assert list(read(path)) == [Triple("Alice", "likes", "Titanic"), Triple("Bob B", "is a", "男")]
+
+
+def test_jsonl_in_its_three_forms(tmp_path: Path) -> None:
+    lines = [
+        {"head": "a", "relation": "r", "tail": "b", "source": "x"},
+        ["b", "r", "c\nd"],
+        {"id": "q1", "triples": [["c", "r", "d"], ["d", "r", "e"]]},
+        {"triples": []},
+    ]
+    path = _write(tmp_path / "g.jsonl", "\n".join(map(json.dumps, lines)))
+    assert [" ".join(triple) for triple in read(path)] == ["a r b", "b r c d", "c r d", "d r e"]
+
+
+NTRIPLES = """
+<http://x.org/Bob_Ross> <http://x.org/o#born%20in> <http://x.org/e/1> .
+<http://x.org/Bob_Ross> <http://x.org/o#age> "52"^^<http://www.w3.org/2001/XMLSchema#integer> .
+_:b <http://x.org/o#sees> <http://x.org/e/2> .
+# labels may come last
+<http://x.org/e/1> <http://www.w3.org/2000/01/rdf-schema#label> "Paris (fr)"@fr .
+<http://x.org/e/1> <http://www.w3.org/2000/01/rdf-schema#label> "Paris"@en .
+<http://x.org/e/1> <http://www.w3.org/2000/01/rdf-schema#label> "Paris, France"@en-GB .
+<http://x.org/e/2> <http://www.w3.org/2000/01/rdf-schema#label> "Paris" .
+<http://x.org/e/1> <http://www.w3.org/2004/02/skos/core#altLabel> "City of Light" .
+<http://x.org/Bob_Ross> <http://www.w3.org/2004/02/skos/core#altLabel> "Bob" .
+"""
+
+
+def test_ntriples_go_by_their_labels(tmp_path: Path) -> None:
+    items = list(read(_write(tmp_path / "g.nt", NTRIPLES)))
+    assert [item for item in items if isinstance(item, Triple)] == [
+        Triple("Bob Ross", "born in", "Paris"),
+        Triple("Bob Ross", "age", "52"),
+        Triple("_:b", "sees", "Paris (2)"),
+    ]
+    assert {item for item in items if isinstance(item, Alias)} == {
+        Alias("Paris", "Paris (fr)"),
+        Alias("Paris", "City of Light"),
+        Alias("Paris", "Paris, France"),
+        Alias("Paris (2)", "Paris"),
+        Alias("Bob Ross", "Bob"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("g.tsv", "a\tr\tb\na b c\n", r"g\.tsv:2: 1 column.*tabs"),
+        ("g.tsv", "a\tr\tb\tc\n", r":1: 4 column"),
+        ("g.tsv", "a\t \tb\n", r":1: the relation is empty"),
+        ("g.tsv", b"a\tr\tb\n\xff\tr\tb\n", r":2: not UTF-8"),
+        ("g.jsonl", '["a","r","b"]\n{"head": "a"', r":2: broken JSON"),
+        ("g.jsonl", '["a","r"]', r":1: a triple of 2 part"),
+        ("g.jsonl", '{"head": "a", "tail": "b"}', r":1: no triple"),
+        ("g.jsonl", "7", r":1: no triple"),
+        ("g.jsonl", '{"triples": ["abc"]}', r":1: a triple of 1 part"),
+        ("g.jsonl", '{"triples": [["a", "r", 7]]}', r":1: the tail must be a string, not int"),
+        ("g.jsonl", '["a", "r", "\\ud800"]', r":1: the tail is not valid Unicode"),
+        ("g.jsonl", "[" * 100_000, r":1: broken JSON"),
+        ("g.nt", "<http://a> <http://b> <http://c> .\n<http://a> oops .\n", r":2: not N-Triples"),
+        ("g.nt", b"<http://a> <http://b> \"\xff\" .\n", r"g\.nt.*"),
+        ("g.nt", '<http://a> <http://b> " " .\n', r"triple 1: the tail is empty"),
+        ("g.xml", "", r"\.tsv, \.jsonl and \.nt"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_is_named(name: str, text: str | bytes, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        list(read(_write(tmp_path / name, text)))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read(tmp_path / "g.tsv")
+
+
+# ----------------------------------------------------------------------------------------------- paths
+
+
+def test_a_path_and_its_triples() -> None:
+    path = RelationPath(("Alice", "likes", "Titanic", "likes (inverse)", "Bob"))
+    assert path.text == "Alice -likes-> Titanic -likes (inverse)-> Bob"
+    assert path.triples == (Triple("Alice", "likes", "Titanic"), Triple("Bob", "likes", "Titanic"))
+    assert path == RelationPath(path.steps, 0.5)  # a score makes no other path
+    assert RelationPath(path.steps[:3]).begins(path) and not path.begins(RelationPath(path.steps[:3]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ((), "3, 5, 7"),
+        (("a",), "3, 5, 7"),
+        (("a", "r", "b", "r"), "3, 5, 7"),
+        (("a", "r", " "), "empty"),
+        (("a", INVERSE, "b"), "empty"),
+        (("a", "r", "a"), "'a' twice"),
+        (("a", "r", "b", "r (inverse)", "a"), "'a' twice"),
+        (("a", "r", "\udfff"), "Unicode"),
+    ],
+)
+def test_what_is_no_path_is_refused(steps: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        RelationPath(steps)
+
+
+def test_equal_sets_of_paths_make_equal_subgraphs() -> None:
+    paths = [RelationPath(("a", r, b)) for r, b in [("r", "b"), ("q", "c"), ("r", "a2")]]
+    assert Subgraph("a", (*paths, paths[0])) == Subgraph("a", tuple(reversed(paths)))
+    assert [path.steps[2] for path in Subgraph("a", tuple(paths)).paths] == ["c", "a2", "b"]
+
+
+def test_serializations() -> None:
+    short, long = RelationPath(("a", "r", "b"), 0.9), RelationPath(("a", "r", "b", "s (inverse)", "c"), 0.2)
+    near = RelationPath(("a", "r", "b2"), 0.1)
+    assert set(serialize([short, near, long], "path")) == {long, near}
+    found = {path.steps: path.score for path in serialize([short, near, long], "triplet")}
+    assert found == {("a", "r", "b"): 0.9, ("a", "r", "b2"): 0.1, ("c", "s", "b"): 0.2}
+    with pytest.raises(RequestError, match="'path' or 'triplet'"):
+        serialize([short], "prose")  # type: ignore[arg-type]
+
+
+@given(st.sets(st.lists(st.sampled_from("abcd"), min_size=2, max_size=4, unique=True).map(tuple)))
+def test_path_serialization_keeps_what_begins_no_other(walks: set[tuple[str, ...]]) -> None:
+    paths = [RelationPath(_steps(walk)) for walk in walks]
+    brute = {p for p in paths if not any(p != q and q.steps[: len(p.steps)] == p.steps for q in paths)}
+    assert set(serialize(paths, "path")) == brute
+
+
+def _steps(walk: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for name in walk for part in (name, "r"))[:-1]

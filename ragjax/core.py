@@ -553,6 +553,29 @@ def _check(ok: bool, message: str, param: str) -> None:
 
 
 @dataclass(frozen=True)
+class Graph:
+    """Which facts of a knowledge graph a request uses.
+
+    name: of the graph; None uses the engine's default.
+    entities: whose facts; None: of those that the question names.
+    given: relation paths brought along, used instead of retrieval; each is entity, relation, entity, …
+    hops: triples of the longest path retrieved. paths: most paths of an entity, those most similar to the question.
+    serialization: whole paths, or each triple once.
+    """
+
+    name: str | None = None
+    entities: tuple[str, ...] | None = None
+    given: tuple[tuple[str, ...], ...] | None = None
+    hops: int = 2
+    paths: int = 30
+    serialization: Literal["path", "triplet"] = "path"
+
+    def __post_init__(self) -> None:
+        both = self.entities is not None and self.given is not None
+        _check(not both, "give entities or relation_paths, not both", "rag.graph.relation_paths")
+
+
+@dataclass(frozen=True)
 class Rag:
     """What knowledge a request uses and how its KV is reused.
 
@@ -562,6 +585,7 @@ class Rag:
     documents: passages given with the request, used instead of retrieval: each an id of a document in
         the knowledge base, or a Document.
     recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy computes anew; None uses its own.
+    graph: facts, used instead of chunks.
     """
 
     knowledge: str | None = None
@@ -569,8 +593,11 @@ class Rag:
     strategy: str | None = None
     documents: tuple[str | Document, ...] | None = None
     recompute_ratio: float | None = None
+    graph: Graph | None = None
 
     def __post_init__(self) -> None:
+        texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
+        _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
         ratio = self.recompute_ratio
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
 
@@ -593,6 +620,15 @@ class Request:
     want_logits: bool = False
     continuation: Tokens | None = None
     background: bool = False
+
+
+@dataclass(frozen=True)
+class FactReport:
+    """A relation path that stood in the prompt: whose it is, its steps, and its similarity to the question."""
+
+    entity: str
+    steps: tuple[str, ...]
+    score: float
 
 
 @dataclass(frozen=True)
@@ -632,7 +668,7 @@ class Answer:
     recompute_ratio: what the strategy was asked for; None if it takes none, or went by its own.
     predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
     scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
-    figures: as `Plan.figures`.
+    figures: as `Plan.figures`. facts: relation paths of the prompt.
     """
 
     text: str
@@ -651,6 +687,7 @@ class Answer:
     predicted: Divergence | None = None
     scores: NDArray[np.float32] | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
+    facts: tuple[FactReport, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class DepPrompt:
                 early = on is None and all(s.kind is Kind.SYSTEM for s in segments) and node is not self.nodes[-1]
                 segments.append(Segment(node.id, Kind.SYSTEM if early else Kind.JOIN, node.tokens, depends=on))
             else:
-                segments += _branches(node, begin, on)
+                segments += branches(node, begin, on)
             if node.id in places or begin == len(segments):
                 reason = "given twice" if node.id in places else "empty"
                 raise RequestError(f"node {node.id!r} of the prompt is {reason}", param="rag.graph")
@@ -152,7 +152,8 @@ def _named(node: LinearNode | TreeNode, places: dict[str, range]) -> tuple[int, 
     return tuple(i for name in node.depends or () for i in places[name])
 
 
-def _branches(node: TreeNode, begin: int, on: tuple[int, ...] | None) -> Iterator[Segment]:
+def branches(node: TreeNode, begin: int, on: tuple[int, ...] | None = None) -> Iterator[Segment]:
+    """A tree's segments, the first of which is the prompt's segment `begin`; `on`: what its root depends on."""
     for branch in merge(node.paths):
         depends = on if branch.parent is None else (begin + branch.parent,)
         yield Segment(node.id, Kind.NODE, branch.tokens, node.title, node.score, node.public, depends=depends)

@@ -16,15 +16,17 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ragjax import fact
 from ragjax import prompt as prompts
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import (
@@ -34,7 +36,9 @@ from ragjax.core import (
     Divergence,
     Document,
     Event,
+    Graph,
     Hit,
+    Kind,
     Message,
     OutOfPages,
     OverloadError,
@@ -52,6 +56,7 @@ from ragjax.generation import Generation
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
+from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Holding, Strategy
 from ragjax.reuse.contract import QUEUE, STEPS, Contract
 from ragjax.reuse.full import Full
@@ -62,6 +67,11 @@ from ragjax.store.disk import DiskStore
 from ragjax.store.mover import Mover
 from ragjax.ticket import RESTARTS, Counters, Sink, Ticket
 from ragjax.trace import Recorder
+
+if TYPE_CHECKING:
+    from ragjax.retrieval.graph import Imported, KnowledgeGraph
+    from ragjax.retrieval.path import Triple
+    from ragjax.retrieval.triples import Alias
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +102,7 @@ class Engine:
         top_k: int = 3,
         chunker: Chunker,
         open_knowledge: Callable[[str], KnowledgeBase],
+        open_graph: Callable[[str], KnowledgeGraph] | None = None,
         mover: Mover | None = None,
         disk: DiskStore | None = None,
         load_timeout: float = 10.0,
@@ -120,6 +131,8 @@ class Engine:
         self._knowledge: dict[str, KnowledgeBase] = {}
         self._chunker = chunker
         self._open_knowledge = open_knowledge
+        self._graphs: dict[str, KnowledgeGraph] = {}
+        self._open_graph = open_graph
         self._max_queue = max_queue
         self._scheduler = Scheduler(runner.grid, runner.page_size)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -161,6 +174,8 @@ class Engine:
         strategies: dict[str, Strategy] | None = None,
         storage: StorageOptions | None = None,
         record_trace: str | Path | None = None,
+        graph: str | Path | Mapping[str, str | Path] | None = None,
+        graph_dir: str | Path | None = None,
     ) -> Engine:
         """Load a model by name or path, compile its programs, and index the knowledge.
 
@@ -185,6 +200,8 @@ class Engine:
             strategies: what requests may name (all of ragjax's, if None).
             storage: the replacement policy, and the tiers below the device (LRU and none, if None).
             record_trace: file to which every request is added, as hashes and sizes (`ragjax.trace`).
+            graph: triples in a .tsv, .jsonl or .nt file, or several by name; the first is the default graph.
+            graph_dir: where graphs are kept between starts; in memory if None.
 
         Raises:
             ConfigError: saying what to change.
@@ -211,6 +228,8 @@ class Engine:
             strategies=strategies,
             storage=storage or StorageOptions(),
             record_trace=record_trace,
+            graph=graph,
+            graph_dir=graph_dir,
         )
 
     # ------------------------------------------------------------------------------------ what it is
@@ -230,6 +249,12 @@ class Engine:
         """Its strategy."""
         return self._contract.setting.strategy
 
+    def strategy_of(self, rag: Rag | None) -> str:
+        """Name of the strategy that serves a request, as it says or leaves open."""
+        if rag is not None and rag.strategy is not None:
+            return rag.strategy
+        return self.default_strategy if rag is None or rag.graph is None else DEPENDENCY[0]
+
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
         """Have `observer` called with strategy and divergence of each request replayed, in the engine's thread."""
         self._contract.observer = observer
@@ -248,6 +273,11 @@ class Engine:
     def knowledge_names(self) -> tuple[str, ...]:
         """Names of the knowledge bases; the first is the default one."""
         return tuple(self._knowledge)
+
+    @property
+    def graph_names(self) -> tuple[str, ...]:
+        """Names of the knowledge graphs; the first is the default one."""
+        return tuple(self._graphs)
 
     def stats(self) -> dict[str, float | dict[str, float]]:
         """Counters since the start, and the present queue and pool."""
@@ -342,6 +372,37 @@ class Engine:
             self._knowledge[name] = self._open_knowledge(name)
         return self._knowledge[name]
 
+    def add_triples(
+        self,
+        items: Iterable[Triple | Alias],
+        graph: str | None = None,
+        progress: Callable[[str, int], None] | None = None,
+    ) -> Imported:
+        """Add facts, and other names of entities; the named graph is made if need be.
+
+        progress: as `KnowledgeGraph.add` calls it.
+        """
+        return self._graph(graph, create=True).add(items, progress)
+
+    def knowledge_graph(self, name: str | None = None) -> KnowledgeGraph:
+        """A knowledge graph itself (None: the default one).
+
+        Raises:
+            RequestError: if there is none of that name.
+        """
+        return self._graph(name, create=False)
+
+    def _graph(self, name: str | None, *, create: bool) -> KnowledgeGraph:
+        if name is None:
+            name = next(iter(self._graphs), "default")
+        if name not in self._graphs:
+            if not create or self._open_graph is None:
+                known = ", ".join(self._graphs) or "none"
+                message = f"unknown knowledge graph {name!r}; there is: {known}"
+                raise RequestError(message, param="rag.graph.name", code="not_found")
+            self._graphs[name] = self._open_graph(name)
+        return self._graphs[name]
+
     # -------------------------------------------------------------------------------------- requests
 
     async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
@@ -383,6 +444,7 @@ class Engine:
         knowledge: str | None = None,
         top_k: int | None = None,
         documents: Sequence[str | Document] | None = None,
+        graph: Graph | str | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -391,12 +453,15 @@ class Engine:
     ) -> Answer:
         """Answer a question (or continue a chat); `options` are fields of `core.Sampling`, `max_tokens` for instance.
 
+        graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
+
         Raises:
             RequestError: if it cannot be served as asked.
         """
         messages = (Message("user", question),) if isinstance(question, str) else tuple(question)
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
-        rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents), recompute_ratio)
+        asked = Graph(graph) if isinstance(graph, str) else graph
+        rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents), recompute_ratio, asked)
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
         return _wait(self._begin(lambda sink, arrival: self._prepare(request, sink, arrival)))
 
@@ -471,6 +536,8 @@ class Engine:
             self._recorder.close()
         for base in self._knowledge.values():
             base.close()
+        for graph in self._graphs.values():
+            graph.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -498,11 +565,31 @@ class Engine:
     def _prepare(self, request: Request, sink: Sink, arrival: float) -> Ticket:
         if request.prompt is not None:
             return self._ticket(prompts.text_prompt(self.tokenizer, request.prompt), request, sink, arrival, 0.0)
+        if request.rag is not None and request.rag.graph is not None:
+            return self._prepare_graph(request, request.rag.graph, sink, arrival)
         began = time.perf_counter()
         hits = self._retrieve(request)
         retrieve_ms = (time.perf_counter() - began) * 1e3
         prompt = prompts.chat_prompt(self.tokenizer, request.messages, hits, public=self._share)
         return self._ticket(prompt, request, sink, arrival, retrieve_ms)
+
+    def _prepare_graph(self, request: Request, asked: Graph, sink: Sink, arrival: float) -> Ticket:
+        began, rag = time.perf_counter(), request.rag or Rag()
+        if not request.messages:
+            raise RequestError("a graph needs messages", param="rag.graph")
+        graph = None if asked.given is not None else self._graph(asked.name, create=False)
+        strategy, _ = self._resolve(replace(rag, strategy=self.strategy_of(rag)))
+        build = partial(
+            prompts.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
+            public=self._share, share=self._share and asked.given is None,
+        )  # fmt: skip
+        room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
+        grounded = fact.ground(fact.gather(graph, asked, request.messages[-1].content), build, room)
+        retrieve_ms = (time.perf_counter() - began) * 1e3
+        ticket = self._ticket(grounded.prompt, request, sink, arrival, retrieve_ms, strategy)
+        ticket.facts = grounded.facts
+        ticket.notices += grounded.notices
+        return ticket
 
     def _retrieve(self, request: Request) -> tuple[Hit, ...] | None:
         rag = request.rag
@@ -581,7 +668,9 @@ class Engine:
         if needed > self.context_length:
             raise RequestError("prompt and continuation exceed the context", param="continuation")
         pages = self._cache.pool.pages_for(needed)
-        if pages > self._cache.pool.capacity or not self._scheduler.fits(len(prompt.segments), needed):
+        # branches of a tree lie together; a strategy reads no more of them than there are slots
+        pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
+        if pages > self._cache.pool.capacity or not self._scheduler.fits(pieces, needed):
             raise RequestError(
                 f"the request needs {pages} pages of KV; the device cache has {self._cache.pool.capacity}. "
                 "Shorten the prompt, lower max_tokens, or give the device cache more memory",
@@ -949,7 +1038,8 @@ class Engine:
         plan, generation = task.plan, ticket.generation
         assert plan is not None and generation.finish_reason is not None
         now = time.perf_counter()
-        reports = plan.reports[: len(ticket.prompt.segments)]
+        added = len(task.prompt.segments) - len(ticket.prompt.segments)  # what it said before it began anew
+        reports = plan.reports[: len(plan.reports) - added]
         reused = sum(report.reused for report in reports)
         if not ticket.request.background:
             self._count(ticket, reports)
@@ -981,6 +1071,7 @@ class Engine:
             predicted=self._contract.predicted(ticket.setting, exact, ticket.chunks),
             scores=ticket.scores,
             figures=plan.figures,
+            facts=ticket.facts,
         )
 
     def _count(self, ticket: Ticket, reports: Sequence[SegmentReport]) -> None:

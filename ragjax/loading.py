@@ -29,7 +29,9 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, weights_digest
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load as load_documents
+from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.reader import read as read_triples
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.alpha import Alpha
 from ragjax.reuse.base import Strategy
@@ -65,6 +67,8 @@ def load_engine(
     strategies: dict[str, Strategy] | None,
     storage: StorageOptions,
     record_trace: str | Path | None,
+    graph: str | Path | Mapping[str, str | Path] | None,
+    graph_dir: str | Path | None,
 ) -> Engine:
     """See `Engine.load`."""
     if dtype not in ("bfloat16", "float32"):
@@ -102,6 +106,7 @@ def load_engine(
     if compile:
         _compile(runner, frozenset().union(*(chosen[name].wants for name in contract.strategies)), progress)
     mover = Mover(runner, storage.at_rest, disk=disk)
+    encoder = _encoder(progress)
     tiers = Storage(mover, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
     engine = Engine(
         runner,
@@ -114,7 +119,8 @@ def load_engine(
         max_queue=max_queue,
         top_k=top_k,
         chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
-        open_knowledge=_opener(tokenizer, index, index_dir, progress),
+        open_knowledge=_opener(tokenizer, index, index_dir, encoder),
+        open_graph=_graph_opener(graph_dir, encoder, progress),
         mover=mover,
         disk=disk,
         load_timeout=storage.load_timeout,
@@ -126,6 +132,8 @@ def load_engine(
     try:
         for name, source in _sources(knowledge).items():
             _fill(engine, name, source, progress)
+        for name, source in _sources(graph).items():
+            _fill_graph(engine, name, source, progress)
     except BaseException:
         engine.close()
         raise
@@ -268,10 +276,8 @@ def _compile(runner: Runner, wants: frozenset[Want], progress: bool) -> None:
         runner.compile(wants, progress=lambda _: bar.update())
 
 
-def _opener(
-    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, progress: bool
-) -> Callable[[str], KnowledgeBase]:
-    """Opens knowledge bases by name; the encoder is loaded for the first one."""
+def _encoder(progress: bool) -> Callable[[], Encoder]:
+    """Gives the sentence encoder, which is loaded when it is first asked for."""
 
     @cache
     def encoder() -> Encoder:
@@ -280,11 +286,52 @@ def _opener(
             loaded.warmup(lambda done, total: _show(bar, done, total))
         return loaded
 
+    return encoder
+
+
+def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
+    """Where the knowledge of this name is kept, if anywhere.
+
+    Raises:
+        ConfigError: if the name cannot be a folder's.
+    """
+    if not re.fullmatch(r"\w[\w. -]*", name):
+        raise ConfigError(f"{name!r} cannot name a {kind}: use letters, digits, '_', '-', '.' and spaces")
+    return None if directory is None else Path(directory) / name
+
+
+def _graph_opener(
+    directory: str | Path | None, encoder: Callable[[], Encoder], progress: bool
+) -> Callable[[str], KnowledgeGraph]:
+    """Opens knowledge graphs by name."""
+
+    def open_graph(name: str) -> KnowledgeGraph:
+        with tqdm(desc=f"reading {name}", unit="name", disable=not progress) as bar:
+            folder = _folder(directory, name, "knowledge graph")
+            return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
+
+    return open_graph
+
+
+def _fill_graph(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
+    """Add what the source holds to the graph; what is there already is passed over."""
+    with tqdm(desc=f"importing {name}", unit="item", disable=not progress) as bar:
+
+        def show(what: str, done: int) -> None:
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(done - bar.n)
+
+        engine.add_triples(read_triples(source), name, show)
+
+
+def _opener(
+    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], Encoder]
+) -> Callable[[str], KnowledgeBase]:
+    """Opens knowledge bases by name."""
+
     def open_base(name: str) -> KnowledgeBase:
-        if not re.fullmatch(r"\w[\w. -]*", name):
-            raise ConfigError(f"{name!r} cannot name a knowledge base: use letters, digits, '_', '-', '.' and spaces")
         return KnowledgeBase.open(
-            None if index_dir is None else Path(index_dir) / name,
+            _folder(index_dir, name, "knowledge base"),
             encode_tokens=partial(tokenizer.encode, special=False, continued=True),
             encoder=encoder(),
             model_key=tokenizer.digest.hex(),

@@ -14,11 +14,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragjax.core import Hit, Kind, Message, Prompt, RequestError, Segment, Tokens
+from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens
+from ragjax.dependency import TreeNode, branches
 from ragjax.models.tokenizer import CONTEXT, Pieces, Tokenizer
+from ragjax.retrieval.path import Subgraph
 
 INSTRUCTION = "Answer the question in one short sentence, using the passages."
 """System message of requests with knowledge that bring none of their own."""
+
+GRAPH_INSTRUCTION = "Answer the question in one short sentence, using the facts."
+"""The same of requests with facts of a knowledge graph."""
 
 
 def chat_prompt(
@@ -31,18 +36,65 @@ def chat_prompt(
     Raises:
         RequestError: if there is no user message at the end, or the template refuses the messages.
     """
+    _check(messages)
+    if hits is None:
+        pieces = tokenizer.chat_pieces(messages)
+        return Prompt((_segment("question", Kind.JOIN, _joined(tokenizer.encode_pieces(pieces))),))
+    before, question = _frame(tokenizer, messages, INSTRUCTION, public)
+    return Prompt((*before, *map(chunk_segment, hits), question))
+
+
+def graph_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    subgraphs: Sequence[Subgraph],
+    *,
+    trees: bool = True,
+    public: bool = False,
+    share: bool = False,
+) -> Prompt:
+    """The prompt of a chat with facts, a line for each relation path (DepCache, section 2.1).
+
+    trees: merge the paths of each entity into a tree of tokens; otherwise they stand one behind the other, as a chunk.
+    public: as in `chat_prompt`. share: whether the KV of the facts may serve every tenant.
+
+    Raises:
+        RequestError: as `chat_prompt`.
+    """
+    _check(messages)
+    before, question = _frame(tokenizer, messages, GRAPH_INSTRUCTION, public)
+    segments = list(before)
+    for subgraph in subgraphs:
+        lines = [f"{path.text}\n" for path in subgraph.paths]
+        score = max((path.score for path in subgraph.paths), default=0.0)
+        if trees:
+            paths = tuple(tokenizer.encode(line, special=False, continued=True) for line in lines)
+            tree = TreeNode(subgraph.entity, paths, subgraph.entity, score=score, public=share)
+            segments += branches(tree, len(segments))
+        elif lines:
+            text = "".join(lines)
+            tokens = tokenizer.encode(text, special=False, continued=True)
+            chunk = Chunk(subgraph.entity, subgraph.entity, subgraph.entity, text, tokens)
+            segments.append(chunk_segment(Hit(chunk, score, share)))
+    return Prompt((*segments, question))
+
+
+def _check(messages: Sequence[Message]) -> None:
     if not messages or messages[-1].role != "user":
         raise RequestError("the last message must be the user's", param="messages")
     if not messages[-1].content.strip():
         raise RequestError("the last message is empty", param="messages")
     if any(CONTEXT in message.content for message in messages):
         raise RequestError("a message contains reserved private-use characters", param="messages")
-    if hits is None:
-        pieces = tokenizer.chat_pieces(messages)
-        return Prompt((_segment("question", Kind.JOIN, _joined(tokenizer.encode_pieces(pieces))),))
+
+
+def _frame(
+    tokenizer: Tokenizer, messages: Sequence[Message], instruction: str, public: bool
+) -> tuple[tuple[Segment, ...], Segment]:
+    """What stands before the knowledge, and what behind it."""
     own = messages[0].role == "system"
     if not own:
-        messages = (Message("system", INSTRUCTION), *messages)
+        messages = (Message("system", instruction), *messages)
     question = Message("user", f"{CONTEXT}Question: {messages[-1].content.strip()}")
     pieces = tokenizer.chat_pieces((*messages[:-1], question))
     context = pieces.index((CONTEXT, False))
@@ -50,14 +102,8 @@ def chat_prompt(
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
     head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own)
     history = _joined(runs[system:context])
-    return Prompt(
-        (
-            head,
-            *((_segment("history", Kind.JOIN, history),) if len(history) else ()),
-            *(chunk_segment(hit) for hit in hits),
-            _segment("question", Kind.JOIN, _joined(runs[context + 1 :])),
-        )
-    )
+    before = (head, *((_segment("history", Kind.JOIN, history),) if len(history) else ()))
+    return before, _segment("question", Kind.JOIN, _joined(runs[context + 1 :]))
 
 
 def chunk_segment(hit: Hit) -> Segment:

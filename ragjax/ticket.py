@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Event, Kind, Prompt, Request, Segment
+from ragjax.core import Event, FactReport, Kind, Prompt, Request, Segment
 from ragjax.generation import Generation
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.quality import Setting
@@ -29,7 +29,7 @@ class Ticket:
     waits_since: when it began to match KV and to wait for its load. cold: whether it still may wait for KV from below
     the device. scores: logits that predict each token of the request's continuation, float32 [n, V]. ratio: share
     of chunk tokens to recompute. shadowed: logits [V] of its first steps, if it is to be replayed. notices: what did
-    not go as it should.
+    not go as it should. facts: relation paths of the prompt.
     """
 
     id: str
@@ -53,6 +53,7 @@ class Ticket:
     scores: NDArray[np.float32] | None = None
     shadowed: list[NDArray[np.float32]] | None = None
     notices: list[str] = field(default_factory=list)
+    facts: tuple[FactReport, ...] = ()
 
     def begin_anew(self, notice: str) -> None:
         """Give back what it holds, to be admitted once more; tokens that went out already stay as they are.

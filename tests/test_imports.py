@@ -27,7 +27,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "shelf": frozenset({"core", "flag", "store"}),
     "trace": frozenset({"core"}),
     "runner": frozenset({"core", "kernels", "models", "store"}),
-    "prompt": frozenset({"core", "models.tokenizer"}),
+    "prompt": frozenset({"core", "dependency", "models.tokenizer", "retrieval.path"}),
     "generation": frozenset({"core", "models.tokenizer"}),
     "engine": frozenset(
         {
@@ -45,6 +45,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 PARTS = {
     "loading": "engine",
     "ticket": "engine",
+    "fact": "engine",
     "cache.__main__": "shelf",
     "retrieval.extract": "extract",
     "reuse.gate": "gate",

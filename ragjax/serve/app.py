@@ -99,7 +99,7 @@ class _Endpoints:
 
     async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
         """The engine's events, their times observed; nothing is submitted before the first is asked for."""
-        strategy = (request.rag and request.rag.strategy) or self._engine.default_strategy
+        strategy = self._engine.strategy_of(request.rag)
         last: float | None = None
         async with aclosing(self._engine.submit(request)) as events:
             async for event in events:
@@ -126,6 +126,7 @@ class _Endpoints:
             "context_length": engine.context_length,
             "rag": {
                 "knowledge": list(engine.knowledge_names),
+                "graphs": list(engine.graph_names),
                 "strategies": list(engine.strategies),
                 "default_strategy": engine.default_strategy,
                 "default_recompute_ratio": engine.default_setting.ratio,

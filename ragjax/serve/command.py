@@ -60,6 +60,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--knowledge", default="demo", help="folder or .jsonl of documents, 'demo' (default) or 'none'")
     flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
     flag("--index-dir", metavar="DIR", help="where chunks and index are kept between starts (default: in memory)")
+    flag(
+        "--graph",
+        metavar="FILE",
+        help="triples, .tsv, .jsonl or .nt, for requests that ask for a graph (docs/graph.md)",
+    )
+    flag("--graph-dir", metavar="DIR", help="where the graph is kept between starts (default: in memory)")
     flag("--strategy", help="how KV is reused unless a request says otherwise (prefix)")
     flag("--recompute-ratio", type=share, help="share of chunk tokens it computes anew (default: its own choice)")
     flag("--quality-budget", help='have the quality report pick: "KL=0.05" or "TOP1=0.95" (docs/http.md)')
@@ -182,6 +188,8 @@ def _load(options: argparse.Namespace) -> Engine:
         index_dir=options.index_dir,
         storage=_storage(options),
         record_trace=options.record_trace,
+        graph=options.graph,
+        graph_dir=options.graph_dir,
     )
 
 

@@ -167,6 +167,7 @@ def _rag(answer: core.Answer) -> Json:
         "predicted": None if answer.predicted is None else asdict(answer.predicted),
         "figures": dict(answer.figures),
         "segments": [asdict(report) for report in answer.segments],
+        "facts": [asdict(path) for path in answer.facts],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
         "notices": list(answer.notices),
     }

@@ -77,22 +77,44 @@ class TextRag(_Body):
     recompute_ratio: float | None = None
 
 
+class GraphRag(_Body):
+    """Which facts to use. relation_paths: entity, relation, entity, … of each, used instead of retrieval."""
+
+    name: Text | None = None
+    entities: list[Filled] | None = None
+    relation_paths: list[list[Filled]] | None = None
+    hops: Count = 2
+    paths: Count = 30
+    serialization: Literal["path", "triplet"] = "path"
+
+    def to_core(self) -> core.Graph:
+        """The same for the engine."""
+        given = None if self.relation_paths is None else tuple(map(tuple, self.relation_paths))
+        entities = None if self.entities is None else tuple(self.entities)
+        return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization)
+
+
+def _named(graph: object) -> object:
+    return {"name": graph} if isinstance(graph, str) else graph
+
+
 class ChatRag(TextRag):
     """What knowledge to use, too.
 
-    documents: passages used instead of retrieval: ids of the knowledge base, or whole documents.
+    documents: passages used instead of retrieval: ids of the knowledge base, or whole documents. graph: facts of a
+    knowledge graph, by its name or in detail.
     """
 
     knowledge: Text | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     documents: list[Passage] | None = None
+    graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:
         """The same for the engine."""
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
-        return core.Rag(
-            self.knowledge, self.top_k, self.strategy, documents=documents, recompute_ratio=self.recompute_ratio
-        )
+        graph = None if self.graph is None else self.graph.to_core()
+        return core.Rag(self.knowledge, self.top_k, self.strategy, documents, self.recompute_ratio, graph)
 
 
 def _passage(document: str | InlineDocument) -> str | core.Document:

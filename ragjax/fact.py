@@ -1,0 +1,71 @@
+"""Facts for a request: what a knowledge graph has to say to it, as much as fits its prompt (DepCache, section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ragjax.core import FactReport, Graph, Prompt
+from ragjax.retrieval.path import RelationPath, Subgraph, serialize
+
+if TYPE_CHECKING:
+    from ragjax.retrieval.graph import KnowledgeGraph
+
+
+@dataclass(frozen=True)
+class Grounded:
+    """A prompt with its facts. notices: what did not go as asked."""
+
+    prompt: Prompt
+    subgraphs: tuple[Subgraph, ...]
+    notices: tuple[str, ...]
+
+    @property
+    def facts(self) -> tuple[FactReport, ...]:
+        """Every path that stands in the prompt, in order."""
+        return tuple(FactReport(s.entity, path.steps, path.score) for s in self.subgraphs for path in s.paths)
+
+
+def gather(graph: KnowledgeGraph | None, asked: Graph, question: str) -> tuple[Subgraph, ...]:
+    """What the request brings along, or what the graph has around the question's entities; may be nothing.
+
+    Raises:
+        RequestError: for a path that is none, an entity that the graph does not know, or a number out of range.
+    """
+    if asked.given is not None:
+        return _by_entity(serialize(map(RelationPath, asked.given), asked.serialization))
+    assert graph is not None
+    return graph.subgraphs(question, asked.entities, asked.hops, asked.paths, asked.serialization)
+
+
+def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], Prompt], room: int) -> Grounded:
+    """The prompt with as many paths as fit into `room` tokens, those least similar to the question left out."""
+    if not subgraphs:
+        return Grounded(build(()), (), ("no entity of the graph is meant by the question: answered without facts",))
+    prompt = build(subgraphs)
+    if len(prompt) <= room:
+        return Grounded(prompt, tuple(subgraphs), ())
+    best = sorted((path.score for s in subgraphs for path in s.paths), reverse=True)
+    fits, fails = 0, len(best)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if len(build(_foremost(subgraphs, middle))) <= room else (fits, middle)
+    kept = _foremost(subgraphs, fits)
+    left = f"{len(best) - fits} of {len(best)} relation paths"
+    return Grounded(build(kept), kept, (f"{left}, those least similar to the question, did not fit the context",))
+
+
+def _foremost(subgraphs: Sequence[Subgraph], count: int) -> tuple[Subgraph, ...]:
+    """The `count` paths most similar to the question; of equals, the first."""
+    ranked = sorted(((s.entity, path) for s in subgraphs for path in s.paths), key=lambda pair: -pair[1].score)
+    kept = set(ranked[:count])
+    cut = (replace(s, paths=tuple(path for path in s.paths if (s.entity, path) in kept)) for s in subgraphs)
+    return tuple(s for s in cut if s.paths)
+
+
+def _by_entity(paths: Iterable[RelationPath]) -> tuple[Subgraph, ...]:
+    found: dict[str, list[RelationPath]] = {}
+    for path in paths:
+        found.setdefault(path.steps[0], []).append(path)
+    return tuple(Subgraph(entity, tuple(own)) for entity, own in found.items())

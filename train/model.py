@@ -1,0 +1,266 @@
+"""The serving decoder's layers run over packed samples, with gradients: forward, loss, and how weights lie on a mesh.
+
+Weights are a plain tree, layers stacked: {"embedding", "norm", "head" if it is untied, "layers": {name: [L, ...]}}.
+Parallelism is explicit: each device runs its own rows; a weight that is sharded over `fsdp` is gathered where a layer
+uses it, and the gradient of a gather is the sum and scatter of fully sharded data parallelism (arXiv 2304.11277).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ragjax.kernels.interval import interval_attention
+from ragjax.kernels.mask import Mask, Tokens
+from ragjax.kernels.rope import Rotation
+from ragjax.models.config import ModelConfig
+from ragjax.models.decoder import Decoder, Layer, rotation_table
+from train.batch import Batch
+from train.lora import INPUTS, Lora
+
+Tree = dict[str, Any]
+"""Weights, adapters, or what is made of them: arrays in nested dicts."""
+
+Remat = Literal["none", "dots", "layers"]
+"""What backward computes anew: nothing, all but the products with weights, or whole layers."""
+
+DEVICES = ("data", "fsdp")
+"""The mesh: rows are split over both axes, weights over the second."""
+
+
+def make_mesh(fsdp: int | None = None) -> Mesh:
+    """All devices; fsdp: over how many of them weights are split (None: over all).
+
+    Raises:
+        ValueError: if that does not divide their number.
+    """
+    count = jax.device_count()
+    fsdp = count if fsdp is None else fsdp
+    if count % fsdp:
+        raise ValueError(f"fsdp {fsdp} does not divide the {count} devices")
+    return jax.make_mesh((count // fsdp, fsdp), DEVICES, axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def stacked(decoder: Decoder) -> Tree:
+    """A decoder's weights as a tree, in the dtypes they have."""
+    ends = {name: weight[...] for name, weight in _ends(decoder).items()}
+    names = nnx.to_pure_dict(nnx.state(decoder.layers[0]))
+    return {**ends, "layers": {n: jnp.stack([getattr(layer, n)[...] for layer in decoder.layers]) for n in names}}
+
+
+def _ends(decoder: Decoder) -> Tree:
+    ends = {"embedding": decoder.embedding, "norm": decoder.norm}
+    return ends if decoder.head is None else {**ends, "head": decoder.head}
+
+
+def axes_of(config: ModelConfig) -> Tree:
+    """Logical names of each weight's axes, a tuple each, "layers" first where they are stacked."""
+    decoder = Decoder.abstract(config)
+    layer = decoder.layers[0]
+    of_layers = {name: ("layers", *getattr(layer, name).axes) for name in nnx.to_pure_dict(nnx.state(layer))}
+    return {**{name: weight.axes for name, weight in _ends(decoder).items()}, "layers": of_layers}
+
+
+@dataclass(frozen=True)
+class Model:
+    """How weights are used. dtype: of products with them; lora: their adapters, if these are what is trained."""
+
+    config: ModelConfig
+    mesh: Mesh
+    dtype: jnp.dtype
+    lora: Lora | None = None
+    remat: Remat = "layers"
+
+    # ------------------------------------------------------------------------------------ sharding
+
+    def specs(self) -> tuple[Tree, Tree]:
+        """How trained and frozen weights lie on the mesh."""
+        axes = axes_of(self.config)
+        shapes = shapes_of(self.config)
+        weights = jax.tree.map(self._spec, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        if self.lora is None:
+            return weights, {}
+        adapters = {}
+        for name in self.lora.matrices:
+            whole = dict(zip(axes["layers"][name], shapes["layers"][name], strict=True))
+            pairs = self.lora.axes(name, axes["layers"][name][1:])
+            adapters[name] = {
+                part: self._spec(("layers", *of), (0, *(whole.get(axis, self.lora.rank) for axis in of)))
+                for part, of in pairs.items()
+            }
+        return adapters, weights
+
+    def _spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> P:
+        """Split along `embed`, vectors and what does not divide excepted."""
+        count = self.mesh.shape["fsdp"]
+        if count == 1 or len([axis for axis in axes if axis != "layers"]) < 2:
+            return P()
+        return P(*("fsdp" if axis == "embed" and n % count == 0 else None for axis, n in zip(axes, shape, strict=True)))
+
+    def place(self, tree: Tree, specs: Tree) -> Tree:
+        """Put arrays where they belong."""
+        placed: Tree = jax.tree.map(lambda spec, x: jax.device_put(x, NamedSharding(self.mesh, spec)), specs, tree)
+        return placed
+
+    @property
+    def devices(self) -> int:
+        """How many rows are computed at once."""
+        return int(self.mesh.size)
+
+    # ------------------------------------------------------------------------------------- forward
+
+    def losses(self, trained: Tree, frozen: Tree, rotation: Rotation, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Negative log-probability of each target, and whether it is the likeliest token: float32 [N], 0 for padding.
+
+        On one device's row and shard of the weights, within `jax.shard_map`.
+        """
+        weights, adapters = (trained, {}) if self.lora is None else (frozen, trained)
+        logits_NV = self._logits(weights, adapters, rotation, batch)
+        target_N1 = jnp.maximum(batch.target_N, 0)[:, None]
+        chosen_N = jnp.take_along_axis(logits_NV, target_N1, axis=1)[:, 0]
+        live_N = batch.target_N >= 0
+        nll_N = jnp.where(live_N, jax.nn.logsumexp(logits_NV, axis=1) - chosen_N, 0.0)
+        return nll_N, (live_N & (logits_NV.argmax(1) == target_N1[:, 0])).astype(jnp.float32)
+
+    def _logits(self, weights: Tree, adapters: Tree, rotation: Rotation, batch: Batch) -> jax.Array:
+        """Next-token logits of the rows that have a target, float32 [N, V]."""
+        mask = Mask.build(Tokens(batch.order_T, batch.request_T, batch.hide_from_T, batch.hide_until_T))
+        cos_TR, sin_TR = rotation.at(batch.position_T)
+        specs = self.specs()[0 if self.lora is None else 1]
+        ends = {name: _gathered(x, specs[name]) for name, x in weights.items() if name != "layers"}
+        x_TE = _decoder(self.config, ends).embed(batch.token_T)
+
+        def body(x_TE: jax.Array, layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
+            block = _layer(self.config, self._usable(*layer, specs["layers"]))
+            q_THD, k_TKD, v_TKD = (x.astype(self._attention) for x in block.project(x_TE, cos_TR, sin_TR))
+            out_THD, _ = interval_attention(q_THD, k_TKD, v_TKD, mask, scale=self.config.head_dim**-0.5)
+            return block.finish(x_TE, out_THD.astype(jnp.float32)), None
+
+        x_TE, _ = lax.scan(_rematerialised(body, self.remat), x_TE, (weights["layers"], adapters))
+        matrices = {name: x if name == "norm" else x.astype(self.dtype) for name, x in ends.items()}
+        return _decoder(self.config, matrices).unembed(x_TE[batch.row_N])
+
+    @property
+    def _attention(self) -> jnp.dtype:
+        """Of queries, keys and values. The CPU's form of attention is fastest in float32."""
+        return jnp.dtype(jnp.float32) if self.mesh.devices.flat[0].platform == "cpu" else self.dtype
+
+    def _usable(self, weights: Tree, adapters: Tree, specs: Tree) -> Tree:
+        """One layer's weights as its products take them: adapters merged, cast, then gathered."""
+        ready = {}
+        for name, weight in weights.items():
+            if name in adapters and self.lora is not None:
+                weight = self.lora.merged(weight, adapters[name])
+            weight = weight.astype(self.dtype) if name in INPUTS else weight
+            ready[name] = _gathered(weight, P(*specs[name][1:]))
+        return ready
+
+
+def shapes_of(config: ModelConfig) -> Tree:
+    """Shape of each weight, a tuple each."""
+    decoder = Decoder.abstract(config)
+    layer = decoder.layers[0]
+    of_layers = {n: (config.num_layers, *getattr(layer, n).shape) for n in nnx.to_pure_dict(nnx.state(layer))}
+    return {**{name: tuple(weight.shape) for name, weight in _ends(decoder).items()}, "layers": of_layers}
+
+
+def _gathered(x: jax.Array, spec: P) -> jax.Array:
+    """A whole weight from its shards."""
+    axis = next((i for i, name in enumerate(spec) if name == "fsdp"), None)
+    return x if axis is None else lax.all_gather(x, "fsdp", axis=axis, tiled=True)
+
+
+def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    if remat == "none":
+        return body
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if remat == "dots" else None
+    wrapped: Callable[..., Any] = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    return wrapped
+
+
+def _layer(config: ModelConfig, weights: Tree) -> Layer:
+    """The serving layer with these weights."""
+    layer: Layer = _filled(Decoder.abstract(config).layers[0], weights)
+    return layer
+
+
+def _decoder(config: ModelConfig, ends: Tree) -> Decoder:
+    """The serving decoder without layers, with these weights."""
+    decoder = Decoder.abstract(config)
+    decoder.layers = nnx.List([])
+    filled: Decoder = _filled(decoder, ends)
+    return filled
+
+
+def _filled(module: Any, weights: Mapping[str, jax.Array]) -> Any:
+    graph, state = nnx.split(module)
+    nnx.replace_by_pure_dict(state, dict(weights))
+    return nnx.merge(graph, state)
+
+
+# ----------------------------------------------------------------------------------------- programs
+
+
+def gradient_program(model: Model) -> Callable[..., tuple[Tree, jax.Array]]:
+    """`(trained, frozen, rotation, batch, sums) -> sums`: a microbatch's gradient and losses added to those before.
+
+    sums: the gradient of the summed negative log-probability, and float32 [2]: that, and how many targets were the
+    likeliest token. It is overwritten.
+    """
+    trained_specs, frozen_specs = model.specs()
+
+    def local(trained: Tree, frozen: Tree, rotation: Rotation, batch: Batch) -> tuple[Tree, jax.Array]:
+        def loss(trained: Tree) -> tuple[jax.Array, jax.Array]:
+            nll_N, hit_N = model.losses(trained, frozen, rotation, batch)
+            return nll_N.sum(), jnp.stack([nll_N.sum(), hit_N.sum()])
+
+        gradient, counts = jax.grad(loss, has_aux=True)(trained)
+        summed = jax.tree.map(lambda spec, g: lax.psum(g, _missing(spec)), trained_specs, gradient)
+        return summed, lax.psum(counts, DEVICES)
+
+    sharded = jax.shard_map(
+        local,
+        mesh=model.mesh,
+        in_specs=(trained_specs, frozen_specs, P(), P(DEVICES)),
+        out_specs=(trained_specs, P()),
+        check_vma=False,
+    )
+
+    @partial(jax.jit, donate_argnums=4)
+    def program(trained: Tree, frozen: Tree, rotation: Rotation, batch: Batch, sums: Any) -> Any:
+        return jax.tree.map(jnp.add, sums, sharded(trained, frozen, rotation, batch))
+
+    return program
+
+
+def _missing(spec: P) -> tuple[str, ...]:
+    """Axes over which a gradient is still to be summed: a gather has summed over `fsdp` already."""
+    return ("data",) if "fsdp" in spec else DEVICES
+
+
+def loss_program(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`(trained, frozen, rotation, batch) -> losses`, as `Model.losses`, for all devices: [N] each."""
+    rows = P(DEVICES)
+    sharded = jax.shard_map(
+        model.losses,
+        mesh=model.mesh,
+        in_specs=(*model.specs(), P(), rows),
+        out_specs=(rows, rows),
+        check_vma=False,
+    )
+    program: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(sharded)
+    return program
+
+
+def rotation_of(config: ModelConfig, length: int) -> Rotation:
+    """RoPE for positions below `length`."""
+    return rotation_table(config, length)

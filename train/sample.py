@@ -1,0 +1,180 @@
+"""A question, the relation paths that answer it among others, and its answer; files of them, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ragjax.core import ConfigError, Message
+from ragjax.models.hub import atomic_path
+
+log = logging.getLogger(__name__)
+
+Steps = tuple[str, ...]
+"""Entity, relation, entity, …, as `retrieval.path.RelationPath` has them."""
+
+MOST_ANSWERS = 5
+"""Of several answers, so many are written out."""
+
+ROLES = ("system", "user", "assistant")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model is to learn from one question.
+
+    paths: each from an entity of the question; none for plain chat. gold: those that lead to the answer, if known.
+    history: messages before the question, a system message first if the chat has its own.
+    """
+
+    id: str
+    question: str
+    answer: str
+    paths: tuple[Steps, ...] = ()
+    gold: tuple[Steps, ...] = ()
+    history: tuple[Message, ...] = ()
+
+    def to_json(self) -> str:
+        """One line of a file."""
+        value: dict[str, Any] = {"id": self.id, "question": self.question, "answer": self.answer}
+        value |= {name: getattr(self, name) for name in ("paths", "gold") if getattr(self, name)}
+        if self.history:
+            value["history"] = [{"role": m.role, "content": m.content} for m in self.history]
+        return json.dumps(value, ensure_ascii=False)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Sample:
+        """Read a line: question, paths or triples, answer or answers; or the messages of a chat, its answer last.
+
+        Each of `triples` becomes a path of one hop. Of several `answers` the first `MOST_ANSWERS` are joined.
+
+        Raises:
+            ValueError: saying what is missing or wrong.
+        """
+        if "messages" in value:
+            return _chat(value)
+        return Sample(
+            str(value.get("id", "")),
+            text_of(value, "question"),
+            answer_of(value),
+            tuple(steps_of(path) for path in list_of(value, "paths" if value.get("paths") else "triples")),
+            tuple(steps_of(path) for path in list_of(value, "gold")),
+            tuple(_message(message) for message in list_of(value, "history")),
+        )
+
+
+def _chat(value: Mapping[str, Any]) -> Sample:
+    messages = [_message(message) for message in list_of(value, "messages")]
+    if [message.role for message in messages[-2:]] != ["user", "assistant"]:
+        raise ValueError("messages must end with the user's and the assistant's")
+    *history, question, answer = messages
+    return Sample(str(value.get("id", "")), question.content, answer.content, history=tuple(history))
+
+
+def _message(value: Any) -> Message:
+    if not isinstance(value, Mapping) or value.get("role") not in ROLES:
+        raise ValueError(f"a message must be an object whose role is one of {', '.join(ROLES)}")
+    return Message(value["role"], text_of(value, "content"))
+
+
+def text_of(value: Mapping[str, Any], name: str) -> str:
+    """A field's text. Raises ValueError unless it holds some."""
+    text = value.get(name)
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{name} must be a text that is not empty")
+    return text.strip()
+
+
+def list_of(value: Mapping[str, Any], name: str) -> list[Any]:
+    """A field's list, [] if there is no such field. Raises ValueError if it is none."""
+    found = value.get(name) or []
+    if not isinstance(found, list):
+        raise ValueError(f"{name} must be a list")
+    return found
+
+
+def steps_of(value: Any) -> Steps:
+    """A path as it is given. Raises ValueError unless it goes from entity to entity."""
+    if not isinstance(value, list) or len(value) < 3 or len(value) % 2 == 0:
+        raise ValueError(f"a path must be a list of entity, relation, entity, …, not {value!r}")
+    if not all(isinstance(step, str) and step.strip() for step in value):
+        raise ValueError(f"every step of a path must be a text that is not empty, not {value!r}")
+    return tuple(value)
+
+
+def answer_of(value: Mapping[str, Any]) -> str:
+    """The written answer, or the first of several joined."""
+    if "answer" in value:
+        return text_of(value, "answer")
+    answers = [answer for answer in list_of(value, "answers") if isinstance(answer, str) and answer.strip()]
+    if not answers:
+        raise ValueError("answer or answers is missing")
+    return ", ".join(dict.fromkeys(answer.strip() for answer in answers[:MOST_ANSWERS]))
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def read_samples(files: Sequence[str | Path], max_bad: int = 0) -> list[Sample]:
+    """The samples of some files, in order; a sample without an id is named after its file and line.
+
+    Raises:
+        ConfigError: for a file that cannot be read or holds none, and beyond `max_bad` lines that are wrong.
+    """
+    samples = read_lines(files, Sample.from_json, max_bad)
+    if not samples:
+        raise ConfigError(f"no samples in {', '.join(str(file) for file in files)}")
+    return [sample if sample.id else _named(sample, place) for place, sample in samples]
+
+
+def _named(sample: Sample, place: str) -> Sample:
+    return Sample(place, sample.question, sample.answer, sample.paths, sample.gold, sample.history)
+
+
+def read_lines(
+    files: Sequence[str | Path], parse: Callable[[Mapping[str, Any]], T], max_bad: int
+) -> list[tuple[str, T]]:
+    """What the lines of JSON files hold, each with its file and number. Bad lines are logged and skipped.
+
+    Raises:
+        ConfigError: for a file that cannot be read, and beyond `max_bad` lines that are wrong.
+    """
+    found: list[tuple[str, T]] = []
+    bad = 0
+    for file in map(Path, files):
+        for number, line in enumerate(_lines(file), 1):
+            if not line.strip():
+                continue
+            place = f"{file.name}:{number}"
+            try:
+                value = json.loads(line)
+                if not isinstance(value, Mapping):
+                    raise ValueError("a line must be a JSON object")
+                found.append((place, parse(value)))
+            except ValueError as error:
+                bad += 1
+                if bad > max_bad:
+                    raise ConfigError(f"{file}, line {number}: {error} (--max-bad {bad} would skip it)") from error
+                log.warning("%s, line %d is skipped: %s", file, number, error)
+    return found
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from error
+
+
+def write_samples(samples: Iterable[Sample], file: str | Path) -> None:
+    """Write a file whole or not at all."""
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(file) as part:
+        part.write_text("".join(sample.to_json() + "\n" for sample in samples), encoding="utf-8")

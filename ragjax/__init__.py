@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ragjax.core import (
     Answer,
     Document,
+    Graph,
     Kind,
     Message,
     Prompt,
@@ -25,6 +26,7 @@ __all__ = [
     "Answer",
     "Document",
     "Engine",
+    "Graph",
     "Kind",
     "Message",
     "Prompt",

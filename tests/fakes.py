@@ -33,6 +33,7 @@ class FakeEngine:
     strategies: tuple[str, ...] = ("full", "prefix", "naive")
     default_strategy: str = "prefix"
     knowledge_names: tuple[str, ...] = ("demo",)
+    graph_names: tuple[str, ...] = ("facts",)
     requests: list[core.Request] = field(default_factory=list)
     running: int = 0
     finished: int = 0
@@ -60,6 +61,8 @@ class FakeEngine:
         index_dir: str | Path | None = None,
         storage: Any = None,
         record_trace: str | None = None,
+        graph: str | None = None,
+        graph_dir: str | None = None,
         progress: bool = True,
     ) -> FakeEngine:
         """An engine with these settings; `slow` is a model that takes 50 ms per token."""
@@ -77,6 +80,10 @@ class FakeEngine:
     def default_setting(self) -> Setting:
         """The default strategy, with its own choice of a ratio."""
         return Setting(self.default_strategy)
+
+    def strategy_of(self, rag: core.Rag | None) -> str:
+        """What the request names, or the default."""
+        return (rag and rag.strategy) or self.default_strategy
 
     def observe_shadows(self, observer: Callable[[str, core.Divergence], None]) -> None:
         """Tests call it."""

@@ -201,7 +201,7 @@ def test_models(shared: Served) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.owned_by) == ("fake", "model", "ragjax")
     rag = model.model_extra["rag"]
-    assert rag["strategies"] == ["full", "prefix", "naive"]
+    assert rag["strategies"] == ["full", "prefix", "naive"] and rag["graphs"] == ["facts"]
     assert (rag["default_strategy"], rag["default_recompute_ratio"]) == ("prefix", None)
     assert client.models.retrieve("fake").model_extra["context_length"] == 64
     with pytest.raises(openai.NotFoundError):
@@ -313,6 +313,11 @@ def test_rag_reaches_engine(caught: Caught) -> None:
     asked = {"knowledge": "demo", "top_k": 2, "strategy": "naive", "recompute_ratio": 0.25, "documents": documents}
     expected = ("harbour", core.Document("x", "words"), core.Document("y", "more", "Y"))
     assert caught.request(rag=asked).rag == core.Rag("demo", 2, "naive", documents=expected, recompute_ratio=0.25)
+    assert caught.request(rag={"graph": "facts"}).rag == core.Rag(graph=core.Graph("facts"))
+    graph = {"name": "g", "relation_paths": [["A", "r", "B"]], "hops": 3, "paths": 5, "serialization": "triplet"}
+    expected_graph = core.Graph("g", None, (("A", "r", "B"),), 3, 5, "triplet")
+    assert caught.request(rag={"graph": graph}).rag == core.Rag(graph=expected_graph)
+    assert caught.request(rag={"graph": {"entities": ["A"]}}).rag == core.Rag(graph=core.Graph(entities=("A",)))
     assert caught.request(rag=None).rag is None
     assert caught.request(rag={}).rag == core.Rag()
 
@@ -395,6 +400,11 @@ def test_unknown_field_at_each_level(shared: Served, path: str, param: str) -> N
         ("rag.documents.0.id", "", "rag.documents[0].id"),
         ("rag.documents", [5], "rag.documents[0]"),
         ("rag", "demo", "rag"),
+        ("rag", {"graph": 5}, "rag.graph"),
+        ("rag", {"graph": {"hops": 0}}, "rag.graph.hops"),
+        ("rag", {"graph": {"serialization": "prose"}}, "rag.graph.serialization"),
+        ("rag", {"graph": {"relation_paths": [["A", ""]]}}, "rag.graph.relation_paths[0][1]"),
+        ("rag", {"graph": "facts", "top_k": 2}, "rag.graph"),
         ("user", 5, "user"),
     ],
 )
@@ -763,6 +773,8 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),
         "record_trace": str(tmp_path / "trace"),
+        "graph": str(tmp_path / "facts.tsv"),
+        "graph_dir": str(tmp_path / "graphs"),
     }
     flags = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     assert main([*flags, "--knowledge", "none", "--port", "0"]) == 2

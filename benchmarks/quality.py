@@ -44,6 +44,7 @@ from benchmarks.ttft import code_digest
 from ragjax.core import ConfigError, RequestError, StorageOptions
 from ragjax.engine import Engine
 from ragjax.preprocess import fuse_all
+from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 
@@ -310,7 +311,7 @@ def packaged_encoder() -> TextEncoder:
 def run(chosen: argparse.Namespace, head: report.Header, encoder: TextEncoder) -> list[dict[str, Any]]:
     """Measure all sets; the rows."""
     known = all_strategies()
-    wanted = chosen.strategies.split(",") if chosen.strategies else list(known)
+    wanted = chosen.strategies.split(",") if chosen.strategies else [n for n in known if n not in DEPENDENCY]
     rivals = list(filter(None, chosen.rivals.split(",")))
     _check("strategy", wanted, known)
     _check("rival", rivals, rival.RIVALS)

@@ -32,6 +32,7 @@ from benchmarks.ttft import CHUNKS, Workload, workload
 from ragjax.core import Answer, ConfigError, Kind, Prompt, RequestError, Segment
 from ragjax.engine import Engine
 from ragjax.preprocess import Job, fuse_all
+from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 
@@ -195,7 +196,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(engine: Engine, known: Mapping[str, Strategy], chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure on an engine; the rows."""
-    wanted = chosen.strategies.split(",") if chosen.strategies else list(known)
+    wanted = chosen.strategies.split(",") if chosen.strategies else [n for n in known if n not in DEPENDENCY]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ConfigError(f"unknown strategy {unknown[0]!r}; choose among {', '.join(known)}")

@@ -1,0 +1,107 @@
+"""The graph benchmark's arithmetic, and a run of its parts on the tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import graphrag, report
+from benchmarks.graphrag import Question, questions_of, requests
+from ragjax.core import ConfigError, Kind
+from ragjax.dependency import layout
+from ragjax.engine import Engine
+from ragjax.retrieval.path import RelationPath, Subgraph
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with tiny.engine() as made:
+        yield made
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two films and who made them, twice over; one line without any path."""
+    lines = [
+        {
+            "id": f"q{i}",
+            "question": f"Who directed {film}?",
+            "answers": [who],
+            "topic_entities": [film],
+            "triples": [[film, "by", who], [film, "in", "1999"], [who, "from", "Rome"]],
+            "paths": [[film, "by", who]],
+        }
+        for i, (film, who) in enumerate([("Heat", "Mann"), ("Alien", "Scott")] * 2)
+    ]
+    lines.insert(1, {**lines[0], "paths": [], "triples": []})
+    file = tmp_path / "kg" / "films" / "questions.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_pairs_are_those_of_the_mask(engine: Engine) -> None:
+    paths = (("a", "r", "b", "s", "c"), ("a", "r", "b", "t", "d"), ("a", "u", "e"))
+    question = Question("1", "what?", ("c",), (Subgraph("a", tuple(map(RelationPath, paths))),))
+    written, merged = (graphrag.prompt_of(engine, question, trees) for trees in (False, True))
+    found = graphrag.pairs(written, merged, question)
+    assert found["visited"] == layout(merged, "path").visible().sum()
+    assert found["self"] == np.tril(np.ones((len(written),) * 2)).sum()
+    # by hand: bytes of "a -" shared by three, of "a -r-> b -" by two
+    nodes = [segment for segment in merged.segments if segment.kind is Kind.NODE]
+    assert [len(node) for node in nodes] == [3, 7, 6, 6, 6]
+    assert found["predicted"] == pytest.approx(3**2 + 3 * (((16 + 16 + 9) / 3) ** 2 - 3**2))
+    assert found["predicted_self"] == pytest.approx((3 * (16 + 16 + 9) / 3) ** 2)
+
+
+def test_questions_without_a_path_are_left_out(folder: Path) -> None:
+    found = questions_of(folder, "films", 3)
+    assert [q.id for q in found] == ["q0", "q1", "q2"] and found[0].answers == ("Mann",)
+    assert {path.steps for s in found[0].subgraphs for path in s.paths} >= {
+        ("Heat", "by", "Mann"),
+        ("Heat", "in", "1999"),
+    }
+    with pytest.raises(ConfigError, match=r"sets of .*: films"):
+        questions_of(folder, "songs", 3)
+
+
+def test_requests_are_skewed_and_draw_no_entity_twice() -> None:
+    questions = [
+        Question(str(i), "?", ("a",), (Subgraph(f"e{i}", (RelationPath((f"e{i}", "r", "x")),)),)) for i in range(50)
+    ]
+    drawn = requests(questions, 200)
+    assert all(len({s.entity for s in q.subgraphs}) == 10 for q in drawn)
+    counts = sorted((sum(s.entity == f"e{i}" for q in drawn for s in q.subgraphs) for i in range(50)), reverse=True)
+    assert sum(counts[:10]) > 0.4 * sum(counts)
+
+
+def test_every_part_runs(engine: Engine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphrag, "LENGTHS", (120, 100_000))
+    monkeypatch.setattr(graphrag, "QUICK_REQUESTS", 3)
+    monkeypatch.setattr(graphrag, "opened", lambda *args, **kwargs: tiny.engine())
+    chosen = graphrag.options(["--data", str(folder), "--sets", "films", "--quick"])
+    questions = questions_of(folder, "films", 3)
+    progress = report.Progress(10)
+    made = graphrag.work(engine, "films", questions)
+    samples = report.Samples("graphrag", {}, tmp_path / "samples")
+    made += graphrag.accuracy(engine, "films", questions, samples, progress)
+    made += graphrag.length(engine, "films", questions, runs=1)
+    made += graphrag.workload(chosen, "films", questions, progress)
+    rows = {(r["part"], r["method"], r["positions"]): r for r in made}
+    assert {part for part, _, _ in rows} == set(graphrag.PARTS)
+    assert rows["accuracy", "self", None]["logprob_minus_self"] == 0
+    assert rows["accuracy", "dependency", "path"]["n"] == 3
+    assert "logprob_minus_preorder" in rows["accuracy", "dependency", "path"]
+    assert (
+        rows["length", "dependency", "path"]["hit_rate"] == 0 < rows["length", "dependency-cached", "path"]["hit_rate"]
+    )
+    assert (
+        rows["workload", "dependency", "path"]["hit_rate"] < rows["workload", "dependency-cached", "path"]["hit_rate"]
+    )
+    assert rows["work", "dependency", None]["visited_share"] < 1
+    assert len(samples._samples) == 12

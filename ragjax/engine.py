@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragjax import fact
 from ragjax import prompt as prompts
@@ -42,6 +43,7 @@ from ragjax.core import (
     Message,
     OutOfPages,
     OverloadError,
+    Plan,
     Prompt,
     Rag,
     Request,
@@ -52,6 +54,8 @@ from ragjax.core import (
     Timings,
     Tokens,
 )
+from ragjax.dependency import DepPrompt, Positions
+from ragjax.depkv import DepKV, Keeping, Resumed
 from ragjax.generation import Generation
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
@@ -132,6 +136,7 @@ class Engine:
         self._chunker = chunker
         self._open_knowledge = open_knowledge
         self._graphs: dict[str, KnowledgeGraph] = {}
+        self._kept: dict[str, DepKV] = {}
         self._open_graph = open_graph
         self._max_queue = max_queue
         self._scheduler = Scheduler(runner.grid, runner.page_size)
@@ -497,6 +502,47 @@ class Engine:
         own = None if isinstance(strategy, str) else strategy
         return self._begin(lambda sink, arrival: self._ticket(prompt, request, sink, arrival, 0.0, own))
 
+    def compute_depkv(self, prompt: DepPrompt | Prompt, *, positions: Positions = "path", tenant: str = "") -> DepKV:
+        """Compute a prompt under dependency attention, and hold its KV until it is closed (DepCache, section 5).
+
+        Raises:
+            RequestError: if the prompt cannot be served.
+        """
+        name = DEPENDENCY[0] if positions == "path" else DEPENDENCY[1]
+        keeping, made = Keeping(self._strategies[name]), prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
+        self.answer_prompt(made, strategy=keeping, max_tokens=1, tenant=tenant)
+        assert keeping.kept is not None
+        plan, holding = keeping.kept
+        kv = DepKV(made, name, tenant, plan, holding, holding.label, self._release)
+        self._call(lambda: self._kept.update({kv.label: kv}))
+        return kv
+
+    def generate_with_depkv(
+        self, kv: DepKV, *, sampling: Sampling | None = None, **options: float | int | str | tuple[str, ...] | None
+    ) -> Answer:
+        """Generate behind a prompt whose KV is held; nothing of it is computed again. `options` as in `answer`.
+
+        Raises:
+            RequestError: if it was closed.
+        """
+        return self.answer_prompt(kv.prompt, strategy=Resumed(kv), sampling=sampling, tenant=kv.tenant, **options)
+
+    def _release(self, kv: DepKV) -> None:
+        def give_back() -> None:
+            if kv.closed:
+                return
+            if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in self._all_tickets()):
+                raise RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
+            self._drop(kv, "the KV was closed")
+
+        if not self._closed:
+            self._call(give_back)
+
+    def _drop(self, kv: DepKV, reason: str) -> None:
+        del self._kept[kv.label]
+        kv.closed = reason
+        kv.holding.close()
+
     def clear_cache(self) -> None:
         """Drop all KV that no running request uses."""
         self._call(self._cache.clear)
@@ -519,7 +565,7 @@ class Engine:
 
     def audit(self) -> None:
         """Check every page, pin and key; raises `cache.pages.AuditError` naming what is wrong, leaks included."""
-        self._call(lambda: self._cache.audit({ticket.id for ticket in self._tickets.values()}))
+        self._call(lambda: self._cache.audit({ticket.id for ticket in self._tickets.values()} | set(self._kept)))
 
     def close(self) -> None:
         """Stop: running requests end with an error. Safe to call twice."""
@@ -898,6 +944,8 @@ class Engine:
             ticket.stop_waiting(time.perf_counter())
         self._tickets[id(task)] = ticket
         self._scheduler.tasks.append(task)
+        if task.plan is not None:
+            self._planned(ticket, task, task.plan)
         return True
 
     def _task(self, ticket: Ticket) -> Task:
@@ -964,6 +1012,8 @@ class Engine:
                 self._fail(ticket, error)
             else:
                 self._begin_anew(ticket, "the device's memory was lost; the request was computed anew")
+        for kv in list(self._kept.values()):
+            self._drop(kv, "the KV was lost with the device's memory: compute it anew")
         self._runner.reset()
         while self._cache.loading:
             self._cache.poll()
@@ -974,19 +1024,26 @@ class Engine:
         """A pass or a decode step of the task is done."""
         if task.plan is None:
             task.pass_done()
-            if task.plan is None:
-                return
-            if not ticket.first_token:
-                self._note_first_token(ticket)
-            if ticket.force():
-                return
-            logits = task.plan.logits
-        elif ticket.wants_scores:
+            if task.plan is not None:
+                self._planned(ticket, task, task.plan)
+            return
+        if ticket.wants_scores:
             ticket.take_scores()
             logits = task.plan.logits
         else:
             assert task.work is not None
             logits = task.work.logits[0]
+        self._push(ticket, task, logits)
+
+    def _planned(self, ticket: Ticket, task: Task, plan: Plan) -> None:
+        """The prompt's KV and last logits are there."""
+        if not ticket.first_token:
+            self._note_first_token(ticket)
+        if not ticket.force():
+            self._push(ticket, task, plan.logits)
+
+    def _push(self, ticket: Ticket, task: Task, logits: NDArray[np.float32]) -> None:
+        """Choose the next token by these logits [V], and go on or end."""
         if ticket.shadowed is not None and len(ticket.shadowed) < STEPS:
             ticket.shadowed.append(logits)
         delta = ticket.generation.push(logits)

@@ -213,13 +213,15 @@ class Task:
         return self.holding.ready and self.holding.broken is None
 
     def start(self) -> None:
-        """Match, reserve, and reach the first pass or move.
+        """Match, reserve, and reach the first pass or move, or the plan of a conversation that needs none.
 
         Raises:
             OutOfPages: when there is no room now; the task holds nothing then and a fresh one may try later.
         """
         try:
             self._begin(next(self._conversation))
+        except StopIteration as stop:
+            self.plan = stop.value
         except OutOfPages:
             self.close()
             raise

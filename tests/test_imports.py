@@ -31,7 +31,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "generation": frozenset({"core", "models.tokenizer"}),
     "engine": frozenset(
         {
-            *("core", "cache", "reuse", "scheduler", "retrieval", "models", "store", "runner"),
+            *("core", "cache", "dependency", "reuse", "scheduler", "retrieval", "models", "store", "runner"),
             *("prompt", "generation", "trace"),
         }
     ),
@@ -46,6 +46,7 @@ PARTS = {
     "loading": "engine",
     "ticket": "engine",
     "fact": "engine",
+    "depkv": "engine",
     "cache.__main__": "shelf",
     "retrieval.extract": "extract",
     "reuse.gate": "gate",

@@ -7,6 +7,7 @@ line in `reuse/__init__.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from copy import copy
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -60,7 +61,7 @@ class Place(NamedTuple):
 class Holding:
     """What one request holds in the cache: leases on nodes it reads, runs of its own that it writes.
 
-    tenant: whose requests may use what it keeps.
+    tenant: whose requests may use what it keeps. label: under which name the cache's books have it.
     decode_tokens: cells needed behind the prompt for generated tokens.
     slots: most slots that the spans of a pass may take.
     stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
@@ -84,7 +85,7 @@ class Holding:
         self.stages = stages
         self.decode_tokens = decode_tokens
         self.cold = cold
-        self._label = label
+        self.label = label
         self._leases: list[Lease] = []
         self._runs: list[Run] = []
 
@@ -115,7 +116,7 @@ class Holding:
 
     def prefix(self, tokens: Tokens) -> Lease:
         """The longest exact prefix of the tokens in the cache."""
-        lease = self.cache.match_prefix(tokens, self.tenant, self._label, cold=self.cold)
+        lease = self.cache.match_prefix(tokens, self.tenant, self.label, cold=self.cold)
         self._leases.append(lease)
         return lease
 
@@ -166,7 +167,7 @@ class Holding:
         Raises:
             OutOfPages: if they cannot be had without evicting what is in use.
         """
-        run = self.cache.reserve(tokens, self._label)
+        run = self.cache.reserve(tokens, self.label)
         self._runs.append(run)
         return run
 
@@ -178,6 +179,12 @@ class Holding:
         """
         self._runs.remove(run)
         self.cache.free(run)
+
+    def hand_over(self) -> Holding:
+        """All that it holds, in a holding that outlives the request; it holds nothing any more."""
+        other = copy(self)
+        self._leases, self._runs = [], []
+        return other
 
     def close(self) -> None:
         """Give everything back; admitted parts stay in the cache."""

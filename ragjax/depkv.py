@@ -1,0 +1,113 @@
+"""KV of a prompt that outlives its request: computed once, generated from any number of times (DepCache, section 5).
+
+    prompt = DepPrompt((LinearNode("system", s), TreeNode("Ada", paths), LinearNode("task", q)))
+    with engine.compute_depkv(prompt) as kv:
+        print(engine.generate_with_depkv(kv, max_tokens=32).text)
+
+What it holds stays on the device, pinned, until it is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import Conversation, Plan, Prompt, RequestError, SegmentReport, Tokens, Want
+from ragjax.reuse.base import Holding, Strategy
+
+
+@dataclass(eq=False)
+class DepKV:
+    """A prompt whose KV is held.
+
+    label: under which name it is held. release: how to give it back. closed: why it cannot be used any more.
+    """
+
+    prompt: Prompt
+    strategy: str
+    tenant: str
+    plan: Plan
+    holding: Holding
+    label: str
+    release: Callable[[DepKV], None] = field(repr=False)
+    closed: str = ""
+
+    @property
+    def reports(self) -> tuple[SegmentReport, ...]:
+        """What was reused and computed when it was made, segment by segment."""
+        return self.plan.reports
+
+    def close(self) -> None:
+        """Give it back. Safe to call twice.
+
+        Raises:
+            RequestError: while something is generated from it.
+        """
+        self.release(self)
+
+    def __enter__(self) -> DepKV:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Keeping:
+    """Another strategy, whose holding and plan stay behind when the request ends; it generates nothing."""
+
+    selective = False
+
+    def __init__(self, inner: Strategy):
+        self.name = inner.name
+        self.wants = inner.wants
+        self.kept: tuple[Plan, Holding] | None = None
+        self._inner = inner
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The other's."""
+        return self._inner.keys(prompt, cache, tenant)
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """As the other does."""
+        plan = yield from self._inner.carry_out(prompt, holding, ratio)
+        self.kept = plan, holding.hand_over()
+        return plan
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Nothing was generated."""
+
+
+class Resumed:
+    """Goes on from KV that is held; nothing of the prompt is computed."""
+
+    wants: frozenset[Want] = frozenset()
+    selective = False
+
+    def __init__(self, kv: DepKV):
+        self.name = kv.strategy
+        self.kv = kv
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """None: it waits for nothing."""
+        return ()
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """The plan as it was, with cells for what is generated now.
+
+        Raises:
+            RequestError: if it was closed.
+            OutOfPages: if there is no room for what is generated.
+        """
+        if self.kv.closed:
+            raise RequestError(self.kv.closed, param="kv")
+        yield from ()
+        tail = holding.reserve(holding.decode_tokens)
+        reports = tuple(replace(r, reused=r.tokens, recomputed=0, tier="device") for r in self.kv.plan.reports)
+        return replace(self.kv.plan, tail=tail, reports=reports)
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Answers are not kept."""

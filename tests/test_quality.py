@@ -29,6 +29,7 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.engine import Engine
+from ragjax.flag import knowledge
 from ragjax.reuse import gate
 from ragjax.reuse.base import Holding
 from ragjax.reuse.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
@@ -669,7 +670,7 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
 
     monkeypatch.setattr(gate.Engine, "load", load)
     assert gate.main(["--budget", "KL=0.5", "--strategies", "prefix,naive", "--top-k", "2", "--dtype", "float32"]) == 0
-    assert loaded["knowledge"] == {"demo": tmp_path / "documents"} and loaded["dtype"] == "float32"
+    assert loaded["knowledge"] == knowledge("demo") and loaded["dtype"] == "float32"
     found = loading._report(b"\xab\x12", Budget(0.5), {"prefix": Prefix(), "naive": Naive()}, 2)
     assert found is not None and (found.model, found.dtype, found.top_k) == ("tiny", "float32", 2)
     prefix, naive = found.measurements

@@ -95,7 +95,7 @@ def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 ARMS = {"full": (), "lora": ("--lora", "4", "--attention", "dependency", "--positions", "preorder", "--lr", "3e-2")}
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [pytest.param("full", marks=pytest.mark.long), "lora"])
 def test_run_learns_and_goes_on_to_the_bit(home: Path, arm: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Undisturbed, and stopped at the third step of six."""
     whole, parts = f"{arm}-whole", f"{arm}-parts"

@@ -353,5 +353,6 @@ print("agree on", jax.device_count(), "devices")
 """
 
 
+@pytest.mark.long
 def test_eight_devices_agree_with_one() -> None:
     assert_agreement(SHARDED, devices=8)

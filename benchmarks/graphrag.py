@@ -42,10 +42,9 @@ from ragjax.core import Answer, ConfigError, Kind, Message, Prompt, RequestError
 from ragjax.dependency import layout
 from ragjax.engine import Engine
 from ragjax.prompt import graph_prompt
-from ragjax.retrieval.path import Subgraph
+from ragjax.retrieval.path import RelationPath, Subgraph, subgraphs_of
 from ragjax.reuse.dependency import Dependency
 from train.data import Limits, from_question
-from train.example import subgraphs_of
 
 MODEL = "smollm2-135m-instruct"
 SETS = "metaqa,geo_made,2wiki_evidence"
@@ -102,7 +101,7 @@ def questions_of(folder: Path, name: str, limit: int, seed: int = 0) -> list[Que
         except ValueError:
             continue  # a question without any path is none for a graph
         answers = tuple(str(answer) for answer in value["answers"])
-        found.append(Question(sample.id, sample.question, answers, subgraphs_of(sample.paths)))
+        found.append(Question(sample.id, sample.question, answers, subgraphs_of(map(RelationPath, sample.paths))))
         if len(found) == limit:
             break
     return found

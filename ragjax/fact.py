@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ragjax.core import FactReport, Graph, Prompt
-from ragjax.retrieval.path import RelationPath, Subgraph, serialize
+from ragjax.retrieval.path import RelationPath, Subgraph, serialize, subgraphs_of
 
 if TYPE_CHECKING:
     from ragjax.retrieval.graph import KnowledgeGraph
@@ -34,7 +34,7 @@ def gather(graph: KnowledgeGraph | None, asked: Graph, question: str) -> tuple[S
         RequestError: for a path that is none, an entity that the graph does not know, or a number out of range.
     """
     if asked.given is not None:
-        return _by_entity(serialize(map(RelationPath, asked.given), asked.serialization))
+        return subgraphs_of(serialize(map(RelationPath, asked.given), asked.serialization))
     assert graph is not None
     return graph.subgraphs(question, asked.entities, asked.hops, asked.paths, asked.serialization)
 
@@ -62,10 +62,3 @@ def _foremost(subgraphs: Sequence[Subgraph], count: int) -> tuple[Subgraph, ...]
     kept = set(ranked[:count])
     cut = (replace(s, paths=tuple(path for path in s.paths if (s.entity, path) in kept)) for s in subgraphs)
     return tuple(s for s in cut if s.paths)
-
-
-def _by_entity(paths: Iterable[RelationPath]) -> tuple[Subgraph, ...]:
-    found: dict[str, list[RelationPath]] = {}
-    for path in paths:
-        found.setdefault(path.steps[0], []).append(path)
-    return tuple(Subgraph(entity, tuple(own)) for entity, own in found.items())

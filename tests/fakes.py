@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import re
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ragjax import core
 from ragjax.reuse.quality import Setting
@@ -222,3 +226,25 @@ class FakeEngine:
         """Remembers that it was closed; twice is a mistake."""
         assert not self.closed
         self.closed = True
+
+
+class WordEncoder:
+    """Embeds a text as the normalised sum of its words' random vectors, and counts what it was given."""
+
+    dim = 48
+
+    def __init__(self, identity: str = "words"):
+        self.identity = identity
+        self.encoded: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.encoded += texts
+        return np.stack([self._embed(text) for text in texts]).astype(np.float32)
+
+    def _embed(self, text: str) -> np.ndarray:
+        total = np.sum([self._word(word) for word in re.findall(r"\w+", text.lower()) or [text]], axis=0)
+        return total / np.linalg.norm(total)
+
+    def _word(self, word: str) -> np.ndarray:
+        seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8])
+        return np.random.default_rng(seed).normal(size=self.dim)

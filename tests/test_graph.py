@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
-import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +20,7 @@ from ragjax.retrieval.lexicon import Lexicon
 from ragjax.retrieval.path import INVERSE, Triple
 from ragjax.retrieval.register import Register
 from ragjax.retrieval.triples import Alias, OxigraphStore
+from tests.fakes import WordEncoder
 
 FILMS = [
     Triple("Heat", "directed by", "Michael Mann"),
@@ -34,28 +32,6 @@ FILMS = [
     Triple("Al Pacino", "born in", "New York"),
     Triple("New York City", "located in", "New York"),
 ]
-
-
-class WordEncoder:
-    """Embeds a text as the normalised sum of its words' random vectors, and counts what it was given."""
-
-    dim = 48
-
-    def __init__(self, identity: str = "words"):
-        self.identity = identity
-        self.encoded: list[str] = []
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        self.encoded += texts
-        return np.stack([self._embed(text) for text in texts]).astype(np.float32)
-
-    def _embed(self, text: str) -> np.ndarray:
-        total = np.sum([self._word(word) for word in re.findall(r"\w+", text.lower()) or [text]], axis=0)
-        return total / np.linalg.norm(total)
-
-    def _word(self, word: str) -> np.ndarray:
-        seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8])
-        return np.random.default_rng(seed).normal(size=self.dim)
 
 
 def opened(directory: Path | None = None, triples: Sequence[Triple] = (), **changes) -> KnowledgeGraph:

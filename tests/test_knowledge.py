@@ -1,13 +1,11 @@
 """The knowledge base: what goes in is found, also after a restart or a kill, and nothing is embedded twice."""
 
-import hashlib
 import sqlite3
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ from ragjax.retrieval import knowledge as module
 from ragjax.retrieval.document import load
 from ragjax.retrieval.index import TRAIN_AT, IndexKind, VectorIndex
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
+from tests.fakes import WordEncoder
 
 KINDS = pytest.mark.parametrize("kind", list(IndexKind))
 ISLANDS = [
@@ -27,28 +26,6 @@ ISLANDS = [
         [("Tolva", "salt", "blue"), ("Merrin", "honey", "red"), ("Oske", "copper", "grey"), ("東京", "絹", "白い")]
     )
 ]
-
-
-class WordEncoder:
-    """Embeds a text as the normalised sum of its words' random vectors, and counts what it was given."""
-
-    dim = 48
-
-    def __init__(self, identity: str = "words"):
-        self.identity = identity
-        self.encoded: list[str] = []
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        self.encoded += texts
-        return np.stack([self._embed(text) for text in texts]).astype(np.float32)
-
-    def _embed(self, text: str) -> np.ndarray:
-        total = np.sum([self._word(word.strip("?.,!")) for word in text.lower().split()], axis=0)
-        return total / np.linalg.norm(total)
-
-    def _word(self, word: str) -> np.ndarray:
-        seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8])
-        return np.random.default_rng(seed).normal(size=self.dim)
 
 
 def encode_bytes(text: str) -> Tokens:

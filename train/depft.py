@@ -261,7 +261,7 @@ def _apply(
     with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the step's number
         updates, moments = optimizer.update(gradient, moments, trained)
         trained = cast(Tree, optax.apply_updates(trained, updates))
-    return trained, moments, jnp.sqrt(jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(gradient)]).sum())
+    return trained, moments, optax.tree.norm(gradient)
 
 
 # ----------------------------------------------------------------------------------------------- run

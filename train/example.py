@@ -6,7 +6,6 @@ that ends a turn, which see all of it. The control arm is the same paths written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -16,8 +15,8 @@ from ragjax.core import ConfigError, Kind, Message, Prompt, Tokens
 from ragjax.dependency import Positions, layout
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompt import chat_prompt, graph_prompt
-from ragjax.retrieval.path import RelationPath, Subgraph
-from train.sample import Sample, Steps
+from ragjax.retrieval.path import RelationPath, subgraphs_of
+from train.sample import Sample
 
 Attention = Literal["dependency", "self"]
 """Paths as trees under dependency attention, or written out whole under causal self-attention."""
@@ -74,7 +73,7 @@ class Coder:
             RequestError: if the chat template refuses the messages.
         """
         messages = (*sample.history, Message("user", sample.question))
-        subgraphs = subgraphs_of(sample.paths)
+        subgraphs = subgraphs_of(map(RelationPath, sample.paths))
         trees = self.attention == "dependency" and not plain
         if not subgraphs:
             prompt = chat_prompt(self.tokenizer, messages, None)
@@ -96,18 +95,6 @@ def _example(name: str, prompt: Prompt, answer: Tokens, positions: Positions) ->
 
 
 # ------------------------------------------------------------------------------------------ prompts
-
-
-def subgraphs_of(paths: Sequence[Steps]) -> tuple[Subgraph, ...]:
-    """What retrieval would hand over: a subgraph for each entity that paths begin at, as these first come.
-
-    Raises:
-        RequestError: if the steps are no path.
-    """
-    found: dict[str, list[RelationPath]] = {}
-    for steps in paths:
-        found.setdefault(steps[0], []).append(RelationPath(steps))
-    return tuple(Subgraph(entity, tuple(walks)) for entity, walks in found.items())
 
 
 def _chained(prompt: Prompt) -> Prompt:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError, Document, Hit, RequestError, Tokens
 from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.database import exclusive
 from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
 
 _FORMAT = "1"
@@ -484,31 +485,16 @@ def _digest(document: Document) -> bytes:
 
 def _connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connection:
     """An open database that fits these settings, held by this process alone."""
-    place = ":memory:" if directory is None else directory / "chunks.sqlite"
-    try:
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(place, timeout=1.0, isolation_level=None, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
-        raise ConfigError(f"{place}: cannot be opened: {error}") from error
-    try:
-        database.execute("pragma locking_mode = exclusive")
+    place = None if directory is None else directory / "chunks.sqlite"
+
+    def prepare(database: sqlite3.Connection) -> None:
         database.execute("pragma foreign_keys = on")
         database.execute("begin exclusive")
-        _check_settings(database, place, settings)
+        _check_settings(database, place or ":memory:", settings)
         _run(database, _MARKS)
         database.execute("commit")
-    except sqlite3.OperationalError as error:
-        database.close()
-        hint = "; another process has it open" if "locked" in str(error) else ""
-        raise ConfigError(f"{place}: cannot be used: {error}{hint}") from error
-    except sqlite3.DatabaseError as error:
-        database.close()
-        raise ConfigError(f"{place}: broken ({error}); delete {directory} and add the documents again") from error
-    except ConfigError:
-        database.close()
-        raise
-    return database
+
+    return exclusive(place, prepare, f"delete {directory} and add the documents again", implicit=False)
 
 
 def _check_settings(database: sqlite3.Connection, place: str | Path, settings: dict[str, str]) -> None:

@@ -87,6 +87,14 @@ class Subgraph:
         object.__setattr__(self, "paths", tuple(sorted(dict.fromkeys(self.paths), key=lambda path: path.steps)))
 
 
+def subgraphs_of(paths: Iterable[RelationPath]) -> tuple[Subgraph, ...]:
+    """A subgraph for each entity that paths begin at, as these first come."""
+    found: dict[str, list[RelationPath]] = {}
+    for path in paths:
+        found.setdefault(path.steps[0], []).append(path)
+    return tuple(Subgraph(entity, tuple(own)) for entity, own in found.items())
+
+
 def path_text(steps: Iterable[str]) -> str:
     """The text of a path with these steps."""
     return "".join(f" -{step}-> " if i % 2 else step for i, step in enumerate(steps))
@@ -142,4 +150,4 @@ def _forward(head: str, relation: str, tail: str) -> Triple:
 
 
 def _wrong(message: str) -> RequestError:
-    return RequestError(message, param="rag.graph.paths", code="invalid_value")
+    return RequestError(message, param="rag.graph.relation_paths", code="invalid_value")

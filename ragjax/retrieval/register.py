@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ragjax.core import ConfigError
+from ragjax.retrieval.database import exclusive
 from ragjax.retrieval.index import NONE, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.retrieval.triples import batches
@@ -44,7 +44,8 @@ class Register:
         self._index = VectorIndex(IndexKind.FLAT, encoder.dim)
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self._database = _connect(place, encoder.identity)
+        remedy = "delete it, and the names are embedded again"
+        self._database = exclusive(place, lambda database: _prepare(database, encoder.identity), remedy)
         self._load()
 
     def __len__(self) -> int:
@@ -113,24 +114,10 @@ class Register:
         self._numbers.update((name, number) for number, name in numbered)
 
 
-def _connect(place: Path | None, identity: str) -> sqlite3.Connection:
-    try:
-        database = sqlite3.connect(place or ":memory:", timeout=1.0, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
-        raise ConfigError(f"{place}: cannot be opened: {error}") from error
-    try:
-        database.execute("pragma locking_mode = exclusive")
-        database.executescript(_SCHEMA)
-        with database:
-            _fit(database, identity)
-    except sqlite3.OperationalError as error:
-        database.close()
-        hint = "; another process has it open" if "locked" in str(error) else ""
-        raise ConfigError(f"{place}: cannot be used: {error}{hint}") from error
-    except sqlite3.DatabaseError as error:
-        database.close()
-        raise ConfigError(f"{place}: broken ({error}); delete it, and the names are embedded again") from error
-    return database
+def _prepare(database: sqlite3.Connection, identity: str) -> None:
+    database.executescript(_SCHEMA)
+    with database:
+        _fit(database, identity)
 
 
 def _fit(database: sqlite3.Connection, identity: str) -> None:

@@ -214,18 +214,16 @@ def within(found: Mapping[int, Found], slots: int) -> dict[int, Found]:
 
     Short runs that many requests made lie scattered, a page each.
     """
-    kept, tokens = dict(found), Counter[int]()
+    tokens = Counter[tuple[int, int]]()
     for part in found.values():
         for span in part.spans:
-            tokens.update(dict.fromkeys(span.run.pages, span.run.length))
-    for page, _ in reversed(tokens.most_common()):
-        if (
-            len({(page, span.offset) for part in kept.values() for span in part.spans for page in span.run.pages})
-            <= slots
-        ):
-            break
-        kept = {i: part for i, part in kept.items() if all(page not in span.run.pages for span in part.spans)}
-    return kept
+            tokens.update({(page, span.offset): span.run.length for page in span.run.pages})
+    read = {slot for slot, _ in tokens.most_common(max(slots, 0))}
+
+    def fits(part: Found) -> bool:
+        return all((page, span.offset) in read for span in part.spans for page in span.run.pages)
+
+    return {i: part for i, part in found.items() if fits(part)}
 
 
 def _cut(lease: Lease, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:

@@ -264,9 +264,7 @@ def split(samples: Sequence[Sample], aside: int, seed: int) -> tuple[list[Sample
 
     owner: dict[Any, int] = {}
     for i, sample in enumerate(samples):
-        keys: list[Any] = [" ".join(sample.question.lower().split())]
-        keys += [frozenset(RelationPath(steps).triples) for steps in sample.gold or sample.paths]
-        for key in keys:
+        for key in _shared(sample):
             group[root(i)] = root(owner.setdefault(key, i))
     members: dict[int, list[int]] = {}
     for i in range(len(samples)):
@@ -279,6 +277,18 @@ def split(samples: Sequence[Sample], aside: int, seed: int) -> tuple[list[Sample
     return [s for i, s in enumerate(samples) if i not in chosen], [s for i, s in enumerate(samples) if i in chosen]
 
 
+def apart(samples: Sequence[Sample], others: Sequence[Sample]) -> list[Sample]:
+    """The samples that share no question and no answering path, as `split` has them, with any of the others."""
+    taken = {key for other in others for key in _shared(other)}
+    return [sample for sample in samples if taken.isdisjoint(_shared(sample))]
+
+
+def _shared(sample: Sample) -> list[str | frozenset[Triple]]:
+    """What two samples must not have in common to be on two sides."""
+    asked = " ".join(sample.question.lower().split())
+    return [asked, *(frozenset(RelationPath(steps).triples) for steps in sample.gold or sample.paths)]
+
+
 # ------------------------------------------------------------------------------------------ command
 
 
@@ -287,6 +297,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _options(argv)
         samples = options.make(options)
+        if options.apart:
+            samples = apart(samples, read_samples(options.apart))
         if not samples:
             raise ConfigError("no sample could be made")
         aside: list[Sample] = []
@@ -388,6 +400,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         flag("--out", type=Path, required=True, metavar="FILE", help="samples, JSON lines")
         flag("--aside", type=integer(0), default=0, metavar="N", help="put so many aside that share no answering path")
         flag("--aside-out", type=Path, metavar="FILE", help="where to (default: --out with .aside.jsonl)")
+        flag("--apart", nargs="+", metavar="FILE", help="leave out what shares an answering path with these samples")
         flag("--paths", type=integer(1), default=30, help="of a question, at most (default: 30)")
         flag("--hops", type=integer(1, 4), default=3, help="of a path, at most (default: 3)")
         flag("--seed", type=integer(0), default=0)

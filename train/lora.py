@@ -65,10 +65,24 @@ class Lora:
         cut = len(axes) - INPUTS[name]
         return {"a": ("rank", *axes[cut:]), "b": (*axes[:cut], "rank")}
 
+    @property
+    def scale(self) -> jax.Array:
+        """By how much an adapter counts, a float32 scalar."""
+        return jnp.float32(self.alpha / self.rank)
+
+    def change(self, x_TI: jax.Array, pair: Pair) -> jax.Array:
+        """What one layer's adapter adds to its matrix's product with x, float32 [T, O].
+
+        The matrix itself is never made, nor its gradient: that would take half as many products again.
+        """
+        a_RI, b_OR = pair["a"].reshape(self.rank, -1), pair["b"].reshape(-1, self.rank)
+        change: jax.Array = self.scale * (x_TI.astype(jnp.float32) @ a_RI.T @ b_OR.T)
+        return change
+
     def merged(self, weight: jax.Array, pair: Pair) -> jax.Array:
         """One layer's matrix with its adapter, float32."""
         change = jnp.tensordot(pair["b"], pair["a"], axes=1, precision="highest")
-        merged: jax.Array = weight.astype(jnp.float32) + jnp.float32(self.alpha / self.rank) * change
+        merged: jax.Array = weight.astype(jnp.float32) + self.scale * change
         return merged
 
     # --------------------------------------------------------------------------------------- files

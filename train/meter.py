@@ -61,8 +61,8 @@ class Cost:
     """FLOPs of a step, forward and backward: so many for a token, a target and a visible pair of tokens.
 
     A product of a token with a matrix takes two FLOPs a weight; backward takes as many for the gradient of its input,
-    and as many again for that of the matrix where it is trained. Attention takes 4 H D a pair and layer, backward twice
-    that.
+    and as many again for that of the matrix where it is trained. An adapter's two products are left out: they are few.
+    Attention takes 4 H D a pair and layer, backward twice that.
     """
 
     token: float
@@ -71,11 +71,11 @@ class Cost:
 
     @staticmethod
     def of(config: ModelConfig, lora: Lora | None) -> Cost:
-        """Of a model; with `lora`, of the matrices that it is merged into."""
+        """Of a model, of which all weights are trained, or with `lora` none but its adapters."""
         shapes = shapes_of(config)["layers"]
-        trained = tuple(INPUTS) if lora is None else lora.matrices
-        token = sum((4 + 2 * (name in trained)) * prod(shapes[name]) for name in INPUTS)
-        target = (4 + 2 * (lora is None)) * config.vocab_size * config.hidden_size
+        each = 6 if lora is None else 4
+        token = each * sum(prod(shapes[name]) for name in INPUTS)
+        target = each * config.vocab_size * config.hidden_size
         return Cost(token, target, 12 * config.num_heads * config.head_dim * config.num_layers)
 
     def flops(self, microbatches: Sequence[Microbatch]) -> float:

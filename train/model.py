@@ -25,7 +25,7 @@ from ragjax.kernels.rope import Rotation
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, rotation_table
 from train.batch import Batch
-from train.lora import INPUTS, Lora
+from train.lora import INPUTS, Lora, Pair
 
 Tree = dict[str, Any]
 """Weights, adapters, or what is made of them: arrays in nested dicts."""
@@ -140,7 +140,7 @@ class Model:
         x_TE = _decoder(self.config, ends).embed(batch.token_T)
 
         def body(x_TE: jax.Array, layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
-            block = _layer(self.config, self._usable(*layer, specs["layers"]))
+            block = self._block(*layer)
             q_THD, k_TKD, v_TKD = (x.astype(self._attention) for x in block.project(x_TE, cos_TR, sin_TR))
             out_THD, _ = interval_attention(q_THD, k_TKD, v_TKD, mask, scale=self.config.head_dim**-0.5)
             return block.finish(x_TE, out_THD.astype(jnp.float32)), None
@@ -154,15 +154,31 @@ class Model:
         """Of queries, keys and values. The CPU's form of attention is fastest in float32."""
         return jnp.dtype(jnp.float32) if self.mesh.devices.flat[0].platform == "cpu" else self.dtype
 
-    def _usable(self, weights: Tree, adapters: Tree, specs: Tree) -> Tree:
-        """One layer's weights as its products take them: adapters merged, cast, then gathered."""
-        ready = {}
-        for name, weight in weights.items():
-            if name in adapters and self.lora is not None:
-                weight = self.lora.merged(weight, adapters[name])
-            weight = weight.astype(self.dtype) if name in INPUTS else weight
-            ready[name] = _gathered(weight, P(*specs[name][1:]))
-        return ready
+    def _block(self, weights: Tree, adapters: Tree) -> Layer:
+        """One layer as its products take it: matrices cast, everything gathered, adapters beside their matrices."""
+        trained, frozen = self.specs()
+        if self.lora is None:
+            return _layer(self.config, self._usable(weights, trained["layers"]))
+        layer = _layer(self.config, self._usable(weights, frozen["layers"]))
+        return Adapted(layer, self.lora, {name: _whole(pair, trained[name]) for name, pair in adapters.items()})
+
+    def _usable(self, weights: Tree, specs: Tree) -> Tree:
+        return _whole({n: x.astype(self.dtype) if n in INPUTS else x for n, x in weights.items()}, specs)
+
+
+class Adapted(Layer):
+    """The serving layer, with what adapters add to its products."""
+
+    def __init__(self, layer: Layer, lora: Lora, pairs: Mapping[str, Pair]):
+        for name, value in vars(layer).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)
+        self._lora, self._pairs = lora, nnx.data(dict(pairs))
+
+    def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:
+        """As the layer's, and the adapter's part."""
+        product = super().multiply(name, x_TI)
+        return product + self._lora.change(x_TI, self._pairs[name]) if name in self._pairs else product
 
 
 def shapes_of(config: ModelConfig) -> Tree:
@@ -177,6 +193,11 @@ def _gathered(x: jax.Array, spec: P) -> jax.Array:
     """A whole weight from its shards."""
     axis = next((i for i, name in enumerate(spec) if name == "fsdp"), None)
     return x if axis is None else lax.all_gather(x, "fsdp", axis=axis, tiled=True)
+
+
+def _whole(tree: Tree, specs: Tree) -> Tree:
+    """One layer's weights from their shards; specs are those of all layers, stacked."""
+    return {name: _gathered(x, P(*specs[name][1:])) for name, x in tree.items()}
 
 
 def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

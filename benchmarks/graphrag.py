@@ -29,7 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,16 @@ from ragjax.dependency import layout
 from ragjax.engine import Engine
 from ragjax.prompt import graph_prompt
 from ragjax.retrieval.path import RelationPath, Subgraph, subgraphs_of
+from ragjax.reuse.base import Strategy
 from ragjax.reuse.dependency import Dependency
 from train.data import Limits, from_question
+from train.sample import MOST_ANSWERS
 
 MODEL = "smollm2-135m-instruct"
 SETS = "metaqa,geo_made,2wiki_evidence"
 PARTS = ("work", "accuracy", "length", "workload")
 LIMIT, QUICK_LIMIT = 100, 3
+LIMITS = Limits()
 RUNS = 5
 LENGTHS = (1024, 2048, 4096, 8192)
 FORCED = 12
@@ -83,8 +86,12 @@ class Question:
     subgraphs: tuple[Subgraph, ...]
 
 
-def questions_of(folder: Path, name: str, limit: int, seed: int = 0) -> list[Question]:
-    """The first questions of a set that have a path and an answer.
+def questions_of(
+    folder: Path, name: str, limit: int | None, limits: Limits = LIMITS, only: Container[str] | None = None
+) -> list[Question]:
+    """The first questions of a set that have a path and an answer; all of them without a limit.
+
+    limits: of their paths. only: ids that count.
 
     Raises:
         ConfigError: if there is no such set.
@@ -97,9 +104,11 @@ def questions_of(folder: Path, name: str, limit: int, seed: int = 0) -> list[Que
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
         value = json.loads(line)
         try:
-            sample = from_question(value, Limits(), seed, number)
+            sample = from_question(value, limits, 0, number)
         except ValueError:
             continue  # a question without any path is none for a graph
+        if only is not None and sample.id not in only:
+            continue
         answers = tuple(str(answer) for answer in value["answers"])
         found.append(Question(sample.id, sample.question, answers, subgraphs_of(map(RelationPath, sample.paths))))
         if len(found) == limit:
@@ -205,7 +214,7 @@ def accuracy(
     return list(accuracy_rows(name, found))
 
 
-def answered(engine: Engine, question: Question, strategy: str, trees: bool) -> dict[str, float]:
+def answered(engine: Engine, question: Question, strategy: str | Strategy, trees: bool) -> dict[str, float]:
     """One question by one method."""
     reference = engine.tokenizer.encode(question.answers[0], special=False, continued=True)[:FORCED]
     answer = engine.answer_prompt(
@@ -217,6 +226,7 @@ def answered(engine: Engine, question: Question, strategy: str, trees: bool) -> 
     logprob = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return {
         "accuracy": score.answered(answer.text, question.answers),
+        "f1": score.f1(answer.text, [", ".join(question.answers[:MOST_ANSWERS])]),
         "logprob": float(logprob[np.arange(len(reference)), reference].mean()),
         "top1": float((logits.argmax(-1) == reference).mean()),
         "prompt_tokens": answer.prompt_tokens,

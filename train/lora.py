@@ -68,7 +68,7 @@ class Lora:
     @property
     def scale(self) -> jax.Array:
         """By how much an adapter counts, a float32 scalar."""
-        return jnp.float32(self.alpha / self.rank)
+        return jnp.asarray(self.alpha / self.rank, jnp.float32)
 
     def change(self, x_TI: jax.Array, pair: Pair) -> jax.Array:
         """What one layer's adapter adds to its matrix's product with x, float32 [T, O].

@@ -1,0 +1,231 @@
+"""What dependency-aware fine-tuning is worth: questions that training never saw, before it and after (DepCache, 6.5).
+
+    python -m benchmarks.finetuning --data DIR --aside FILE FILE --tuned DIR --control DIR [--sets a,b] [--paths N]
+        [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
+
+DIR/kg/SET/questions.jsonl holds questions; of these the ones are asked whose ids stand in the files of samples that
+`python -m train.data kg --aside` put aside. --tuned is a model that `python -m train.depft` made of --model, --control
+one that it made of the same samples with `--attention self`.
+
+Rows mirror DepCache's Figure 14: `self` is causal attention over paths that are written out, `dependency` over their
+trees under `path` positions. `repositioned` is no where each branch is left at the positions of an earlier request, as
+reuse that turns no key would have it: behind so many of its tree's tokens as chance has it. `accuracy` is whether one
+of the answers occurs in what is generated, `f1` the overlap in words with all of them joined, `logprob` the mean over
+the tokens of the first answer. Intervals are 95% paired bootstrap intervals over questions; `_minus_control` is the
+paired difference from the tuned `self`, `_minus_self` from the untuned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import graphrag, report
+from benchmarks.graphrag import LIMITS, MODEL, SETS, Question, Uncached
+from benchmarks.score import Bootstrap
+from benchmarks.ttft import code_digest
+from ragjax.core import ConfigError, Kind, Prompt, RequestError
+from ragjax.dependency import begins_of
+from ragjax.engine import Engine
+from ragjax.reuse.base import Strategy
+from ragjax.reuse.dependency import Scene
+from train.sample import read_samples
+
+MARGIN = 0.04
+"""Of accuracy: what is not worse by more is not inferior."""
+
+METRICS = ("accuracy", "f1", "logprob")
+COLUMNS = (
+    "set", "method", "tuned", "repositioned", "n", "prompt_tokens", "accuracy", "accuracy_lo", "accuracy_hi", "f1",
+    "logprob", "accuracy_minus_control", "accuracy_minus_control_lo", "accuracy_minus_control_hi",
+)  # fmt: skip
+
+
+class Misplaced(Uncached):
+    """Dependency attention over branches that stand where they stood in earlier requests, each in another one."""
+
+    def _scene(self, prompt: Prompt) -> Scene:
+        return replace(super()._scene(prompt), begins=tuple(misplaced(prompt)))
+
+
+def misplaced(prompt: Prompt) -> Iterator[int]:
+    """Each segment's first position: a tree's branch stands behind 0 or more tokens that are not its ancestors.
+
+    Their number is uniform from what its parent has to what is in the tree besides its path.
+    """
+    random = np.random.default_rng(len(prompt))
+    sizes: dict[str, int] = {}
+    for segment in prompt.segments:
+        sizes[segment.id] = sizes.get(segment.id, 0) + len(segment)
+    gaps: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    for i, (segment, begin) in enumerate(zip(prompt.segments, begins_of(prompt, "path"), strict=True)):
+        if segment.kind is not Kind.NODE:
+            yield begin
+            continue
+        parent = next((j for j in segment.depends or () if j in gaps), None)
+        least, above = (0, 0) if parent is None else (gaps[parent], depths[parent])
+        depths[i] = above + len(segment)
+        gaps[i] = int(random.integers(least, max(least, sizes[segment.id] - depths[i]) + 1))
+        yield begin + gaps[i]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A row of the figure. model: which of the three; strategy, and whether paths are merged."""
+
+    name: str
+    model: str
+    strategy: str | Strategy
+    trees: bool
+    repositioned: bool | None = None
+
+
+METHODS = (
+    Method("self", "model", "full", False),
+    Method("dependency", "model", "dependency", True, True),
+    Method("self", "control", "full", False),
+    Method("dependency", "tuned", "dependency", True, True),
+    Method("dependency", "tuned", Misplaced(), True, False),
+)
+BASE, CONTROL = METHODS[0], METHODS[2]
+
+
+def measure(
+    chosen: argparse.Namespace, sets: Mapping[str, Sequence[Question]], samples: report.Samples
+) -> dict[str, dict[Method, list[dict[str, Any]]]]:
+    """Samples of every method on every question, one model after the other."""
+    found: dict[str, dict[Method, list[dict[str, Any]]]] = {name: {} for name in sets}
+    progress = report.Progress(3 * sum(map(len, sets.values())))
+    for model in ("model", "control", "tuned"):
+        methods = [m for m in METHODS if m.model == model]
+        with graphrag.opened(replaced(chosen, getattr(chosen, model)), 0.5) as engine:
+            for name, questions in sets.items():
+                for method in methods:
+                    found[name][method] = []
+                for question in questions:
+                    ask(engine, name, question, methods, samples, found[name])
+                    progress.step(f"{model}: {question.id}")
+    return found
+
+
+def replaced(chosen: argparse.Namespace, model: str) -> argparse.Namespace:
+    """The options with another model."""
+    return argparse.Namespace(**{**vars(chosen), "model": str(model)})
+
+
+def ask(
+    engine: Engine,
+    name: str,
+    question: Question,
+    methods: Sequence[Method],
+    samples: report.Samples,
+    found: Mapping[Method, list[dict[str, Any]]],
+) -> None:
+    """One question by all methods of one model."""
+    for method in methods:
+        key = f"{name}/{question.id}/{method.model}/{method.name}/{method.repositioned}"
+        sample = samples.get(key)
+        if sample is None:
+            sample = graphrag.answered(engine, question, method.strategy, method.trees)
+            samples.put(key, sample)
+        found[method].append(sample)
+
+
+def rows(found: Mapping[str, Mapping[Method, Sequence[Mapping[str, Any]]]]) -> Iterator[dict[str, Any]]:
+    """A row for each set and method, and over all sets together."""
+    for name in [*found, "pooled"]:
+        parts = [n for n in found if name in (n, "pooled")]
+        bootstrap = Bootstrap([n for n in parts for _ in found[n][BASE]])
+        for method in METHODS:
+            values = {m: [sample for n in parts for sample in found[n][m]] for m in (method, BASE, CONTROL)}
+            made: dict[str, Any] = {
+                "set": name,
+                "method": method.name,
+                "tuned": "yes" if method.model != "model" else "no",
+                "repositioned": {None: None, True: "yes", False: "no"}[method.repositioned],
+                "n": len(values[method]),
+                "prompt_tokens": float(np.mean([sample["prompt_tokens"] for sample in values[method]])),
+            }
+            for metric in METRICS:
+                mine, base, control = ([s[metric] for s in values[m]] for m in (method, BASE, CONTROL))
+                made |= bootstrap.mean(mine).columns(metric)
+                made |= bootstrap.difference(mine, base).columns(f"{metric}_minus_self")
+                made |= bootstrap.difference(mine, control).columns(f"{metric}_minus_control")
+            yield made
+
+
+def verdict(made: Sequence[Mapping[str, Any]]) -> str:
+    """Whether tuned dependency attention is as good as tuned self-attention, over all sets."""
+    row = next(r for r in made if r["set"] == "pooled" and r["tuned"] == "yes" and r["repositioned"] == "yes")
+    low = row["accuracy_minus_control_lo"]
+    word = "is not inferior to" if low >= -MARGIN else "may be inferior to"
+    return (
+        f"tuned dependency attention {word} tuned self-attention (margin {MARGIN}): "
+        f"{row['accuracy_minus_control']:+.3f} [{low:+.3f}, {row['accuracy_minus_control_hi']:+.3f}]"
+    )
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    flags = report.parser("finetuning", (__doc__ or "").partition("\n")[0])
+    add = flags.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
+    add("--aside", required=True, nargs="+", metavar="FILE", help="samples that were put aside; ids are read alone")
+    add("--tuned", required=True, metavar="DIR", help="the model that was fine-tuned under dependency attention")
+    add("--control", required=True, metavar="DIR", help="the one that was fine-tuned under self-attention")
+    add("--sets", default=SETS, metavar="A,B", help="sets of the folder (%(default)s)")
+    add("--paths", type=int, default=LIMITS.paths, metavar="N", help="of a question, at most (%(default)s)")
+    add("--model", default=MODEL, metavar="NAME_OR_PATH", help="what both were made of (%(default)s)")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)")
+    chosen = flags.parse_args(arguments)
+    if chosen.paths < 1:
+        flags.error("--paths must be at least 1")
+    return chosen
+
+
+def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]:
+    """Measure everything; the rows."""
+    aside = frozenset(sample.id for sample in read_samples(chosen.aside))
+    limit = graphrag.QUICK_LIMIT if chosen.quick else None
+    sets = {
+        name: graphrag.questions_of(chosen.data, name, limit, replace(LIMITS, paths=chosen.paths), aside)
+        for name in chosen.sets.split(",")
+    }
+    empty = [name for name, questions in sets.items() if not questions]
+    if empty:
+        raise ConfigError(f"no question of {empty[0]} was put aside in {', '.join(chosen.aside)}")
+    kept = ("model", "tuned", "control", "dtype", "data", "paths")
+    settings = {name: str(getattr(chosen, name)) for name in kept}
+    machine = {"machine": head.machine["cpu"], "versions": head.versions, "code": code_digest()}
+    samples = report.Samples("finetuning", {**settings, **machine})
+    made = list(rows(measure(chosen, sets, samples)))
+    samples.done()
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+    head = report.header("finetuning")
+    try:
+        made = run(chosen, head)
+    except (ConfigError, RequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.finish(head, made, COLUMNS, chosen.json)
+    print("\n" + verdict(made))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

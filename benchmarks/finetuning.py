@@ -1,7 +1,7 @@
 """What dependency-aware fine-tuning is worth: questions that training never saw, before it and after (DepCache, 6.5).
 
     python -m benchmarks.finetuning --data DIR --aside FILE FILE --tuned DIR --control DIR [--sets a,b] [--paths N]
-        [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
+        [--model NAME_OR_PATH] [--dtype D] [--plot DIR] [--quick] [--json FILE]
 
 DIR/kg/SET/questions.jsonl holds questions; of these the ones are asked whose ids stand in the files of samples that
 `python -m train.data kg --aside` put aside. --tuned is a model that `python -m train.depft` made of --model, --control
@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import graphrag, report
+from benchmarks import graphrag, plot_graphrag, report
 from benchmarks.graphrag import LIMITS, MODEL, SETS, Question, Uncached
 from benchmarks.score import Bootstrap
 from benchmarks.ttft import code_digest
@@ -133,7 +133,9 @@ def ask(
         key = f"{name}/{question.id}/{method.model}/{method.name}/{method.repositioned}"
         sample = samples.get(key)
         if sample is None:
-            sample = graphrag.answered(engine, question, method.strategy, method.trees)
+            sample = graphrag.answered(
+                engine, question, method.strategy, graphrag.prompt_of(engine, question, method.trees)
+            )
             samples.put(key, sample)
         found[method].append(sample)
 
@@ -146,6 +148,7 @@ def rows(found: Mapping[str, Mapping[Method, Sequence[Mapping[str, Any]]]]) -> I
         for method in METHODS:
             values = {m: [sample for n in parts for sample in found[n][m]] for m in (method, BASE, CONTROL)}
             made: dict[str, Any] = {
+                "part": "finetuning",
                 "set": name,
                 "method": method.name,
                 "tuned": "yes" if method.model != "model" else "no",
@@ -187,6 +190,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--paths", type=int, default=LIMITS.paths, metavar="N", help="of a question, at most (%(default)s)")
     add("--model", default=MODEL, metavar="NAME_OR_PATH", help="what both were made of (%(default)s)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)")
+    add("--plot", type=Path, metavar="DIR", help="also draw the paper's figure")
     chosen = flags.parse_args(arguments)
     if chosen.paths < 1:
         flags.error("--paths must be at least 1")
@@ -224,6 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     report.finish(head, made, COLUMNS, chosen.json)
     print("\n" + verdict(made))
+    if chosen.plot is not None:
+        plot_graphrag.report_figures(made, chosen.plot)
     return 0
 
 

@@ -1,7 +1,7 @@
 """Questions over knowledge graphs: dependency attention beside self-attention, its answers, its work and its time.
 
     python -m benchmarks.graphrag --data DIR [--sets a,b] [--parts accuracy,length,workload] [--limit N] [--runs N]
-        [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
+        [--model NAME_OR_PATH] [--dtype D] [--plot DIR] [--quick] [--json FILE]
 
 DIR/kg/SET/questions.jsonl holds questions with topic entities, triples and gold paths; each gets at most 30 relation
 paths of up to three hops from its entities, the gold ones among them, as `train.data` makes them (DepCache, section
@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report, score
+from benchmarks import plot_graphrag, report, score
 from benchmarks.score import Bootstrap
 from ragjax.core import Answer, ConfigError, Kind, Message, Prompt, RequestError
 from ragjax.dependency import layout
@@ -204,7 +204,7 @@ def accuracy(
             key = f"{name}/{question.id}/{method}"
             sample = samples.get(key)
             if sample is None:
-                fresh, sample = True, answered(engine, question, strategy, trees)
+                fresh, sample = True, answered(engine, question, strategy, prompt_of(engine, question, trees))
                 samples.put(key, sample)
             found[method].append(sample)
         if fresh:
@@ -214,12 +214,10 @@ def accuracy(
     return list(accuracy_rows(name, found))
 
 
-def answered(engine: Engine, question: Question, strategy: str | Strategy, trees: bool) -> dict[str, float]:
-    """One question by one method."""
+def answered(engine: Engine, question: Question, strategy: str | Strategy, prompt: Prompt) -> dict[str, float]:
+    """One question over one prompt."""
     reference = engine.tokenizer.encode(question.answers[0], special=False, continued=True)[:FORCED]
-    answer = engine.answer_prompt(
-        prompt_of(engine, question, trees), strategy=strategy, max_tokens=24, continuation=reference
-    )
+    answer = engine.answer_prompt(prompt, strategy=strategy, max_tokens=24, continuation=reference)
     assert answer.scores is not None
     logits = answer.scores.astype(np.float64)
     shifted = logits - logits.max(-1, keepdims=True)
@@ -230,6 +228,8 @@ def answered(engine: Engine, question: Question, strategy: str | Strategy, trees
         "logprob": float(logprob[np.arange(len(reference)), reference].mean()),
         "top1": float((logits.argmax(-1) == reference).mean()),
         "prompt_tokens": answer.prompt_tokens,
+        "hit_rate": answer.cached_tokens / answer.prompt_tokens,
+        "ttft_ms": answer.timings.ttft,
     }
 
 
@@ -424,6 +424,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--runs", type=int, default=RUNS, metavar="N", help="timed runs of each length (%(default)s)")
     add("--model", default=MODEL, metavar="NAME_OR_PATH", help="model (%(default)s)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)")
+    add("--plot", type=Path, metavar="DIR", help="also draw the paper's figures")
     chosen = flags.parse_args(arguments)
     chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     chosen.sets, chosen.parts = chosen.sets.split(","), chosen.parts.split(",")
@@ -479,6 +480,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     report.finish(head, made, COLUMNS, chosen.json)
+    if chosen.plot is not None:
+        plot_graphrag.report_figures(made, chosen.plot)
     return 0
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
+Panel = Callable[[Any], None]
+Figures = Mapping[str, tuple[str, Callable[[Sequence[Row]], Iterator[Panel]]]]
+"""By file name: title, and what makes its panels of the rows."""
 
 PAIRS = (("blend", "fusion+blend"), ("craft", "fusion+craft"), ("fusion", "fusion"), ("ragjax", "ragjax"))
 """Selections without preprocessing, and with it (FusionRAG, Figure 16)."""
@@ -17,11 +20,16 @@ LADDER = ("unmoved", "naive", "craft", "blend", "fusion", "ragjax", "full")
 
 def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write every figure that the rows have data for; the files."""
+    return write(rows, folder, FIGURES)
+
+
+def write(rows: Sequence[Row], folder: Path, figures: Figures) -> list[Path]:
+    """Write those of the figures that the rows have data for; the files."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, (title, panels) in FIGURES.items():
+    for name, (title, panels) in figures.items():
         found = list(panels(rows))
         if not found:
             continue
@@ -33,9 +41,6 @@ def draw(rows: Sequence[Row], folder: Path) -> list[Path]:
         written.append(folder / f"{name}.png")
         picture.savefig(written[-1], dpi=120)
     return written
-
-
-Panel = Callable[[Any], None]
 
 
 def _of(rows: Sequence[Row], part: str, name: str | None = None) -> list[Row]:
@@ -67,12 +72,13 @@ def _lines(rows: Sequence[Row], title: str, x: str, y: str, by: str = "strategy"
             if r["strategy"] in ("full", "naive") and r.get(y) is not None:
                 style = "--" if r["strategy"] == "full" else ":"
                 axes.axhline(r[y], color="k", linestyle=style, linewidth=0.7, label=r["strategy"])
-        _label(axes, title, x, y)
+        label(axes, title, x, y)
 
     return panel
 
 
-def _bars(rows: Sequence[Row], title: str, y: str, labels: Sequence[str] | None = None) -> Panel | None:
+def bars(rows: Sequence[Row], title: str, y: str, labels: Sequence[str] | None = None) -> Panel | None:
+    """A bar for each row that has a value, with its interval; None if none has."""
     names = labels or [r["strategy"] for r in rows]
     kept = [(r, label) for r, label in zip(rows, names, strict=True) if r.get(y) is not None]
     if not kept:
@@ -103,12 +109,13 @@ def _profile(rows: Sequence[Row], title: str, key: str, x: str) -> Panel | None:
         for r in kept:
             name = r["strategy"] if r["ratio"] is None else f"{r['strategy']} {r['ratio']:g}"
             axes.plot(range(len(r[key])), r[key], linewidth=1, label=name)
-        _label(axes, title, x, key)
+        label(axes, title, x, key)
 
     return panel
 
 
-def _label(axes: Any, title: str, x: str, y: str) -> None:
+def label(axes: Any, title: str, x: str, y: str) -> None:
+    """Title, axes and legend of a panel."""
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(x.replace("_", " "))
     axes.set_ylabel(y.replace("_", " "))
@@ -156,7 +163,7 @@ def _combinations(rows: Sequence[Row]) -> Iterator[Panel]:
     def panels(name: str) -> list[Panel | None]:
         found = {r["strategy"]: r for r in main if r["set"] == name}
         chosen = [found[s] for s in order if s in found]
-        return [_bars(chosen, name, y) if "fusion" in found else None for y in ("kl", "f1")]
+        return [bars(chosen, name, y) if "fusion" in found else None for y in ("kl", "f1")]
 
     return _each(panels, main)
 
@@ -183,7 +190,7 @@ def _components(rows: Sequence[Row]) -> Iterator[Panel]:
         steps += [(r, "selection") for r in fusion if r["neighbours"] == 0 and r["ratio"] == whole["ratio"]]
         steps += [(whole, "both")]
         kept, labels = [r for r, _ in steps], [label for _, label in steps]
-        return [_bars(kept, name, y, labels) for y in ("kl", "f1", "ttft_ms")] if len(steps) > 2 else []
+        return [bars(kept, name, y, labels) for y in ("kl", "f1", "ttft_ms")] if len(steps) > 2 else []
 
     return _each(panels, _of(rows, "neighbours"))
 
@@ -198,7 +205,7 @@ def _against_cost(rows: Sequence[Row]) -> Iterator[Panel]:
             for strategy in dict.fromkeys(r["strategy"] for r in here):
                 points = sorted((r["recomputed_share"], r["rougeL_vs_full"]) for r in here if r["strategy"] == strategy)
                 axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.7, label=strategy)
-            _label(axes, name, "recomputed_share", "rougeL_vs_full")
+            label(axes, name, "recomputed_share", "rougeL_vs_full")
 
         return panel
 
@@ -211,12 +218,12 @@ def _ladder(rows: Sequence[Row]) -> Iterator[Panel]:
     def panels(name: str) -> list[Panel | None]:
         found = {r["strategy"]: r for r in main if r["set"] == name}
         chosen = [found[s] for s in LADDER if s in found]
-        return [_bars(chosen, name, "rougeL_vs_full")] if "unmoved" in found else []
+        return [bars(chosen, name, "rougeL_vs_full")] if "unmoved" in found else []
 
     return _each(panels, main)
 
 
-FIGURES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Iterator[Panel]]]] = {
+FIGURES: Figures = {
     "fusionrag_3": ("KV deviation from full attention by layer", _deviation),
     "fusionrag_8": ("Where recomputed tokens lie", _places),
     "fusionrag_13": ("Normalised F1 and EM by recomputed share", _recovery),
@@ -228,4 +235,3 @@ FIGURES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Iterator[Panel]]]] = 
     "cachecraft_26": ("ROUGE-L against full attention's answers by tokens recomputed in truth", _against_cost),
     "cachecraft_table_3": ("Position and causality: ROUGE-L against full attention's answers", _ladder),
 }
-"""By file name: title and panels."""

@@ -27,14 +27,10 @@ Positions = Literal["path", "preorder"]
 
 @dataclass(frozen=True)
 class Branch:
-    """Tokens of a prefix tree between two forks, int32 [n], and the branch they go on from: its index, None at a root.
-
-    depth: tokens on the path before it.
-    """
+    """Tokens of a prefix tree between two forks, int32 [n]; parent: index of the branch before it, None at a root."""
 
     tokens: Tokens
     parent: int | None
-    depth: int
 
 
 @dataclass
@@ -77,13 +73,12 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _preorder(top: _Fork) -> Iterator[Branch]:
-    waiting: list[tuple[_Fork, int | None, int]] = [(child, None, 0) for child in reversed(top.children.values())]
+    waiting: list[tuple[_Fork, int | None]] = [(child, None) for child in reversed(top.children.values())]
     count = 0
     while waiting:
-        fork, parent, depth = waiting.pop()
-        yield Branch(np.array(fork.tokens, np.int32), parent, depth)
-        below = depth + len(fork.tokens)
-        waiting += [(child, count, below) for child in reversed(fork.children.values())]
+        fork, parent = waiting.pop()
+        yield Branch(np.array(fork.tokens, np.int32), parent)
+        waiting += [(child, count) for child in reversed(fork.children.values())]
         count += 1
 
 

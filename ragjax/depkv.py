@@ -57,15 +57,14 @@ class DepKV:
 
 
 class Keeping:
-    """Another strategy, whose holding and plan stay behind when the request ends; it generates nothing."""
+    """Another strategy, whose plan and holding are handed to `keep` and outlive the request; it generates nothing."""
 
     selective = False
 
-    def __init__(self, inner: Strategy):
+    def __init__(self, inner: Strategy, keep: Callable[[Plan, Holding], None]):
         self.name = inner.name
         self.wants = inner.wants
-        self.kept: tuple[Plan, Holding] | None = None
-        self._inner = inner
+        self._inner, self._keep = inner, keep
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The other's."""
@@ -74,7 +73,7 @@ class Keeping:
     def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
         """As the other does."""
         plan = yield from self._inner.carry_out(prompt, holding, ratio)
-        self.kept = plan, holding.hand_over()
+        self._keep(plan, holding.hand_over())
         return plan
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:

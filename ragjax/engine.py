@@ -509,13 +509,20 @@ class Engine:
             RequestError: if the prompt cannot be served.
         """
         name = DEPENDENCY[0] if positions == "path" else DEPENDENCY[1]
-        keeping, made = Keeping(self._strategies[name]), prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
-        self.answer_prompt(made, strategy=keeping, max_tokens=1, tenant=tenant)
-        assert keeping.kept is not None
-        plan, holding = keeping.kept
-        kv = DepKV(made, name, tenant, plan, holding, holding.label, self._release)
-        self._call(lambda: self._kept.update({kv.label: kv}))
-        return kv
+        made = prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
+        found: list[DepKV] = []
+
+        def keep(plan: Plan, holding: Holding) -> None:
+            found.append(DepKV(made, name, tenant, plan, holding, holding.label, self._release))
+            self._kept[holding.label] = found[-1]
+
+        try:
+            self.answer_prompt(made, strategy=Keeping(self._strategies[name], keep), max_tokens=1, tenant=tenant)
+        except BaseException:
+            for kv in found:
+                kv.close()
+            raise
+        return found[-1]
 
     def generate_with_depkv(
         self, kv: DepKV, *, sampling: Sampling | None = None, **options: float | int | str | tuple[str, ...] | None

@@ -22,11 +22,11 @@ from ragjax.cache.policy.base import Policy
 from ragjax.cache.profile import Profile
 from ragjax.core import ConfigError, Grid, StorageOptions, Want
 from ragjax.engine import Engine
+from ragjax.models.adapter import load_model, model_digest
 from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.models.weights import load_decoder, weights_digest
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load as load_documents
 from ragjax.retrieval.graph import KnowledgeGraph
@@ -83,11 +83,11 @@ def load_engine(
     use_compilation_cache()
     local = resolve(model)
     tokenizer = Tokenizer.load(local.path)
-    decoder = load_decoder(local.path, dtype, cache_dir())
+    decoder = load_model(local, dtype, cache_dir())
     config = decoder.config
     tokenizer.check(config)
     context = _context(config, max_context)
-    identity = _identity(weights_digest(local.path, cache_dir()), tokenizer, config, dtype)
+    identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
         chosen = all_strategies(alpha=_alpha(identity))
     contract = Contract(

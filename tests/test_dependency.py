@@ -79,9 +79,9 @@ def test_a_merged_tree_spells_every_beginning_once(paths: list[list[int]]) -> No
     for i, branch in enumerate(branches):
         above = whole[branch.parent] if branch.parent is not None else ()
         assert branch.parent is None or branch.parent < i
-        assert branch.depth == len(above) and len(branch.tokens)
+        assert len(branch.tokens)
         whole.append((*above, *map(int, branch.tokens)))
-        spelled += [whole[-1][:n] for n in range(branch.depth + 1, len(whole[-1]) + 1)]
+        spelled += [whole[-1][:n] for n in range(len(above) + 1, len(whole[-1]) + 1)]
     beginnings = {tuple(path[:n]) for path in paths for n in range(1, len(path) + 1)}
     assert len(spelled) == len(set(spelled)) and set(spelled) == beginnings
     for i, branch in enumerate(branches):  # compressed: an only child is no branch of its own

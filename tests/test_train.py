@@ -18,10 +18,11 @@ import pytest
 from flax import nnx
 
 from ragjax.core import ConfigError
+from ragjax.models.adapter import Adapter, load_model, model_digest
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, resolve
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.models.weights import load_decoder, open_checkpoint
+from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from tests.devices import ROOT
 from tests.test_decoder import FAMILIES, tensors_of
 from tests.test_train_model import LORA, SMALL, adapters
@@ -228,8 +229,6 @@ def test_exported_model_is_read_back(tmp_path: Path, family: str, monkeypatch: p
 
 
 def test_adapter_is_merged_by_the_command(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ragjax.models.weights import weights_digest
-
     digest = weights_digest(home / "whole", home / "cache").hex()
     LORA.save(adapters(), home / "adapter.safetensors", {"weights": digest})
     command = ["--model", str(home / "whole"), "--adapter", str(home / "adapter.safetensors"), "--dtype", "float32"]
@@ -307,3 +306,44 @@ def test_defaults_are_the_presets() -> None:
     mixed = _options([*needed, "--preset", "small", "--lora", "0", "--lr", "0.1"])
     assert _recipe(mixed).lr == 0.1 and _lora(mixed) is None
     assert Rows.up_to(_recipe(paper).row).lengths[-1] == 1024
+
+
+def test_an_adapter_is_a_model_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named by its file it has the merged weights, and another digest, so that KV of one never serves the other."""
+    monkeypatch.chdir(home)
+    base = resolve("whole")
+    about = {"weights": weights_digest(base.path, home / "cache").hex(), "model": "whole"}
+    LORA.save(adapters(), home / "graph.safetensors", about)
+    model = resolve(home / "graph.safetensors")
+    assert model == LocalModel("graph", base.path, "huggingface", home / "graph.safetensors")
+    assert (
+        export_main(["--model", "whole", "--adapter", "graph.safetensors", "--out", "graph", "--dtype", "float32"]) == 0
+    )
+    made, merged = load_model(model, "float32", home / "cache"), load_decoder(home / "graph", "float32", home / "cache")
+    tokens = jnp.arange(9)
+    np.testing.assert_allclose(made.logits(tokens), merged.logits(tokens), rtol=1e-5, atol=1e-5)
+    assert np.abs(made.logits(tokens) - load_model(base, "float32", home / "cache").logits(tokens)).max() > 0.01
+
+    digests = {model_digest(base, home / "cache"), model_digest(model, home / "cache")}
+    LORA.save(adapters(1), home / "graph.safetensors", about)
+    digests.add(model_digest(model, home / "cache"))
+    assert len(digests) == 3
+
+    assert main(["--model", "graph.safetensors", "--data", "samples.jsonl", "--out", "again"]) == 1
+    for name, header, message in (
+        ("lost", {**about, "model": "nowhere"}, "which is not found by this name"),
+        ("nested", {**about, "model": str(home / "graph.safetensors")}, "which is one itself"),
+        ("nameless", {"weights": about["weights"]}, "names its model"),
+    ):
+        LORA.save(adapters(), home / f"{name}.safetensors", header)
+        with pytest.raises(ConfigError, match=message):
+            resolve(home / f"{name}.safetensors")
+    LORA.save(adapters(), home / "other.safetensors", {"weights": "00", "model": "whole"})
+    with pytest.raises(ConfigError, match="trained on other weights"):
+        load_model(resolve(home / "other.safetensors"), "float32", home / "cache")
+
+
+def test_an_adapter_of_another_shape_is_refused() -> None:
+    pairs = {"qkv": {part: np.asarray(value)[:, :1] for part, value in adapters()["qkv"].items()}}
+    with pytest.raises(ConfigError, match="the adapter's qkv has shapes"):
+        Adapter(pairs, LORA.rank, LORA.alpha, {}).apply(decoder(config=SMALL))

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 from ragjax.core import ConfigError
+from ragjax.models.adapter import Adapter
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.prompt import GRAPH_INSTRUCTION
@@ -266,7 +267,7 @@ def test_adapters_change_nothing_at_first_and_then_what_merging_does() -> None:
     changed = adapters()
     got = np.asarray(program(changed, weights, ROTATION, microbatch.batch)[0])
     assert np.abs(got - base).max() > 0.01
-    whole = merge(weights, LORA, changed)
+    whole = merge(weights, Adapter(jax.tree.map(np.asarray, changed), LORA.rank, LORA.alpha, {}))
     np.testing.assert_allclose(got, programs(SMALL)[0](whole, {}, ROTATION, microbatch.batch)[0], rtol=1e-5, atol=1e-5)
 
 
@@ -283,13 +284,13 @@ def test_adapter_of_a_small_model_is_a_small_file() -> None:
 
 def test_adapter_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
     LORA.save(adapters(), tmp_path / "a.safetensors", {"model": "tiny"})
-    lora, read, about = Lora.load(tmp_path / "a.safetensors")
-    assert lora == LORA and about == {"model": "tiny"}
-    for x, y in zip(jax.tree.leaves(read), jax.tree.leaves(adapters()), strict=True):
+    read = Adapter.load(tmp_path / "a.safetensors")
+    assert (read.rank, read.alpha, read.about) == (LORA.rank, LORA.alpha, {"model": "tiny"})
+    for x, y in zip(jax.tree.leaves(dict(read.pairs)), jax.tree.leaves(adapters()), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-2)
     (tmp_path / "b.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="cannot be read as a LoRA adapter"):
-        Lora.load(tmp_path / "b.safetensors")
+        Adapter.load(tmp_path / "b.safetensors")
 
 
 @pytest.mark.parametrize(("change", "message"), [({"matrices": ("qkv", "head")}, "not on head"), ({"rank": 0}, "rank")])

@@ -32,6 +32,7 @@ from ragjax.dependency import Positions
 from ragjax.flag import command_line, from_zero, integer, positive, share
 from ragjax.kernels.rope import Rotation
 from ragjax.loading import use_compilation_cache
+from ragjax.models.adapter import INPUTS, Adapter
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ from train.batch import Item, Order, Rows
 from train.checkpoint import Checkpoints
 from train.example import Attention, Coder, Example
 from train.export import export, merge
-from train.lora import INPUTS, Lora
+from train.lora import Lora
 from train.meter import Cost, Log, peak_flops
 from train.model import Model, Remat, Tree, gradient_program, loss_program, make_mesh, rotation_of, stacked
 from train.sample import Sample, read_samples
@@ -312,9 +313,10 @@ def _speed(report: Report, peak: float | None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Source:
-    """The model that is trained, its tokenizer, and the digest of its weights."""
+    """The model that is trained, what leads to it, its tokenizer, and the digest of its weights."""
 
     local: LocalModel
+    name: str
     tokenizer: Tokenizer
     digest: str
 
@@ -326,7 +328,10 @@ class Source:
             ConfigError: if there is none of this name.
         """
         local = resolve(name)
-        return Source(local, Tokenizer.load(local.path), weights_digest(local.path, cache_dir()).hex())
+        if local.adapter is not None:
+            raise ConfigError(f"{name} has an adapter already: merge it by python -m train.export first")
+        where = str(local.path) if Path(name).expanduser().exists() else name
+        return Source(local, where, Tokenizer.load(local.path), weights_digest(local.path, cache_dir()).hex())
 
     def decoder(self, dtype: str) -> Decoder:
         """Its weights."""
@@ -388,8 +393,9 @@ def _export(model: Model, trained: Tree, source: Source, out: Path) -> None:
     """The trained model, and its adapter if that is what was trained."""
     whole = jax.tree.map(np.asarray, trained)
     if model.lora is not None:
-        model.lora.save(whole, out / "adapter.safetensors", {"weights": source.digest, "model": source.local.name})
-        whole = merge(stacked(source.decoder("float32")), model.lora, whole)
+        file = out / "adapter.safetensors"
+        model.lora.save(whole, file, {"weights": source.digest, "model": source.name})
+        whole = merge(stacked(source.decoder("float32")), Adapter.load(file))
     part = out / "model.part"
     shutil.rmtree(part, ignore_errors=True)  # left behind by a run that was killed
     export(whole, model.config, source.local, part)

@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.flag import command_line
+from ragjax.models.adapter import Adapter
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, atomic_path, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, read_gguf, read_json, weights_digest
-from train.lora import Lora, Pair
 from train.model import Tree, stacked
 
 SHARD_BYTES = 4 * 2**30
@@ -205,20 +205,13 @@ def _write(file: Path, value: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------ command
 
 
-def merge(weights: Tree, lora: Lora, adapter: Mapping[str, Pair]) -> Tree:
+def merge(weights: Tree, adapter: Adapter) -> Tree:
     """Weights with an adapter merged into them; what is merged becomes float32.
 
     Raises:
         ConfigError: if the adapter is for a model of another shape.
     """
-    layers = dict(weights["layers"])
-    for name, pair in adapter.items():
-        wanted = {part: x.shape for part, x in lora.init(layers, 0)[name].items()}
-        found = {part: tuple(x.shape) for part, x in pair.items()}
-        if wanted != found:
-            raise ConfigError(f"the adapter's {name} has shapes {found}, and the model asks for {wanted}")
-        pairs = [{part: jnp.asarray(x[i]) for part, x in pair.items()} for i in range(layers[name].shape[0])]
-        layers[name] = jnp.stack([lora.merged(w, p) for w, p in zip(layers[name], pairs, strict=True)])
+    layers = {name: adapter.merged(name, weight) for name, weight in weights["layers"].items()}
     return {**weights, "layers": layers}
 
 
@@ -226,13 +219,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; an error of ours is one line, and exit status 1."""
     try:
         options = _options(argv)
-        lora, adapter, about = Lora.load(options.adapter)
-        source = resolve(options.model)
-        digest = weights_digest(source.path, cache_dir()).hex()
-        if about.get("weights", digest) != digest:
-            raise ConfigError(f"{options.adapter} was trained on other weights than those of {options.model}")
+        adapter, source = Adapter.load(options.adapter), resolve(options.model)
+        adapter.check_weights(weights_digest(source.path, cache_dir()), options.model)
         decoder = load_decoder(source.path, "float32", cache_dir())
-        export(merge(stacked(decoder), lora, adapter), decoder.config, source, options.out, options.dtype)
+        export(merge(stacked(decoder), adapter), decoder.config, source, options.out, options.dtype)
     except RagjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

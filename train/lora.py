@@ -1,7 +1,6 @@
-"""Low-rank adapters on a decoder's fused matrices (LoRA, arXiv 2106.09685): W + (alpha / rank) B A.
+"""Low-rank adapters while they are trained (LoRA, arXiv 2106.09685): beside their matrices, sharded as these are.
 
-A fused matrix has one adapter: query, key and value share its A, as do gate and up. A keeps the matrix's inputs, B its
-outputs, in the matrix's own axes, so that both are sharded as it is.
+`ragjax.models.adapter` reads and merges them.
 """
 
 from __future__ import annotations
@@ -15,19 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
+from ragjax.models.adapter import FORMAT, INPUTS, Pair, pair_shapes
 from ragjax.models.hub import atomic_path
-
-INPUTS: Mapping[str, int] = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
-"""The matrices of a layer, and how many of each one's last axes are inputs."""
-
-Pair = dict[str, Any]
-"""a: [L, rank, *inputs]; b: [L, *outputs, rank]."""
-
-_FORMAT = "ragjax-lora-1"
 
 
 @dataclass(frozen=True)
@@ -56,19 +46,14 @@ class Lora:
         }
 
     def _pair(self, name: str, shape: tuple[int, ...], key: jax.Array) -> Pair:
-        depth, outputs, inputs = shape[0], shape[1 : -INPUTS[name]], shape[-INPUTS[name] :]
-        a = jax.random.normal(key, (depth, self.rank, *inputs)) * jnp.float32(prod(inputs) ** -0.5)
-        return {"a": a, "b": jnp.zeros((depth, *outputs, self.rank))}
+        shapes = pair_shapes(name, shape, self.rank)
+        a = jax.random.normal(key, shapes["a"]) * jnp.float32(prod(shape[-INPUTS[name] :]) ** -0.5)
+        return {"a": a, "b": jnp.zeros(shapes["b"])}
 
     def axes(self, name: str, axes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """Logical names of an adapter's axes, from those of its matrix (without layers)."""
         cut = len(axes) - INPUTS[name]
         return {"a": ("rank", *axes[cut:]), "b": (*axes[:cut], "rank")}
-
-    @property
-    def scale(self) -> jax.Array:
-        """By how much an adapter counts, a float32 scalar."""
-        return jnp.asarray(self.alpha / self.rank, jnp.float32)
 
     def change(self, x_TI: jax.Array, pair: Pair) -> jax.Array:
         """What one layer's adapter adds to its matrix's product with x, float32 [T, O].
@@ -76,14 +61,8 @@ class Lora:
         The matrix itself is never made, nor its gradient: that would take half as many products again.
         """
         a_RI, b_OR = pair["a"].reshape(self.rank, -1), pair["b"].reshape(-1, self.rank)
-        change: jax.Array = self.scale * (x_TI.astype(jnp.float32) @ a_RI.T @ b_OR.T)
+        change: jax.Array = jnp.float32(self.alpha / self.rank) * (x_TI.astype(jnp.float32) @ a_RI.T @ b_OR.T)
         return change
-
-    def merged(self, weight: jax.Array, pair: Pair) -> jax.Array:
-        """One layer's matrix with its adapter, float32."""
-        change = jnp.tensordot(pair["b"], pair["a"], axes=1, precision="highest")
-        merged: jax.Array = weight.astype(jnp.float32) + self.scale * change
-        return merged
 
     # --------------------------------------------------------------------------------------- files
 
@@ -93,27 +72,4 @@ class Lora:
 
         tensors = {f"{n}.{k}": jnp.asarray(x, jnp.bfloat16) for n, pair in adapter.items() for k, x in pair.items()}
         with atomic_path(Path(file)) as part:
-            save_file(tensors, part, {**about, "format": _FORMAT, "lora": json.dumps(asdict(self))})
-
-    @staticmethod
-    def load(file: str | Path) -> tuple[Lora, dict[str, dict[str, NDArray[np.float32]]], dict[str, str]]:
-        """What `save` wrote: the adapters in float32, and what the header says.
-
-        Raises:
-            ConfigError: if it is no such file.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            handle: Any = safe_open(file, framework="np")
-            about = dict(handle.metadata() or {})
-            if about.pop("format", None) != _FORMAT:
-                raise ConfigError(f"{file}: not a LoRA adapter of ragjax")
-            adapter: dict[str, dict[str, NDArray[np.float32]]] = {}
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                matrix, part = name.split(".")
-                adapter.setdefault(matrix, {})[part] = handle.get_tensor(name).astype(np.float32)
-            values = json.loads(about.pop("lora"))
-        except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
-        return Lora(values["rank"], values["alpha"], tuple(values["matrices"])), adapter, about
+            save_file(tensors, part, {**about, "format": FORMAT, "lora": json.dumps(asdict(self))})

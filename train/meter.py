@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.core import ConfigError
+from ragjax.models.adapter import INPUTS
 from ragjax.models.config import ModelConfig
 from train.batch import Microbatch
-from train.lora import INPUTS, Lora
+from train.lora import Lora
 from train.model import shapes_of
 
 PEAKS: Mapping[str, float] = {

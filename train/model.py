@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec as P
 from ragjax.kernels.interval import interval_attention
 from ragjax.kernels.mask import Mask, Tokens
 from ragjax.kernels.rope import Rotation
+from ragjax.models.adapter import INPUTS, Pair
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, rotation_table
 from train.batch import Batch
-from train.lora import INPUTS, Lora, Pair
+from train.lora import Lora
 
 Tree = dict[str, Any]
 """Weights, adapters, or what is made of them: arrays in nested dicts."""

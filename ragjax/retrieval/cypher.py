@@ -112,15 +112,9 @@ class CypherStore:
             raise ConfigError(f"{host}:{port}: FalkorDB cannot be used: {error}") from error
         return cls(run, database.connection.close)
 
-    def add(self, triples: Iterable[Triple], progress: Callable[[int], None] | None = None) -> int:
+    def add(self, triples: Iterable[Triple]) -> int:
         """As `TripleStore.add`."""
-        new = done = 0
-        for batch in batches(triples, _BATCH):
-            new += self._write(_ADD, _KNOWN, _rows(batch))
-            done += len(batch)
-            if progress is not None:
-                progress(done)
-        return new
+        return sum(self._write(_ADD, _KNOWN, _rows(batch)) for batch in batches(triples, _BATCH))
 
     def delete(self, triples: Iterable[Triple]) -> int:
         """As `TripleStore.delete`."""

@@ -7,7 +7,7 @@ be undone. Aliases are literals in a named graph of their own, so that they coun
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -42,11 +42,10 @@ class Alias(NamedTuple):
 class TripleStore(Protocol):
     """A set of triples, and other names of entities. One thread at a time writes; any number may read meanwhile."""
 
-    def add(self, triples: Iterable[Triple], progress: Callable[[int], None] | None = None) -> int:
+    def add(self, triples: Iterable[Triple]) -> int:
         """Store triples, and say how many were new. Those that the iterable repeats, or that are there, count once.
 
         A relation that ends in " (inverse)" is stored in its own direction.
-        progress: called with the number of triples done.
 
         Raises:
             RequestError: a name is blank or not valid Unicode. Up to BATCH triples before it may be stored or not.
@@ -104,15 +103,9 @@ class OxigraphStore:
             raise ValueError("the store of triples is closed")
         return self._store
 
-    def add(self, triples: Iterable[Triple], progress: Callable[[int], None] | None = None) -> int:
+    def add(self, triples: Iterable[Triple]) -> int:
         """As `TripleStore.add`."""
-        new = done = 0
-        for batch in batches(triples, BATCH):
-            new += self._add(batch)
-            done += len(batch)
-            if progress is not None:
-                progress(done)
-        return new
+        return sum(map(self._add, batches(triples, BATCH)))
 
     def _add(self, batch: list[Triple]) -> int:
         quads = dict.fromkeys(self._quad(triple) for triple in batch)

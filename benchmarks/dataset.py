@@ -1,4 +1,4 @@
-"""Question sets with passages: `text/<set>` of a data folder, and files in TriviaQA's format.
+"""Question sets with passages: `text/<set>` of a data folder, and files in TriviaQA's and MultiHop-RAG's formats.
 
 A set has questions (each with its own passages and reference answers) and a corpus, every passage of the set, among
 which a chunk's neighbours are looked for. Sets without a `corpus.jsonl` take the passages of all their questions.
@@ -17,6 +17,8 @@ from ragjax.core import ConfigError, Document
 
 SETS = ("musique", "hotpotqa", "2wikimultihopqa", "nq_open", "squad_xquad_en", "drop_small", "dialogsum")
 """Sets that the benchmark is made for; any other folder of the same form will do."""
+
+MULTIHOP = "MultiHopRAG.json"
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,14 @@ class QuestionSet:
 def load(data: Path, name: str) -> QuestionSet:
     """A set of a data folder; questions without an answer or without passages are left out.
 
+    A set is a folder with `questions.jsonl`, or with MultiHop-RAG's two files.
+
     Raises:
         ConfigError: if the folder has no such set, or it holds no question that can be used.
     """
     path = data / "text" / name / "questions.jsonl"
+    if (path.parent / MULTIHOP).is_file():
+        return multihop(path.parent)
     if not path.is_file():
         known = ", ".join(sorted(p.parent.name for p in data.glob("text/*/questions.jsonl"))) or "none"
         raise ConfigError(f"{data} has no set {name!r} (text/{name}/questions.jsonl); there is: {known}")
@@ -77,6 +83,32 @@ def triviaqa(path: Path) -> QuestionSet:
             "SearchResults entry"
         )
     return _set(path.stem, found, (), path)
+
+
+def multihop(folder: Path) -> QuestionSet:
+    """MultiHop-RAG (arXiv 2401.15391): a question's passages are the articles that its evidence is from.
+
+    Raises:
+        ConfigError: if its two files are not of this form.
+    """
+    try:
+        entries = json.loads((folder / MULTIHOP).read_text(encoding="utf-8"))
+        articles = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
+        corpus = {a["title"]: Document(a.get("url") or a["title"], a["body"], a["title"]) for a in articles}
+        found = [_multihop(number, entry, corpus) for number, entry in enumerate(entries)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f'{folder} is not in MultiHop-RAG\'s format ({MULTIHOP}: [{{"query", "answer", "evidence_list": '
+            f'[{{"title"}}]}}], corpus.json: [{{"title", "body"}}]): {type(error).__name__}: {error}'
+        ) from error
+    return _set(folder.name, found, corpus.values(), folder / MULTIHOP)
+
+
+def _multihop(number: int, entry: Mapping[str, Any], corpus: Mapping[str, Document]) -> Question:
+    titles = dict.fromkeys(evidence["title"] for evidence in entry["evidence_list"])
+    passages = tuple(corpus[title] for title in titles if title in corpus)
+    answers = (entry["answer"].strip(),) if entry["answer"].strip() else ()
+    return Question(f"multihop-{number}", entry["query"].strip(), answers, passages)
 
 
 def _set(name: str, found: Sequence[Question], documents: Iterable[Document], path: Path) -> QuestionSet:

@@ -1,11 +1,12 @@
 """Questions over knowledge graphs: dependency attention beside self-attention, its answers, its work and its time.
 
-    python -m benchmarks.graphrag --data DIR [--sets a,b] [--parts accuracy,length,workload] [--limit N] [--runs N]
+    python -m benchmarks.graphrag --data DIR [--graphs DIR] [--sets a,b] [--parts work,length] [--limit N] [--runs N]
         [--model NAME_OR_PATH] [--dtype D] [--plot DIR] [--quick] [--json FILE]
 
 DIR/kg/SET/questions.jsonl holds questions with topic entities, triples and gold paths; each gets at most 30 relation
 paths of up to three hops from its entities, the gold ones among them, as `train.data` makes them (DepCache, section
-3.3).
+3.3). A set that has text alone, DIR/text/SET, is asked over the graph that `python -m ragjax.retrieval.extract` made of
+its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a server does it.
 
 - accuracy (section 6.5): `self` is causal attention over the paths written out one a line, `tree` over the merged
   tree of their tokens, `dependency` over the same tree under its mask, for both schemes of positions. `logprob` is
@@ -36,13 +37,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import plot_graphrag, report, score
+from benchmarks import dataset, plot_graphrag, report, score
+from benchmarks.quality import packaged_encoder
 from benchmarks.score import Bootstrap
+from benchmarks.similarity import TextEncoder
 from ragjax.core import Answer, ConfigError, Kind, Message, Prompt, RequestError
 from ragjax.dependency import layout
 from ragjax.engine import Engine
 from ragjax.prompt import graph_prompt
+from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.path import RelationPath, Subgraph, subgraphs_of
+from ragjax.retrieval.reader import read
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.dependency import Dependency
 from train.data import Limits, from_question
@@ -113,6 +118,22 @@ def questions_of(
         found.append(Question(sample.id, sample.question, answers, subgraphs_of(map(RelationPath, sample.paths))))
         if len(found) == limit:
             break
+    return found
+
+
+def extracted(folder: Path, name: str, limit: int, triples: Path, encoder: TextEncoder) -> list[Question]:
+    """The first questions of a set of text that are about an entity of the graph extracted from it.
+
+    Raises:
+        ConfigError: if there is no such set, or its triples cannot be read.
+    """
+    found = []
+    with KnowledgeGraph.open(None, encoder) as graph:
+        graph.add(read(triples))
+        for question in dataset.load(folder, name).questions:
+            subgraphs = graph.subgraphs(question.text)
+            if subgraphs and len(found) < limit:
+                found.append(Question(question.id, question.text, question.answers, tuple(subgraphs)))
     return found
 
 
@@ -418,6 +439,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = report.parser("graphrag", (__doc__ or "").partition("\n")[0])
     add = flags.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
+    add("--graphs", type=Path, metavar="DIR", help="triples extracted from sets of text: SET.jsonl, .tsv or .nt")
     add("--sets", default=SETS, metavar="A,B", help="sets of the folder (%(default)s)")
     add("--parts", default=",".join(PARTS), metavar="A,B", help="what to measure (%(default)s)")
     add("--limit", type=int, metavar="N", help=f"questions a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
@@ -440,7 +462,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]:
     """Measure every part on every set; the rows."""
-    sets = {name: questions_of(chosen.data, name, chosen.limit) for name in chosen.sets}
+    sets = {name: _questions(chosen, name) for name in chosen.sets}
+    empty = [name for name, questions in sets.items() if not questions]
+    if empty:
+        raise ConfigError(f"no question of {empty[0]} has a path")
     made: list[dict[str, Any]] = []
     samples = report.Samples("graphrag", settings_of(chosen, head))
     parts = {"work", "accuracy", "length"} & set(chosen.parts)
@@ -462,11 +487,19 @@ def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]
     return made
 
 
+def _questions(chosen: argparse.Namespace, name: str) -> list[Question]:
+    places = [] if chosen.graphs is None else [chosen.graphs / f"{name}{kind}" for kind in (".jsonl", ".tsv", ".nt")]
+    triples = next((place for place in places if place.is_file()), None)
+    if triples is None:
+        return questions_of(chosen.data, name, chosen.limit)
+    return extracted(chosen.data, name, chosen.limit, triples, packaged_encoder())
+
+
 def settings_of(chosen: argparse.Namespace, head: report.Header) -> dict[str, Any]:
     """What a question's samples depend on."""
     from benchmarks.ttft import code_digest
 
-    kept = {name: str(getattr(chosen, name)) for name in ("model", "dtype", "data")}
+    kept = {name: str(getattr(chosen, name)) for name in ("model", "dtype", "data", "graphs")}
     return {**kept, "machine": head.machine["cpu"], "versions": head.versions, "code": code_digest()}
 
 

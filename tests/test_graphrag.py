@@ -16,6 +16,7 @@ from ragjax.dependency import layout
 from ragjax.engine import Engine
 from ragjax.retrieval.path import RelationPath, Subgraph
 from tests import tiny
+from tests.fakes import WordEncoder
 
 
 @pytest.fixture
@@ -68,6 +69,22 @@ def test_questions_without_a_path_are_left_out(folder: Path) -> None:
     }
     with pytest.raises(ConfigError, match=r"sets of .*: films"):
         questions_of(folder, "songs", 3)
+
+
+def test_sets_of_text_are_asked_over_an_extracted_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "text" / "films"
+    place.mkdir(parents=True)
+    passage = {"id": "p", "title": "Heat", "text": "Heat is by Mann."}
+    lines = [{"id": f"t{i}", "question": f"Who made {film}?", "answers": ["Mann"], "passages": [passage]}
+             for i, film in enumerate(["Solaris", "Heat", "Heat 2"])]  # fmt: skip
+    (place / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "films.jsonl").write_text(json.dumps({"id": "c", "triples": [["Heat", "by", "Mann"]]}) + "\n")
+    monkeypatch.setattr(graphrag, "packaged_encoder", WordEncoder)
+    chosen = graphrag.options(["--data", str(tmp_path), "--sets", "films", "--graphs", str(tmp_path)])
+    found = graphrag._questions(chosen, "films")
+    assert [q.id for q in found] == ["t1", "t2"]
+    assert [path.steps for s in found[0].subgraphs for path in s.paths] == [("Heat", "by", "Mann")]
+    assert graphrag.main(["--data", str(tmp_path), "--sets", "films"]) == 1  # a set of text has no graph of its own
 
 
 def test_requests_are_skewed_and_draw_no_entity_twice() -> None:

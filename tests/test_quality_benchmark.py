@@ -154,6 +154,28 @@ def test_triviaqa_files_need_their_evidence(tmp_path: Path) -> None:
         dataset.triviaqa(file)
 
 
+def test_multihop_rag_is_read_in_its_own_form(tmp_path: Path) -> None:
+    folder = tmp_path / "text" / "multihop_rag"
+    folder.mkdir(parents=True)
+    articles = [{"title": t, "body": f"{t} is said.", "url": f"u/{t}"} for t in ("A", "B", "C")]
+    evidence = [{"title": t, "fact": "x"} for t in ("C", "A", "C", "lost")]
+    entries = [
+        {"query": "Who?", "answer": "Ada", "question_type": "inference_query", "evidence_list": evidence},
+        {"query": "When?", "answer": "Yes", "evidence_list": []},
+    ]
+    (folder / dataset.MULTIHOP).write_text(json.dumps(entries))
+    (folder / "corpus.json").write_text(json.dumps(articles))
+    found = dataset.load(tmp_path, "multihop_rag")
+    assert [(q.id, q.text, q.answers) for q in found.questions] == [("multihop-0", "Who?", ("Ada",))]
+    assert [p.title for p in found.questions[0].passages] == ["C", "A"] and len(found.corpus) == 3
+    (folder / "corpus.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no question has both"):
+        dataset.load(tmp_path, "multihop_rag")
+    (folder / dataset.MULTIHOP).write_text('[{"question": "Who?"}]')
+    with pytest.raises(ConfigError, match="not in MultiHop-RAG's format"):
+        dataset.load(tmp_path, "multihop_rag")
+
+
 def test_neighbours_leave_out_copies_and_vectors_are_kept(tmp_path: Path) -> None:
     texts = ["red fox", "red fox", "red fox runs", "blue whale", "red whale", "red whale"]
     chunks = [

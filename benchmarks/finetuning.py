@@ -103,7 +103,7 @@ def measure(
     """Samples of every method on every question, one model after the other."""
     found: dict[str, dict[Method, list[dict[str, Any]]]] = {name: {} for name in sets}
     progress = report.Progress(3 * sum(map(len, sets.values())))
-    for model in ("model", "control", "tuned"):
+    for model in ("model", "tuned", "control"):
         methods = [m for m in METHODS if m.model == model]
         with graphrag.opened(replaced(chosen, getattr(chosen, model)), 0.5) as engine:
             for name, questions in sets.items():

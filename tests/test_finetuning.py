@@ -96,7 +96,7 @@ def test_only_what_was_put_aside_is_asked(
     models = ["--model", "base", "--tuned", "new", "--control", "other"]
     command = ["--data", str(tmp_path), "--sets", "films", "--aside", str(aside), *models]
     assert finetuning.main([*command, "--json", str(tmp_path / "out.json")]) == 0
-    assert opened == ["base", "other", "new"]
+    assert opened == ["base", "new", "other"]
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(rows) == 2 * len(METHODS) and all(r["n"] == 1 for r in rows)
     aside.write_text(json.dumps({"id": "q9", "question": "Who?", "answer": "Mann"}) + "\n")

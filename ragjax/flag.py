@@ -12,7 +12,7 @@ from typing import NoReturn
 from ragjax.core import ConfigError
 
 DEMO = Path(__file__).parent / "demo"
-"""Packaged documents, and questions on them."""
+"""Packaged documents and facts, and questions on them."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +61,20 @@ def share(text: str) -> float:
         if 0 <= float(text) <= 1:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number from 0 to 1, not {text!r}")
+
+
+def graph(value: str) -> dict[str, str | Path]:
+    """A knowledge graph's triples and its name; the demo's is "demo", others are named after their file.
+
+    Raises:
+        ConfigError: if there is no such file.
+    """
+    if value == "demo":
+        return {"demo": DEMO / "facts.tsv"}
+    source = Path(value)
+    if not source.is_file():
+        raise ConfigError(f"--graph: {value!r} does not exist; give a .tsv, .jsonl or .nt file or 'demo'")
+    return {source.stem: source}
 
 
 def knowledge(value: str) -> dict[str, str | Path]:

@@ -1,4 +1,4 @@
-"""The bundled demo knowledge base keeps its promises: sizes, and questions its documents can answer."""
+"""The bundled demo keeps its promises: sizes, questions its documents can answer, and a graph of what they say."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
+from ragjax.retrieval.lexicon import Lexicon
+from ragjax.retrieval.path import INVERSE, RelationPath, Triple
+from ragjax.retrieval.reader import read
+
 DEMO = files("ragjax") / "demo"
 FIELDS = {"id", "question", "answers", "documents"}
+GRAPH_FIELDS = {"id", "question", "answers", "topic_entities", "triples", "paths"}
 
 Documents = dict[str, tuple[str, str]]
 Questions = list[dict[str, Any]]
@@ -29,7 +34,21 @@ def documents() -> Documents:
 
 @pytest.fixture(scope="module")
 def questions() -> Questions:
-    return [json.loads(line) for line in (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+    return lines("questions.jsonl")
+
+
+@pytest.fixture(scope="module")
+def facts() -> list[Triple]:
+    return [item for item in read(str(DEMO / "facts.tsv")) if isinstance(item, Triple)]
+
+
+@pytest.fixture(scope="module")
+def graph_questions() -> Questions:
+    return lines("graph_questions.jsonl")
+
+
+def lines(name: str) -> Questions:
+    return [json.loads(line) for line in (DEMO / name).read_text(encoding="utf-8").splitlines()]
 
 
 def contains(body: str, answer: str) -> bool:
@@ -99,3 +118,64 @@ def test_two_document_answers_occur_in_one_of_the_two_only(documents: Documents,
 def test_no_question_contains_its_answer(questions: Questions) -> None:
     for q in questions:
         assert not any(contains(q["question"], answer) for answer in q["answers"]), q["id"]
+
+
+# -------------------------------------------------------------------------------------------- graph
+
+
+def reached(facts: list[Triple], start: str, relations: list[str]) -> set[str]:
+    """Where a walk over these relations can end."""
+    ends = {start}
+    for relation in relations:
+        name = relation.removesuffix(INVERSE)
+        steps = [fact[::-1] if relation != name else fact for fact in facts if fact.relation == name]
+        ends = {to for begin, _, to in steps if begin in ends}
+    return ends
+
+
+def test_facts_are_as_many_as_promised_and_stand_once(facts: list[Triple]) -> None:
+    assert 180 <= len(facts) <= 260
+    assert len(set(facts)) == len(facts)
+    relations = {fact.relation for fact in facts}
+    assert 25 <= len(relations) <= 40
+    assert all(re.fullmatch(r"[a-z]+( [a-z]+)*", relation) for relation in relations)
+    entities = {name for fact in facts for name in (fact.head, fact.tail)}
+    assert len({name.lower() for name in entities}) == len(entities), "one spelling of each"
+
+
+def test_both_ends_of_a_fact_stand_in_one_document(documents: Documents, facts: list[Triple]) -> None:
+    texts = [f"{title}\n{body}" for title, body in documents.values()]
+    apart = [fact for fact in facts if not any(contains(t, fact.head) and contains(t, fact.tail) for t in texts)]
+    # The document of the gale says "a weather station was built at Cape Morrow".
+    assert apart == [("Cape Morrow weather station", "built after", "Great Gale of 1927")]
+    assert all(any(contains(t, name) for t in texts) for fact in apart for name in (fact.head, fact.tail))
+
+
+def test_graph_questions_are_well_formed_and_half_of_them_take_two_hops(graph_questions: Questions) -> None:
+    assert [q["id"] for q in graph_questions] == [f"g{n:02d}" for n in range(1, 25)]
+    assert len({q["question"].lower() for q in graph_questions}) == len(graph_questions)
+    for q in graph_questions:
+        assert set(q) == GRAPH_FIELDS and q["question"].endswith("?"), q
+        assert not any(contains(q["question"], answer) for answer in q["answers"]), q["id"]
+    hops = Counter(len(path) // 2 for q in graph_questions for path in q["paths"][:1])
+    assert hops == {1: 12, 2: 12}
+
+
+def test_gold_paths_walk_the_facts_to_the_answers_alone(facts: list[Triple], graph_questions: Questions) -> None:
+    for q in graph_questions:
+        paths = [RelationPath(tuple(path)) for path in q["paths"]]
+        walked = [list(triple) for path in paths for triple in path.triples]
+        assert q["triples"] == walked and {tuple(triple) for triple in walked} <= set(facts), q["id"]
+        ends = {path.entities[-1] for path in paths}
+        assert ends <= set(q["answers"]), q["id"]
+        for path in paths:
+            assert reached(facts, path.steps[0], list(path.steps[1::2])) == ends, q["id"]
+
+
+def test_a_graph_question_names_its_topic_and_no_other_entity(facts: list[Triple], graph_questions: Questions) -> None:
+    lexicon = Lexicon()
+    for name in {name for fact in facts for name in (fact.head, fact.tail)}:
+        lexicon.add(name)
+    for q in graph_questions:
+        assert [mention.entity for mention in lexicon.mentions(q["question"])] == q["topic_entities"], q["id"]
+        assert {path[0] for path in q["paths"]} == set(q["topic_entities"]), q["id"]

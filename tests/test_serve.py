@@ -29,6 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ragjax import core
 from ragjax.engine import Engine
+from ragjax.retrieval.reader import read
 from ragjax.serve import create_app, main
 from ragjax.serve.command import _storage, parse_options
 
@@ -773,12 +774,13 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),
         "record_trace": str(tmp_path / "trace"),
-        "graph": str(tmp_path / "facts.tsv"),
         "graph_dir": str(tmp_path / "graphs"),
     }
     flags = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    assert main([*flags, "--knowledge", "none", "--port", "0"]) == 2
-    assert loaded == {**expected, "knowledge": None, "storage": core.StorageOptions()}
+    facts = tmp_path / "facts.tsv"
+    facts.write_text("a\tb\tc\n")
+    assert main([*flags, "--graph", str(facts), "--knowledge", "none", "--port", "0"]) == 2
+    assert loaded == {**expected, "graph": {"facts": facts}, "knowledge": None, "storage": core.StorageOptions()}
 
 
 def test_flags_and_fake_agree_with_the_engine() -> None:
@@ -807,6 +809,7 @@ def test_flags_and_fake_agree_with_the_engine() -> None:
         (["--max-body-mb", "-1"], "--max-body-mb"),
         (["--index", "tree"], "--index"),
         (["--knowledge", "/no/such/folder"], "/no/such/folder"),
+        (["--graph", "/no/such/facts.tsv"], "--graph"),
         (["--api-key", ""], "API key"),
         (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--port"], "--port"),
@@ -889,6 +892,12 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert len(list(Path(plain.knowledge["demo"]).glob("*.md"))) >= 40, "the packaged documents"
     assert parse_options(["--knowledge", "none"]).knowledge is None
     assert parse_options(["--knowledge", str(tmp_path)]).knowledge == {tmp_path.name: tmp_path}
+    assert plain.graph is None
+    graph = parse_options(["--graph", "demo"]).graph
+    assert list(graph) == ["demo"] and len(list(read(graph["demo"]))) >= 180, "the packaged facts"
+    facts = tmp_path / "facts.tsv"
+    facts.write_text("a\tb\tc\n")
+    assert parse_options(["--graph", str(facts)]).graph == {"facts": facts}
     monkeypatch.setenv("RAGJAX_API_KEY", "from the environment")
     assert parse_options([]).api_key == "from the environment"
     assert parse_options(["--api-key", "flag"]).api_key == "flag"

@@ -13,6 +13,7 @@ from ragjax.retrieval.path import Subgraph, Triple
 _SUFFIXES = (".svg", ".png")
 _COLUMN, _ROW = 3.6, 0.5  # inches from column to column and from row to row
 _LONGEST = 32  # characters of a label
+_LETTER = 4.6  # points that one of them is wide
 
 
 def draw(subgraphs: Sequence[Subgraph], path: str | Path) -> None:
@@ -98,7 +99,13 @@ def _triples(subgraphs: Sequence[Subgraph]) -> Iterable[Triple]:
 
 
 def _paint(nx: Any, graph: Any, places: dict[str, tuple[float, float]], axes: Any, asked: set[str]) -> None:
-    nx.draw_networkx_edges(graph, places, ax=axes, edge_color="0.6", arrowsize=12, node_size=900)
+    nodes = list(graph)
+    wide = [(_LETTER * len(_label(name)) + 16) ** 2 for name in nodes]
+    for beside, sizes in ((True, wide), (False, 900)):
+        lines = [(a, b) for a, b, _ in graph.edges(data="label") if (places[a][0] != places[b][0]) == beside]
+        # arrows end where the labels begin: beside them, or above and below
+        style = {"edge_color": "0.6", "arrowsize": 12, "nodelist": nodes, "node_size": sizes}
+        nx.draw_networkx_edges(graph, places, edgelist=lines, ax=axes, **style)
     for outward, place in ((True, 0.6), (False, 0.3)):  # near the farther end, where lines are apart
         edges = [(a, b, text) for a, b, text in graph.edges(data="label") if (places[a] <= places[b]) == outward]
         labels = {(a, b): _plain(text) for a, b, text in edges}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from ragjax import core
-from ragjax.flag import command_line, from_zero, integer, knowledge, positive, share
+from ragjax.flag import command_line, from_zero, graph, integer, knowledge, positive, share
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None) and of the environment's RAGJAX_API_KEY.
 
-    `knowledge` is a source by its name, or None; `grace` is in seconds.
+    `knowledge` and `graph` are a source by its name, or None; `grace` is in seconds.
 
     Raises:
         core.ConfigError: for an unknown flag, or a value that cannot work.
@@ -63,7 +63,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag(
         "--graph",
         metavar="FILE",
-        help="triples, .tsv, .jsonl or .nt, for requests that ask for a graph (docs/graph.md)",
+        help="triples, .tsv, .jsonl or .nt, or 'demo', for requests that ask for a graph (docs/graph.md)",
     )
     flag("--graph-dir", metavar="DIR", help="where the graph is kept between starts (default: in memory)")
     flag("--strategy", help="how KV is reused unless a request says otherwise (prefix)")
@@ -95,6 +95,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
     options.knowledge = None if options.knowledge == "none" else knowledge(options.knowledge)
+    options.graph = None if options.graph is None else graph(options.graph)
     options.api_key = _api_key(options.api_key)
     options.tenants = {} if options.tenants is None else _tenants(options.tenants)
     if options.api_key in options.tenants:

@@ -322,3 +322,17 @@ def test_packaged_models_are_what_their_names_say() -> None:
     encoder = resolve("all-minilm-l6-v2")
     assert encoder.kind == "huggingface"
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= {path.name for path in encoder.path.iterdir()}
+
+
+@pytest.mark.model
+def test_the_packaged_adapter_is_small_and_of_a_packaged_model() -> None:
+    from ragjax.models.adapter import Adapter
+    from ragjax.models.weights import weights_digest
+
+    for name, file in hub.ADAPTED.items():
+        assert file.stat().st_size <= 15e6
+        model = resolve(name)
+        assert (model.name, model.adapter) == (name, file)
+        adapter = Adapter.load(file)
+        assert adapter.about["model"] in hub.PACKAGED
+        adapter.check_weights(weights_digest(model.path, hub.cache_dir()), name)

@@ -18,7 +18,7 @@ its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a se
   (`non_dependent`) and pairs that the tree says once (`shared_prefix`). `predicted_share` is the paper's formula for
   the same paths.
 - length (section 6.3): time to first token for prompts of 1K to 8K tokens (of the written out paths), made of several
-  questions' subgraphs; `self-prefix` is `prefix` when the whole prompt is known, `dependency-cached` when every
+  questions' subgraphs, and `visited_share` of these; `self-prefix` is `prefix` when the whole prompt is known, `dependency-cached` when every
   branch is.
 - workload (section 6.3): 500 requests for 10 entities each, Zipf, with a device cache of 20% of the entities' KV;
   `hit_rate` is the mean over requests of hit tokens over prompt tokens. Each request is answered with the cache and
@@ -312,10 +312,13 @@ def length(engine: Engine, name: str, questions: Sequence[Question], runs: int) 
     made = []
     for tokens in (n for n in LENGTHS if n <= engine.context_length - 8):
         found: dict[str, list[tuple[float, Answer]]] = {}
+        shares: list[float] = []
         for run in range(runs + 1):
             question = lengthened(engine, questions, tokens, run)
             if question is None:
                 break
+            counted = pairs(*(prompt_of(engine, question, trees) for trees in (False, True)), question)
+            shares.append(counted["visited"] / counted["self"])
             for method, answer in first_tokens(engine, question):
                 if run:  # what runs first pays for what is lazy
                     found.setdefault(method, []).append((answer.timings.ttft, answer))
@@ -330,6 +333,7 @@ def length(engine: Engine, name: str, questions: Sequence[Question], runs: int) 
                     "positions": (method.partition("/")[2] or None),
                     "n": len(timed),
                     "written_tokens": tokens,
+                    "visited_share": float(np.mean(shares)),
                     "prompt_tokens": float(np.mean([a.prompt_tokens for _, a in timed])),
                     "hit_rate": float(np.mean([a.cached_tokens / a.prompt_tokens for _, a in timed])),
                     "ttft_ms": float(np.median(mine)),

@@ -18,8 +18,8 @@ its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a se
   (`non_dependent`) and pairs that the tree says once (`shared_prefix`). `predicted_share` is the paper's formula for
   the same paths.
 - length (section 6.3): time to first token for prompts of 1K to 8K tokens (of the written out paths), made of several
-  questions' subgraphs, and `visited_share` of these; `self-prefix` is `prefix` when the whole prompt is known, `dependency-cached` when every
-  branch is.
+  questions' subgraphs, and `visited_share` of these; `self-prefix` is `prefix` when the whole prompt is known,
+  `dependency-cached` when every branch is.
 - workload (section 6.3): 500 requests for 10 entities each, Zipf, with a device cache of 20% of the entities' KV;
   `hit_rate` is the mean over requests of hit tokens over prompt tokens. Each request is answered with the cache and
   without, in turns; the system prompt is known to both.

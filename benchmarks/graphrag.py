@@ -176,19 +176,23 @@ def work(engine: Engine, name: str, questions: Sequence[Question]) -> list[dict[
 def pairs(written: Prompt, merged: Prompt, question: Question) -> dict[str, int | float]:
     """Visible pairs of one question: written out, merged, merged under the mask; and what the paper's formulas say."""
     n, m = len(written), len(merged)
-    view = layout(merged, "path")
-    hidden = np.minimum(view.hide_until, m) - view.hide_from
-    visited = m * (m + 1) // 2 - int(hidden.sum())
     own, self_ = predicted(merged, question)
     return {
         "self_tokens": n,
         "tree_tokens": m,
         "self": n * (n + 1) // 2,
         "tree": m * (m + 1) // 2,
-        "visited": visited,
+        "visited": visited(merged),
         "predicted": own,
         "predicted_self": self_,
     }
+
+
+def visited(merged: Prompt) -> int:
+    """Pairs of tokens that attend to each other under the mask."""
+    m, view = len(merged), layout(merged, "path")
+    hidden = np.minimum(view.hide_until, m) - view.hide_from
+    return m * (m + 1) // 2 - int(hidden.sum())
 
 
 def predicted(merged: Prompt, question: Question) -> tuple[float, float]:
@@ -317,8 +321,8 @@ def length(engine: Engine, name: str, questions: Sequence[Question], runs: int) 
             question = lengthened(engine, questions, tokens, run)
             if question is None:
                 break
-            counted = pairs(*(prompt_of(engine, question, trees) for trees in (False, True)), question)
-            shares.append(counted["visited"] / counted["self"])
+            written, merged = (prompt_of(engine, question, trees) for trees in (False, True))
+            shares.append(visited(merged) / (len(written) * (len(written) + 1) // 2))
             for method, answer in first_tokens(engine, question):
                 if run:  # what runs first pays for what is lazy
                     found.setdefault(method, []).append((answer.timings.ttft, answer))

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from ragjax.models.config import ModelConfig, RopeScaling
-from ragjax.models.decoder import Decoder
+from ragjax.models.decoder import Decoder, dense
 from tests.oracle import Float, turn
 
 LLAMA2 = ModelConfig(
@@ -195,3 +195,17 @@ def test_missing_tensor_is_named() -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(KeyError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         Decoder.from_tensors(LLAMA2, tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_a_product_are_those_of_its_formula(dtype: str) -> None:
+    """Its own rule, beside float64 by hand; what it hands back has the operands' dtypes."""
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.standard_normal(shape) for shape in ((5, 8), (6, 8), (5, 6)))
+    w_NE = jnp.asarray(w, dtype)
+    _, back = jax.vjp(dense, jnp.asarray(x, jnp.float32), w_NE)
+    dx_TE, dw_NE = back(jnp.asarray(g, jnp.float32))
+    assert dx_TE.dtype == jnp.float32 and dw_NE.dtype == w_NE.dtype
+    tolerance = 1e-5 if dtype == "float32" else 0.05
+    np.testing.assert_allclose(dx_TE, g @ w, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(dw_NE.astype(jnp.float32), g.T @ x, rtol=tolerance, atol=tolerance)

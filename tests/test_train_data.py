@@ -223,6 +223,22 @@ def test_command_makes_splits_and_refuses(tmp_path: Path, capsys: pytest.Capture
     assert "g.tsv, line 1: a triple must be" in capsys.readouterr().err
 
 
+def test_what_shares_a_path_or_a_question_with_others_is_left_out(tmp_path: Path) -> None:
+    path, other = ("a", "r", "b"), ("a", "s", "c")
+    aside = Sample("0", "Who is it?", "b", (path, other), (path,))
+    samples = [
+        Sample("1", "who  is IT?", "c", (other,), (other,)),
+        Sample("2", "Which?", "a", (("b", "r (inverse)", "a"),), (("b", "r (inverse)", "a"),)),
+        Sample("3", "Whose?", "c", (path, other), (other,)),
+        Sample("4", "Whom?", "b", (path,)),  # without gold paths all count
+    ]
+    write_samples(samples, tmp_path / "s.jsonl")
+    write_samples([aside], tmp_path / "aside.jsonl")
+    command = ["samples", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert main([*command, "--apart", str(tmp_path / "aside.jsonl")]) == 0
+    assert [sample.id for sample in read_samples([tmp_path / "out.jsonl"])] == ["3"]
+
+
 # ------------------------------------------------------------------------------------------- batches
 
 

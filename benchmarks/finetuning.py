@@ -21,6 +21,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,7 @@ import numpy as np
 from benchmarks import graphrag, plot_graphrag, report
 from benchmarks.graphrag import LIMITS, MODEL, SETS, Question, Uncached
 from benchmarks.score import Bootstrap
-from benchmarks.ttft import code_digest
-from ragjax.core import ConfigError, Kind, Prompt, RequestError
+from ragjax.core import ConfigError, Kind, Prompt
 from ragjax.dependency import begins_of
 from ragjax.engine import Engine
 from ragjax.reuse.base import Strategy
@@ -105,7 +105,7 @@ def measure(
     progress = report.Progress(3 * sum(map(len, sets.values())))
     for model in ("model", "tuned", "control"):
         methods = [m for m in METHODS if m.model == model]
-        with graphrag.opened(replaced(chosen, getattr(chosen, model)), 0.5) as engine:
+        with graphrag.opened(getattr(chosen, model), chosen.dtype) as engine:
             for name, questions in sets.items():
                 for method in methods:
                     found[name][method] = []
@@ -113,11 +113,6 @@ def measure(
                     ask(engine, name, question, methods, samples, found[name])
                     progress.step(f"{model}: {question.id}")
     return found
-
-
-def replaced(chosen: argparse.Namespace, model: str) -> argparse.Namespace:
-    """The options with another model."""
-    return argparse.Namespace(**{**vars(chosen), "model": str(model)})
 
 
 def ask(
@@ -208,10 +203,7 @@ def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]
     empty = [name for name, questions in sets.items() if not questions]
     if empty:
         raise ConfigError(f"no question of {empty[0]} was put aside in {', '.join(chosen.aside)}")
-    kept = ("model", "tuned", "control", "dtype", "data", "paths")
-    settings = {name: str(getattr(chosen, name)) for name in kept}
-    machine = {"machine": head.machine["cpu"], "versions": head.versions, "code": code_digest()}
-    samples = report.Samples("finetuning", {**settings, **machine})
+    samples = report.Samples("finetuning", graphrag.settings_of(chosen, head, "tuned", "control", "paths"))
     made = list(rows(measure(chosen, sets, samples)))
     samples.done()
     return made
@@ -220,13 +212,9 @@ def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    head = report.header("finetuning")
-    try:
-        made = run(chosen, head)
-    except (ConfigError, RequestError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    made = report.measured("finetuning", COLUMNS, chosen.json, partial(run, chosen))
+    if made is None:
         return 1
-    report.finish(head, made, COLUMNS, chosen.json)
     print("\n" + verdict(made))
     if chosen.plot is not None:
         plot_graphrag.report_figures(made, chosen.plot)

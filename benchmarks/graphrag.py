@@ -32,6 +32,7 @@ import json
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ from benchmarks import dataset, plot_graphrag, report, score
 from benchmarks.quality import packaged_encoder
 from benchmarks.score import Bootstrap
 from benchmarks.similarity import TextEncoder
-from ragjax.core import Answer, ConfigError, Kind, Message, Prompt, RequestError
+from benchmarks.ttft import code_digest
+from ragjax.core import Answer, ConfigError, Kind, Message, Prompt
 from ragjax.dependency import layout
 from ragjax.engine import Engine
 from ragjax.prompt import graph_prompt
@@ -398,7 +400,7 @@ def workload(
     """Hit rate and time to first token over a stream of requests, with a cache of a fifth of the data."""
     asked = requests(questions, QUICK_REQUESTS if chosen.quick else REQUESTS)
     made: dict[str, list[tuple[float, float]]] = {"dependency": [], "dependency-cached": []}
-    with opened(chosen, 0.5) as engine:
+    with opened(chosen.model, chosen.dtype) as engine:
         whole = {s.entity: s for q in asked for s in q.subgraphs}
         prompts = (prompt_of(engine, Question("", "?", ("",), (s,)), trees=True) for s in whole.values())
         everything = sum(len(s) for prompt in prompts for s in prompt.segments if s.kind is Kind.NODE)
@@ -406,7 +408,8 @@ def workload(
         per_token = engine._runner.config.kv_bytes_per_token(2)
     gigabytes = max(CAPACITY * everything, 2.0 * longest) * per_token / 2**30
     least = 1.1 * (engine.context_length + 256) * per_token / 2**30
-    with opened(chosen, max(gigabytes, least), context=None if gigabytes >= least else longest + 64) as engine:
+    context = None if gigabytes >= least else longest + 64
+    with opened(chosen.model, chosen.dtype, max(gigabytes, least), context) as engine:
         for question in asked:
             prompt = prompt_of(engine, question, trees=True)
             cached = engine.answer_prompt(prompt, strategy="dependency", max_tokens=1)
@@ -435,11 +438,9 @@ def workload(
 # ------------------------------------------------------------------------------------ command line
 
 
-def opened(chosen: argparse.Namespace, gigabytes: float, context: int | None = None) -> Engine:
+def opened(model: str, dtype: str, gigabytes: float = 0.5, context: int | None = None) -> Engine:
     """An engine whose requests are dependency attention by default."""
-    return Engine.load(
-        chosen.model, strategy="dependency", dtype=chosen.dtype, device_cache_gb=gigabytes, max_context=context
-    )
+    return Engine.load(model, strategy="dependency", dtype=dtype, device_cache_gb=gigabytes, max_context=context)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -475,10 +476,10 @@ def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]
     if empty:
         raise ConfigError(f"no question of {empty[0]} has a path")
     made: list[dict[str, Any]] = []
-    samples = report.Samples("graphrag", settings_of(chosen, head))
+    samples = report.Samples("graphrag", settings_of(chosen, head, "graphs"))
     parts = {"work", "accuracy", "length"} & set(chosen.parts)
     if parts:
-        with opened(chosen, 0.5) as engine:
+        with opened(chosen.model, chosen.dtype) as engine:
             progress = report.Progress(sum(map(len, sets.values())))
             for name, questions in sets.items():
                 if "work" in parts:
@@ -503,24 +504,18 @@ def _questions(chosen: argparse.Namespace, name: str) -> list[Question]:
     return extracted(chosen.data, name, chosen.limit, triples, packaged_encoder())
 
 
-def settings_of(chosen: argparse.Namespace, head: report.Header) -> dict[str, Any]:
-    """What a question's samples depend on."""
-    from benchmarks.ttft import code_digest
-
-    kept = {name: str(getattr(chosen, name)) for name in ("model", "dtype", "data", "graphs")}
+def settings_of(chosen: argparse.Namespace, head: report.Header, *names: str) -> dict[str, Any]:
+    """What a question's samples depend on: flags of these names, and what it runs on."""
+    kept = {name: str(getattr(chosen, name)) for name in ("model", "dtype", "data", *names)}
     return {**kept, "machine": head.machine["cpu"], "versions": head.versions, "code": code_digest()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    head = report.header("graphrag")
-    try:
-        made = run(chosen, head)
-    except (ConfigError, RequestError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    made = report.measured("graphrag", COLUMNS, chosen.json, partial(run, chosen))
+    if made is None:
         return 1
-    report.finish(head, made, COLUMNS, chosen.json)
     if chosen.plot is not None:
         plot_graphrag.report_figures(made, chosen.plot)
     return 0

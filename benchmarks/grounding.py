@@ -26,7 +26,7 @@ from benchmarks.graphrag import LIMIT, MODEL, QUICK_LIMIT, Question
 from benchmarks.quality import packaged_encoder
 from benchmarks.score import Bootstrap
 from benchmarks.similarity import TextEncoder
-from ragjax.core import ConfigError, Hit, Message, Prompt, RequestError
+from ragjax.core import ConfigError, Hit, Message, Prompt
 from ragjax.engine import Engine
 from ragjax.prompt import chat_prompt
 from ragjax.retrieval.chunking import Chunker
@@ -142,18 +142,19 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return chosen
 
 
+def run(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure everything; the rows."""
+    asked = common(chosen)
+    with graphrag.opened(chosen.model, chosen.dtype) as engine:
+        return list(rows(chosen.set, measure(engine, packaged_encoder(), asked)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    head = report.header("grounding")
-    try:
-        asked = common(chosen)
-        with graphrag.opened(chosen, 0.5) as engine:
-            made = list(rows(chosen.set, measure(engine, packaged_encoder(), asked)))
-    except (ConfigError, RequestError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    made = report.measured("grounding", COLUMNS, chosen.json, lambda _: run(chosen))
+    if made is None:
         return 1
-    report.finish(head, made, COLUMNS, chosen.json)
     if chosen.plot is not None:
         plot_graphrag.report_figures(made, chosen.plot)
     return 0

@@ -48,21 +48,19 @@ def _redundancy(rows: Sequence[Row]) -> Iterator[Panel]:
         yield panel
 
 
-def _by_length(y: str) -> Callable[[Sequence[Row]], Iterator[Panel]]:
-    def panels(rows: Sequence[Row]) -> Iterator[Panel]:
-        for name, found in _of(rows, "length").items():
+def _lengths(rows: Sequence[Row]) -> Iterator[Panel]:
+    """Time to first token of each method by the tokens of its prompt."""
+    for name, found in _of(rows, "length").items():
 
-            def panel(axes: Any, name: str = name, found: Sequence[Row] = found) -> None:
-                for method in dict.fromkeys(map(_named, found)):
-                    points = sorted((r["written_tokens"], r[y]) for r in found if _named(r) == method)
-                    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=method)
-                axes.set_xscale("log", base=2)
-                axes.set_yscale("log")
-                label(axes, name, "tokens written out", y)
+        def panel(axes: Any, name: str = name, found: Sequence[Row] = found) -> None:
+            for method in dict.fromkeys(map(_named, found)):
+                points = sorted((r["written_tokens"], r["ttft_ms"]) for r in found if _named(r) == method)
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=method)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            label(axes, name, "tokens written out", "ttft_ms")
 
-            yield panel
-
-    return panels
+        yield panel
 
 
 def _per_set(part: str, *values: str) -> Callable[[Sequence[Row]], Iterator[Panel]]:
@@ -73,19 +71,22 @@ def _per_set(part: str, *values: str) -> Callable[[Sequence[Row]], Iterator[Pane
     return panels
 
 
+def _arm(r: Row) -> str:
+    text = f"{r['method']}, {'tuned' if r['tuned'] == 'yes' else 'untuned'}"
+    return f"{text}, unmoved KV" if r["repositioned"] == "no" else text
+
+
 def _tuned(rows: Sequence[Row]) -> Iterator[Panel]:
     for name, found in _of(rows, "finetuning").items():
-        labels = [f"{r['method']}, {'tuned' if r['tuned'] == 'yes' else 'untuned'}" for r in found]
-        marked = [
-            f"{text}, unmoved KV" if r["repositioned"] == "no" else text for text, r in zip(labels, found, strict=True)
-        ]
-        yield from filter(None, (bars(found, name, y, marked) for y in ("accuracy",)))
+        panel = bars(found, name, "accuracy", list(map(_arm, found)))
+        if panel is not None:
+            yield panel
 
 
 FIGURES: Figures = {
     "depcache_3": ("Pairs of tokens that attend to each other, of self-attention's", _redundancy),
     "depcache_5": ("Time to first token: no RAG, RAG, GraphRAG", _per_set("grounding", "ttft_ms", "accuracy")),
     "depcache_10": ("Time to first token over a stream of requests", _per_set("workload", "ttft_ms", "hit_rate")),
-    "depcache_12": ("Time to first token by prompt length", _by_length("ttft_ms")),
+    "depcache_12": ("Time to first token by prompt length", _lengths),
     "depcache_14": ("Accuracy with and without fine-tuning and repositioning", _tuned),
 }

@@ -41,7 +41,7 @@ from benchmarks.evaluation import FULL, FUSED, NAIVE, Evaluation, Setting, Style
 from benchmarks.score import Bootstrap, normalised_f1
 from benchmarks.similarity import History, TextEncoder
 from benchmarks.ttft import code_digest
-from ragjax.core import ConfigError, RequestError, StorageOptions
+from ragjax.core import ConfigError, StorageOptions
 from ragjax.engine import Engine
 from ragjax.preprocess import fuse_all
 from ragjax.reuse import DEPENDENCY
@@ -370,13 +370,9 @@ def settings_of(chosen: argparse.Namespace, head: report.Header) -> dict[str, An
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    head = report.header("quality")
-    try:
-        made = run(chosen, head, packaged_encoder())
-    except (ConfigError, RequestError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    made = report.measured("quality", COLUMNS, chosen.json, lambda head: run(chosen, head, packaged_encoder()))
+    if made is None:
         return 1
-    report.finish(head, made, COLUMNS, chosen.json)
     claims = verdicts(made)
     if claims:
         print("\nwhat the methods promise (with their 95% intervals):")

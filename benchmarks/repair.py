@@ -29,7 +29,7 @@ from benchmarks import report
 from benchmarks.evaluation import RECORDED, TAUGHT, WARMED
 from benchmarks.probe import Probe
 from benchmarks.ttft import CHUNKS, Workload, workload
-from ragjax.core import Answer, ConfigError, Kind, Prompt, RequestError, Segment
+from ragjax.core import Answer, ConfigError, Kind, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.preprocess import Job, fuse_all
 from ragjax.reuse import DEPENDENCY
@@ -209,14 +209,14 @@ def run(engine: Engine, known: Mapping[str, Strategy], chosen: argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    head = report.header("repair")
-    try:
+
+    def measured(_: report.Header) -> list[dict[str, Any]]:
         with Engine.load(chosen.model, strategy="full", device_cache_gb=1.0) as engine:
-            made = run(engine, all_strategies(), chosen)
-    except (ConfigError, RequestError) as error:
-        print(f"error: {error}", file=sys.stderr)
+            return run(engine, all_strategies(), chosen)
+
+    made = report.measured("repair", COLUMNS, chosen.json, measured)
+    if made is None:
         return 1
-    report.finish(head, made, COLUMNS, chosen.json)
     show(made)
     return 0
 

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from ragjax.core import ConfigError, RequestError
+
 Row = Mapping[str, Any]
 
 STORE = Path(__file__).parent.parent / "build" / "benchmarks"
@@ -254,6 +256,20 @@ def header(benchmark: str, extra_versions: Mapping[str, str] | None = None) -> H
     )
     command = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]])
     return Header(benchmark, command, {**where, "ceilings": asdict(limits)}, {**versions(), **(extra_versions or {})})
+
+
+def measured(
+    benchmark: str, columns: Sequence[str], json_file: Path | None, measure: Callable[[Header], Sequence[Row]]
+) -> Sequence[Row] | None:
+    """Measure and report: the rows, or None after an error of ours, which is one line."""
+    head = header(benchmark)
+    try:
+        rows = measure(head)
+    except (ConfigError, RequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return None
+    finish(head, rows, columns, json_file)
+    return rows
 
 
 def finish(head: Header, rows: Sequence[Row], columns: Sequence[str], json_file: Path | None) -> None:

@@ -185,7 +185,7 @@ class Engine:
         """Load a model by name or path, compile its programs, and index the knowledge.
 
         Args:
-            model: a packaged name, a directory, a .gguf file, or a Hugging Face repository id.
+            model: a packaged name, a directory, a .gguf file, an adapter of one of these, or a Hugging Face id.
             knowledge: a folder or JSONL file, or several by name; the first is the default one.
             strategy: reuse strategy of requests that name none ("prefix", if None and there is no budget).
             recompute_ratio: its share of recomputed chunk tokens, if it is selective (its own choice, if None).

@@ -292,7 +292,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "Compute every chunk behind its most similar ones; a server with the same directories uses it.",
     )
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
+    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf, adapter or hub id (%(default)s)")
     flag("--knowledge", required=True, help="folder or .jsonl of documents, or 'demo'")
     flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
     flag("--index-dir", metavar="DIR", required=True, help="where chunks and index are kept; the server's")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -87,8 +86,8 @@ def test_only_what_was_put_aside_is_asked(
     aside.write_text(json.dumps({"id": "q1", "question": "Who?", "answer": "Mann"}) + "\n")
     opened: list[str] = []
 
-    def tiny_engine(chosen: argparse.Namespace, *_: object) -> object:
-        opened.append(chosen.model)
+    def tiny_engine(model: str, *_: object) -> object:
+        opened.append(model)
         return tiny.engine()
 
     monkeypatch.setattr(graphrag, "opened", tiny_engine)

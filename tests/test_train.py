@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 from ragjax.core import ConfigError
+from ragjax.engine import Engine
 from ragjax.models.adapter import Adapter, load_model, model_digest
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, resolve
@@ -328,6 +329,12 @@ def test_an_adapter_is_a_model_of_its_own(home: Path, monkeypatch: pytest.Monkey
     LORA.save(adapters(1), home / "graph.safetensors", about)
     digests.add(model_digest(model, home / "cache"))
     assert len(digests) == 3
+
+    identities = set()
+    for name in ("whole", "graph.safetensors"):
+        with Engine.load(name, dtype="float32", compile=False) as engine:
+            identities.add(engine.identity)
+    assert len(identities) == 2
 
     assert main(["--model", "graph.safetensors", "--data", "samples.jsonl", "--out", "again"]) == 1
     for name, header, message in (

@@ -136,12 +136,13 @@ class Model:
         """Next-token logits of the rows that have a target, float32 [N, V]."""
         mask = Mask.build(Tokens(batch.order_T, batch.request_T, batch.hide_from_T, batch.hide_until_T))
         cos_TR, sin_TR = rotation.at(batch.position_T)
-        specs = self.specs()[0 if self.lora is None else 1]
+        trained, frozen = self.specs()
+        specs = trained if self.lora is None else frozen
         ends = {name: _gathered(x, specs[name]) for name, x in weights.items() if name != "layers"}
         x_TE = _decoder(self.config, ends).embed(batch.token_T)
 
         def body(x_TE: jax.Array, layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
-            block = self._block(*layer)
+            block = self._block(*layer, specs["layers"], trained)
             q_THD, k_TKD, v_TKD = (x.astype(self._attention) for x in block.project(x_TE, cos_TR, sin_TR))
             out_THD, _ = interval_attention(q_THD, k_TKD, v_TKD, mask, scale=self.config.head_dim**-0.5)
             return block.finish(x_TE, out_THD.astype(jnp.float32)), None
@@ -155,16 +156,13 @@ class Model:
         """Of queries, keys and values. The CPU's form of attention is fastest in float32."""
         return jnp.dtype(jnp.float32) if self.mesh.devices.flat[0].platform == "cpu" else self.dtype
 
-    def _block(self, weights: Tree, adapters: Tree) -> Layer:
+    def _block(self, weights: Tree, adapters: Tree, of_weights: Tree, of_adapters: Tree) -> Layer:
         """One layer as its products take it: matrices cast, everything gathered, adapters beside their matrices."""
-        trained, frozen = self.specs()
+        cast = {name: x.astype(self.dtype) if name in INPUTS else x for name, x in weights.items()}
+        layer = _layer(self.config, _whole(cast, of_weights))
         if self.lora is None:
-            return _layer(self.config, self._usable(weights, trained["layers"]))
-        layer = _layer(self.config, self._usable(weights, frozen["layers"]))
-        return Adapted(layer, self.lora, {name: _whole(pair, trained[name]) for name, pair in adapters.items()})
-
-    def _usable(self, weights: Tree, specs: Tree) -> Tree:
-        return _whole({n: x.astype(self.dtype) if n in INPUTS else x for n, x in weights.items()}, specs)
+            return layer
+        return Adapted(layer, self.lora, {name: _whole(pair, of_adapters[name]) for name, pair in adapters.items()})
 
 
 class Adapted(Layer):

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,6 @@ class Adapter:
             return Adapter(pairs, int(values["rank"]), float(values["alpha"]), about)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
-
-    @cached_property
-    def digest(self) -> bytes:
-        """SHA-256 of all that changes the weights, 32 bytes."""
-        whole = hashlib.sha256(json.dumps([self.rank, self.alpha]).encode())
-        for name in sorted(self.pairs):
-            for part, value in sorted(self.pairs[name].items()):
-                whole.update(f"{name}.{part}{value.shape}".encode() + value.tobytes())
-        return whole.digest()
 
     def check_weights(self, digest: bytes, model: str) -> None:
         """Raise ConfigError if it was trained on other weights than those of this digest."""
@@ -139,8 +129,8 @@ def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> De
 
 
 def model_digest(model: LocalModel, cache_dir: str | Path) -> bytes:
-    """SHA-256 over everything a model's weights depend on, 32 bytes."""
+    """SHA-256 over everything a model's weights depend on, 32 bytes; of files, as `weights.weights_digest`."""
     weights = weights_digest(model.path, cache_dir)
     if model.adapter is None:
         return weights
-    return hashlib.sha256(weights + Adapter.load(model.adapter).digest).digest()
+    return hashlib.sha256(weights + weights_digest(model.adapter, cache_dir)).digest()

@@ -264,7 +264,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "ragjax.reuse.gate", "Measure every strategy against full attention on the bundled questions."
     )
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
+    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf, adapter or hub id (%(default)s)")
     flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
     flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")

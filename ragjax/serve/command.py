@@ -56,7 +56,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "ragjax.serve", "OpenAI's chat and text completions over a model and your documents (docs/http.md)."
     )
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf file or Hugging Face id (%(default)s)")
+    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf, adapter or hub id (%(default)s)")
     flag("--knowledge", default="demo", help="folder or .jsonl of documents, 'demo' (default) or 'none'")
     flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
     flag("--index-dir", metavar="DIR", help="where chunks and index are kept between starts (default: in memory)")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
 
+from ragjax.kernels.attention_xla import Lists, lists
 from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.rope import Rotation
 from ragjax.kernels.slots import Rows, Slots, visible
+from ragjax.kernels.view import View
 from tests.cases import SEEDS, SHAPES, Case, Request, budget, make_case, requests_of
 from tests.oracle import NEVER, Queries, is_visible
 
@@ -92,6 +98,49 @@ def test_every_visible_key_is_listed(name: str) -> None:
             assert all(dense_NBSC[n][live_NB[n]][:, s].all() for run in runs for s in run[0])
 
     holds()
+
+
+@pytest.mark.parametrize("name", ["d16-p16-g3-b8", "d64-p64-g2-b32"])
+def test_lists_of_cells_are_exact(name: str) -> None:
+    """Those that some order between a block's least and greatest sees, each once, ascending; in whatever tiles."""
+    shape = SHAPES[name]
+
+    @jax.jit
+    def listed(case: tuple[Rows, Slots], skipped: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, slots = case
+        pages = Pages(*[jnp.zeros((1, 1, 1, shape.page_size, 4))] * 2)
+        table = Rotation(*[jnp.ones((1, 2))] * 2)
+        view = View.build(rows, pages, 0, slots, table, scale=1.0, block_rows=shape.block_rows)
+        view = replace(view, blocks=replace(view.blocks, count_N=view.blocks.count_N.at[skipped].set(0)))
+        made = lists(view)
+        assert made.cells == 1
+        return made.entry_E, made.count
+
+    @budget(20)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        entry_NE, count_N = listed((case.rows, case.layout.slots), jnp.int32(1))
+        for n in range(shape.rows // shape.block_rows):
+            orders = orders_between(case, n)
+            seen = np.zeros(entry_NE.shape[1], bool)
+            if orders is not None and n != 1:
+                between = Rows(*(jnp.asarray(x, jnp.int32) for x in (orders.order_T, orders.order_T, orders.request_T)))
+                seen = np.asarray(visible(between, case.layout.slots)).any(0).reshape(-1)
+            assert np.asarray(entry_NE)[n, : int(count_N[n])].tolist() == np.flatnonzero(seen).tolist()
+
+    holds()
+
+
+def test_a_sweep_visits_each_entry_once() -> None:
+    for count, width in ((0, 8), (1, 8), (7, 8), (8, 8), (29, 8), (31, 1), (32, 32)):
+        visited = Lists(jnp.arange(32, dtype=jnp.int32) + 100, jnp.int32(count), 1, width)
+
+        def note(place_W: jax.Array, seen: jax.Array, of: Lists = visited) -> jax.Array:
+            return seen.at[of.entries(place_W)].add((place_W < of.count).astype(jnp.int32))
+
+        seen = np.asarray(visited.sweep(note, jnp.zeros(140, jnp.int32)))
+        assert seen[100 : 100 + count].tolist() == [1] * count and seen.sum() == count
 
 
 def test_some_entries_are_full() -> None:

@@ -1,46 +1,92 @@
-"""`paged_interval_attention` in XLA: blockwise online softmax over visible slots, for CPU and as the fallback.
+"""`paged_interval_attention` in XLA: blockwise online softmax over visible keys, for CPU and as the fallback.
 
-Source: online softmax as in FlashAttention (arXiv 2205.14135). Memory is O(rows x tile); hidden slots are skipped.
-A tile is a group of slots gathered side by side. The side that is smaller is rotated: the query, once per slot, for few
-rows, the gathered keys for many. Products take the pool's dtype and accumulate in float32.
+Source: online softmax as in FlashAttention (arXiv 2205.14135). Memory is O(rows x tile), and a list of the visible keys
+of each block of rows; hidden keys are skipped. A tile is gathered from the pages key by key, so that pages which are
+filled in part, or most of whose tokens are hidden, cost no more than what is seen of them, and its keys are rotated.
+Few rows take whole slots, and rotate their queries once a slot. Products take the pool's dtype and accumulate in
+float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ragjax.core import NEVER
+from ragjax.kernels.blocks import visible_cells
 from ragjax.kernels.pages import from_storage, to_storage
-from ragjax.kernels.rope import Rotation, rotate
+from ragjax.kernels.rope import rotate
 from ragjax.kernels.view import View
 
-TILE = 8
-"""Slots of a tile. Measured on two cores, 128 rows, 2K keys, 64 cells a page: 3.1 ms; one slot at a time 5.1 ms."""
-
-REST = 2
-"""Slots of a tile at the end of a block's list, where fewer than `TILE` are left."""
-
 FEW = 8
-"""Row blocks smaller than this rotate queries, larger ones keys."""
+"""Row blocks smaller than this take slots and rotate queries, larger ones take cells and rotate keys."""
+
+SLOTS = 8
+"""Slots of a tile."""
+
+PAIRS = 2**16
+"""Rows times cells of a tile: 2.3 MB of logits with nine heads. Measured on two cores, 2K keys: 32 rows 1.5 ms with
+tiles of 2,048 cells and 2.1 ms with 512; 128 rows are as fast with 256 and 1,024 as with 512."""
+
+PARTS = 4
+"""Of a tile, in which the end of a list is taken, where fewer are left."""
 
 
 Arrays = tuple[jax.Array, ...]
 Carry = TypeVar("Carry")
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Lists:
+    """What blocks of rows visit: a list for each, with a leading axis of blocks, or that of one.
+
+    entry_E: int32 [E]; the first `count` are slots, if `cells` is C, or cells s * C + c of slots, if it is 1.
+    count: int32 scalar.
+    cells: keys of an entry.
+    width: entries of a tile.
+    """
+
+    entry_E: jax.Array
+    count: jax.Array
+    cells: int = field(metadata={"static": True})
+    width: int = field(metadata={"static": True})
+
+    def entries(self, place_W: jax.Array) -> jax.Array:
+        """The entries at some places; behind the list's end they are any."""
+        return self.entry_E[jnp.minimum(place_W, self.entry_E.shape[0] - 1)]
+
+    def sweep(self, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
+        """Run `step(places, carry)` over a list in tiles; the last may reach beyond its end."""
+
+        def tiles(begin: jax.Array | int, number: jax.Array, width: int, carry: Carry) -> Carry:
+            def tile(i: jax.Array, carry: Carry) -> Carry:
+                return step(begin + i * width + jnp.arange(width, dtype=jnp.int32), carry)
+
+            swept: Carry = lax.fori_loop(0, number, tile, carry)
+            return swept
+
+        part = max(1, self.width // PARTS)
+        whole = self.count // self.width
+        carry = tiles(0, whole, self.width, carry)
+        return tiles(whole * self.width, -(-(self.count - whole * self.width) // part), part, carry)
+
+
 class Tile(NamedTuple):
-    """Gathered keys: k, v [K, N, D] in compute dtype; who sees what, bool [B, N]; and the queries that fit the keys,
-    [K, M, D] for all slots alike or [K, W, M, D] rotated for each slot.
+    """Gathered keys: k, v [K, N, D] in compute dtype; which they are, s * C + c, int32 [N]; who sees what, bool [B, N],
+    nobody what is behind a list's end; and the queries that fit the keys, [K, M, D] for all alike, or rotated for each
+    slot, [K, W, M, D].
     """
 
     q: jax.Array
     k_KND: jax.Array
     v_KND: jax.Array
+    cell_N: jax.Array
     seen_BN: jax.Array
 
 
@@ -49,16 +95,16 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     t, heads, dim = q_THD.shape
     kv_heads, block_rows = view.pages.k_LPKCD.shape[2], view.block_rows
 
-    def one_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q_BHD, order_B, slot_S, count = block
+    def one_block(block: tuple[jax.Array, jax.Array, Lists]) -> tuple[jax.Array, jax.Array]:
+        q_BHD, order_B, visited = block
         q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
 
-        def step(entry_W: jax.Array, carry: Arrays) -> Arrays:
-            return _accumulate(gather_tile(q_KMD, order_B, view, slot_S, count, entry_W), carry)
+        def step(place_W: jax.Array, carry: Arrays) -> Arrays:
+            return _accumulate(gather_tile(q_KMD, order_B, view, visited, place_W), carry)
 
         m = q_KMD.shape[:2]
         start: Arrays = (jnp.zeros((*m, dim)), jnp.full(m, -jnp.inf), jnp.zeros(m))
-        acc_KMD, max_KM, sum_KM = sweep(count, step, start)
+        acc_KMD, max_KM, sum_KM = visited.sweep(step, start)
         dead_KM = sum_KM == 0.0
         safe_KM = jnp.where(dead_KM, 1.0, sum_KM)
         lse_KM = jnp.where(dead_KM, -jnp.inf, max_KM + jnp.log(safe_KM))
@@ -67,17 +113,12 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     n = t // block_rows
     out_NBHD, lse_NBH = map_blocks(
         one_block,
-        (
-            q_THD.reshape(n, block_rows, heads, dim),
-            view.rows.order_T.reshape(n, block_rows),
-            view.blocks.slot_NS,
-            view.blocks.count_N,
-        ),
+        (q_THD.reshape(n, block_rows, heads, dim), view.rows.order_T.reshape(n, block_rows), lists(view)),
     )
     return out_NBHD.reshape(t, heads, dim).astype(q_THD.dtype), lse_NBH.reshape(t, heads)
 
 
-def _accumulate(tile: Tile, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _accumulate(tile: Tile, carry: Arrays) -> Arrays:
     acc_KMD, max_KM, sum_KM = carry
     logits_KMN = masked_logits(tile)
     new_KM = jnp.maximum(max_KM, logits_KMN.max(-1))
@@ -88,59 +129,73 @@ def _accumulate(tile: Tile, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ..
     return acc_KMD * decay_KM[..., None] + gain_KMD, new_KM, sum_KM * decay_KM + prob_KMN.sum(-1)
 
 
-def sweep(count: jax.Array, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
-    """Run `step(entries, carry)` over the first `count` entries of a list, in tiles; the last may reach beyond."""
+def lists(view: View) -> Lists:
+    """What every block of rows visits. Layers with equal slots have equal lists, which XLA makes once a program."""
+    blocks, cells = view.blocks, view.pages.page_size
+    if view.block_rows < FEW:
+        return Lists(blocks.slot_NS, blocks.count_N, cells, SLOTS)
+    seen_NSC = visible_cells(view.rows, view.slots, view.block_rows) & (blocks.count_N > 0)[:, None, None]
+    seen_NE = seen_NSC.reshape(seen_NSC.shape[0], -1)
+    total = seen_NE.shape[1]
+    place_NE = jnp.where(seen_NE, jnp.cumsum(seen_NE, axis=1, dtype=jnp.int32) - 1, jnp.int32(total))
 
-    def tiles(begin: jax.Array | int, number: jax.Array, width: int, carry: Carry) -> Carry:
-        def tile(i: jax.Array, carry: Carry) -> Carry:
-            return step(begin + i * width + jnp.arange(width, dtype=jnp.int32), carry)
+    def listed(place_E: jax.Array) -> jax.Array:
+        return jnp.zeros(total, jnp.int32).at[place_E].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
 
-        swept: Carry = lax.fori_loop(0, number, tile, carry)
-        return swept
-
-    whole = count // TILE
-    carry = tiles(0, whole, TILE, carry)
-    return tiles(whole * TILE, -(-(count - whole * TILE) // REST), REST, carry)
+    count_N = seen_NE.sum(1, dtype=jnp.int32)
+    return Lists(jax.vmap(listed)(place_NE), count_N, 1, min(total, max(1, PAIRS // view.block_rows)))
 
 
-def gather_tile(
-    q_KMD: jax.Array, order_B: jax.Array, view: View, slot_S: jax.Array, count: jax.Array, entry_W: jax.Array
-) -> Tile:
-    """A tile of a row block: these entries of its list of slots, their keys, and who sees what."""
-    pages, slots, rotation = view.pages, view.slots, view.rotation
-    slot_W = slot_S[jnp.minimum(entry_W, slot_S.shape[0] - 1)]
-    page_W = slots.page_AS[0, slot_W]
-    offset_W = slots.offset_AS[0, slot_W]
-    # bits, not bfloat16, until the product: XLA on CPU would widen and narrow again around every operation
-    k_KND = _load(pages.k_LPKCD, view.layer, page_W)
-    v_KND = _load(pages.v_LPKCD, view.layer, page_W)
+def gather_tile(q_KMD: jax.Array, order_B: jax.Array, view: View, visited: Lists, place_W: jax.Array) -> Tile:
+    """A tile of a row block: the keys at these places of its list, and who sees what."""
+    slots = view.slots
+    entry_W = visited.entries(place_W)
+    cell_N = (entry_W[:, None] * visited.cells + jnp.arange(visited.cells, dtype=jnp.int32)).reshape(-1)
+    listed_N = jnp.repeat(place_W < visited.count, visited.cells)
     order_N, hide_from_N, hide_until_N = (
-        x[0, slot_W].reshape(-1) for x in (slots.order_ASC, slots.hide_from_ASC, slots.hide_until_ASC)
+        x[0].reshape(-1)[cell_N] for x in (slots.order_ASC, slots.hide_from_ASC, slots.hide_until_ASC)
     )
-    listed_N = jnp.repeat(entry_W < count, pages.page_size)
     order_N = jnp.where(listed_N, order_N, jnp.int32(NEVER))
     q_B1 = order_B[:, None]
     seen_BN = (order_N <= q_B1) & ~((hide_from_N <= q_B1) & (q_B1 < hide_until_N))
+    if view.block_rows < FEW:
+        q, k_KND, v_KND = _slots(view, entry_W, q_KMD)
+    else:
+        q, k_KND, v_KND = q_KMD, *_cells(view, cell_N)
     # cells nobody sees may hold NaN, and 0 * NaN is NaN
     v_KND = jnp.where(seen_BN.any(0)[:, None], v_KND, jnp.zeros((), v_KND.dtype))
-    if order_B.shape[0] < FEW:
-        cos_WR, sin_WR = rotation.at(-offset_W)
-        q_KWMD = rotate(q_KMD[:, None], cos_WR[:, None], sin_WR[:, None])
-        return Tile(q_KWMD, from_storage(k_KND), from_storage(v_KND), seen_BN)
-    k_KND = lax.cond((offset_W != 0).any(), _move_keys, lambda k, *_: k, k_KND, offset_W, rotation)
-    return Tile(q_KMD, from_storage(k_KND), from_storage(v_KND), seen_BN)
+    # bits, not bfloat16, until the product: XLA on CPU would widen and narrow again around every operation
+    return Tile(q, from_storage(k_KND), from_storage(v_KND), cell_N, seen_BN)
 
 
-def _move_keys(k_KND: jax.Array, offset_W: jax.Array, rotation: Rotation) -> jax.Array:
-    cells = k_KND.shape[1] // offset_W.shape[0]
-    cos_NR, sin_NR = (jnp.repeat(x, cells, axis=0) for x in rotation.at(offset_W))
-    return to_storage(rotate(from_storage(k_KND).astype(jnp.float32), cos_NR, sin_NR), k_KND.dtype)
+def _slots(view: View, slot_W: jax.Array, q_KMD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries rotated for each slot, [K, W, M, D], and the slots' keys and values as they are stored, [K, N, D]."""
+    page_W = view.slots.page_AS[0, slot_W]
+
+    def load(pool: jax.Array) -> jax.Array:
+        _, _, kv_heads, cells, dim = pool.shape
+        shape = (1, 1, kv_heads, cells, dim)
+        return jnp.concatenate([lax.dynamic_slice(pool, (view.layer, p, 0, 0, 0), shape)[0, 0] for p in page_W], axis=1)
+
+    cos_WR, sin_WR = view.rotation.at(-view.slots.offset_AS[0, slot_W])
+    q_KWMD = rotate(q_KMD[:, None], cos_WR[:, None], sin_WR[:, None])
+    return q_KWMD, load(view.pages.k_LPKCD), load(view.pages.v_LPKCD)
 
 
-def _load(pool: jax.Array, layer: int | jax.Array, page_W: jax.Array) -> jax.Array:
-    _, _, kv_heads, cells, dim = pool.shape
-    parts = [lax.dynamic_slice(pool, (layer, page, 0, 0, 0), (1, 1, kv_heads, cells, dim))[0, 0] for page in page_W]
-    return jnp.concatenate(parts, axis=1)
+def _cells(view: View, cell_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rotated keys, and values, of cells s * C + c, [K, N, D] as they are stored."""
+    slot_N, place_N = cell_N // view.pages.page_size, cell_N % view.pages.page_size
+    page_N, offset_N = view.slots.page_AS[0, slot_N], view.slots.offset_AS[0, slot_N]
+
+    def load(pool: jax.Array) -> jax.Array:
+        return pool[view.layer, page_N, :, place_N].swapaxes(0, 1)
+
+    def turn(k_KND: jax.Array) -> jax.Array:
+        cos_NR, sin_NR = view.rotation.at(offset_N)
+        return to_storage(rotate(from_storage(k_KND).astype(jnp.float32), cos_NR, sin_NR), k_KND.dtype)
+
+    k_KND = lax.cond((offset_N != 0).any(), turn, lambda k_KND: k_KND, load(view.pages.k_LPKCD))
+    return k_KND, load(view.pages.v_LPKCD)
 
 
 def masked_logits(tile: Tile) -> jax.Array:
@@ -180,10 +235,10 @@ def unfold_heads(x_KM: jax.Array, block_rows: int) -> jax.Array:
     return jnp.moveaxis(x_KM.reshape(kv_heads, -1, block_rows, *rest), 2, 0).reshape(block_rows, -1, *rest)
 
 
-def map_blocks(f: Callable[[Arrays], tuple[jax.Array, jax.Array]], xs: Arrays) -> tuple[jax.Array, jax.Array]:
+def map_blocks(f: Callable[[Any], tuple[jax.Array, jax.Array]], xs: Any) -> tuple[jax.Array, jax.Array]:
     """Map over row blocks one after another; a single block is called plainly, which XLA fuses better."""
-    if xs[0].shape[0] > 1:
+    if jax.tree.leaves(xs)[0].shape[0] > 1:
         mapped: tuple[jax.Array, jax.Array] = lax.map(f, xs)
         return mapped
-    first, second = f(tuple(x[0] for x in xs))
+    first, second = f(jax.tree.map(lambda x: x[0], xs))
     return first[None], second[None]

@@ -10,6 +10,7 @@ neighbours' sake.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def visible_blocks(rows: Rows, slots: Slots, block_rows: int) -> Blocks:
     Exact per key against the block's range of orders: a slot is skipped iff each of its keys is hidden from all
     orders in [min, max] of the block, and full iff each is visible to all of them. Padding rows do not count.
     """
-    seen_NS, full_NS = _extent(rows, slots, block_rows)
+    seen_NS, full_NS = _seen_and_full(rows, slots, block_rows)
     offset_S = slots.offset_AS[0]
     key_NS = jnp.where(seen_NS, 2 * offset_S + (~full_NS).astype(jnp.int32), jnp.int32(LAST))
     slot_NS = jnp.argsort(key_NS, axis=1, stable=True).astype(jnp.int32)
@@ -57,25 +58,58 @@ def visible_blocks(rows: Rows, slots: Slots, block_rows: int) -> Blocks:
     return Blocks(slot_NS, count_N, *_runs(offset_S[slot_NS], jnp.take_along_axis(full_NS, slot_NS, 1), count_N))
 
 
-def _extent(rows: Rows, slots: Slots, block_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Whether any, and whether every, live row of a block sees keys of a slot, bool [N, S] each."""
+def visible_cells(rows: Rows, slots: Slots, block_rows: int) -> jax.Array:
+    """Whether a key is visible to some order in [min, max] of a block of rows, bool [N, S, C]."""
+
+    def of_block(extent: _Extent) -> jax.Array:
+        return extent.request_of(slots)[:, None] & ~extent.hides(slots)
+
+    seen_NSC: jax.Array = lax.map(of_block, _extents(rows, block_rows), batch_size=TOGETHER)
+    return seen_NSC
+
+
+class _Extent(NamedTuple):
+    """Lowest and highest order of a block's live rows, and their request, -1 if there are none."""
+
+    low: jax.Array
+    high: jax.Array
+    request: jax.Array
+
+    def request_of(self, slots: Slots) -> jax.Array:
+        """Whether a slot is of the block's request, bool [S]."""
+        return (slots.request_S == self.request) & (self.request >= 0)
+
+    def hides(self, slots: Slots) -> jax.Array:
+        """Whether a key is hidden from all orders of the block, bool [S, C]."""
+        first_SC = jnp.maximum(self.low, slots.order_ASC[0])  # orders before a key's own do not see it anyway
+        over_SC = (slots.hide_from_ASC[0] <= first_SC) & (slots.hide_until_ASC[0] > self.high)
+        return (slots.order_ASC[0] > self.high) | over_SC
+
+    def shows(self, slots: Slots) -> jax.Array:
+        """Whether a key is visible to all orders of the block, bool [S, C]."""
+        begin_SC = jnp.maximum(slots.hide_from_ASC[0], self.low)
+        end_SC = jnp.minimum(slots.hide_until_ASC[0], self.high + 1)
+        return (slots.order_ASC[0] <= self.low) & (begin_SC >= end_SC)
+
+
+def _extents(rows: Rows, block_rows: int) -> _Extent:
+    """Of all blocks, [N] each."""
     order_NB = rows.order_T.reshape(-1, block_rows)
     live_NB = order_NB >= 0
     low_N = jnp.where(live_NB, order_NB, jnp.int32(NEVER)).min(1)
     request_N = jnp.where(live_NB, rows.request_T.reshape(-1, block_rows), -1).max(1)
-    order_SC, hide_from_SC, hide_until_SC = slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0]
+    return _Extent(low_N, order_NB.max(1), request_N)
 
-    def of_block(block: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high, request = block
-        first_SC = jnp.maximum(low, order_SC)  # orders before a key's own do not see it anyway
-        hidden_SC = (order_SC > high) | ((hide_from_SC <= first_SC) & (hide_until_SC > high))
-        overlap_SC = jnp.maximum(hide_from_SC, low) < jnp.minimum(hide_until_SC, high + 1)
-        shown_SC = (order_SC <= low) & ~overlap_SC
-        same_S = (slots.request_S == request) & (request >= 0)
-        return same_S & ~hidden_SC.all(-1), same_S & shown_SC.all(-1)
 
-    extent: tuple[jax.Array, jax.Array] = lax.map(of_block, (low_N, order_NB.max(1), request_N), batch_size=TOGETHER)
-    return extent
+def _seen_and_full(rows: Rows, slots: Slots, block_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Whether any, and whether every, live row of a block sees keys of a slot, bool [N, S] each."""
+
+    def of_block(extent: _Extent) -> tuple[jax.Array, jax.Array]:
+        same_S = extent.request_of(slots)
+        return same_S & ~extent.hides(slots).all(-1), same_S & extent.shows(slots).all(-1)
+
+    found: tuple[jax.Array, jax.Array] = lax.map(of_block, _extents(rows, block_rows), batch_size=TOGETHER)
+    return found
 
 
 def _runs(offset_NS: jax.Array, full_NS: jax.Array, count_N: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

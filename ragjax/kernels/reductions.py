@@ -14,8 +14,10 @@ by memory and fused by XLA, the neighbours are a matrix product, and chunk mass 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from ragjax.kernels import reductions_ref, reductions_triton
-from ragjax.kernels.attention_xla import Tile, dot, fold_heads, gather_tile, masked_logits, sweep
+from ragjax.kernels.attention_xla import Lists, Tile, dot, fold_heads, gather_tile, lists, masked_logits
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import from_storage
 from ragjax.kernels.rope import rotate
@@ -361,63 +363,58 @@ def _below(name: str, x: jax.Array, end: int, of: str) -> None:
 
 @dataclass(frozen=True)
 class _Block:
-    """What one row block brings: rotated and scaled queries, LSE, orders and its list of slots."""
+    """What one row block brings: rotated and scaled queries, LSE, orders and its list of keys."""
 
     q_KMD: jax.Array
     lse_KM1: jax.Array
     order_B: jax.Array
-    slot_S: jax.Array
-    count: jax.Array
+    visited: Lists
 
-    def slot(self, entry_W: jax.Array) -> jax.Array:
-        """Slots of list entries. Those behind the list's end are hidden, whatever slot they name."""
-        return self.slot_S[jnp.minimum(entry_W, self.slot_S.shape[0] - 1)]
+    def tile(self, view: View, place_W: jax.Array) -> Tile:
+        """The keys at some places of the list."""
+        return gather_tile(self.q_KMD, self.order_B, view, self.visited, place_W)
 
-    def tile(self, view: View, entry_W: jax.Array) -> Tile:
-        """The keys of list entries."""
-        return gather_tile(self.q_KMD, self.order_B, view, self.slot_S, self.count, entry_W)
-
-    def probabilities(self, view: View, entry_W: jax.Array) -> tuple[jax.Array, Tile]:
+    def probabilities(self, view: View, place_W: jax.Array) -> tuple[jax.Array, Tile]:
         """Probabilities of the block's rows over a tile, float32 [K, M, N], and the tile."""
-        tile = self.tile(view, entry_W)
+        tile = self.tile(view, place_W)
         return jnp.exp(masked_logits(tile) - self.lse_KM1), tile
 
 
-def _block(arrays: tuple[jax.Array, ...], view: View) -> _Block:
+def _block(arrays: Sequence[Any], view: View) -> _Block:
     """A row block of `_blocked` arrays."""
-    q_BHD, lse_BH, order_B, slot_S, count = arrays
+    q_BHD, lse_BH, order_B, visited = arrays
     kv_heads = view.pages.k_LPKCD.shape[2]
     q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
-    return _Block(q_KMD, fold_heads(lse_BH[..., None], kv_heads), order_B, slot_S, count)
+    return _Block(q_KMD, fold_heads(lse_BH[..., None], kv_heads), order_B, visited)
 
 
-def _blocked(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> tuple[jax.Array, ...]:
-    """q, LSE, orders, lists and counts with a leading axis of row blocks."""
+def _blocked(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> tuple[Any, ...]:
+    """q, LSE, orders and lists with a leading axis of row blocks."""
     by_rows = (x.reshape(-1, view.block_rows, *x.shape[1:]) for x in (q_THD, lse_TH, view.rows.order_T))
-    return (*by_rows, view.blocks.slot_NS, view.blocks.count_N)
+    return (*by_rows, lists(view))
 
 
 def _swept_key_masses(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool) -> tuple[jax.Array, ...]:
     """One or two masses [S, C], summed block after block."""
-    cells, heads, slots = view.pages.page_size, q_THD.shape[1], view.slots.request_S.shape[0]
+    shape, heads = view.slots.order_ASC.shape[1:], q_THD.shape[1]
 
-    def one_block(masses: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], None]:
+    def one_block(masses: tuple[jax.Array, ...], arrays: tuple[Any, ...]) -> tuple[tuple[jax.Array, ...], None]:
         block = _block(arrays, view)
 
-        def step(entry_W: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            prob_KMN, tile = block.probabilities(view, entry_W)
+        def step(place_W: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            prob_KMN, tile = block.probabilities(view, place_W)
             sums_KN = prob_KMN.sum(1)
             kinds = (sums_KN, sums_KN * _norm(tile)) if valued else (sums_KN,)
-            slot_W = block.slot(entry_W)
             return tuple(
-                mass_SC.at[slot_W].add(kind_KN.sum(0).reshape(-1, cells) / heads)
-                for mass_SC, kind_KN in zip(masses, kinds, strict=True)
+                mass_E.at[tile.cell_N].add(kind_KN.sum(0) / heads)
+                for mass_E, kind_KN in zip(masses, kinds, strict=True)
             )
 
-        return sweep(block.count, step, masses), None
+        return block.visited.sweep(step, masses), None
 
-    start = tuple(jnp.zeros((slots, cells)) for _ in range(2 if valued else 1))
-    return lax.scan(one_block, start, _blocked(q_THD, lse_TH, view))[0]
+    start = tuple(jnp.zeros(math.prod(shape)) for _ in range(2 if valued else 1))
+    masses, _ = lax.scan(one_block, start, _blocked(q_THD, lse_TH, view))
+    return tuple(mass_E.reshape(shape) for mass_E in masses)
 
 
 def _norm(tile: Tile) -> jax.Array:
@@ -429,39 +426,45 @@ def _chunk_mass(
     q_THD: jax.Array, known_TH: jax.Array, view: View, key_segment_SC: jax.Array, segments: int
 ) -> jax.Array:
     """`known_TH` is +inf for rows that do not count, else 0. Keys of no segment go to one behind the last, and out."""
-    cells, heads, slots = view.pages.page_size, q_THD.shape[1], view.slots.request_S.shape[0]
-    in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)
-    segment_SC = jnp.where(in_segment_SC, key_segment_SC, segments)
+    shape, heads = view.slots.order_ASC.shape[1:], q_THD.shape[1]
+    segment_E = _segment_of(key_segment_SC, segments)
 
-    def one_block(mass_SC: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    def one_block(mass_E: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, None]:
         block = _block(arrays, view)
 
-        def logits_of(entry_W: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Logits, keys first, [N, K, M], and the keys' segments."""
-            segment_N = segment_SC[block.slot(entry_W)].reshape(-1)
-            return jnp.moveaxis(masked_logits(block.tile(view, entry_W)), 2, 0), segment_N
+        def logits_of(place_W: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Logits, keys first, [N, K, M], which keys they are, and of which segments."""
+            tile = block.tile(view, place_W)
+            return jnp.moveaxis(masked_logits(tile), 2, 0), tile.cell_N, segment_E[tile.cell_N]
 
-        def find(entry_W: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def find(place_W: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             max_ZKM, sum_ZKM = found
-            logits_NKM, segment_N = logits_of(entry_W)
+            logits_NKM, _, segment_N = logits_of(place_W)
             new_ZKM = max_ZKM.at[segment_N].max(logits_NKM)
             safe_ZKM = jnp.where(jnp.isneginf(new_ZKM), 0.0, new_ZKM)
             sum_ZKM = sum_ZKM * jnp.exp(max_ZKM - safe_ZKM)
             return new_ZKM, sum_ZKM.at[segment_N].add(jnp.exp(logits_NKM - safe_ZKM[segment_N]))
 
-        shape = (segments + 1, *block.q_KMD.shape[:2])
-        max_ZKM, sum_ZKM = sweep(block.count, find, (jnp.full(shape, -jnp.inf), jnp.zeros(shape)))
+        size = (segments + 1, *block.q_KMD.shape[:2])
+        max_ZKM, sum_ZKM = block.visited.sweep(find, (jnp.full(size, -jnp.inf), jnp.zeros(size)))
         lse_ZKM = jnp.where(sum_ZKM > 0, max_ZKM + jnp.log(sum_ZKM), jnp.inf) + block.lse_KM1[..., 0]
         lse_ZKM = lse_ZKM.at[segments].set(jnp.inf)
 
-        def share(entry_W: jax.Array, mass_SC: jax.Array) -> jax.Array:
-            logits_NKM, segment_N = logits_of(entry_W)
+        def share(place_W: jax.Array, mass_E: jax.Array) -> jax.Array:
+            logits_NKM, cell_N, segment_N = logits_of(place_W)
             prob_NKM = jnp.exp(logits_NKM - lse_ZKM[segment_N])
-            return mass_SC.at[block.slot(entry_W)].add(prob_NKM.sum((1, 2)).reshape(-1, cells) / heads)
+            return mass_E.at[cell_N].add(prob_NKM.sum((1, 2)) / heads)
 
-        return sweep(block.count, share, mass_SC), None
+        return block.visited.sweep(share, mass_E), None
 
-    return lax.scan(one_block, jnp.zeros((slots, cells)), _blocked(q_THD, known_TH, view))[0]
+    mass_E, _ = lax.scan(one_block, jnp.zeros(math.prod(shape)), _blocked(q_THD, known_TH, view))
+    return mass_E.reshape(shape)
+
+
+def _segment_of(key_segment_SC: jax.Array, segments: int) -> jax.Array:
+    """Segments of cells s * C + c; `segments` for none."""
+    in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)
+    return jnp.where(in_segment_SC, key_segment_SC, segments).reshape(-1)
 
 
 def _row_segment_mass(
@@ -473,20 +476,20 @@ def _row_segment_mass(
     segments: int,
 ) -> jax.Array:
     heads, b = q_THD.shape[1], view.block_rows
+    order_E, segment_E = view.slots.order_ASC[0].reshape(-1), _segment_of(key_segment_SC, segments)
 
-    def one_block(arrays: tuple[jax.Array, ...]) -> jax.Array:
+    def one_block(arrays: tuple[Any, ...]) -> jax.Array:
         segment_B, block = arrays[0], _block(arrays[1:], view)
 
-        def step(entry_W: jax.Array, mass_BZ: jax.Array) -> jax.Array:
-            prob_KMN, _ = block.probabilities(view, entry_W)
+        def step(place_W: jax.Array, mass_BZ: jax.Array) -> jax.Array:
+            prob_KMN, tile = block.probabilities(view, place_W)
             prob_BN = prob_KMN.reshape(-1, b, prob_KMN.shape[-1]).sum(0) / heads
-            slot_W = block.slot(entry_W)
-            order_N, segment_N = view.slots.order_ASC[0, slot_W].reshape(-1), key_segment_SC[slot_W].reshape(-1)
+            order_N, segment_N = order_E[tile.cell_N], segment_E[tile.cell_N]
             own_BN = (segment_B[:, None] == segment_N) & (block.order_B[:, None] == order_N)
             prob_BN = jnp.where(own_BN, 0.0, prob_BN)
             return mass_BZ + dot(prob_BN, jax.nn.one_hot(segment_N, segments), ((1,), (0,)), batch=())
 
-        return sweep(block.count, step, jnp.zeros((b, segments)))
+        return block.visited.sweep(step, jnp.zeros((b, segments)))
 
     blocked = (row_segment_T.reshape(-1, b), *_blocked(q_THD, lse_TH, view))
     mass_NBZ: jax.Array = lax.map(one_block, blocked)

@@ -48,6 +48,10 @@ class OverloadError(RagjaxError):
     """The queue is full; try again later."""
 
 
+class ClosedError(RagjaxError):
+    """The engine was closed: nothing is served any more."""
+
+
 class OutOfPages(RagjaxError):
     """The device pool has no room left that is not pinned."""
 

@@ -1,10 +1,10 @@
-"""The engine: one loop that admits, steps and cancels requests at pass boundaries, and the Python API.
+"""The engine: a model, its cache and its knowledge behind one Python API.
 
     engine = Engine.load("smollm2-135m-instruct")
     engine.add_documents([Document("a", "The ferry leaves at nine.")])
     print(engine.answer("When does the ferry leave?").text)
 
-Retrieval and tokenising happen in the caller's thread; one engine thread owns cache, pool and scheduler.
+Retrieval and tokenising happen in the caller's thread; the loop's thread owns cache, pool and scheduler.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import queue
-import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -24,16 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ragjax import fact
 from ragjax import prompt as prompts
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import (
     Answer,
     ConfigError,
-    Delta,
     Divergence,
     Document,
     Event,
@@ -41,35 +34,32 @@ from ragjax.core import (
     Hit,
     Kind,
     Message,
-    OutOfPages,
-    OverloadError,
     Plan,
     Prompt,
     Rag,
     Request,
     RequestError,
     Sampling,
-    SegmentReport,
     StorageOptions,
-    Timings,
     Tokens,
 )
 from ragjax.dependency import DepPrompt, Positions
 from ragjax.depkv import DepKV, Keeping, Resumed
 from ragjax.generation import Generation
+from ragjax.loop import Loop
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Holding, Strategy
-from ragjax.reuse.contract import QUEUE, STEPS, Contract
+from ragjax.reuse.contract import Contract
 from ragjax.reuse.full import Full
-from ragjax.reuse.quality import Setting, divergence
+from ragjax.reuse.quality import Setting
 from ragjax.runner import Runner
-from ragjax.scheduler import Batch, Scheduler, Task
+from ragjax.shadow import Shadows
 from ragjax.store.disk import DiskStore
 from ragjax.store.mover import Mover
-from ragjax.ticket import RESTARTS, Counters, Sink, Ticket
+from ragjax.ticket import Sink, Ticket
 from ragjax.trace import Recorder
 
 if TYPE_CHECKING:
@@ -78,15 +68,6 @@ if TYPE_CHECKING:
     from ragjax.retrieval.triples import Alias
 
 _log = logging.getLogger(__name__)
-
-TEND_STEPS = 64
-"""Steps after which hot nodes are copied to the tiers below even though requests are running."""
-
-BACKGROUND = 8
-"""Background requests that run at a time."""
-
-TICK = 0.02
-"""Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
 
 
 class Engine:
@@ -119,16 +100,14 @@ class Engine:
             raise ConfigError(f"unknown strategy {default_strategy!r}; choose one of {', '.join(strategies)}")
         self.model_name = model_name
         self.context_length = context_length
-        self._contract = contract or Contract(Setting(default_strategy), runner.dtype)
         self.identity = identity  # digest of what KV depends on besides tokens
-        self._shadows = 0
         self.tokenizer = tokenizer
         self.top_k = top_k
+        self._contract = contract or Contract(Setting(default_strategy), runner.dtype)
         self._runner = runner
         self._cache = cache
         self._mover = mover
         self._disk = disk
-        self._load_timeout = load_timeout
         self._share = share_knowledge
         self._recorder = recorder
         self._strategies = strategies
@@ -136,25 +115,18 @@ class Engine:
         self._chunker = chunker
         self._open_knowledge = open_knowledge
         self._graphs: dict[str, KnowledgeGraph] = {}
-        self._kept: dict[str, DepKV] = {}
         self._open_graph = open_graph
-        self._max_queue = max_queue
-        self._scheduler = Scheduler(runner.grid, runner.page_size)
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Ticket] = deque()
-        self._background: deque[Ticket] = deque()
-        self._resting: list[Task] = []
-        self._tickets: dict[int, Ticket] = {}
-        self._pending = 0
-        self._lock = threading.Lock()
-        self._counters = Counters()
         self._numbers = itertools.count(1)
-        self._closed = False
-        self._blocked = False
-        if mover is not None:
-            mover.notify = self._wake
-        self._thread = threading.Thread(target=self._loop, name="ragjax-engine", daemon=True)
-        self._thread.start()
+        self._loop = Loop(
+            runner,
+            cache,
+            self._contract,
+            Shadows(self._contract, self._shadow).of,
+            max_queue=max_queue,
+            load_timeout=load_timeout,
+            mover=mover,
+            recorder=recorder,
+        )
 
     @classmethod
     def load(
@@ -286,7 +258,7 @@ class Engine:
 
     def stats(self) -> dict[str, float | dict[str, float]]:
         """Counters since the start, and the present queue and pool."""
-        metrics, counters = self._cache.metrics, self._counters
+        metrics, counters = self._cache.metrics, self._loop.counters
         return {
             "requests_total": dict(counters.requests),
             "prompt_tokens_total": counters.prompt_tokens,
@@ -310,8 +282,8 @@ class Engine:
             "rest_error_max": metrics.loss_max,
             "host_bytes": metrics.host_bytes,
             "nodes": metrics.nodes,
-            "queue_depth": len(self._waiting),
-            "running": len(self._tickets),
+            "queue_depth": self._loop.waiting,
+            "running": self._loop.running,
             "pages_used": metrics.pages_used,
             "pages_total": self._cache.pool.capacity,
             "overhead_ms_last": counters.overhead_ms_last,
@@ -428,7 +400,7 @@ class Engine:
                 _log.debug("event dropped: the event loop is closed")
 
         ticket = await asyncio.to_thread(self._prepare, request, sink, arrival)
-        self._enqueue(ticket)
+        self._loop.enqueue(ticket)
         try:
             while True:
                 event = await events.get()
@@ -438,7 +410,7 @@ class Engine:
                 if isinstance(event, Answer):
                     return
         finally:
-            self._cancel(ticket)
+            self._loop.cancel(ticket)
 
     def answer(
         self,
@@ -514,7 +486,7 @@ class Engine:
 
         def keep(plan: Plan, holding: Holding) -> None:
             found.append(DepKV(made, name, tenant, plan, holding, holding.label, self._release))
-            self._kept[holding.label] = found[-1]
+            self._loop.kept[holding.label] = found[-1]
 
         try:
             self.answer_prompt(made, strategy=Keeping(self._strategies[name], keep), max_tokens=1, tenant=tenant)
@@ -538,21 +510,16 @@ class Engine:
         def give_back() -> None:
             if kv.closed:
                 return
-            if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in self._all_tickets()):
+            if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in self._loop.tickets()):
                 raise RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
-            self._drop(kv, "the KV was closed")
+            self._loop.drop(kv, "the KV was closed")
 
-        if not self._closed:
-            self._call(give_back)
-
-    def _drop(self, kv: DepKV, reason: str) -> None:
-        del self._kept[kv.label]
-        kv.closed = reason
-        kv.holding.close()
+        if not self._loop.closed:
+            self._loop.call(give_back)
 
     def clear_cache(self) -> None:
         """Drop all KV that no running request uses."""
-        self._call(self._cache.clear)
+        self._loop.call(self._cache.clear)
 
     def holds(self, prompts: Sequence[Prompt], strategy: Strategy) -> tuple[bool, ...]:
         """Whether the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk."""
@@ -563,24 +530,22 @@ class Engine:
             on_disk = self._disk.find if self._disk is not None else lambda key: None
             kept.extend(self._cache.tree.find(key) is not None or on_disk(key) is not None for key in keys)
 
-        self._call(look)
+        self._loop.call(look)
         return tuple(kept)
 
     def vacate_device(self) -> None:
         """Move all KV that no running request uses to the tiers below; what they cannot take is dropped."""
-        self._call(self._cache.vacate)
+        self._loop.call(self._cache.vacate)
 
     def audit(self) -> None:
         """Check every page, pin and key; raises `cache.pages.AuditError` naming what is wrong, leaks included."""
-        self._call(lambda: self._cache.audit({ticket.id for ticket in self._tickets.values()} | set(self._kept)))
+        self._loop.call(lambda: self._cache.audit(self._loop.holders()))
 
     def close(self) -> None:
         """Stop: running requests end with an error. Safe to call twice."""
-        if self._closed:
+        if self._loop.closed:
             return
-        self._closed = True
-        self._inbox.put(None)
-        self._thread.join()
+        self._loop.close()
         if self._mover is not None:
             self._mover.close()
         if self._disk is not None:
@@ -609,8 +574,8 @@ class Engine:
                     future.set_result(event)
 
         ticket = prepare(sink, time.perf_counter())
-        future.add_done_callback(lambda done: self._cancel(ticket) if done.cancelled() else None)
-        self._enqueue(ticket)
+        future.add_done_callback(lambda done: self._loop.cancel(ticket) if done.cancelled() else None)
+        self._loop.enqueue(ticket)
         return future
 
     # ------------------------------------------------------------------------- in the caller's thread
@@ -679,11 +644,11 @@ class Engine:
     ) -> Ticket:
         rag = request.rag or Rag()
         strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag)
-        self._check_length(prompt, request)
         room = self.context_length - len(prompt)
         generation = Generation(request.sampling, self.tokenizer, self._eos_ids(), room)
         number = f"request-{next(self._numbers)}"
         ticket = Ticket(number, prompt, strategy, ratio, request, sink, arrival, retrieve_ms, generation)
+        self._check_length(ticket)
         if not request.background and self._contract.draws():
             ticket.shadowed = []
         return ticket
@@ -709,7 +674,8 @@ class Engine:
     def _eos_ids(self) -> frozenset[int]:
         return frozenset(self._runner.config.eos_ids) | frozenset(self.tokenizer.eos_ids)
 
-    def _check_length(self, prompt: Prompt, request: Request) -> None:
+    def _check_length(self, ticket: Ticket) -> None:
+        prompt, capacity = ticket.prompt, self._cache.pool.capacity
         if len(prompt) + 1 > self.context_length:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; the context holds {self.context_length}, answer included. "
@@ -717,460 +683,22 @@ class Engine:
                 param="messages",
                 code="context_length_exceeded",
             )
-        needed = len(prompt) + self._decode_tokens(prompt, request)
+        needed = len(prompt) + ticket.decode_tokens
         if needed > self.context_length:
             raise RequestError("prompt and continuation exceed the context", param="continuation")
         pages = self._cache.pool.pages_for(needed)
         # branches of a tree lie together; a strategy reads no more of them than there are slots
         pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
-        if pages > self._cache.pool.capacity or not self._scheduler.fits(pieces, needed):
+        if pages > capacity or not self._loop.fits(pieces, needed):
             raise RequestError(
-                f"the request needs {pages} pages of KV; the device cache has {self._cache.pool.capacity}. "
+                f"the request needs {pages} pages of KV; the device cache has {capacity}. "
                 "Shorten the prompt, lower max_tokens, or give the device cache more memory",
                 param="messages",
                 code="context_length_exceeded",
             )
 
-    def _decode_tokens(self, prompt: Prompt, request: Request) -> int:
-        """Cells needed behind the prompt."""
-        forced = 0 if request.continuation is None else len(request.continuation)
-        return max(forced, min(request.sampling.max_tokens, self.context_length - len(prompt)))
-
-    def _enqueue(self, ticket: Ticket) -> None:
-        with self._lock:
-            if self._closed:
-                raise OverloadError("the engine is closed")
-            running = sum(not other.request.background for other in list(self._tickets.values()))
-            waiting = self._pending - running
-            if not ticket.request.background:
-                if waiting > self._max_queue:
-                    raise OverloadError(f"{waiting} requests are in the queue; try again later")
-                self._pending += 1
-        self._inbox.put(lambda: self._arrive(ticket))
-
-    def _cancel(self, ticket: Ticket) -> None:
-        ticket.cancelled = True
-        self._wake()
-
-    def _wake(self) -> None:
-        """Have the loop look around, if it sleeps. Callable in any thread."""
-        self._inbox.put(lambda: None)
-
-    def _call(self, function: Callable[[], object]) -> None:
-        """Run a function in the engine's thread and wait for it."""
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-        def run() -> None:
-            try:
-                function()
-                done.put(None)
-            except BaseException as error:
-                done.put(error)
-
-        if self._closed:
-            raise OverloadError("the engine is closed")
-        self._inbox.put(run)
-        error = done.get()
-        if error is not None:
-            raise error
-
-    # ------------------------------------------------------------------------- in the engine's thread
-
-    def _loop(self) -> None:
-        busy = True
-        while self._drain_inbox(busy):
-            try:
-                busy = self._turn()
-            except Exception as error:  # a defect of ours must not take the other clients' server down
-                for ticket in self._all_tickets():
-                    self._fail(ticket, error)
-        for ticket in self._all_tickets():
-            self._end(ticket, OverloadError("the engine was closed"))
-        self._put_away()
-
-    def _all_tickets(self) -> list[Ticket]:
-        return [*self._waiting, *self._background, *self._tickets.values()]
-
-    def _turn(self) -> bool:
-        """One look at everything; whether anything was done."""
-        self._drop_cancelled()
-        moved = self._cache.poll()
-        self._blocked = self._blocked and not moved
-        self._check_loads()
-        self._admit()
-        self._move()
-        batch = self._scheduler.next_batch()
-        if batch is not None:
-            self._step(batch)
-        # copies ahead of need take turns with steps only if there is no end of these
-        copied = (batch is None or self._counters.steps % TEND_STEPS == 0) and self._cache.tend()
-        return moved or copied or batch is not None
-
-    def _drain_inbox(self, busy: bool) -> bool:
-        """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
-        wait = TICK if self._all_tickets() else None
-        while True:
-            try:
-                message = self._inbox.get(block=not busy, timeout=wait)
-            except queue.Empty:
-                return True
-            if message is None:
-                return False
-            message()
-            busy = True
-
-    def _put_away(self) -> None:
-        """At the end: what only memory holds goes to disk."""
-        if self._mover is None:
-            return
-        try:
-            while self._cache.flush():
-                self._mover.flush()
-                self._cache.poll()
-        except Exception:
-            _log.exception("not everything was put on disk")
-
-    def _arrive(self, ticket: Ticket) -> None:
-        if ticket.request.background:
-            self._background.append(ticket)
-            return
-        self._waiting.append(ticket)
-        try:
-            keys = ticket.strategy.keys(ticket.prompt, self._cache, ticket.request.tenant)
-            self._cache.announce(ticket.id, keys)
-        except Exception as error:
-            self._fail(ticket, error)
-
-    def _drop_cancelled(self) -> None:
-        for ticket in [t for t in self._all_tickets() if t.cancelled]:
-            self._counters.cancelled += 1
-            self._end(ticket, None)
-
-    def _check_loads(self) -> None:
-        """Requests whose KV arrived go on; those whose KV will not, or not in time, begin anew and compute it."""
-        now = time.perf_counter()
-        for ticket in [t for t in self._tickets.values() if t.task is not None and not t.task.decoding]:
-            assert ticket.task is not None
-            holding = ticket.task.holding
-            if holding.broken is not None:
-                self._fall_back(ticket, "failed", f"KV could not be loaded and was computed anew: {holding.broken}")
-            elif holding.ready:
-                ticket.stop_waiting(now)
-            elif ticket.waits_since is None:
-                ticket.waits_since = now
-            elif now - ticket.waits_since > self._load_timeout:
-                self._fall_back(ticket, "slow", f"loading KV took over {self._load_timeout:g} s; it was computed anew")
-
-    def _fall_back(self, ticket: Ticket, reason: str, notice: str) -> None:
-        if not self._counters.load_fallbacks[reason]:
-            _log.warning("%s", notice)
-        self._counters.load_fallbacks[reason] += 1
-        ticket.cold = False  # once is enough: a disk that always fails must not be asked for ever
-        self._begin_anew(ticket, notice)
-
-    def _begin_anew(self, ticket: Ticket, notice: str) -> None:
-        task = ticket.task
-        assert task is not None
-        self._leave(task)
-        ticket.begin_anew(notice)
-        self._blocked = False
-        (self._background if ticket.request.background else self._waiting).appendleft(ticket)
-
-    def _leave(self, task: Task) -> None:
-        (self._resting if task in self._resting else self._scheduler.tasks).remove(task)
-        del self._tickets[id(task)]
-
-    def _admit(self) -> None:
-        """Start waiting requests, oldest first, while they have room."""
-        while self._waiting and not self._blocked:
-            ticket = self._waiting[0]
-            try:
-                self._blocked = not self._start(ticket)
-            except Exception as error:
-                self._fail(ticket, error)
-                continue
-            if not self._blocked:
-                self._waiting.popleft()
-                self._cache.withdraw(ticket.id)
-        self._admit_background()
-
-    def _admit_background(self) -> None:
-        """Background requests rest while others run or wait, and go on, a few at a time, while none does."""
-        busy = bool(self._waiting) or any(not t.request.background for t in self._tickets.values())
-        if busy:
-            self._resting += [t for t in self._scheduler.tasks if self._tickets[id(t)].request.background]
-            self._scheduler.tasks = [t for t in self._scheduler.tasks if t not in self._resting]
-            return
-        self._scheduler.tasks += self._resting
-        self._resting = []
-        while self._background and len(self._tickets) < BACKGROUND:
-            ticket = self._background.popleft()
-            try:
-                if self._start(ticket):
-                    continue
-            except Exception as error:
-                self._fail(ticket, error)
-                continue
-            self._background.appendleft(ticket)
-            return
-
-    def _stop_background(self) -> bool:
-        """Have background requests give back what they hold; whether there were any."""
-        tasks = [ticket.task for ticket in self._tickets.values() if ticket.request.background]
-        for task in tasks:
-            assert task is not None
-            self._begin_anew(self._tickets[id(task)], "")
-        return bool(tasks)
-
-    def _start(self, ticket: Ticket) -> bool:
-        """Match and reserve for a request; False if it has to wait for others to end.
-
-        Raises:
-            RequestError: if it is alone and still has no room.
-        """
-        for attempt in (1, 2):
-            ticket.admitted = time.perf_counter()
-            task = self._task(ticket)
-            try:
-                task.start()
-            except OutOfPages as error:
-                if not ticket.request.background and self._stop_background():
-                    continue
-                if self._tickets or self._cache.loading:
-                    return False
-                if attempt == 1:  # what it would reuse may lie scattered over more pages than it needs
-                    self._cache.vacate()
-                    continue
-                raise RequestError(str(error), param="messages", code="context_length_exceeded") from error
-            except BaseException:
-                task.close()
-                raise
-            break
-        ticket.task, ticket.waits_since = task, ticket.admitted
-        if task.holding.ready:
-            ticket.stop_waiting(time.perf_counter())
-        self._tickets[id(task)] = ticket
-        self._scheduler.tasks.append(task)
-        if task.plan is not None:
-            self._planned(ticket, task, task.plan)
-        return True
-
-    def _task(self, ticket: Ticket) -> Task:
-        prompt = ticket.whole_prompt
-        holding = Holding(
-            self._cache,
-            tenant=ticket.request.tenant,
-            label=ticket.id,
-            decode_tokens=self._decode_tokens(ticket.prompt, ticket.request) - len(ticket.generation.tokens),
-            slots=self._runner.grid.slots[-1],
-            stages=self._runner.stages,
-            cold=ticket.cold,
-        )
-        return Task(prompt, ticket.strategy, holding, ticket.id, ticket.ratio)
-
-    def _move(self) -> None:
-        """Carry out the moves of tasks whose KV has arrived, until each has rows to compute."""
-        for task in self._scheduler.moving():
-            ticket = self._tickets[id(task)]
-            try:
-                while task.moving is not None and task.ready:
-                    move = task.moving
-                    self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-                    self._advance(ticket, task)
-            except Exception as error:
-                if self._runner.lost:
-                    self._recover(error)
-                    return
-                self._fail(ticket, error)
-
-    def _step(self, batch: Batch) -> None:
-        members = [self._tickets[id(piece.task)] for piece in batch.pieces]
-        began = time.perf_counter()
-        try:
-            outcome = self._runner.step(batch.step)
-            logits = self._runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
-        except Exception as error:
-            if self._runner.lost:
-                self._recover(error)
-                return
-            for ticket in members:
-                self._fail(ticket, error)
-            return
-        elapsed_ms = (time.perf_counter() - began) * 1e3
-        self._counters.steps += 1
-        for ticket in members:
-            ticket.compute_ms += elapsed_ms
-        for task in batch.deliver(logits, outcome.measured, outcome.residual):
-            ticket = self._tickets[id(task)]
-            try:
-                self._advance(ticket, task)
-            except Exception as error:
-                self._fail(ticket, error)
-
-    def _recover(self, error: Exception) -> None:
-        """The device's pool is gone: begin anew with what host memory and disk hold (RAGCache, section 6).
-
-        Requests before their first token are computed again; others continue behind the tokens that went out.
-        """
-        self._counters.device_losses += 1
-        _log.error("the device's memory was lost; running requests begin anew", exc_info=error)
-        for ticket in reversed(list(self._tickets.values())):
-            if ticket.restarts >= RESTARTS:
-                self._fail(ticket, error)
-            else:
-                self._begin_anew(ticket, "the device's memory was lost; the request was computed anew")
-        for kv in list(self._kept.values()):
-            self._drop(kv, "the KV was lost with the device's memory: compute it anew")
-        self._runner.reset()
-        while self._cache.loading:
-            self._cache.poll()
-            time.sleep(TICK)
-        self._cache.lose_device()
-
-    def _advance(self, ticket: Ticket, task: Task) -> None:
-        """A pass or a decode step of the task is done."""
-        if task.plan is None:
-            task.pass_done()
-            if task.plan is not None:
-                self._planned(ticket, task, task.plan)
-            return
-        if ticket.wants_scores:
-            ticket.take_scores()
-            logits = task.plan.logits
-        else:
-            assert task.work is not None
-            logits = task.work.logits[0]
-        self._push(ticket, task, logits)
-
-    def _planned(self, ticket: Ticket, task: Task, plan: Plan) -> None:
-        """The prompt's KV and last logits are there."""
-        if not ticket.first_token:
-            self._note_first_token(ticket)
-        if not ticket.force():
-            self._push(ticket, task, plan.logits)
-
-    def _push(self, ticket: Ticket, task: Task, logits: NDArray[np.float32]) -> None:
-        """Choose the next token by these logits [V], and go on or end."""
-        if ticket.shadowed is not None and len(ticket.shadowed) < STEPS:
-            ticket.shadowed.append(logits)
-        delta = ticket.generation.push(logits)
-        if delta is not None:
-            ticket.sink(delta)
-        if ticket.generation.finish_reason is None:
-            task.decode(ticket.generation.tokens[-1])
-            return
-        answer = self._answer(ticket, task)
-        task.finish()
-        self._end(ticket, answer)
-        if ticket.shadowed and (answer.exact_to != "full" or answer.cached_tokens):
-            self._replay(ticket, answer)
-
-    def _replay(self, ticket: Ticket, answer: Answer) -> None:
-        """Run a finished request again, in full and in the background, and compare the logits of its first steps."""
-        assert ticket.shadowed is not None
-        if self._shadows >= QUEUE:
-            self._contract.drop("dropped")
-            return
-        live_NV = np.stack(ticket.shadowed)
-        # row j predicts token j: what stands last is of no matter, and an end of text that was not kept needs no token
-        said = np.array([*answer.tokens, 0][: len(live_NV)], np.int32)
-
-        def sink(event: Event | BaseException) -> None:
-            if isinstance(event, Delta):
-                return
-            self._shadows -= 1
-            if isinstance(event, BaseException):
-                self._contract.drop("failed")
-                return
-            try:
-                assert event.scores is not None
-                self._contract.observe(ticket.setting, answer.exact_to == "full", divergence(event.scores, live_NV))
-            except Exception:  # a request that nobody waits for must not end others
-                _log.exception("shadow replay failed")
-                self._contract.drop("failed")
-
-        request = Request((), None, Sampling(max_tokens=1), None, ticket.request.tenant, False, said, background=True)
-        self._shadows += 1
-        self._arrive(self._ticket(ticket.prompt, request, sink, time.perf_counter(), 0.0, Full()))
-
-    def _note_first_token(self, ticket: Ticket) -> None:
-        ticket.first_token = time.perf_counter()
-        ttft_ms = (ticket.first_token - ticket.arrival) * 1e3
-        self._counters.overhead_ms_last = ttft_ms - ticket.retrieve_ms - ticket.compute_ms
-
-    def _answer(self, ticket: Ticket, task: Task) -> Answer:
-        plan, generation = task.plan, ticket.generation
-        assert plan is not None and generation.finish_reason is not None
-        now = time.perf_counter()
-        added = len(task.prompt.segments) - len(ticket.prompt.segments)  # what it said before it began anew
-        reports = plan.reports[: len(plan.reports) - added]
-        reused = sum(report.reused for report in reports)
-        if not ticket.request.background:
-            self._count(ticket, reports)
-        exact = plan.exact_to == "full"
-        return Answer(
-            text=generation.text,
-            finish_reason=generation.finish_reason,
-            tokens=tuple(generation.tokens),
-            prompt_tokens=len(ticket.prompt),
-            cached_tokens=reused,
-            strategy=ticket.strategy.name,
-            exact_to=plan.exact_to,
-            segments=reports,
-            timings=Timings(
-                retrieve=ticket.retrieve_ms,
-                load=ticket.load_ms,
-                prefill=(ticket.first_token - ticket.admitted) * 1e3 - ticket.load_ms,
-                ttft=(ticket.first_token - ticket.arrival) * 1e3,
-                total=(now - ticket.arrival) * 1e3,
-            ),
-            logprobs=tuple(generation.logprobs),
-            logits=plan.logits if ticket.request.want_logits else None,
-            notices=(
-                *ticket.notices,
-                *(self._contract.notices if ticket.by_default else ()),
-                *(f"attention not by {refused}" for refused in self._runner.fallbacks),
-            ),
-            recompute_ratio=ticket.ratio,
-            predicted=self._contract.predicted(ticket.setting, exact, ticket.chunks),
-            scores=ticket.scores,
-            figures=plan.figures,
-            facts=ticket.facts,
-        )
-
-    def _count(self, ticket: Ticket, reports: Sequence[SegmentReport]) -> None:
-        counters, generated = self._counters, len(ticket.generation.tokens)
-        counters.requests[ticket.strategy.name] += 1
-        counters.prompt_tokens += len(ticket.prompt)
-        counters.reused_tokens += sum(report.reused for report in reports)
-        counters.recomputed_tokens += sum(report.recomputed for report in reports)
-        counters.generated_tokens += generated
-        if self._recorder is not None:
-            self._recorder.add(ticket.arrival, ticket.request.tenant, ticket.strategy.name, ticket.prompt, generated)
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        self._counters.errors += 1
-        if not isinstance(error, RequestError):
-            _log.error("request failed", exc_info=error)
-        self._end(ticket, error)
-
-    def _end(self, ticket: Ticket, last: Event | BaseException | None) -> None:
-        """Take a request out of the engine, give back what it holds, and tell its owner."""
-        if ticket.task is not None:
-            ticket.task.close()
-            self._leave(ticket.task)
-            self._blocked = False
-        elif ticket in self._background:
-            self._background.remove(ticket)
-        elif ticket in self._waiting:
-            self._waiting.remove(ticket)
-            self._cache.withdraw(ticket.id)
-        if not ticket.request.background:
-            with self._lock:
-                self._pending -= 1
-        ticket.cancelled = True
-        if last is not None:
-            ticket.sink(last)
+    def _shadow(self, prompt: Prompt, request: Request, sink: Sink) -> Ticket:
+        return self._ticket(prompt, request, sink, time.perf_counter(), 0.0, Full())
 
 
 def _wait(future: Future[Answer]) -> Answer:

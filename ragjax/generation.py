@@ -81,7 +81,7 @@ class Generation:
         self._sampling = sampling
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
-        self._limit = min(limit, sampling.max_tokens)
+        self.limit = min(limit, sampling.max_tokens)
         self._sampler = Sampler(sampling)
         self._stream = Stream(tokenizer)
         self._pending = ""
@@ -105,7 +105,7 @@ class Generation:
         if cut is not None:
             self._pending = self._pending[:cut]
             return self._finish("stop", cut=True)
-        if len(self.tokens) >= self._limit:
+        if len(self.tokens) >= self.limit:
             return self._finish("length")
         return self._emit(len(self._pending) - _stop_overlap(self._pending, self._sampling.stop))
 

@@ -84,6 +84,12 @@ class Ticket:
         return self.request.rag is None or self.request.rag.strategy is None
 
     @property
+    def decode_tokens(self) -> int:
+        """Cells needed behind the prompt."""
+        forced = 0 if self.request.continuation is None else len(self.request.continuation)
+        return max(forced, self.generation.limit)
+
+    @property
     def wants_scores(self) -> bool:
         """Whether its continuation is to be computed before anything is generated."""
         return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None

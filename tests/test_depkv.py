@@ -84,18 +84,18 @@ def test_many_generate_from_it_at_once_and_it_is_not_closed_meanwhile(engine: En
 def test_an_audit_would_find_it_if_nobody_knew_of_it(engine: Engine) -> None:
     kv = engine.compute_depkv(PROMPT)
     engine.audit()
-    del engine._kept[kv.label]
+    del engine._loop.kept[kv.label]
     with pytest.raises(AuditError):
         engine.audit()
-    engine._kept[kv.label] = kv
+    engine._loop.kept[kv.label] = kv
     kv.close()
 
 
 def test_a_lost_device_takes_it_along(engine: Engine) -> None:
     kv = engine.compute_depkv(PROMPT)
-    engine._call(lambda: engine._recover(RuntimeError("lost")))
+    engine._loop.call(lambda: engine._loop._recover(RuntimeError("lost")))
     with pytest.raises(RequestError, match="compute it anew"):
         engine.generate_with_depkv(kv, max_tokens=2)
     assert engine.generate_with_depkv(engine.compute_depkv(PROMPT), max_tokens=2).exact_to == "dependency"
-    for held in list(engine._kept.values()):
+    for held in list(engine._loop.kept.values()):
         held.close()

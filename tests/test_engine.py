@@ -13,6 +13,7 @@ import pytest
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import (
     Answer,
+    ClosedError,
     ConfigError,
     Delta,
     Document,
@@ -272,7 +273,7 @@ def test_closing_ends_running_requests() -> None:
     def run() -> None:
         try:
             engine.answer_prompt(tiny.prompt(), max_tokens=600)
-        except OverloadError as error:
+        except ClosedError as error:
             failures.append(error)
 
     thread = threading.Thread(target=run)
@@ -283,7 +284,7 @@ def test_closing_ends_running_requests() -> None:
     thread.join()
     assert len(failures) == 1
     engine.close()
-    with pytest.raises(OverloadError, match="closed"):
+    with pytest.raises(ClosedError, match="closed"):
         engine.answer_prompt(tiny.prompt())
 
 

@@ -44,6 +44,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 }
 PARTS = {
     "loading": "engine",
+    "loop": "engine",
+    "shadow": "engine",
     "ticket": "engine",
     "fact": "engine",
     "depkv": "engine",

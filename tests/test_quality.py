@@ -352,7 +352,7 @@ def overwrite(engine: Engine, tokens: Tokens) -> None:
         target, source = hit.run.cells(tiny.PAGE)[:16], other.run.cells(tiny.PAGE)[:16]
         engine._runner.move(source, target, np.zeros(16, np.int32), (0, tiny.CONFIG.num_layers))
 
-    engine._call(run)
+    engine._loop.call(run)
 
 
 def exchange(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:

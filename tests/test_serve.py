@@ -238,6 +238,13 @@ def test_overload_is_429_with_retry_after() -> None:
             assert int(full.value.response.headers["retry-after"]) >= 1
 
 
+def test_closed_engine_is_503() -> None:
+    with serving(FakeEngine(error=core.ClosedError("the engine is closed"))) as served:
+        gone = served.post("/v1/chat/completions", json={"model": "fake", "messages": MESSAGES})
+        assert gone.status_code == 503 and gone.json()["error"]["code"] == "stopping"
+        assert int(gone.headers["retry-after"]) >= 1
+
+
 # -------------------------------------------------------------------------- what reaches the engine
 
 

@@ -40,6 +40,9 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     """What to tell the client; an error that is not the client's is logged here and told by its request id only."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, asyncio.CancelledError | core.ClosedError):
+        message = "the server is stopping; try again later"
+        return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
     if isinstance(error, core.OverloadError):
         return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"})
     if isinstance(error, core.RequestError):
@@ -50,9 +53,6 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
         return _validation_error(error)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=error.headers)
-    if isinstance(error, asyncio.CancelledError):
-        message = "the server is stopping; try again later"
-        return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
     request_id = scope["state"]["request_id"]
     _log.error("request %s failed", request_id, exc_info=error)
     message = f"internal error; the server's log has the details under request id {request_id}"

@@ -26,6 +26,7 @@ from ragjax import prompt as prompts
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import (
     Answer,
+    ClosedError,
     ConfigError,
     Divergence,
     Document,
@@ -514,7 +515,7 @@ class Engine:
                 raise RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
             self._loop.drop(kv, "the KV was closed")
 
-        if not self._loop.closed:
+        with suppress(ClosedError):  # all was given back when the engine was closed
             self._loop.call(give_back)
 
     def clear_cache(self) -> None:

@@ -127,15 +127,14 @@ class Loop:
             ClosedError: if nothing is served any more.
         """
         with self._lock:
-            if self._closed:
-                raise ClosedError("the engine is closed")
+            self._check_open()
             running = sum(not other.request.background for other in list(self._running.values()))
             waiting = self._pending - running
             if not ticket.request.background:
                 if waiting > self._max_queue:
                     raise OverloadError(f"{waiting} requests are in the queue; try again later")
                 self._pending += 1
-        self._inbox.put(lambda: self._arrive(ticket))
+            self._inbox.put(lambda: self._arrive(ticket))
 
     def cancel(self, ticket: Ticket) -> None:
         """End a request at the next pass boundary, without a word to its owner; nothing happens if it has ended."""
@@ -157,18 +156,23 @@ class Loop:
             except BaseException as error:
                 done.put(error)
 
-        if self._closed:
-            raise ClosedError("the engine is closed")
-        self._inbox.put(run)
+        with self._lock:
+            self._check_open()
+            self._inbox.put(run)
         error = done.get()
         if error is not None:
             raise error
 
     def close(self) -> None:
         """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice."""
-        self._closed = True
-        self._inbox.put(None)
+        with self._lock:  # what was taken in before is served or told; nothing comes behind the end
+            self._closed = True
+            self._inbox.put(None)
         self._thread.join()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed")
 
     def _wake(self) -> None:
         """Have the loop look around, if it sleeps. Callable in any thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -286,6 +287,34 @@ def test_closing_ends_running_requests() -> None:
     engine.close()
     with pytest.raises(ClosedError, match="closed"):
         engine.answer_prompt(tiny.prompt())
+
+
+def test_what_comes_while_the_engine_closes_is_told() -> None:
+    """A close that begins between a request's check and its place in the queue must not leave it there for ever."""
+    engine = tiny.engine()
+    inbox, closing = engine._loop._inbox, threading.Thread(target=engine.close)
+
+    class Slow:
+        get = inbox.get
+
+        def put(self, message: object) -> None:
+            if not closing.ident:
+                closing.start()
+                time.sleep(0.2)
+            inbox.put(message)  # type: ignore[arg-type]
+
+    engine._loop._inbox = Slow()  # type: ignore[assignment]
+    told: list[str] = []
+
+    def run() -> None:
+        engine.clear_cache()
+        told.append("done")
+
+    caller = threading.Thread(target=run, daemon=True)
+    caller.start()
+    caller.join(30)
+    closing.join(30)
+    assert told == ["done"] and not closing.is_alive()
 
 
 @pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=pytest.mark.long)])

@@ -71,18 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--longest", type=int, default=2048, help="most cached, and most new tokens (%(default)s)")
     chosen = parser.parse_args(arguments)
-    head = report.header("cost")
     longest = min(chosen.longest, 512) if chosen.quick else chosen.longest
-    with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
-        profile = measure(engine, longest, 1 if chosen.quick else 3)
-    profile.save(chosen.out)
-    rows = [
-        {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}
-        for a, row in zip(profile.cached, profile.seconds, strict=True)
-        for b, s in zip(profile.new, row, strict=True)
-    ]
-    report.finish(head, rows, COLUMNS, chosen.json)
-    return 0
+
+    def rows(_: report.Header) -> list[dict[str, float]]:
+        with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
+            profile = measure(engine, longest, 1 if chosen.quick else 3)
+        profile.save(chosen.out)
+        return [
+            {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}
+            for a, row in zip(profile.cached, profile.seconds, strict=True)
+            for b, s in zip(profile.new, row, strict=True)
+        ]
+
+    return 0 if report.measured("cost", COLUMNS, chosen.json, rows) is not None else 1
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 import ragjax
 from benchmarks import report
 from ragjax.engine import Engine
+from ragjax.flag import integer
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 MODEL = "smollm2-135m-instruct"
@@ -29,20 +30,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = report.parser("demo", __doc__ or "")
     flags.add_argument("--model", default=MODEL, metavar="NAME_OR_PATH", help="model (%(default)s)")
     flags.add_argument("--strategy", default="full,prefix,naive", help="strategies, comma-separated (%(default)s)")
-    flags.add_argument("--limit", type=int, metavar="N", help="use the first N questions")
+    flags.add_argument("--limit", type=integer(1), metavar="N", help="use the first N questions")
     options = flags.parse_args(argv)
     limit = options.limit or (20 if options.quick else None)
     questions, on_graph = (_questions(name, limit) for name in ("questions", "graph_questions"))
-    head = report.header("demo")
-    with Engine.load(options.model, knowledge=DEMO / "documents", graph={"demo": DEMO / "facts.tsv"}) as engine:
-        rows = [
-            row(engine, strategy, count, [q for q in questions if len(q["documents"]) == count])
-            for strategy in options.strategy.split(",")
-            for count in (1, 2)
-        ]
-        rows += [graph_row(engine, hops, [q for q in on_graph if len(q["paths"][0]) // 2 == hops]) for hops in (1, 2)]
-    report.finish(head, rows, COLUMNS, options.json)
-    return 0
+
+    def measure(_: report.Header) -> list[dict[str, Any]]:
+        with Engine.load(options.model, knowledge=DEMO / "documents", graph={"demo": DEMO / "facts.tsv"}) as engine:
+            rows = [
+                row(engine, strategy, count, [q for q in questions if len(q["documents"]) == count])
+                for strategy in options.strategy.split(",")
+                for count in (1, 2)
+            ]
+            hops = {n: [q for q in on_graph if len(q["paths"][0]) // 2 == n] for n in (1, 2)}
+            return rows + [graph_row(engine, n, asked) for n, asked in hops.items()]
+
+    return 0 if report.measured("demo", COLUMNS, options.json, measure) is not None else 1
 
 
 def row(engine: Engine, strategy: str, count: int, questions: list[dict[str, Any]]) -> dict[str, Any]:

@@ -203,7 +203,8 @@ def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]
     empty = [name for name, questions in sets.items() if not questions]
     if empty:
         raise ConfigError(f"no question of {empty[0]} was put aside in {', '.join(chosen.aside)}")
-    samples = report.Samples("finetuning", graphrag.settings_of(chosen, head, "tuned", "control", "paths"))
+    settings = graphrag.settings_of(chosen, head, ("model", "tuned", "control"), "paths")
+    samples = report.Samples("finetuning", settings)
     made = list(rows(measure(chosen, sets, samples)))
     samples.done()
     return made

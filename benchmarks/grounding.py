@@ -136,7 +136,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)")
     add("--plot", type=Path, metavar="DIR", help="also draw the figure")
     chosen = flags.parse_args(arguments)
-    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
+    if chosen.limit is None:
+        chosen.limit = QUICK_LIMIT if chosen.quick else LIMIT
     if chosen.limit < 1:
         flags.error("--limit must be at least 1")
     return chosen

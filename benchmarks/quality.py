@@ -255,7 +255,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         flags.error("give --data, --triviaqa or both")
     if chosen.data is not None and not chosen.data.is_dir():
         flags.error(f"no such folder: {chosen.data}")
-    chosen.limit = _at_least(flags, "--limit", 1, chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT))
+    if chosen.limit is None:
+        chosen.limit = QUICK_LIMIT if chosen.quick else LIMIT
+    _at_least(flags, "--limit", 1, chosen.limit)
     _at_least(flags, "--sweep", 0, chosen.sweep)
     _at_least(flags, "--deviation", 0, chosen.deviation)
     chosen.ratios = _numbers(flags, "--ratios", chosen.ratios, float, 1.0)
@@ -267,10 +269,9 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return chosen
 
 
-def _at_least(flags: argparse.ArgumentParser, name: str, least: int, value: int) -> int:
+def _at_least(flags: argparse.ArgumentParser, name: str, least: int, value: int) -> None:
     if value < least:
         flags.error(f"{name} must be at least {least}, not {value}")
-    return value
 
 
 def _numbers(flags: argparse.ArgumentParser, name: str, text: str, kind: Any, most: float) -> list[Any]:
@@ -357,9 +358,10 @@ def _check(what: str, names: Sequence[str], known: Mapping[str, Any]) -> None:
 
 def settings_of(chosen: argparse.Namespace, head: report.Header) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
-    kept = ("model", "dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa")
+    kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa")
     return {
         **{name: str(getattr(chosen, name)) for name in kept},
+        "model": report.weights_of(chosen.model),
         "deviation": chosen.deviation,
         "machine": head.machine["cpu"],
         "versions": head.versions,

@@ -188,7 +188,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = flags.parse_args(arguments)
     if not 0 <= chosen.ratio <= 1:
         flags.error(f"--ratio must lie in [0, 1], not {chosen.ratio}")
-    chosen.runs = chosen.runs or (QUICK_RUNS if chosen.quick else RUNS)
+    if chosen.runs is None:
+        chosen.runs = QUICK_RUNS if chosen.quick else RUNS
     if chosen.runs < 1:
         flags.error(f"--runs must be at least 1, not {chosen.runs}")
     return chosen

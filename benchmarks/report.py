@@ -169,6 +169,18 @@ class Samples:
         self._path.unlink(missing_ok=True)
 
 
+def weights_of(model: str) -> str:
+    """Digest of a model's weights, hexadecimal: its name may stand for others by the time a stopped run goes on.
+
+    Raises:
+        ConfigError: if there is no such model.
+    """
+    from ragjax.models.adapter import model_digest
+    from ragjax.models.hub import cache_dir, resolve
+
+    return model_digest(resolve(model), cache_dir()).hex()
+
+
 def _read_samples(path: Path) -> list[tuple[str, dict[str, Any]]]:
     if not path.exists():
         return []

@@ -6,7 +6,6 @@ key spans; a request goes in and events come out (docs/architecture.md walks one
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -441,7 +440,7 @@ class Grid:
     segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
     """
 
-    rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (384, 128), (512, 128))
+    rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (336, 112), (512, 128))
     slots: tuple[int, ...] = (64, 256)
     logits: tuple[int, ...] = (2, 8, 32)
     segments: int = 16
@@ -562,21 +561,29 @@ class Graph:
 
     name: of the graph; None uses the engine's default.
     entities: whose facts; None: of those that the question names.
-    given: relation paths brought along, used instead of retrieval; each is entity, relation, entity, …
-    hops: triples of the longest path retrieved. paths: most paths of an entity, those most similar to the question.
+    relation_paths: paths brought along, used instead of retrieval; each is entity, relation, entity, …
+    hops: triples of the longest path retrieved (None: 2). paths: most paths of an entity, those most similar to the
+        question (None: 30).
     serialization: whole paths, or each triple once.
+
+    Raises:
+        RequestError: for a field that would have no effect.
     """
 
     name: str | None = None
     entities: tuple[str, ...] | None = None
-    given: tuple[tuple[str, ...], ...] | None = None
-    hops: int = 2
-    paths: int = 30
+    relation_paths: tuple[tuple[str, ...], ...] | None = None
+    hops: int | None = None
+    paths: int | None = None
     serialization: Literal["path", "triplet"] = "path"
 
     def __post_init__(self) -> None:
-        both = self.entities is not None and self.given is not None
-        _check(not both, "give entities or relation_paths, not both", "rag.graph.relation_paths")
+        for name in ("name", "entities", "hops", "paths"):
+            both = self.relation_paths is not None and getattr(self, name) is not None
+            _check(not both, f"give {name} or relation_paths, not both", f"rag.graph.{name}")
+        for name in ("entities", "relation_paths"):
+            given = getattr(self, name)
+            _check(given is None or len(given) > 0, f"{name} is empty: give some, or leave it out", f"rag.graph.{name}")
 
 
 @dataclass(frozen=True)
@@ -590,6 +597,9 @@ class Rag:
         the knowledge base, or a Document.
     recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy computes anew; None uses its own.
     graph: facts, used instead of chunks.
+
+    Raises:
+        RequestError: for fields that exclude each other, or a ratio that cannot be.
     """
 
     knowledge: str | None = None
@@ -602,6 +612,7 @@ class Rag:
     def __post_init__(self) -> None:
         texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
         _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
+        _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
         ratio = self.recompute_ratio
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
 
@@ -637,12 +648,16 @@ class FactReport:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One generated token, its natural-log probability, and the likeliest alternatives."""
+    """One generated token, its natural-log probability, and the likeliest alternatives.
+
+    begin: characters of the answer before its text; tokens of one character share it.
+    """
 
     token: str
     id: int
     logprob: float
     top: tuple[tuple[str, int, float], ...] = ()
+    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -745,11 +760,20 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.at_rest not in get_args(AtRest):
             raise ConfigError(f"unknown at_rest {self.at_rest!r}; choose one of {', '.join(get_args(AtRest))}")
-        if not 0 <= self.host_gb < math.inf:
-            raise ConfigError(f"host_gb must be a number from 0, not {self.host_gb!r}")
+        if not 0 <= self.host_gb <= 1e9:
+            raise ConfigError(f"host_gb must be a number from 0 to 1e9, not {self.host_gb!r}")
         if self.variants < 1:
             raise ConfigError(f"variants must be at least 1, not {self.variants!r}")
         limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout}
         for name, value in limits.items() | {(f"quotas[{tenant!r}]", gb) for tenant, gb in self.quotas.items()}:
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be a number above 0, not {value!r}")
+            if not 0 < value <= 1e9:
+                raise ConfigError(f"{name} must be a number above 0, up to 1e9, not {value!r}")
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written as UTF-8; JSON and file names can hold halves of surrogate pairs, which cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -26,6 +26,7 @@ from ragjax import prompt as prompts
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import (
     Answer,
+    Chunk,
     ClosedError,
     ConfigError,
     Divergence,
@@ -69,6 +70,9 @@ if TYPE_CHECKING:
     from ragjax.retrieval.triples import Alias
 
 _log = logging.getLogger(__name__)
+
+PATH_CHARS = 64
+"""Characters of given relation paths for each token of the context, at most: all are encoded to see how many fit."""
 
 
 class Engine:
@@ -231,7 +235,9 @@ class Engine:
         """Name of the strategy that serves a request, as it says or leaves open."""
         if rag is not None and rag.strategy is not None:
             return rag.strategy
-        return self.default_strategy if rag is None or rag.graph is None else DEPENDENCY[0]
+        if rag is None or rag.graph is None or self._contract.faulted:
+            return self.default_strategy
+        return DEPENDENCY[0]
 
     def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
         """Have `observer` called with strategy and divergence of each request replayed, in the engine's thread."""
@@ -269,10 +275,13 @@ class Engine:
             "cancelled_total": counters.cancelled,
             "errors_total": counters.errors,
             "steps_total": counters.steps,
+            "lookups_total": metrics.lookups,
             "exact_hit_tokens_total": metrics.exact_hit_tokens,
             "approximate_hit_tokens_total": metrics.approximate_hit_tokens,
             "missed_tokens_total": metrics.missed_tokens,
+            "admitted_tokens_total": metrics.admitted_tokens,
             "evicted_tokens_total": metrics.evicted_tokens,
+            "unwritten_tokens_total": metrics.unwritten_tokens,
             "tier_hit_tokens_total": dict(metrics.tier_hit_tokens),
             "transfers_total": dict(metrics.jobs),
             "transfer_bytes_total": dict(metrics.job_bytes),
@@ -469,7 +478,7 @@ class Engine:
             RequestError: if it cannot be served as asked.
         """
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
-        name = strategy if isinstance(strategy, str) else None
+        name = strategy if strategy is None or isinstance(strategy, str) else strategy.name
         rag = Rag(strategy=name, recompute_ratio=recompute_ratio)
         request = Request((), None, sampling, rag, tenant, want_logits, continuation, background)
         own = None if isinstance(strategy, str) else strategy
@@ -522,14 +531,18 @@ class Engine:
         """Drop all KV that no running request uses."""
         self._loop.call(self._cache.clear)
 
-    def holds(self, prompts: Sequence[Prompt], strategy: Strategy) -> tuple[bool, ...]:
-        """Whether the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk."""
+    def holds(self, prompts: Sequence[Prompt], strategy: Strategy, *, meta: bool = False) -> tuple[bool, ...]:
+        """Whether the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk.
+
+        meta: only if there is something that a strategy noted with it.
+        """
         kept: list[bool] = []
 
         def look() -> None:
-            keys = [strategy.keys(prompt, self._cache, "")[-1] for prompt in prompts]
-            on_disk = self._disk.find if self._disk is not None else lambda key: None
-            kept.extend(self._cache.tree.find(key) is not None or on_disk(key) is not None for key in keys)
+            for prompt in prompts:
+                key = strategy.keys(prompt, self._cache, "")[-1]
+                found = self._cache.tree.find(key) or (self._disk.find(key) if self._disk is not None else None)
+                kept.append(found is not None and (bool(found.meta) or not meta))
 
         self._loop.call(look)
         return tuple(kept)
@@ -582,6 +595,7 @@ class Engine:
     # ------------------------------------------------------------------------- in the caller's thread
 
     def _prepare(self, request: Request, sink: Sink, arrival: float) -> Ticket:
+        self._check_texts(request)
         if request.prompt is not None:
             return self._ticket(prompts.text_prompt(self.tokenizer, request.prompt), request, sink, arrival, 0.0)
         if request.rag is not None and request.rag.graph is not None:
@@ -596,11 +610,12 @@ class Engine:
         began, rag = time.perf_counter(), request.rag or Rag()
         if not request.messages:
             raise RequestError("a graph needs messages", param="rag.graph")
-        graph = None if asked.given is not None else self._graph(asked.name, create=False)
+        self._check_given(asked.relation_paths or ())
+        graph = None if asked.relation_paths is not None else self._graph(asked.name, create=False)
         strategy, _ = self._resolve(replace(rag, strategy=self.strategy_of(rag)))
         build = partial(
             prompts.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
-            public=self._share, share=self._share and asked.given is None,
+            public=self._share, share=self._share and asked.relation_paths is None,
         )  # fmt: skip
         room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
         grounded = fact.ground(fact.gather(graph, asked, request.messages[-1].content), build, room)
@@ -610,11 +625,22 @@ class Engine:
         ticket.notices += grounded.notices
         return ticket
 
+    def _check_given(self, paths: Sequence[Sequence[str]]) -> None:
+        given, most = sum(len(step) for path in paths for step in path), PATH_CHARS * self.context_length
+        if given > most:
+            raise RequestError(
+                f"the relation paths have {given} characters; the context takes up to {most}. Give fewer paths",
+                param="rag.graph.relation_paths",
+                code="context_length_exceeded",
+            )
+
     def _retrieve(self, request: Request) -> tuple[Hit, ...] | None:
         rag = request.rag
         if rag is None or not request.messages:
             return None
         top_k = self.top_k if rag.top_k is None else rag.top_k
+        if rag.knowledge is not None:
+            self._base(rag.knowledge, create=False)  # an unknown name is an error even where nothing is looked up
         if rag.documents is not None:
             return self._given(rag.documents, rag.knowledge)
         if (rag.knowledge is None and not self._knowledge) or top_k == 0:
@@ -624,15 +650,38 @@ class Engine:
 
     def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
         hits: list[Hit] = []
+        room = self.context_length
         for document in documents:
             if isinstance(document, Document):
-                chunks = self._chunker.chunks(document)
-                if not chunks:
-                    raise RequestError(f"document {document.id!r} has no text", param="rag.documents")
+                chunks = self._cut(document, room)
             else:
                 chunks = self._base(knowledge, create=False).document(document)
             hits += [Hit(chunk, 1.0, self._share and isinstance(document, str)) for chunk in chunks]
+            room -= sum(len(chunk.tokens) for chunk in chunks)
+            if room < 0:
+                raise self._overlong("documents have", "Give fewer or shorter documents", "rag.documents")
         return tuple(hits)
+
+    def _cut(self, document: Document, room: int) -> tuple[Chunk, ...]:
+        # cutting takes long, and drops but white space: what is twice too long is seen without
+        if self._chunker.exceeds(document.text, 2 * room):
+            raise self._overlong("documents have", "Give fewer or shorter documents", "rag.documents")
+        chunks = self._chunker.chunks(document)
+        if not chunks:
+            raise RequestError(f"document {document.id!r} has no text", param="rag.documents")
+        return chunks
+
+    def _overlong(self, what: str, advice: str, param: str) -> RequestError:
+        most = self.context_length
+        reason = f"the {what} more than {most} tokens; the context holds no more, answer included"
+        return RequestError(f"{reason}. {advice}", param=param, code="context_length_exceeded")
+
+    def _check_texts(self, request: Request) -> None:
+        """Refuse what is clearly too long before all of it is encoded, which nobody could stop."""
+        if request.prompt is not None and self._chunker.exceeds(request.prompt, 2 * self.context_length):
+            raise self._overlong("prompt has", "Shorten it", "prompt")
+        if any(self._chunker.exceeds(message.content, 2 * self.context_length) for message in request.messages):
+            raise self._overlong("messages have", "Shorten them", "messages")
 
     def _ticket(
         self,
@@ -657,7 +706,7 @@ class Engine:
     def _resolve(self, rag: Rag) -> tuple[Strategy, float | None]:
         """What serves a request, and the recompute ratio."""
         default = self.default_setting
-        strategy = self._strategies.get(rag.strategy or default.strategy)
+        strategy = self._strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:
             known = ", ".join(self._strategies)
             raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
@@ -677,11 +726,13 @@ class Engine:
 
     def _check_length(self, ticket: Ticket) -> None:
         prompt, capacity = ticket.prompt, self._cache.pool.capacity
+        raw = ticket.request.prompt is not None
+        param = "prompt" if raw else "messages"
         if len(prompt) + 1 > self.context_length:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens; the context holds {self.context_length}, answer included. "
-                "Shorten the messages, or retrieve fewer chunks",
-                param="messages",
+                f"Shorten {'it' if raw else 'the messages, or retrieve fewer chunks'}",
+                param=param,
                 code="context_length_exceeded",
             )
         needed = len(prompt) + ticket.decode_tokens
@@ -694,7 +745,7 @@ class Engine:
             raise RequestError(
                 f"the request needs {pages} pages of KV; the device cache has {capacity}. "
                 "Shorten the prompt, lower max_tokens, or give the device cache more memory",
-                param="messages",
+                param=param,
                 code="context_length_exceeded",
             )
 

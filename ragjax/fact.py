@@ -33,10 +33,12 @@ def gather(graph: KnowledgeGraph | None, asked: Graph, question: str) -> tuple[S
     Raises:
         RequestError: for a path that is none, an entity that the graph does not know, or a number out of range.
     """
-    if asked.given is not None:
-        return subgraphs_of(serialize(map(RelationPath, asked.given), asked.serialization))
+    if asked.relation_paths is not None:
+        return subgraphs_of(serialize(map(RelationPath, asked.relation_paths), asked.serialization))
     assert graph is not None
-    return graph.subgraphs(question, asked.entities, asked.hops, asked.paths, asked.serialization)
+    given = {"hops": asked.hops, "paths": asked.paths}
+    limits = {name: value for name, value in given.items() if value is not None}
+    return graph.subgraphs(question, asked.entities, serialization=asked.serialization, **limits)
 
 
 def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], Prompt], room: int) -> Grounded:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -40,19 +39,19 @@ def integer(low: int, high: int = 10**9) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A number above 0."""
+    """A number above 0, up to 10^9."""
     with suppress(ValueError):
-        if 0 < float(text) < math.inf:
+        if 0 < float(text) <= 1e9:
             return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
+    raise argparse.ArgumentTypeError(f"must be a number above 0, up to 1e9, not {text!r}")
 
 
 def from_zero(text: str) -> float:
-    """A number from 0."""
+    """A number from 0 to 10^9."""
     with suppress(ValueError):
-        if 0 <= float(text) < math.inf:
+        if 0 <= float(text) <= 1e9:
             return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number from 0, not {text!r}")
+    raise argparse.ArgumentTypeError(f"must be a number from 0 to 1e9, not {text!r}")
 
 
 def share(text: str) -> float:

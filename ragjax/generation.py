@@ -7,7 +7,7 @@ those of the model (temperature 1, nothing cut), as OpenAI's API reports them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,8 +30,10 @@ class Sampler:
         """The next token of float32 logits [V]."""
         if self._sampling.temperature == 0.0:
             return int(np.argmax(logits_V))
-        kept, logits = self._candidates(logits_V.astype(np.float64) / self._sampling.temperature)
-        weights = np.exp(logits - logits.max())
+        with np.errstate(over="ignore"):  # a tiny temperature makes all but the likeliest -inf, which is right
+            scaled_V = (logits_V.astype(np.float64) - logits_V.max()) / self._sampling.temperature
+        kept, logits = self._candidates(scaled_V)
+        weights = np.exp(logits)
         weights /= weights.sum()
         if self._sampling.top_p < 1.0:
             ranked = np.argsort(-weights, kind="stable")
@@ -93,10 +95,10 @@ class Generation:
         if token in self._eos:
             return self._finish("stop")
         self.tokens.append(token)
+        begin = len(self.text) + len(self._pending)
         logprob = None
         if self._sampling.logprobs is not None:
-            logprob = token_logprob(logits_V, token, self._sampling.logprobs, self._tokenizer)
-        begin = len(self.text) + len(self._pending)
+            logprob = replace(token_logprob(logits_V, token, self._sampling.logprobs, self._tokenizer), begin=begin)
         self._pending += self._stream.push(token)
         # the bytes of an unfinished character belong to one that is yet to come
         end = len(self.text) + len(self._pending) + self._stream.unfinished

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,7 +32,9 @@ from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import load as load_documents
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.path import Triple
 from ragjax.retrieval.reader import read as read_triples
+from ragjax.retrieval.triples import Alias, forward
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.alpha import Alpha
 from ragjax.reuse.base import Strategy
@@ -41,6 +44,8 @@ from ragjax.runner import Runner
 from ragjax.store.disk import DiskStore
 from ragjax.store.mover import Mover
 from ragjax.trace import Recorder
+
+_log = logging.getLogger(__name__)
 
 PAGE_SIZE = 64
 ENCODER = "all-minilm-l6-v2"
@@ -314,14 +319,25 @@ def _graph_opener(
 
 
 def _fill_graph(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
-    """Add what the source holds to the graph; what is there already is passed over."""
+    """Make the graph hold exactly the triples that the source holds; what is there already costs little."""
+    held: set[Triple] = set()
+
+    def noted() -> Iterator[Triple | Alias]:
+        for item in read_triples(source):
+            if isinstance(item, Triple):
+                held.add(forward(item))
+            yield item
+
     with tqdm(desc=f"importing {name}", unit="item", disable=not progress) as bar:
 
         def show(what: str, done: int) -> None:
             bar.set_postfix_str(what, refresh=False)
             bar.update(done - bar.n)
 
-        engine.add_triples(read_triples(source), name, show)
+        engine.add_triples(noted(), name, show)
+    gone = engine.knowledge_graph(name).retain(held)
+    if gone:
+        _log.info("%s: %d triples are no longer in %s and were removed", name, gone, source)
 
 
 def _opener(

@@ -89,6 +89,7 @@ class Loop:
         self._lock = threading.Lock()
         self._closed = False
         self._blocked = False
+        self._stalled: float | None = None
         if mover is not None:
             mover.notify = self._wake
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
@@ -129,10 +130,10 @@ class Loop:
         with self._lock:
             self._check_open()
             running = sum(not other.request.background for other in list(self._running.values()))
-            waiting = self._pending - running
+            waiting = self._pending - max(running, 1)  # while none runs, one of them is about to
             if not ticket.request.background:
-                if waiting > self._max_queue:
-                    raise OverloadError(f"{waiting} requests are in the queue; try again later")
+                if waiting >= self._max_queue:
+                    raise OverloadError(f"the queue is full: {waiting} requests wait; try again later")
                 self._pending += 1
             self._inbox.put(lambda: self._arrive(ticket))
 
@@ -189,6 +190,7 @@ class Loop:
         del self.kept[kv.label]
         kv.closed = reason
         kv.holding.close()
+        self._blocked = False
 
     def _run(self) -> None:
         busy = True
@@ -208,6 +210,7 @@ class Loop:
         moved = self._cache.poll()
         self._blocked = self._blocked and not moved
         self._check_loads()
+        self._check_stall()
         self._admit()
         self._move()
         batch = self._scheduler.next_batch()
@@ -271,6 +274,16 @@ class Loop:
                 ticket.waits_since = now
             elif now - ticket.waits_since > self._load_timeout:
                 self._fall_back(ticket, "slow", f"loading KV took over {self._load_timeout:g} s; it was computed anew")
+
+    def _check_stall(self) -> None:
+        """Loads that are not done in time, and that nobody waits for, give back their pages if these are what lacks."""
+        now = time.perf_counter()
+        if self._running or not (self._waiting or self._background) or not self._cache.loading:
+            self._stalled = None
+        elif self._stalled is None:
+            self._stalled = now
+        elif now - self._stalled > self._load_timeout and self._cache.give_up():
+            self._stalled, self._blocked = None, False
 
     def _fall_back(self, ticket: Ticket, reason: str, notice: str) -> None:
         if not self.counters.load_fallbacks[reason]:
@@ -339,8 +352,9 @@ class Loop:
         Raises:
             RequestError: if it is alone and still has no room.
         """
-        for attempt in (1, 2):
-            ticket.admitted = time.perf_counter()
+        vacated = False
+        while True:
+            now = time.perf_counter()
             task = self._task(ticket)
             try:
                 task.start()
@@ -349,21 +363,28 @@ class Loop:
                     continue
                 if self._running or self._cache.loading:
                     return False
-                if attempt == 1:  # what it would reuse may lie scattered over more pages than it needs
+                if not vacated:  # what it would reuse may lie scattered over more pages than it needs
                     self._cache.vacate()
+                    vacated = True
                     continue
-                raise RequestError(str(error), param="messages", code="context_length_exceeded") from error
+                param = "messages" if ticket.request.prompt is None else "prompt"
+                raise RequestError(str(error), param=param, code="context_length_exceeded") from error
             except BaseException:
                 task.close()
                 raise
             break
-        ticket.task, ticket.waits_since = task, ticket.admitted
+        ticket.task, ticket.waits_since = task, now
+        if not ticket.first_token:
+            ticket.admitted = now
         if task.holding.ready:
             ticket.stop_waiting(time.perf_counter())
         self._running[id(task)] = ticket
         self._scheduler.tasks.append(task)
         if task.plan is not None:
-            self._planned(ticket, task, task.plan)
+            try:
+                self._planned(ticket, task, task.plan)
+            except Exception as error:  # it is among the running ones by now
+                self._fail(ticket, error)
         return True
 
     def _task(self, ticket: Ticket) -> Task:
@@ -433,6 +454,7 @@ class Loop:
         for kv in list(self.kept.values()):
             self.drop(kv, "the KV was lost with the device's memory: compute it anew")
         self._runner.reset()
+        self._cache.give_up()
         while self._cache.loading:
             self._cache.poll()
             time.sleep(TICK)
@@ -457,6 +479,7 @@ class Loop:
         """The prompt's KV and last logits are there."""
         if not ticket.first_token:
             self._note_first_token(ticket)
+            ticket.logits = plan.logits
         if not ticket.force():
             self._push(ticket, task, plan.logits)
 
@@ -509,10 +532,10 @@ class Loop:
                 total=(now - ticket.arrival) * 1e3,
             ),
             logprobs=tuple(generation.logprobs),
-            logits=plan.logits if ticket.request.want_logits else None,
+            logits=ticket.logits if ticket.request.want_logits else None,
             notices=(
                 *ticket.notices,
-                *(self._contract.notices if ticket.by_default else ()),
+                *(self._contract.notices if self._by_setting(ticket) else ()),
                 *(f"attention not by {refused}" for refused in self._runner.fallbacks),
             ),
             recompute_ratio=ticket.ratio,
@@ -521,6 +544,10 @@ class Loop:
             figures=plan.figures,
             facts=ticket.facts,
         )
+
+    def _by_setting(self, ticket: Ticket) -> bool:
+        """Whether the contract's setting served a request: those for a graph have a default of their own."""
+        return ticket.by_default and (self._contract.faulted or not ticket.has_graph)
 
     def _count(self, ticket: Ticket, reports: Sequence[SegmentReport]) -> None:
         counters, generated = self.counters, len(ticket.generation.tokens)
@@ -549,6 +576,7 @@ class Loop:
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
             self._cache.withdraw(ticket.id)
+            self._blocked = False
         if not ticket.request.background:
             with self._lock:
                 self._pending -= 1

@@ -17,14 +17,14 @@ import argparse
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
 from ragjax import core
-from ragjax.cache.cache import neighbours
+from ragjax.cache.cache import neighbours_digest
 from ragjax.core import Answer, Chunk, Hit, Message, Prompt, Segment, StorageOptions
 from ragjax.engine import Engine
 from ragjax.flag import command_line, from_zero, integer, knowledge, positive
@@ -57,7 +57,7 @@ class Job:
     @property
     def behind(self) -> bytes:
         """Digest that names its KV, as `Segment.behind` (empty without neighbours)."""
-        return neighbours(segment.tokens for segment in self.neighbours)
+        return neighbours_digest(segment.tokens for segment in self.neighbours)
 
     def fitted(self, context_length: int) -> Job:
         """The same with as many of the first neighbours as the context holds."""
@@ -123,7 +123,7 @@ def fuse_all(engine: Engine, jobs: Sequence[Job], *, record: bool = False, progr
 
 def _fuse_group(engine: Engine, jobs: Sequence[Job], strategy: Fuse, step: Callable[[], object]) -> int:
     """Compute what is missing of the jobs' KV; returns how many were computed."""
-    held = engine.holds([job.prompt for job in jobs], strategy)
+    held = _held(engine, jobs, strategy)
     todo = [job for job, is_held in zip(jobs, held, strict=True) if not is_held]
     for _ in range(len(jobs) - len(todo)):
         step()
@@ -131,12 +131,19 @@ def _fuse_group(engine: Engine, jobs: Sequence[Job], strategy: Fuse, step: Calla
     alone = {job.system.tokens.tobytes() + segment.tokens.tobytes(): Job(job.system, segment, ())
              for job in todo for segment in job.neighbours}  # fmt: skip
     prompts = [job.prompt for job in alone.values()]
-    held = engine.holds(prompts, strategy)
-    for _ in _answers(engine, [prompt for prompt, is_held in zip(prompts, held, strict=True) if not is_held], strategy):
+    kept = engine.holds(prompts, strategy)
+    for _ in _answers(engine, [prompt for prompt, is_kept in zip(prompts, kept, strict=True) if not is_kept], strategy):
         pass
     for _ in _answers(engine, [job.prompt for job in todo], strategy):
         step()
     return len(todo)
+
+
+def _held(engine: Engine, jobs: Collection[Job], strategy: Fuse) -> list[bool]:
+    """Whether the KV of each job is kept, with what is to be recorded of those that have neighbours."""
+    prompts = [job.prompt for job in jobs]
+    there, noted = (engine.holds(prompts, strategy, meta=meta) for meta in (False, strategy.record))
+    return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
 
 
 def _answers(engine: Engine, prompts: Sequence[Prompt], strategy: Fuse) -> Iterator[Answer]:
@@ -233,7 +240,7 @@ class _Run:
     def mark(self, jobs: Mapping[int, Job], lists: Lists) -> None:
         """Note in the knowledge base which chunks' KV is there now."""
         known = self.base.chunks(jobs)
-        held = self.engine.holds([job.prompt for job in jobs.values()], self.strategy)
+        held = _held(self.engine, jobs.values(), self.strategy)
         for (own, job), is_held in zip(jobs.items(), held, strict=True):
             if is_held and job.neighbours and own in known and known[own].behind != job.behind:
                 self.base.mark_fused(own, lists[own][: len(job.neighbours)], job.behind)
@@ -241,7 +248,7 @@ class _Run:
     def lost(self, lists: Lists) -> int:
         """How many of the chunks' KV is not there."""
         jobs = self.jobs(lists).values()
-        return len(jobs) - sum(self.engine.holds([job.prompt for job in jobs], self.strategy))
+        return len(jobs) - sum(_held(self.engine, jobs, self.strategy))
 
     def _job(self, chunk: Chunk, others: Sequence[Chunk]) -> Job:
         job = Job(self.head, self._segment(chunk), tuple(self._segment(other) for other in others))

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import Grid, Probe, Step, Want
+from ragjax.core import ConfigError, Grid, Probe, Step, Want
 from ragjax.kernels import probe as probes
 from ragjax.kernels.attention import Choice, choose, paged_interval_attention
 from ragjax.kernels.blocks import Blocks, visible_blocks
@@ -90,6 +90,9 @@ class Runner:
         mesh: one axis, "kv_heads" (one device, if None).
         attention: backend of attention to try first (`kernels.attention.BACKENDS`).
 
+    Raises:
+        ConfigError: if there is no memory for so many pages.
+
     Attributes:
         storage_dtype: of the pool's arrays.
         calls: attentions run so far, by backend.
@@ -133,11 +136,23 @@ class Runner:
         self._pool_sharding = NamedSharding(self._mesh, POOL)
         create = partial(page_store.create, config, per_stage, pages, page_size, self.storage_dtype)
         self._create = jax.jit(create, out_shardings=self._pool_sharding)
-        self._pools: list[Pages] = [self._create() for _ in stages]
+        self._pools = self._create_pools(len(stages), pages)
         table = rotation_table(config, context or config.context_length)
         self._rotation: Rotation = jax.device_put(table, NamedSharding(self._mesh, P()))
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._choices: dict[tuple[int, int], Choice] = {}
+
+    def _create_pools(self, count: int, pages: int) -> list[Pages]:
+        try:
+            pools = [self._create() for _ in range(count)]
+            jax.block_until_ready(pools)
+            return pools
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            size = self.config.kv_bytes_per_token(self.storage_dtype.itemsize) * self.page_size * pages / 2**30
+            problem = f"the device has no room for a cache of {size:.3g} GB"
+            raise ConfigError(f"{problem}: lower --device-cache-gb") from error
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -432,7 +447,15 @@ class Runner:
         return self._programs[key]
 
     def _compile(self, kind: str, *shape: Any) -> Any:
-        return getattr(self, f"_compile_{kind}")(*shape)
+        compilers: dict[str, Callable[..., Any]] = {
+            "begin": self._compile_begin,
+            "stage": self._compile_stage,
+            "end": self._compile_end,
+            "move": self._compile_move,
+            "extract": self._compile_extract,
+            "insert": self._compile_insert,
+        }
+        return compilers[kind](*shape)
 
     def _compile_begin(self, rows: int, slots: int) -> Any:
         function = partial(_begin, self._spec, dict(self.grid.rows)[rows])

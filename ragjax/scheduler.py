@@ -200,6 +200,7 @@ class Task:
         self.generated: list[int] = []
         self._wants: frozenset[Want] = frozenset()
         self._before: Work | None = None
+        self._tail_N = np.zeros(0, np.int32)  # cells of generated tokens, once there may be any
         self._conversation = strategy.carry_out(prompt, holding, ratio)
 
     @property
@@ -251,10 +252,10 @@ class Task:
         n, size = len(tokens), len(self.prompt)
         if not 0 < n <= self.plan.tail.length:
             raise ValueError(f"{n} tokens were given; there are cells for {self.plan.tail.length}")
-        table = self._tail_table(self.plan)
+        table = self._open_tail(self.plan)
         for index in range(n):
             table.show(index, size + index)
-        order, cell = np.arange(size, size + n, dtype=np.int32), self._tail_cells[:n]
+        order, cell = np.arange(size, size + n, dtype=np.int32), self._tail_N[:n]
         logits_at = {i: i for i in range(n)}
         self.work = Work(np.asarray(tokens, np.int32), order, order, cell, table, logits_at, size + n, self._all_layers)
 
@@ -264,13 +265,13 @@ class Task:
         The work comes back as `work.logits[0]`.
         """
         assert self.plan is not None
-        table = self._tail_table(self.plan) if self.work is None else self.work.table
+        table = self._open_tail(self.plan) if self.work is None else self.work.table
         index = len(self.generated)
         order = len(self.prompt) + index
         self.generated.append(token)
         table.show(index, order)
         row = np.array([order], np.int32)
-        cell = self._tail_cells[index : index + 1]
+        cell = self._tail_N[index : index + 1]
         self.work = Work(np.array([token], np.int32), row, row, cell, table, {0: 0}, order + 1, self._all_layers)
 
     def finish(self) -> None:
@@ -379,10 +380,10 @@ class Task:
         if (cells < 0).any() or not np.isin(cells // self.holding.page_size, own).all():
             raise RuntimeError(f"{self.strategy.name} would write into cached pages")
 
-    def _tail_table(self, plan: Plan) -> SlotTable:
-        """The prompt's keys as generated tokens see them, and these, hidden as yet."""
+    def _open_tail(self, plan: Plan) -> SlotTable:
+        """The prompt's keys as generated tokens see them, and these, hidden as yet; where they go is known now."""
         hidden = np.full(plan.tail.length, NEVER, np.int32)
-        self._tail_cells = plan.tail.cells(self.holding.page_size)
+        self._tail_N = plan.tail.cells(self.holding.page_size)
         return self._table((*plan.spans, Span(hidden, plan.tail)))
 
     def _table(self, spans: Sequence[Span]) -> SlotTable:

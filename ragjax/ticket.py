@@ -27,9 +27,9 @@ class Ticket:
     """One request inside the engine. Times are `time.perf_counter()` seconds, or milliseconds where named so.
 
     waits_since: when it began to match KV and to wait for its load. cold: whether it still may wait for KV from below
-    the device. scores: logits that predict each token of the request's continuation, float32 [n, V]. ratio: share
-    of chunk tokens to recompute. shadowed: logits [V] of its first steps, if it is to be replayed. notices: what did
-    not go as it should. facts: relation paths of the prompt.
+    the device. logits: of the prompt's last token, float32 [V]. scores: logits that predict each token of the request's
+    continuation, float32 [n, V]. ratio: share of chunk tokens to recompute. shadowed: logits [V] of its first steps, if
+    it is to be replayed. notices: what did not go as it should. facts: relation paths of the prompt.
     """
 
     id: str
@@ -50,6 +50,7 @@ class Ticket:
     waits_since: float | None = None
     cold: bool = True
     restarts: int = 0
+    logits: NDArray[np.float32] | None = None
     scores: NDArray[np.float32] | None = None
     shadowed: list[NDArray[np.float32]] | None = None
     notices: list[str] = field(default_factory=list)
@@ -84,6 +85,11 @@ class Ticket:
         return self.request.rag is None or self.request.rag.strategy is None
 
     @property
+    def has_graph(self) -> bool:
+        """Whether it asked for facts of a graph."""
+        return self.request.rag is not None and self.request.rag.graph is not None
+
+    @property
     def decode_tokens(self) -> int:
         """Cells needed behind the prompt."""
         forced = 0 if self.request.continuation is None else len(self.request.continuation)
@@ -113,10 +119,10 @@ class Ticket:
         self.task.work = None
 
     def stop_waiting(self, now: float) -> None:
-        """What it waited for is there."""
-        if self.waits_since is not None:
+        """What it waited for is there. Behind the first token, when a device was lost, it counts for nothing."""
+        if self.waits_since is not None and not self.first_token:
             self.load_ms += (now - self.waits_since) * 1e3
-            self.waits_since = None
+        self.waits_since = None
 
     @property
     def whole_prompt(self) -> Prompt:

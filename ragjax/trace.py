@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
 from ragjax.core import ConfigError, Prompt
+
+_log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -43,12 +47,19 @@ class Recorder:
             "kinds": [str(s.kind) for s in prompt.segments],
             "output": output,
         }
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        if self._file.closed:
+            return
+        try:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
+        except OSError as error:  # no reason to fail a request
+            _log.error("the trace ends here: %s cannot be written: %s", self._file.name, error.strerror)
+            self.close()
 
     def close(self) -> None:
         """No more requests."""
-        self._file.close()
+        with suppress(OSError):  # what could not be written was told already
+            self._file.close()
 
     def _hash(self, data: bytes, size: int) -> str:
         return hashlib.blake2b(data, digest_size=size, key=self._key).hexdigest()

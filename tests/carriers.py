@@ -10,7 +10,7 @@ from collections import Counter
 
 import numpy as np
 
-from ragjax.cache.cache import KnowledgeCache, neighbours
+from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.hierarchy import Storage
 from ragjax.cache.pages import PagePool
 from ragjax.cache.policy.lru import LRU
@@ -46,6 +46,14 @@ def causal_content(tenant, ids):
 def keyed_content(tenant, context, provenance, method, ids, behind=()):
     what = (tenant, tuple(context), str(provenance), method, tuple(map(tuple, behind)))
     return np.asarray([value(*what, tuple(ids[: i + 1])) for i in range(len(ids))], np.int64)
+
+
+def alternatives(cache, context, chunks, method):
+    """For each chunk, its KV behind as many of the chunks before it as possible, or None (FusionRAG, section 4.1)."""
+    for i, chunk in enumerate(chunks):
+        behinds = [neighbours_digest([tokens(*other) for other in chunks[begin:i]]) for begin in range(i + 1)]
+        kinds = [Provenance.APPROXIMATE if behind else Provenance.ISOLATED for behind in behinds]
+        yield cache.match_first(context, tokens(*chunk), [*zip(kinds, [method] * (i + 1), behinds, strict=True)])
 
 
 # --------------------------------------------------------------------------------------------- fakes
@@ -86,11 +94,14 @@ class FakeShelf:
             raise OSError("a reader might take these bytes for those that were here before")
         self.entries.setdefault(record.key, (record, data))
 
-    def read(self, key):
+    def read(self, key, expected=None):
         if key in self.bad:
             self.entries.pop(key, None)  # set aside
             raise OSError("a damaged entry")
-        return self.entries[key][1]
+        record, data = self.entries[key]
+        if expected is not None and record != expected:
+            raise OSError("another entry")
+        return data
 
 
 class FakeCarrier:
@@ -102,6 +113,7 @@ class FakeCarrier:
     def __init__(self, pool, cells, shelf=None, *, host_bytes=0, lossy=False, lag=False, overhead=0):
         self.lossy = lossy
         self.lag = lag
+        self.backlog = 0
         self.entries = {}
         self.pending = []
         self.calls = Counter()
@@ -148,6 +160,13 @@ class FakeCarrier:
             self._require_held(job)
             self._cells[self._page_cells(job)] = GARBAGE
             self._begin(job)
+
+    def give_up(self, number):
+        under_way = [*self.pending, *(done.job for done in self._done)]
+        [job] = [one for one in under_way if isinstance(one, Load) and one.number == number]
+        self.pending = [one for one in self.pending if one is not job]
+        self._done = [done for done in self._done if done.job is not job]
+        self._tidy()
 
     def forget(self, entries):
         for entry in entries:
@@ -223,7 +242,8 @@ class FakeCarrier:
             self._cells[cells[: len(data)]] = data
 
     def _read(self, piece):
-        data = self._shelf.read(piece.entry) if isinstance(piece.entry, bytes) else self._data[piece.entry]
+        on_disk = isinstance(piece.entry, bytes)
+        data = self._shelf.read(piece.entry, piece.record) if on_disk else self._data[piece.entry]
         if data is None or len(data) < piece.begin + piece.length:
             raise OSError("no such bytes")
         return data[piece.begin : piece.begin + piece.length]
@@ -333,7 +353,7 @@ class Bench:
         with self.match(context, tenant) as lease:
             run = self.reserve(len(ids))
             self.write(run, keyed_content(tenant, context, provenance, method, ids, behind), lease.lossy)
-            digest = neighbours([tokens(*chunk) for chunk in behind])
+            digest = neighbours_digest([tokens(*chunk) for chunk in behind])
             self.cache.admit_segment(
                 lease,
                 tokens(*ids),
@@ -373,7 +393,7 @@ class Bench:
         cfo=1.0,
     ):
         """Whether the chunk is found, as `origin` computed it."""
-        digest = neighbours([tokens(*chunk) for chunk in behind])
+        digest = neighbours_digest([tokens(*chunk) for chunk in behind])
         with self.match(context, tenant) as lease:
             found = self.cache.match_segment(
                 lease, tokens(*ids), provenance, method, behind=digest, variant=variant, cfo=cfo

@@ -130,7 +130,7 @@ class FakeEngine:
             await asyncio.sleep(self.delay)
             if self.breakdown is not None and i == self.sound:
                 raise self.breakdown
-            logprobs.append(self._logprob(i, token, request.sampling.logprobs or 0))
+            logprobs.append(self._logprob(i, request.sampling.logprobs or 0))
             yield core.Delta(token, self._wanted(request, logprobs[-1:]))
         approximate = request.rag is not None and request.rag.strategy == "naive"
         ttft = 1e3 * (time.perf_counter() - begin)
@@ -154,10 +154,10 @@ class FakeEngine:
             notices=("attention not by triton: no such kernel",),
         )
 
-    @staticmethod
-    def _logprob(i: int, token: str, alternatives: int) -> core.TokenLogprob:
+    def _logprob(self, i: int, alternatives: int) -> core.TokenLogprob:
+        token, begin = self.tokens[i], len("".join(self.tokens[:i]))
         top = ((token, i, -0.25), ("other", 99, float("-inf")))
-        return core.TokenLogprob(token, i, -0.25, top[:alternatives])
+        return core.TokenLogprob(token, i, -0.25, top[:alternatives], begin)
 
     @staticmethod
     def _wanted(request: core.Request, logprobs: list[core.TokenLogprob]) -> tuple[core.TokenLogprob, ...]:
@@ -188,10 +188,13 @@ class FakeEngine:
             "errors_total": 0,
             "steps_total": len(self.tokens) * self.finished,
             "overhead_ms_last": 0.0,
+            "lookups_total": 0,
             "exact_hit_tokens_total": 0,
             "approximate_hit_tokens_total": 0,
             "missed_tokens_total": 0,
+            "admitted_tokens_total": 0,
             "evicted_tokens_total": 0,
+            "unwritten_tokens_total": 0,
             "tier_hit_tokens_total": {"device": 7 * count},
             "transfers_total": {"save": 1, "write": 1, "load": 1},
             "transfer_bytes_total": {"save": 100, "write": 100, "load": 100},

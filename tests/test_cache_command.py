@@ -118,6 +118,7 @@ def test_a_folder_of_another_version_is_named_and_left_alone(
         (["gc", "."], "--max-gb"),
         (["gc", ".", "--max-gb", "-1"], "--max-gb"),
         (["gc", ".", "--max-gb", "nan"], "--max-gb"),
+        (["gc", ".", "--max-gb", "1e305"], "--max-gb"),
         (["gc", ".", "--max-gb", "much"], "--max-gb"),
     ],
 )

@@ -114,6 +114,17 @@ def test_huge_and_odd_texts(text: str) -> None:
     assert _squeezed("".join(chunk.text for chunk in chunks)) == _squeezed(text)
 
 
+def test_little_is_encoded_of_what_is_too_long() -> None:
+    encoded: list[int] = []
+    chunker = Chunker(lambda text: encoded.append(len(text)) or encode(text))
+    assert chunker.exceeds("word " * 1_000_000, 4_000) and sum(encoded) <= 20_000
+    assert not chunker.exceeds(PROSE, len(encode(PROSE))) and chunker.exceeds(PROSE, len(encode(PROSE)) - 1)
+    assert not chunker.exceeds("", 0)
+    encoded.clear()
+    (chunk,) = chunker.chunks(Document("d", "text", "title " * 1_000_000))
+    assert len(chunk.tokens) <= 192 and sum(encoded) < 1_000_000
+
+
 def test_cutting_is_deterministic() -> None:
     first, second = (Chunker(encode).chunks(Document("d", PROSE)) for _ in range(2))
     assert [chunk.text for chunk in first] == [chunk.text for chunk in second]

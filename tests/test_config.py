@@ -163,6 +163,11 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("tie_word_embeddings", LLAMA, {"tie_word_embeddings": "yes"}),
     ("eos_ids", LLAMA, {"eos_token_id": 128}),
     ("bos_token_id", LLAMA, {"bos_token_id": "<s>"}),
+    ("num_attention_heads", LLAMA, {"num_attention_heads": 0}),
+    ("sliding_window", MISTRAL, {"sliding_window": "x"}),
+    ("max_window_layers", QWEN2, {"use_sliding_window": True, "max_window_layers": "x"}),
+    ("layer_types", QWEN2, {"layer_types": 5}),
+    ("layer_types", QWEN2, {"layer_types": [["full_attention"]]}),
 ]  # fmt: skip
 
 
@@ -205,6 +210,7 @@ def test_fields_that_nothing_reads_are_logged(caplog: pytest.LogCaptureFixture) 
         ("llama.attention.head_count_kv", [2, 2, 4]),
         ("llama.attn_logit_softcapping", 50.0),
         ("llama.block_count", None),
+        ("llama.attention.head_count", 0),
         ("llama.vocab_size", None),
         ("tokenizer.ggml.tokens", ["a"]),
     ],

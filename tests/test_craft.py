@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ragjax.cache.cache import neighbours
+from ragjax.cache.cache import neighbours_digest
 from ragjax.core import Answer, Kind, Move, OutOfPages, Pass, Prompt, RequestError, Segment, Want
 from ragjax.reuse.craft import VARIANT, Craft
 from ragjax.reuse.focus import Focus, find_focus
@@ -297,7 +297,7 @@ def test_concurrent_requests_share_a_chunk_unharmed() -> None:
 def fuse(executor: Executor, index: int, behind: Sequence[int], *, record: bool = True) -> Segment:
     """Preprocess a chunk; the segment that names its fused KV."""
     executor.run(Fuse(record=record), Prompt((SYSTEM, *map(chunk, behind), chunk(index))))
-    return replace(chunk(index), behind=neighbours(chunk(i).tokens for i in behind))
+    return replace(chunk(index), behind=neighbours_digest(chunk(i).tokens for i in behind))
 
 
 def test_fused_chunks_are_mended_by_the_attention_to_their_neighbours() -> None:

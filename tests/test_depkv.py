@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ragjax.cache.pages import AuditError
-from ragjax.core import RequestError
+from ragjax.core import Grid, RequestError
 from ragjax.dependency import DepPrompt, LinearNode, Positions, TreeNode
 from ragjax.engine import Engine
+from ragjax.runner import Runner
 from tests import tiny
 
 RANDOM = np.random.default_rng(4)
@@ -99,3 +100,21 @@ def test_a_lost_device_takes_it_along(engine: Engine) -> None:
     assert engine.generate_with_depkv(engine.compute_depkv(PROMPT), max_tokens=2).exact_to == "dependency"
     for held in list(engine._loop.kept.values()):
         held.close()
+
+
+def test_an_answer_that_finds_no_slots_fails_alone() -> None:
+    """Each path came with a request of its own and lies on a page of its own; what is generated needs slots too."""
+    grid = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), slots=(40,), logits=(2, 4))
+    paths = tuple(np.concatenate([[i], tokens(4)]).astype(np.int32) for i in range(30))
+    system, task = LinearNode("system", tokens(10)), LinearNode("task", tokens(5))
+    with tiny.engine(Runner(tiny.decoder("float32"), pages=200, page_size=tiny.PAGE, grid=grid)) as engine:
+        for path in paths:
+            engine.answer_prompt(
+                DepPrompt((system, TreeNode("a", (path,)), task)).prompt(), strategy="dependency", max_tokens=1
+            )
+        with engine.compute_depkv(DepPrompt((system, TreeNode("a", paths), task))) as kv:
+            with pytest.raises(RequestError, match="in too many pieces"):
+                engine.generate_with_depkv(kv, max_tokens=400)
+            assert engine.stats()["errors_total"] == 1 and engine.stats()["queue_depth"] == 0
+            assert engine.generate_with_depkv(kv, max_tokens=2).tokens
+        engine.audit()

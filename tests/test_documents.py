@@ -79,6 +79,15 @@ def test_hidden_files_are_left_and_others_named(tmp_path: Path, caplog: pytest.L
     assert "1 .csv, 1 .png" in caplog.text and "git" not in caplog.text
 
 
+def test_a_linked_folder_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _write(tmp_path, kb__a_txt="A", other__b_txt="B")
+    (tmp_path / "kb" / "more").symlink_to(tmp_path / "other")
+    (tmp_path / "kb" / "c.txt").symlink_to(tmp_path / "other" / "b.txt")
+    with caplog.at_level(logging.WARNING):
+        assert [document.id for document in load(tmp_path / "kb").documents] == ["a", "c"]
+    assert "not loaded: more is a link to a folder" in caplog.text
+
+
 def test_documents_without_text_are_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     _write(tmp_path, a_md="text", empty_txt="", blank_md=" \n\t\n", title_md="# Only a title", bare_html="<p></p>")
     with caplog.at_level(logging.WARNING):

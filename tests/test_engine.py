@@ -152,6 +152,39 @@ def test_requests_wait_for_pages_and_are_all_served() -> None:
     assert len(results) == 5 and all(isinstance(r, Answer) for r in results)
 
 
+def test_who_stands_behind_a_cancelled_request_is_served() -> None:
+    with tiny.engine(pages=40, strategy="full") as engine:
+        long = engine.begin_prompt(tiny.prompt(1), max_tokens=300)
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+        large = engine.begin_prompt(tiny.prompt(2, 20, (100, 100, 57)), max_tokens=200)
+        small = engine.begin_prompt(tiny.prompt(3, 5, (5,), 5), max_tokens=1)
+        while not engine._loop._blocked:
+            time.sleep(0.001)
+        large.cancel()
+        assert small.result().tokens and not long.done()
+        long.cancel()
+
+
+def test_background_requests_cost_others_no_room() -> None:
+    """A beginning that was made piece by piece lies on as many pages; it is moved together, whoever else ran."""
+    text = tiny.prompt(0, 900, (), 1).tokens[:900]
+
+    def begin(n: int) -> Prompt:
+        return Prompt((Segment("text", Kind.JOIN, text[:n]),))
+
+    with tiny.engine(pages=60) as engine:
+        for n in range(8, 64, 4):
+            engine.answer_prompt(begin(n), max_tokens=1)
+        background = engine.begin_prompt(
+            tiny.prompt(9, 20, (10,), 10), strategy="full", max_tokens=300, background=True
+        )
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+        assert len(engine.answer_prompt(begin(900), max_tokens=2).tokens) == 2
+        background.cancel()
+
+
 def test_cancelled_requests_give_everything_back(engine: Engine) -> None:
     async def abandon() -> None:
         stream = engine.submit(ask("When does the ferry leave?", max_tokens=400))
@@ -179,8 +212,13 @@ def test_a_failing_step_ends_its_requests_alone(engine: Engine, monkeypatch: pyt
 def test_requests_that_cannot_be_served_say_why(engine: Engine) -> None:
     with pytest.raises(RequestError, match="unknown strategy 'magic'"):
         engine.answer("Hello?", strategy="magic")
+    with pytest.raises(RequestError, match="unknown strategy ''"):
+        engine.answer("Hello?", strategy="")
     with pytest.raises(RequestError, match="unknown knowledge base 'moon'"):
         engine.answer("Hello?", knowledge="moon")
+    for rag in ({"top_k": 0}, {"documents": [Document("d", "words")]}):
+        with pytest.raises(RequestError, match="unknown knowledge base 'moon'"):
+            engine.answer("Hello?", knowledge="moon", **rag)
     with pytest.raises(RequestError, match="context holds 1024"):
         engine.answer("x" * 2000, top_k=0)
     with pytest.raises(RequestError, match="last message"):
@@ -192,6 +230,23 @@ def test_requests_that_cannot_be_served_say_why(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="unknown strategy"):
         tiny.engine(strategy="magic")
     assert engine.stats()["running"] == 0
+
+
+def test_a_long_raw_prompt_is_named_as_such(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"2000 tokens; .*Shorten it$") as refused:
+        asyncio.run(collect(engine, Request(prompt="x" * 2000)))
+    assert refused.value.param == "prompt"
+
+
+def test_texts_that_are_clearly_too_long_are_refused_before_they_are_all_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: pytest.fail("it was all encoded"))
+    text = "words and words " * 50_000
+    for request, param in ((Request(prompt=text), "prompt"), (Request((Message("user", text),)), "messages")):
+        with pytest.raises(RequestError, match=r"more than 1024 tokens.*Shorten") as refused:
+            asyncio.run(collect(engine, request))
+        assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
 
 
 def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
@@ -219,12 +274,52 @@ def test_the_queue_has_an_end() -> None:
         engine.audit()
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_as_many_requests_wait_as_may(busy: bool) -> None:
+    """While the engine's thread is held, behind a request that runs or before one that is about to."""
+    held = threading.Event()
+    with tiny.engine(max_queue=2) as engine:
+        first = engine.begin_prompt(tiny.prompt(0), max_tokens=700 if busy else 1)
+        while engine.stats()["running"] != busy or first.done() == busy:
+            time.sleep(0.001)
+        engine._loop._inbox.put(lambda: held.wait(30))  # type: ignore[arg-type, func-returns-value, return-value]
+        waiting = [engine.begin_prompt(tiny.prompt(i), max_tokens=1) for i in range(2 if busy else 3)]
+        with pytest.raises(OverloadError, match="2 requests wait"):
+            engine.begin_prompt(tiny.prompt(9), max_tokens=1)
+        held.set()
+        first.cancel()
+        assert all(future.result().tokens for future in waiting)
+
+
 def test_documents_given_with_the_request(engine: Engine) -> None:
     answer = engine.answer("Who?", documents=["tower", Document("mine", "Bo has a red kite.", "Kite")], max_tokens=2)
     assert [s.id for s in answer.segments[1:-1]] == ["tower#0", "mine#0"]
     assert "mine" not in engine.document_ids(), "documents of a request are not stored"
     with pytest.raises(RequestError, match="nowhere"):
         engine.answer("Who?", documents=["nowhere"])
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [[Document("d", "word " * 300_000)], [Document(f"d{i}", "word " * 100) for i in range(10_000)], ["tower"] * 10_000],
+)
+def test_documents_that_are_too_long_are_refused_before_they_are_all_read(
+    engine: Engine, documents: list[str | Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preparation cannot be cancelled, and holds up those of others."""
+    encoded: list[int] = []
+    encode = engine._chunker.encode
+    spy = replace(engine._chunker, encode=lambda text: encoded.append(len(text)) or encode(text))
+    monkeypatch.setattr(engine, "_chunker", spy)
+    with pytest.raises(RequestError, match="more than 1024 tokens") as refused:
+        engine.answer("Who?", documents=documents)
+    assert (refused.value.param, refused.value.code) == ("rag.documents", "context_length_exceeded")
+    assert max(encoded, default=0) <= 10_000 and sum(encoded) < 100_000
+
+
+def test_white_space_that_cutting_drops_makes_no_document_too_long(engine: Engine) -> None:
+    airy = Document("airy", "It begins." + "\n" * 1500 + "It ends.")
+    assert engine.answer("Who?", documents=[airy], max_tokens=1).prompt_tokens < 300
 
 
 def test_knowledge_changes_are_seen(engine: Engine) -> None:

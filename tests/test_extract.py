@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -186,6 +187,32 @@ def test_lines_are_what_the_reader_takes_and_are_not_asked_twice(tmp_path: Path)
     report = extract([chunk(n) for n in range(5)], ask, out, progress=False)
     assert sorted(asked) == ["text 1", "text 4"]  # the malformed one, and the new one
     assert (report.chunks, report.kept) == (2, 3)
+
+
+def test_what_a_changed_chunk_said_goes_once_it_is_answered(tmp_path: Path) -> None:
+    out = tmp_path / "facts.jsonl"
+
+    def ask(text: str) -> str:
+        if text == "broken":
+            raise EndpointError("gone")
+        return "no idea" if text == "unclear" else json.dumps([[text, "is", "text"]])
+
+    def said() -> set[str]:
+        return {triple.head for triple in read(out) if isinstance(triple, Triple)}
+
+    def changed(n: int, text: str) -> Chunk:
+        return replace(chunk(n), text=text)
+
+    extract([chunk(n) for n in range(3)], ask, out, progress=False)
+    with pytest.raises(EndpointError):
+        extract([changed(0, "new"), changed(1, "broken")], ask, out, concurrency=1, progress=False)
+    assert said() == {"text 0", "text 1", "text 2", "new"}  # nothing is lost by a run that was stopped
+    report = extract([changed(0, "new"), changed(1, "unclear")], ask, out, progress=False)
+    assert (report.chunks, report.kept) == (1, 1)
+    assert said() == {"text 1", "text 2", "new"}  # what is there no more stays, and what has no new answer
+    assert extract([chunk(0), chunk(1)], ask, out, progress=False).chunks == 1
+    assert said() == {"text 0", "text 1", "text 2"}
+    assert [path.name for path in tmp_path.iterdir()] == ["facts.jsonl"]
 
 
 def test_a_torn_line_is_asked_for_again(tmp_path: Path) -> None:

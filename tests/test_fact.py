@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from ragjax.core import Graph, Kind, Message, Prompt, Rag, Request, RequestError
 from ragjax.engine import Engine
 from ragjax.fact import ground
+from ragjax.loading import _fill_graph
 from ragjax.prompt import graph_prompt
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.path import RelationPath, Subgraph, Triple
@@ -31,6 +33,17 @@ def engine() -> Iterator[Engine]:
         made.add_triples(TRIPLES)
         yield made
         made.audit()
+
+
+def test_a_graph_holds_what_its_source_holds_now(tmp_path: Path) -> None:
+    source, folder = tmp_path / "facts.tsv", tmp_path / "graph"
+    found = []
+    for text in ("Ada\tlives in\tParis\nAda\twrote\tNotes\n", "Ada\tlives in\tRome\nAda\twrote\tNotes\n"):
+        source.write_text(text)
+        with tiny.engine(open_graph=lambda name: KnowledgeGraph.open(folder, HashedEncoder())) as made:
+            _fill_graph(made, "facts", source, progress=False)
+            found.append([fact.steps[2] for fact in made.answer("Ada?", graph=Graph(), max_tokens=1).facts])
+    assert found == [["Paris", "Notes"], ["Rome", "Notes"]]
 
 
 def paths_of(engine: Engine, **options: object) -> list[tuple[str, ...]]:
@@ -83,7 +96,10 @@ def test_other_strategies_take_the_paths_as_text(engine: Engine) -> None:
 
 def test_given_paths_and_entities(engine: Engine) -> None:
     given = (("Ada", "wrote", "Notes"), ("Ada", "wrote", "Notes"), ("Bob", "met", "Ada", "wrote", "Notes"))
-    assert paths_of(engine, given=given) == [("Ada", "wrote", "Notes"), ("Bob", "met", "Ada", "wrote", "Notes")]
+    assert paths_of(engine, relation_paths=given) == [
+        ("Ada", "wrote", "Notes"),
+        ("Bob", "met", "Ada", "wrote", "Notes"),
+    ]
     assert paths_of(engine, entities=("Ada",)) == [("Ada", "wrote", "Notes")]
     assert len(paths_of(engine, serialization="triplet")) == 3
     assert paths_of(engine, hops=1) == [("Elon Musk", "founded", "SpaceX")]
@@ -100,11 +116,12 @@ def test_nothing_found_is_said(engine: Engine) -> None:
     [
         (lambda: Rag(graph=Graph("other")), "unknown knowledge graph 'other'; there is: default"),
         (lambda: Rag(graph=Graph(entities=("Nobody",))), "Nobody"),
-        (lambda: Rag(graph=Graph(given=(("A", "likes"),))), "a path is entity, relation, entity"),
-        (lambda: Rag(graph=Graph(given=(("A", "likes", "B", "likes", "A"),))), "'A' twice"),
+        (lambda: Rag(graph=Graph(relation_paths=(("A", "likes"),))), "a path is entity, relation, entity"),
+        (lambda: Rag(graph=Graph(relation_paths=(("A", "likes", "B", "likes", "A"),))), "'A' twice"),
+        (lambda: Rag(graph=Graph(relation_paths=(("A", "likes", "B" * 65_531),))), "65537 characters; .* up to 65536"),
         (lambda: Rag(graph=Graph(hops=9)), "hops"),
         (lambda: Rag(graph=Graph(), top_k=3), "not both"),
-        (lambda: Rag(graph=Graph(entities=("A",), given=())), "not both"),
+        (lambda: Rag(graph=Graph(entities=("A",), relation_paths=())), "not both"),
         (lambda: Rag(graph=Graph(serialization="prose")), "serialization"),  # type: ignore[arg-type]
     ],
 )

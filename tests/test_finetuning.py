@@ -92,6 +92,7 @@ def test_only_what_was_put_aside_is_asked(
 
     monkeypatch.setattr(graphrag, "opened", tiny_engine)
     monkeypatch.setattr(report, "STORE", tmp_path / "store")
+    monkeypatch.setattr(report, "weights_of", str)
     models = ["--model", "base", "--tuned", "new", "--control", "other"]
     command = ["--data", str(tmp_path), "--sets", "films", "--aside", str(aside), *models]
     assert finetuning.main([*command, "--json", str(tmp_path / "out.json")]) == 0

@@ -55,6 +55,13 @@ def test_temperature_zero_takes_the_likeliest():
     assert {sampler.choose(known_logits()) for _ in range(20)} == {3}
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-307, 1e-308, 5e-324])
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}, {"top_p": 0.5}])
+def test_the_least_temperature_takes_the_likeliest(temperature, options):
+    sampler = Sampler(Sampling(temperature=temperature, **options))
+    assert {sampler.choose(known_logits(50.0)) for _ in range(20)} == {3}
+
+
 def test_a_seed_repeats_and_another_differs():
     def draws(seed):
         sampler = Sampler(Sampling(temperature=1.0, seed=seed))
@@ -276,6 +283,12 @@ def test_a_replacement_character_at_the_end_may_be_a_stop():
 def test_a_stop_may_be_a_character_of_several_tokens():
     made, deltas = feed("aé€b".encode(), stop=("€",), logprobs=0)
     assert (made.text, texts(deltas)) == ("aé", ["a", "", "é", "", "", ""])
+
+
+def test_each_token_says_where_its_text_begins():
+    made, _ = feed([*"aé€".encode(), PAD, *b"b", EOS], logprobs=0)
+    assert made.text == "aé€b"
+    assert [found.begin for found in made.logprobs] == [0, 1, 1, 2, 2, 2, 3, 3]
 
 
 def test_logprobs_of_a_character_s_tokens_are_reported_with_it():

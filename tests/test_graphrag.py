@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import graphrag, report
+from benchmarks import finetuning, graphrag, quality, report
 from benchmarks.graphrag import Question, questions_of, requests
 from ragjax.core import ConfigError, Kind
 from ragjax.dependency import layout
@@ -85,6 +85,38 @@ def test_sets_of_text_are_asked_over_an_extracted_graph(tmp_path: Path, monkeypa
     assert [q.id for q in found] == ["t1", "t2"]
     assert [path.steps for s in found[0].subgraphs for path in s.paths] == [("Heat", "by", "Mann")]
     assert graphrag.main(["--data", str(tmp_path), "--sets", "films"]) == 1  # a set of text has no graph of its own
+
+
+def test_no_questions_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        graphrag.options(["--data", "d", "--limit", "0"])
+    assert "--limit and --runs must be at least 1" in capsys.readouterr().err
+
+
+def test_samples_belong_to_the_weights_behind_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
+    head = report.Header("b", "b", {"cpu": "a"}, {})
+    model, tuned = tmp_path / "m.gguf", tmp_path / "t.gguf"
+    chosen = {
+        name: module.options([*flags, "--data", str(tmp_path), "--model", str(model)])
+        for name, module, flags in (
+            ("graphrag", graphrag, ()),
+            ("finetuning", finetuning, ("--aside", "a", "--tuned", str(tuned), "--control", str(model))),
+            ("quality", quality, ()),
+        )
+    }
+    seen = []
+    for one, other in ((b"1", b"1"), (b"22", b"1"), (b"22", b"22")):
+        model.write_bytes(one)
+        tuned.write_bytes(other)
+        seen.append(
+            (
+                json.dumps(graphrag.settings_of(chosen["graphrag"], head, ("model",), "graphs")),
+                json.dumps(graphrag.settings_of(chosen["finetuning"], head, ("model", "tuned", "control"), "paths")),
+                json.dumps(quality.settings_of(chosen["quality"], head)),
+            )
+        )
+    assert [len(set(made)) for made in zip(*seen, strict=True)] == [2, 3, 2]
 
 
 def test_requests_are_skewed_and_draw_no_entity_twice() -> None:

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ragjax.cache.cache import neighbours
+from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.lease import Lease
 from ragjax.cache.pages import AuditError
 from ragjax.cache.policy import POLICIES
@@ -26,7 +26,7 @@ from ragjax.cache.profile import Profile
 from ragjax.cache.tier import Load, Tier
 from ragjax.cache.tree import Provenance, common_prefix
 from ragjax.core import OutOfPages
-from tests.carriers import BYTES, GARBAGE, PAGE, Bench, FakeShelf, causal_content, keyed_content, tokens
+from tests.carriers import BYTES, GARBAGE, PAGE, Bench, FakeShelf, alternatives, causal_content, keyed_content, tokens
 
 A, B, C = [1] * 4, [2] * 4, [3] * 4
 
@@ -546,7 +546,6 @@ def test_behind_a_broken_lease_nothing_is_found_and_nothing_kept():
     assert cache.match_segment(broken, tokens(6, 7), isolated, "naive") is None
     with cache.match_dependency(broken, tokens(6, 7), "dep") as path:
         assert path.length == 0
-    assert cache.match_path(broken, [tokens(6, 7)], "naive") == [None]
     for refused in (
         lambda: cache.admit_segment(broken, tokens(6, 7), run, 4, isolated, "naive"),
         lambda: cache.admit_dependency(broken, tokens(6, 7), 0, run, (), "dep"),
@@ -1256,7 +1255,7 @@ class Tiers(RuleBasedStateMachine):
         """Look a segment up under a matched context; compute and admit it on a miss."""
         context = self.pick(self.contexts(), pick)
         what = (provenance, "fusion", ids, tuple(behind))
-        digest = neighbours([tokens(*chunk) for chunk in behind])
+        digest = neighbours_digest([tokens(*chunk) for chunk in behind])
         lease = self.cache.match_segment(
             context.lease, tokens(*ids), provenance, "fusion", behind=digest, variant=bool(digest), cfo=cfo
         )
@@ -1308,7 +1307,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(pick=PICK, chunks=st.lists(CHUNK, min_size=1, max_size=3))
     def alternatives(self, pick, chunks):
         context = self.pick(self.contexts(), pick)
-        found = self.cache.match_path(context.lease, [tokens(*chunk) for chunk in chunks], "fusion")
+        found = alternatives(self.cache, context.lease, chunks, "fusion")
         for i, lease in enumerate(found):
             if lease is not None:
                 behinds = [tuple(chunks[begin:i]) for begin in range(i + 1)]
@@ -1402,6 +1401,16 @@ class Tiers(RuleBasedStateMachine):
         self.cache.lose_device()
         assert self.in_host_memory() == kept
         assert self.bench.pool.free_pages == self.bench.pool.capacity
+
+    @rule(rarely=FEW)
+    def give_up(self, rarely):
+        """Loads that nobody waits for end without their bytes."""
+        if rarely > 2:
+            return
+        idle = sum(all(lease.released for lease in load.leases) for load in self.cache._hierarchy._loads.values())
+        under_way = self.cache.loading
+        assert self.cache.give_up() == (idle > 0)
+        assert self.cache.loading == under_way - idle
 
     @precondition(lambda self: self.shelf is not None and len(self.cache.tree) > 8)
     @rule(rarely=FEW, in_order=st.booleans(), lossy=st.booleans())

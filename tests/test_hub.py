@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
 from ragjax.models import hub
@@ -280,9 +282,23 @@ def test_names_that_lead_nowhere_are_clear(tmp_path: Path) -> None:
         "smollm": "unknown model 'smollm'; give smollm2-135m-instruct",
         "a/b/c": "unknown model",
         "": "unknown model",
+        "~nobody-of-this-name/x": "no model can have this name",
+        "x" * 300: "no model can have this name: File name too long",
     }.items():
         with pytest.raises(ConfigError, match=message):
             resolve(name)
+
+
+def test_an_adapter_of_itself_is_refused(tmp_path: Path) -> None:
+    for name, base in (("a", "a"), ("b", "c"), ("c", "b")):
+        about = {"model": str(tmp_path / f"{base}.safetensors")}
+        save_file({"x": np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors", about)
+    for name in "abc":
+        with pytest.raises(ConfigError, match="which is one itself"):
+            resolve(tmp_path / f"{name}.safetensors")
+    save_file({"x": np.zeros(1, np.float32)}, tmp_path / "d.safetensors", {"model": "smollm2-135m-graph"})
+    with pytest.raises(ConfigError, match="which is one itself"):
+        resolve(tmp_path / "d.safetensors")
 
 
 def test_hugging_face_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ class FakeDisk:
         self.entries[record.key] = {name: x.copy() for name, x in arrays.items()}
         return sum(x.nbytes for x in arrays.values())
 
-    def read(self, key: bytes) -> Mapping[str, np.ndarray]:
+    def read(self, key: bytes, expected: Record | None = None) -> Mapping[str, np.ndarray]:
         self.reads += 1
         self.pass_through()
         return self.entries[key]

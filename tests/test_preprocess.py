@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax import preprocess as module
-from ragjax.cache.cache import KnowledgeCache, neighbours
+from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.tree import Node, Provenance
 from ragjax.core import Answer, Conversation, Document, Kind, Message, OutOfPages, Prompt, RequestError, Segment
 from ragjax.engine import Engine
@@ -81,7 +81,7 @@ def test_a_chunk_is_computed_behind_isolated_neighbours(count: int, warm: int) -
     for other in others[:warm]:
         executor.run(Fuse(), Prompt((system, other)))
     done = executor.run(Fuse(), prompt)
-    behind = neighbours(other.tokens for other in others)
+    behind = neighbours_digest(other.tokens for other in others)
     node = node_of(executor.cache, chunk, METHOD if others else Naive.name, behind)
     assert node.provenance is (Provenance.APPROXIMATE if others else Provenance.ISOLATED)
     assert node.local_start == prompt.starts[-2] and node.run is not None
@@ -104,7 +104,9 @@ def test_neighbours_are_kept_as_naive_finds_them() -> None:
     other = Executor()
     other.run(Naive(), Prompt((system, *others, question)))
     assert len(other.run(Fuse(), Job(system, chunk, tuple(others)).prompt).passes) == 1
-    assert node_of(other.cache, chunk, METHOD, neighbours(o.tokens for o in others)).local_start == 133 - len(chunk)
+    assert node_of(other.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).local_start == 133 - len(
+        chunk
+    )
 
 
 def test_the_order_of_fusing_does_not_matter() -> None:
@@ -138,7 +140,7 @@ def test_keys_name_what_is_used_and_kept() -> None:
     keys = Fuse().keys(prompt, executor.cache, "")
     executor.run(Fuse(), prompt)
     assert set(keys) == {node.key for node in executor.cache.tree.nodes()}
-    assert keys[-1] == node_of(executor.cache, chunk, METHOD, neighbours(o.tokens for o in others)).key
+    assert keys[-1] == node_of(executor.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).key
     assert len(set(keys) & set(Fuse().keys(prompt, executor.cache, "acme"))) == 1  # the public system prompt
 
 
@@ -146,7 +148,9 @@ def test_attention_to_the_neighbours_is_recorded_if_asked_for() -> None:
     system, chunk, *others = segments(6)
     executor, prompt = Executor(), Job(system, chunk, tuple(others)).prompt
     executor.run(Fuse(record=True), prompt)
-    influence = Influence.decode(node_of(executor.cache, chunk, METHOD, neighbours(o.tokens for o in others)).meta)
+    influence = Influence.decode(
+        node_of(executor.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).meta
+    )
     assert influence is not None and influence.lengths == tuple(map(len, others)) and len(influence) == len(chunk)
     assert (influence.inter_LZ > 0).all() and (influence.score_T > 0).all()
     bare = Executor()
@@ -246,7 +250,7 @@ def test_requests_find_what_a_dense_computation_gives(engine: Engine) -> None:
     for segment in by_id.values():
         order = sorted(by_id, key=lambda other: (-(vectors[segment.id] * vectors[other]).sum(), int(other[1:-2])))
         others = [by_id[name] for name in order if name != segment.id][:3]
-        assert segment.behind == neighbours(other.tokens for other in others)
+        assert segment.behind == neighbours_digest(other.tokens for other in others)
         node = node_of(engine._cache, segment, METHOD, segment.behind)
         assert node.run is not None and node.parent is not None
         assert node.parent.end == len(prompt.segments[0])
@@ -365,7 +369,7 @@ def test_marks_without_kv_are_not_believed(engine: Engine) -> None:
 
 
 def test_only_kv_that_is_there_is_marked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "holds", lambda prompts, strategy: (False,) * len(prompts))
+    monkeypatch.setattr(engine, "holds", lambda prompts, strategy, meta=False: (False,) * len(prompts))
     assert preprocess(engine, n=3, progress=False).lost == 12
     assert {chunk.behind for chunk in engine.knowledge_base().chunks(range(1, 20)).values()} == {b""}
 
@@ -402,6 +406,27 @@ def test_a_lone_chunk_has_nothing_to_be_fused_with() -> None:
             preprocess(engine, "other")
 
 
+def test_attention_is_recorded_after_a_run_that_did_not(tmp_path: Path) -> None:
+    """In memory, and on disk after a restart."""
+    texts = [f"The keeper {name} climbs the stairs of tower number {i}." for i, name in enumerate("ABCD")]
+    documents = [Document(str(i), text) for i, text in enumerate(texts)]
+    for restart in (False, True):
+        store = DiskStore.open(tmp_path / str(restart), b"tiny", about={}, max_bytes=2**30)
+        with tiny.engine(disk=store) as engine:
+            engine.add_documents(documents)
+            assert preprocess(engine, n=2, progress=False).fused == 4
+            if not restart:
+                assert preprocess(engine, n=2, record=True, progress=False).fused == 4
+                assert engine.answer("Who climbs?", strategy="fusion+craft", max_tokens=1).strategy == "fusion+craft"
+        store = DiskStore.open(tmp_path / str(restart), b"tiny", about={}, max_bytes=2**30)
+        with tiny.engine(disk=store) as engine:
+            engine.add_documents(documents)
+            again = preprocess(engine, n=2, record=True, progress=False)
+            assert (again.fused, again.kept) == ((4, 0) if restart else (0, 4))
+            assert engine.answer("Who climbs?", strategy="fusion+craft", max_tokens=1).strategy == "fusion+craft"
+            engine.audit()
+
+
 def test_an_empty_knowledge_base() -> None:
     with tiny.engine() as engine:
         engine.add_documents([])
@@ -421,7 +446,7 @@ def test_a_document_deleted_meanwhile(engine: Engine, monkeypatch: pytest.Monkey
     base = engine.knowledge_base()
     for chunk in base.chunks(base.neighbours(3)).values():
         others = [c.tokens for c in base.chunks(base.neighbours(3)).values()]
-        assert not chunk.behind or any(chunk.behind == neighbours(three) for three in permutations(others, 3))
+        assert not chunk.behind or any(chunk.behind == neighbours_digest(three) for three in permutations(others, 3))
 
 
 # ----------------------------------------------------------------------------------- given segments
@@ -431,7 +456,7 @@ def test_given_segments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
     system, *chunks = segments(11, (20, 30, 17, 41, 25, 33))
     jobs = [Job(system, chunk, tuple(c for c in chunks if c is not chunk)[:i]) for i, chunk in enumerate(chunks)]
     digests = fuse_all(engine, jobs, progress=False)
-    assert digests == [neighbours(n.tokens for n in job.neighbours) for job in jobs] and digests[0] == b""
+    assert digests == [neighbours_digest(n.tokens for n in job.neighbours) for job in jobs] and digests[0] == b""
     for job, behind in zip(jobs[1:], digests[1:], strict=True):
         node = node_of(engine._cache, job.chunk, METHOD, behind)
         assert node.run is not None
@@ -440,7 +465,7 @@ def test_given_segments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
             np.testing.assert_allclose(got, expected, atol=2e-4)
     begun = Begun(engine, monkeypatch)
     assert fuse_all(engine, jobs, progress=False) == digests and begun.prompts == []
-    assert fuse(engine, system, chunks[0], chunks[1:]) == neighbours(c.tokens for c in chunks[1:])
+    assert fuse(engine, system, chunks[0], chunks[1:]) == neighbours_digest(c.tokens for c in chunks[1:])
     assert begun.fused == [chunks[0].id]
 
 

@@ -193,7 +193,6 @@ def test_special_text_in_documents_stays_text():
         chunks = [h.chunk for h in base.search("Obey", 3)]
         assert chunks
         chunks += base.document("d")
-        chunks += base.chunk_inline(Document("e", HOSTILE, title=HOSTILE))
         clean = chat_prompt(TOKENIZER, CHAT, ())
         prompt = chat_prompt(TOKENIZER, CHAT, [Hit(chunk, 1.0) for chunk in chunks])
         assert control_tokens(prompt) == control_tokens(clean)

@@ -21,6 +21,7 @@ from ragjax.core import (
     Conversation,
     Divergence,
     Document,
+    Graph,
     Kind,
     Plan,
     Prompt,
@@ -296,6 +297,15 @@ def test_an_exact_answer_that_is_not_ends_all_reuse() -> None:
     assert contract.stats()["shadow_escalations_total"] == {"raise": 0, "exact": 0, "fault": 1}
 
 
+def test_a_fault_counts_where_full_attention_is_the_default() -> None:
+    contract = Contract(Setting("full"), "float32")
+    assert not contract.faulted
+    for _ in range(2):
+        contract.observe(PREFIX, True, Divergence(0.01, 1.0))
+    assert contract.faulted and "labelled exact and is not" in contract.notices[0]
+    assert contract.stats()["shadow_escalations_total"] == {"raise": 0, "exact": 0, "fault": 1}
+
+
 def test_the_share_of_requests_drawn() -> None:
     contract = Contract(PREFIX, "float32", shadow_rate=0.2)
     assert 300 < sum(contract.draws() for _ in range(2000)) < 500
@@ -522,6 +532,21 @@ def test_replay_finds_a_stale_page_behind_an_exact_label() -> None:
     assert later.strategy == "full" and "labelled exact and is not" in later.notices[0]
 
 
+def test_only_a_fault_concerns_requests_for_a_graph() -> None:
+    approximate = replace(REPORT, measurements=REPORT.measurements[1:])
+    contract = Contract(PREFIX, "float32", report=approximate, budget=Budget(0.01), fallback="full")
+    graph = Graph(relation_paths=(("A", "likes", "B"),))
+    with tiny.engine(contract=contract) as engine:
+        plain, facts = engine.answer("Who?", max_tokens=1), engine.answer("Who?", graph=graph, max_tokens=1)
+        assert (plain.strategy, plain.notices) == ("full", contract.notices)
+        assert (facts.strategy, facts.notices) == ("dependency", ())
+        contract.observe(PREFIX, True, Divergence(0.01, 1.0))
+        later = engine.answer("Who?", graph=graph, max_tokens=1)
+        named = engine.answer("Who?", graph=graph, strategy="dependency", max_tokens=1)
+    assert later.strategy == "full" and "labelled exact and is not" in later.notices[0]
+    assert (named.strategy, named.notices) == ("dependency", ())
+
+
 def test_replays_wait_for_others_and_not_without_end() -> None:
     contract = Contract(NAIVE, "float32", shadow_rate=1.0)
     with tiny.engine(contract=contract) as engine:
@@ -623,6 +648,8 @@ def test_the_report_that_a_start_finds(tmp_path: Path, monkeypatch: pytest.Monke
         (["--budget", "KL=1", "--frobnicate"], "--frobnicate"),
         (["--budget", "KL=1", "--device-cache-gb", "0"], "--device-cache-gb"),
         (["--budget", "KL=1", "--top-k", "0"], "--top-k"),
+        (["--budget", "KL=1", "--json", "nowhere/out.json"], "--json"),
+        (["--budget", "KL=1", "--json", "."], "--json"),
     ],
 )
 def test_bad_flag_of_the_gate_is_one_line_and_code_2(
@@ -631,6 +658,13 @@ def test_bad_flag_of_the_gate_is_one_line_and_code_2(
     assert gate.main(flags) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and word in err
+
+
+def test_what_is_named_twice_is_measured_once() -> None:
+    options = gate._options(["--budget", "KL=1", "--strategies", "naive, selective,naive", "--ratios", "0.2,0.20,0"])
+    known = {strategy.name: strategy for strategy in (Full(), Prefix(), Naive(), Selective())}
+    settings = gate.settings_of(known, options.strategies, options.ratios)
+    assert settings == (NAIVE, *(Setting("selective", ratio) for ratio in (None, 0.2, 0.0)))
 
 
 @pytest.mark.parametrize(("budget", "code", "chosen"), [("KL=0.1", 0, "blend at 0.15"), ("KL=0.1,TOP1=1", 0, "prefix")])

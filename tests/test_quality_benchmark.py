@@ -425,6 +425,7 @@ def test_the_command_measures_and_reports(
 ) -> None:
     monkeypatch.setattr(report, "ceilings", lambda: report.Ceilings(1.0, 1.0, 1.0))
     monkeypatch.setattr(Engine, "load", lambda *a, **k: tiny.engine())
+    monkeypatch.setattr(report, "weights_of", str)
     monkeypatch.setattr(quality, "packaged_encoder", tiny.HashedEncoder)
     out = tmp_path / "r.json"
     command = ["--data", str(data), "--sets", "boats,talks", "--limit", "2", "--sweep", "1", "--max-tokens", "12"]
@@ -469,7 +470,7 @@ def test_the_command_refuses_unknown_names(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--ratios", "2"], ["--limit", "-1"], ["--neighbours", "x"], ["--sweeps", "1"], []]
+    "arguments", [["--ratios", "2"], ["--limit", "-1"], ["--limit", "0"], ["--neighbours", "x"], ["--sweeps", "1"], []]
 )
 def test_the_command_refuses_bad_flags(data: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
@@ -514,6 +515,11 @@ def test_repair_measures_warm_strategies(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made["full"]["selection_share"] == made["naive"]["selection_share"] == 0.0
     assert 0 < made["fusion"]["selection_share"] < 1 and made["fusion"]["chunks_per_s"] > 0
     assert made["full"]["faster_than_full"] == 1.0 and all(made[name]["runs"] == 2 for name in names)
+
+
+def test_repair_refuses_no_runs() -> None:
+    with pytest.raises(SystemExit):
+        repair.options(["--runs", "0"])
 
 
 def test_break_even_is_the_cost_of_a_chunk_over_what_its_reuse_saves(capsys: pytest.CaptureFixture[str]) -> None:

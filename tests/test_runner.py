@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import ragjax.runner
-from ragjax.core import NEVER, Grid, Probe, Run, Span, Step, Want
+from ragjax.core import NEVER, ConfigError, Grid, Probe, Run, Span, Step, Want
 from ragjax.kernels import attention, attention_triton
 from ragjax.kernels.pages import Pages
 from ragjax.models.config import ModelConfig
@@ -144,6 +144,11 @@ def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-5) -> N
 
 
 # ------------------------------------------------------------------------------------------ equals dense
+
+
+def test_a_pool_that_no_memory_holds_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"no room for a cache of .* GB: lower --device-cache-gb"):
+        make_runner(pages=10**12)
 
 
 def test_one_prefill_equals_the_plain_forward(runner: Runner) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ragjax.cache.cache import neighbours
+from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Move, OutOfPages, Pass, Prompt, Run, Segment, Want
 from ragjax.reuse import strategies
@@ -118,7 +118,7 @@ def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment])
     run = cache.reserve(n)
     cells = run.cells(executor.page_size)
     executor.k[:, cells], executor.v[:, cells] = dense.k[:, -n:], dense.v[:, -n:]
-    digest = neighbours([segment.tokens for segment in behind])
+    digest = neighbours_digest([segment.tokens for segment in behind])
     with cache.match_prefix(prompt.segments[0].tokens) as context:
         assert context.complete, "run a strategy first, so that the system prompt is kept"
         local_start = system + sum(len(segment) for segment in behind)

@@ -26,11 +26,12 @@ import uvicorn
 from fakes import FakeEngine
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import TypeAdapter
 
 from ragjax import core
 from ragjax.engine import Engine
 from ragjax.retrieval.reader import read
-from ragjax.serve import create_app, main
+from ragjax.serve import create_app, main, schema
 from ragjax.serve.command import _storage, parse_options
 
 MESSAGES = [{"role": "user", "content": "What colour is the lighthouse?"}]
@@ -132,7 +133,7 @@ def test_chat_with_openai_client(shared: Served) -> None:
         "tier": None,
         "score": 0.75,
     }
-    assert set(rag["timings_ms"]) == {"retrieve", "load", "prefill", "ttft"}
+    assert set(rag["timings_ms"]) == {"retrieve", "load", "prefill", "ttft", "total"}
     assert rag["notices"] == ["attention not by triton: no such kernel"]
 
 
@@ -296,6 +297,23 @@ def test_sampling_reaches_engine(caught: Caught) -> None:
 def test_nulls_count_as_absent(caught: Caught) -> None:
     fields = ("max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "logprobs", "response_format")
     assert caught.request(**dict.fromkeys(fields)) == caught.request()
+    usage = {"stream": True, "stream_options": {"include_usage": None}}
+    assert caught.request(**usage) == caught.request()
+    inline = {"id": "x", "text": "words"}
+    rag = {"knowledge": None, "top_k": None, "strategy": None, "recompute_ratio": None, "graph": None}
+    untitled = caught.request(rag={"documents": [{**inline, "title": None}], **rag})
+    assert untitled == caught.request(rag={"documents": [inline]})
+    graph = dict.fromkeys(("name", "entities", "relation_paths", "hops", "paths", "serialization"))
+    assert caught.request(rag={"graph": graph}).rag == core.Rag(graph=core.Graph())
+
+
+def test_every_field_that_may_be_left_out_takes_null() -> None:
+    bodies = [body for body in vars(schema).values() if isinstance(body, type) and issubclass(body, schema._Body)]
+    fields = [(body, name, field) for body in bodies for name, field in body.model_fields.items()]
+    assert len(fields) > 40
+    for body, name, field in fields:
+        if not field.is_required():
+            assert TypeAdapter(field.rebuild_annotation()).validate_python(None) is None, (body, name)
 
 
 def test_messages_reach_engine(caught: Caught) -> None:
@@ -318,13 +336,16 @@ def test_messages_reach_engine(caught: Caught) -> None:
 
 def test_rag_reaches_engine(caught: Caught) -> None:
     documents = ["harbour", {"id": "x", "text": "words"}, {"id": "y", "text": "more", "title": "Y"}]
-    asked = {"knowledge": "demo", "top_k": 2, "strategy": "naive", "recompute_ratio": 0.25, "documents": documents}
+    asked = {"knowledge": "demo", "strategy": "naive", "recompute_ratio": 0.25, "documents": documents}
     expected = ("harbour", core.Document("x", "words"), core.Document("y", "more", "Y"))
-    assert caught.request(rag=asked).rag == core.Rag("demo", 2, "naive", documents=expected, recompute_ratio=0.25)
+    assert caught.request(rag=asked).rag == core.Rag("demo", None, "naive", expected, 0.25)
+    assert caught.request(rag={"top_k": 2}).rag == core.Rag(top_k=2)
     assert caught.request(rag={"graph": "facts"}).rag == core.Rag(graph=core.Graph("facts"))
-    graph = {"name": "g", "relation_paths": [["A", "r", "B"]], "hops": 3, "paths": 5, "serialization": "triplet"}
-    expected_graph = core.Graph("g", None, (("A", "r", "B"),), 3, 5, "triplet")
-    assert caught.request(rag={"graph": graph}).rag == core.Rag(graph=expected_graph)
+    given = {"relation_paths": [["A", "r", "B"]], "serialization": "triplet"}
+    expected_graph = core.Graph(relation_paths=(("A", "r", "B"),), serialization="triplet")
+    assert caught.request(rag={"graph": given}).rag == core.Rag(graph=expected_graph)
+    sought = {"name": "g", "hops": 3, "paths": 5}
+    assert caught.request(rag={"graph": sought}).rag == core.Rag(graph=core.Graph("g", hops=3, paths=5))
     assert caught.request(rag={"graph": {"entities": ["A"]}}).rag == core.Rag(graph=core.Graph(entities=("A",)))
     assert caught.request(rag=None).rag is None
     assert caught.request(rag={}).rag == core.Rag()
@@ -399,6 +420,11 @@ def test_unknown_field_at_each_level(shared: Served, path: str, param: str) -> N
         ("presence_penalty", 0.5, "presence_penalty"),
         ("frequency_penalty", -1, "frequency_penalty"),
         ("response_format", {"type": "json_object"}, "response_format.type"),
+        ("response_format", {"type": "text", "x": 1}, "response_format.x"),
+        ("response_format", {}, "response_format.type"),
+        ("n", True, "n"),
+        ("n", 1.0, "n"),
+        ("presence_penalty", False, "presence_penalty"),
         ("stream", False, "stream_options"),
         ("rag.top_k", -1, "rag.top_k"),
         ("rag.recompute_ratio", 1.5, "rag.recompute_ratio"),
@@ -413,6 +439,13 @@ def test_unknown_field_at_each_level(shared: Served, path: str, param: str) -> N
         ("rag", {"graph": {"serialization": "prose"}}, "rag.graph.serialization"),
         ("rag", {"graph": {"relation_paths": [["A", ""]]}}, "rag.graph.relation_paths[0][1]"),
         ("rag", {"graph": "facts", "top_k": 2}, "rag.graph"),
+        ("rag", {"documents": ["a"], "top_k": 1}, "rag.top_k"),
+        ("rag", {"graph": {"entities": []}}, "rag.graph.entities"),
+        ("rag", {"graph": {"relation_paths": []}}, "rag.graph.relation_paths"),
+        ("rag", {"graph": {"relation_paths": [["A", "r", "B"]], "name": "g"}}, "rag.graph.name"),
+        ("rag", {"graph": {"relation_paths": [["A", "r", "B"]], "entities": ["A"]}}, "rag.graph.entities"),
+        ("rag", {"graph": {"relation_paths": [["A", "r", "B"]], "hops": 2}}, "rag.graph.hops"),
+        ("rag", {"graph": {"relation_paths": [["A", "r", "B"]], "paths": 30}}, "rag.graph.paths"),
         ("user", 5, "user"),
     ],
 )
@@ -430,7 +463,9 @@ def test_bad_value_names_its_field(shared: Served, path: str, value: Any, param:
         ({"prompt": [1, 2]}, "prompt"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": 0}, "echo"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "best_of": True}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "rag": {"top_k": 2}}, "rag.top_k"),
@@ -459,6 +494,20 @@ def test_two_token_limits_are_refused(shared: Served) -> None:
 def test_body_that_is_no_json_object(shared: Served, body: bytes) -> None:
     response = shared.post(content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"user": "\xff"}', "not UTF-8"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "too many digits"),
+        (b"{", "at character 1"),
+    ],
+)
+def test_body_that_cannot_be_read_says_why(shared: Served, body: bytes, reason: str) -> None:
+    error = error_of(shared.post(content=body))
+    assert (error["code"], error["param"]) == ("invalid_json", None) and reason in error["message"]
 
 
 def test_form_body_says_what_to_send(shared: Served) -> None:
@@ -656,6 +705,12 @@ def test_the_page_names_every_metric_and_flag() -> None:
     assert set(re.findall(r"--[\w-]+", rows)) == flags
 
 
+def test_the_page_names_every_endpoint() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "http.md").read_text()
+    paths = {route.path.replace(":path", "") for route in create_app(FakeEngine()).routes}  # type: ignore[attr-defined]
+    assert set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page)) == paths
+
+
 def test_what_shadow_replay_sees_is_a_histogram() -> None:
     engine = FakeEngine()
     with serving(engine) as served:
@@ -813,11 +868,14 @@ def test_flags_and_fake_agree_with_the_engine() -> None:
         (["--dtype", "int4"], "--dtype"),
         (["--top-k", "0"], "--top-k"),
         (["--device-cache-gb", "nan"], "--device-cache-gb"),
+        (["--device-cache-gb", "1e305"], "--device-cache-gb"),
+        (["--host-cache-gb", "1e305"], "--host-cache-gb"),
         (["--max-body-mb", "-1"], "--max-body-mb"),
         (["--index", "tree"], "--index"),
         (["--knowledge", "/no/such/folder"], "/no/such/folder"),
         (["--graph", "/no/such/facts.tsv"], "--graph"),
         (["--api-key", ""], "API key"),
+        (["--api-key", "key "], "--api-key"),
         (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--port"], "--port"),
         (["extra"], "extra"),
@@ -838,6 +896,26 @@ def test_bad_model_is_one_line_and_code_2() -> None:
 def test_occupied_port_is_one_line_and_code_2(shared: Served, capsys: pytest.CaptureFixture[str]) -> None:
     port = shared.url.rsplit(":", 1)[1]
     assert main(["--port", port]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and port in err
+
+
+def test_port_taken_while_the_model_loads_is_one_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+
+        class Loads(FakeEngine):
+            @classmethod
+            def load(cls, model: str, **settings: Any) -> FakeEngine:
+                other.listen()
+                return FakeEngine()
+
+        monkeypatch.setattr("ragjax.engine.Engine", Loads)
+        port = str(other.getsockname()[1])
+        assert main(["--port", port]) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and port in err
 
@@ -872,6 +950,14 @@ def test_storage_flags_reach_the_engine(tmp_path: Path) -> None:
         ('{"k": {"name": "a", "quota_gb": -1}}', "above 0"),
         ('{"k": {"name": "a"}, "l": {"name": "a"}}', "same name"),
         ('{" ": {"name": "a"}}', "empty"),
+        ('{"k": {"name": "a"}, "k": {"name": "b"}}', "twice"),
+        ('{"k": {"name": "a", "name": "b"}}', "twice"),
+        ('{"k": {"name": "\\ud800"}}', "Unicode"),
+        ('{"k": {"name": "a", "quota_gb": true}}', "above 0"),
+        ('{"k": {"name": "a", "quota_gb": 1e305}}', "up to 1e9"),
+        ('{"\\ud800": {"name": "a"}}', "printable"),
+        ('{"k\\n": {"name": "a"}}', "printable"),
+        ('{"a\\tb": {"name": "a"}}', "printable"),
         ('{"shared": {"name": "a"}}', "--api-key"),
     ],
 )
@@ -908,6 +994,9 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAGJAX_API_KEY", "from the environment")
     assert parse_options([]).api_key == "from the environment"
     assert parse_options(["--api-key", "flag"]).api_key == "flag"
+    monkeypatch.setenv("RAGJAX_API_KEY", "from a file\n")
+    with pytest.raises(core.ConfigError, match="RAGJAX_API_KEY"):
+        parse_options([])
     monkeypatch.setenv("RAGJAX_API_KEY", "")
     with pytest.raises(core.ConfigError, match="empty"):
         parse_options([])

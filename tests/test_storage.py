@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ragjax.cache import hierarchy
 from ragjax.cache.policy import POLICIES
-from ragjax.core import Answer, ConfigError, Conversation, Document, Prompt, StorageOptions
+from ragjax.cache.tier import Record
+from ragjax.core import Answer, ConfigError, Conversation, Document, Kind, Prompt, Segment, StorageOptions
+from ragjax.dependency import DepPrompt, LinearNode, TreeNode
 from ragjax.engine import Engine
 from ragjax.reuse.base import Holding
 from ragjax.reuse.full import Full
@@ -195,12 +198,12 @@ class Unwilling:
     def __getattr__(self, name: str) -> object:
         return getattr(self.store, name)
 
-    def read(self, key: bytes) -> object:
+    def read(self, key: bytes, expected: Record | None = None) -> object:
         self.gate.wait(30)
         if self.failing:
             self.failing -= 1
             raise OSError("the disk is on fire")
-        return self.store.read(key)
+        return self.store.read(key, expected)
 
 
 @pytest.fixture
@@ -247,7 +250,7 @@ def test_a_disk_that_always_fails_is_asked_once_a_request(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"host_gb": -1}, {"disk_gb": 0}, {"at_rest": "int4"}, {"load_timeout": float("nan")}, {"quotas": {"a": 0}}],
+    [{"host_gb": -1}, {"disk_gb": 0}, {"at_rest": "int4"}, {"load_timeout": float("nan")}, {"quotas": {"a": 1e305}}],
 )
 def test_options_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
@@ -267,6 +270,93 @@ def test_a_slow_load_is_not_waited_for(unwilling: Callable[[], Unwilling], refer
             ask(engine, 1)
         assert_exact(ask(engine, 0), reference[0])
         engine.audit()
+
+
+def test_a_disk_that_hangs_ends_nobodys_service(tmp_path: Path) -> None:
+    """Loads that nobody waits for any more pin pages; in the end these are all there are."""
+    with tiny.engine(disk=disk(tmp_path)) as engine:
+        expected = [ask(engine, seed) for seed in range(8)]
+    store = Unwilling(disk(tmp_path))
+    store.gate.clear()
+    with tiny.engine(pages=60, disk=store, load_timeout=0.05) as engine:  # type: ignore[arg-type]
+        for seed in range(8):
+            assert ask(engine, seed).tokens == expected[seed].tokens
+        assert engine.stats()["load_fallbacks_total"]["slow"] >= 5  # type: ignore[index]
+        store.gate.set()
+        assert ask(engine, 7).tokens == expected[7].tokens
+        while engine._cache.loading:
+            time.sleep(0.01)
+        engine.audit()
+
+
+def test_an_entry_that_another_process_replaced_meanwhile_is_not_taken_for_what_it_was(tmp_path: Path) -> None:
+    """Under `preorder` positions the same key may be rotated otherwise."""
+    system, task = (LinearNode(name, tiny.prompt(0, n, (), 1).tokens[:n]) for name, n in (("s", 10), ("t", 8)))
+    trees = [TreeNode(str(n), (tiny.prompt(n, n, (), 1).tokens[:n],)) for n in (30, 50)]
+    one, other = (DepPrompt((system, *order, task)).prompt() for order in (trees, trees[::-1]))
+    for folder, prompt in (("a", one), ("b", other)):
+        with tiny.engine(disk=disk(tmp_path / folder)) as engine:
+            engine.answer_prompt(prompt, strategy="dependency-preorder", max_tokens=1)
+    theirs, store = disk(tmp_path / "b"), disk(tmp_path / "a")
+
+    class Racing(Unwilling):
+        def read(self, key: bytes, expected: Record | None = None) -> object:
+            record = theirs.find(key)
+            if record is not None and record != expected:
+                disk(tmp_path / "a").write(record, theirs.read(key))
+            return super().read(key, expected)
+
+    with tiny.engine() as engine:
+        right = engine.answer_prompt(one, strategy="dependency-preorder", max_tokens=1, want_logits=True)
+    with tiny.engine(disk=Racing(store)) as engine:  # type: ignore[arg-type]
+        answer = engine.answer_prompt(one, strategy="dependency-preorder", max_tokens=1, want_logits=True)
+        assert "replaced" in answer.notices[0] and answer.exact_to == "dependency"
+        assert np.abs(answer.logits - right.logits).max() < 1e-4  # type: ignore[operator]
+
+
+def test_what_cannot_be_written_in_time_is_not_kept_in_memory_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, most = disk(tmp_path), 200_000
+    monkeypatch.setattr(hierarchy, "BACKLOG", most)
+    gate, write = threading.Event(), store.write
+
+    def slow(record: Record, arrays: Any) -> int:
+        gate.wait(30)
+        return write(record, arrays)
+
+    monkeypatch.setattr(store, "write", slow)
+    with tiny.engine(pages=60, host_bytes=300_000, disk=store) as engine:
+        for seed in range(12):
+            ask(engine, seed)
+        assert engine._mover is not None
+        backlog, unwritten = engine._mover.backlog, engine.stats()["unwritten_tokens_total"]
+        gate.set()
+    assert most < backlog < 2 * most and unwritten > 0  # type: ignore[operator]
+    with tiny.engine(pages=60, disk=disk(tmp_path)) as engine:  # what memory held at the end was written
+        assert ask(engine, 11).cached_tokens == len(tiny.prompt(11)) - 1
+
+
+def test_the_beginning_that_all_prompts_share_outlives_them_on_disk(tmp_path: Path) -> None:
+    """One segment, as a chat without knowledge is: the tree is cut where prompts part, entries are not."""
+    shared = tiny.prompt(99, 96, (), 1).tokens[:96]
+
+    def chat(seed: int) -> Prompt:
+        own = tiny.prompt(seed, 40, (), 1).tokens[:40].copy()
+        own[0] = seed
+        return Prompt((Segment("question", Kind.JOIN, np.concatenate([shared, own])),))
+
+    def opened() -> Engine:
+        return tiny.engine(pages=PAGES, disk=DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=1_000_000))
+
+    with opened() as engine:
+        engine.answer_prompt(chat(0), max_tokens=1)
+    with opened() as engine:
+        for seed in range(1, 60):
+            engine.answer_prompt(chat(seed), max_tokens=1)
+        assert engine.stats()["disk_evicted_total"] > 0  # type: ignore[operator]
+    with opened() as engine:
+        assert engine.answer_prompt(chat(58), max_tokens=1).cached_tokens >= len(shared)
 
 
 class Late(Full):
@@ -355,6 +445,8 @@ def test_a_lost_device_costs_time_and_no_answer(
         assert answer.tokens == reference[0].tokens and "lost" in answer.notices[0]
         assert tiers(answer) == {"host"}
         assert len(answer.segments) == len(tiny.prompt(0).segments)
+        assert answer.timings.prefill >= 0
+        assert np.abs(answer.logits - reference[0].logits).max() < 1e-4  # type: ignore[operator]
         assert engine.stats()["device_losses_total"] == 1
         engine.audit()
         assert_exact(ask(engine, 1), reference[1])
@@ -377,3 +469,11 @@ def test_a_trace_holds_hashes_and_sizes_and_no_text(tmp_path: Path) -> None:
     assert first["segments"] == second["segments"] != restarted["segments"]
     assert first["tenant"] != second["tenant"] and (first["strategy"], second["strategy"]) == ("prefix", "naive")
     assert 0 <= first["time"] <= second["time"]
+
+
+def test_a_trace_that_cannot_be_written_ends_and_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny.engine(recorder=Recorder("/dev/full")) as engine:
+        for seed in range(2):
+            assert ask(engine, seed).tokens
+        assert engine.stats()["errors_total"] == 0
+    assert sum("the trace ends here" in message for message in caplog.messages) == 1

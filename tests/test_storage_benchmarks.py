@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cost, restart, scale
+from benchmarks import cost, demo, report, restart, scale
 from ragjax.cache.profile import Profile
 from tests import tiny
 
@@ -29,6 +29,22 @@ def test_cost_refuses_to_time_what_was_not_cached(monkeypatch: pytest.MonkeyPatc
         )
         with pytest.raises(AssertionError):
             cost.seconds(engine, 32, 8, 1)
+
+
+def test_a_model_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "ceilings", lambda: report.Ceilings(1.0, 1.0, 1.0))
+    assert cost.main(["--out", str(tmp_path / "cost.json"), "--model", "nope"]) == 1
+    assert demo.main(["--model", "nope"]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2 and all("unknown model 'nope'" in line for line in errors)
+
+
+@pytest.mark.parametrize("limit", ["0", "-70"])
+def test_the_demo_refuses_no_questions(limit: str) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(["--limit", limit])
 
 
 def test_grid_of_a_profile() -> None:

@@ -138,6 +138,15 @@ def test_bad_definitions_are_refused(tmp_path: Path) -> None:
     write_directory(tmp_path / "m", {"eos_token": "<|nowhere|>"})
     with pytest.raises(ConfigError, match="eos_token"):
         Tokenizer.load(tmp_path / "m")
+    for wrong, message in (
+        ({"eos_token": 0}, "eos_token must be the token's text, not 0"),
+        ({"chat_template": {}}, "chat_template must be a text"),
+        ({"chat_template": [{"name": "default", "template": 1}]}, "chat_template must be a text"),
+        ({"chat_template": ["x"]}, "each chat_template must have name and template"),
+    ):
+        (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=message):
+            Tokenizer.load(tmp_path / "m")
     (tmp_path / "m" / "tokenizer.json").write_text('{"model": 3, "decoder": {"type": "ByteLevel"}}')
     with pytest.raises(ConfigError, match="cannot be used"):
         Tokenizer.load(tmp_path / "m")

@@ -185,6 +185,10 @@ def last_step(folder: Path) -> int:
         (("--lora", "4", "--lora-matrices", "qkv,norm"), "not on norm"),
         (("--fsdp", "3"), "--fsdp: fsdp 3 does not divide"),
         (("--resume",), "no run to go on with"),
+        (("--lora-alpha", "8"), "--lora-alpha has no effect with --lora 0 of --preset paper"),
+        (("--lora-matrices", "qkv", "--lora", "0"), "--lora-matrices has no effect with --lora 0:"),
+        (("--positions", "path", "--attention", "self"), "--positions has no effect with --attention self"),
+        (("--plain-data", "none.jsonl", "--plain", "0"), "--plain-data has no effect with --plain 0"),
         (("--data", "none.jsonl"), "none.jsonl: cannot be read"),
         (("--model", "nothing"), "unknown model"),
     ],
@@ -195,16 +199,56 @@ def test_what_cannot_work_is_one_line(
     assert main(flags(home, "wrong", *more)) == 1
     error = capsys.readouterr().err
     assert message in error and error.startswith("error: ") and error.count("\n") == 1
-    assert not (home / "wrong").exists()
+    assert not list((home / "wrong").rglob("*"))
+
+
+def test_a_trained_model_is_not_trained_over(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for made in ("model", "adapter.safetensors"):
+        (home / "had" / made).mkdir(parents=True)
+        assert main(flags(home, "had")) == 1
+        error = capsys.readouterr().err
+        assert f"{home / 'had' / made} is there already" in error and "give another --out" in error
+        (home / "had" / made).rmdir()
+    assert not list((home / "had").iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_the_model_is_loaded(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.depft.load_decoder", None)
+    for out in ("samples.jsonl", "samples.jsonl/run"):
+        assert main(flags(home, out)) == 1
+        error = capsys.readouterr().err
+        assert f"--out: {home / out} cannot be made" in error and error.count("\n") == 1
+
+
+def test_a_run_that_diverges_saves_nothing_of_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags(home, "diverged", "--lr", "1e9", "--save-every", "1", "--eval-every", "5")) == 1
+    error = capsys.readouterr().err
+    assert "lower --lr" in error and error.count("\n") == 1
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    kept = [json.loads(x, parse_constant=refuse) for x in (home / "diverged" / "log.jsonl").read_text().splitlines()]
+    saved = {int(p.name) for p in (home / "diverged" / "checkpoints" / "steps").iterdir() if p.name.isdigit()}
+    assert saved and max(saved) == kept[-1]["step"] < 6
+    assert not (home / "diverged" / "model").exists()
+
+
+def test_dev_samples_of_which_none_fits_are_an_error(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_samples([Sample("a", "x " * 400, "y")], home / "long-dev.jsonl")
+    assert main(flags(home, "no-dev", "--dev", str(home / "long-dev.jsonl"))) == 1
+    assert "--dev: no sample fits into a row of 512 tokens" in capsys.readouterr().err
 
 
 def test_samples_that_do_not_fit_are_counted(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_samples(
-        [Sample("a", "x " * 400, "y"), Sample("b", "x", "y"), Sample("c", "x", "y", (("a", "r", "a"),))],
+        [Sample("a", "x " * 400, "y"), Sample("b", "x", "y")],
         home / "long.jsonl",
     )
     assert main(flags(home, "left-out", "--data", str(home / "long.jsonl"), "--stop-after", "1")) == 0
-    assert "1 of 3 samples are left out: too long" in caplog.text and "comes to entity 'a' twice" in caplog.text
+    assert "1 of 2 samples are left out: too long" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- export
@@ -243,6 +287,12 @@ def test_adapter_is_merged_by_the_command(home: Path, capsys: pytest.CaptureFixt
         ).reshape(-1)
         np.testing.assert_allclose(np.asarray(getattr(merged.layers[1], name)[...]).reshape(-1), want, atol=1e-5)
     assert Tokenizer.load(home / "merged").digest == byte_tokenizer().digest
+    for out in ("samples.jsonl", "samples.jsonl/x"):
+        assert export_main([*command, "--out", str(home / out)]) == 1
+        assert f"error: {home / out} cannot be made" in capsys.readouterr().err
+    LORA.save(adapters(), home / "base.safetensors", {"weights": digest, "model": str(home / "whole")})
+    assert export_main(["--model", str(home / "base.safetensors"), *command[2:], "--out", str(home / "again")]) == 1
+    assert "base.safetensors has an adapter itself" in capsys.readouterr().err
     LORA.save(adapters(), home / "other.safetensors", {"weights": "of another model"})
     command[3] = str(home / "other.safetensors")
     assert export_main([*command, "--out", str(home / "again")]) == 1

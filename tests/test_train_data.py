@@ -175,6 +175,15 @@ def test_lines_of_other_forms_are_read(tmp_path: Path) -> None:
         ('{"question": "x", "answer": "y", "paths": "a"}', "paths must be a list"),
         ('{"messages": [{"role": "user", "content": "Hi"}]}', "messages must end"),
         ('{"messages": [{"role": "tool", "content": "Hi"}]}', "one of system, user, assistant"),
+        ('{"messages": [], "paths": []}', "field 'paths' beside messages"),
+        ('{"question": "x", "answer": "y", "path": [["a", "r", "b"]]}', "unknown field 'path'"),
+        ('{"question": "x", "answer": "y", "answers": ["z"]}', "answer and answers are both given"),
+        (
+            '{"question": "x", "answer": "y", "paths": [["a", "r", "b"]], "triples": [["a", "r", "c"]]}',
+            "paths and triples are both given",
+        ),
+        ('{"question": "x", "answer": "y", "paths": [["a", "r", "a"]]}', "comes to entity 'a' twice"),
+        ('{"question": "x", "answer": "y", "gold": [["a", "r", "\\ud800"]]}', "not valid Unicode"),
     ],
 )
 def test_bad_lines_are_named_and_skipped_on_request(
@@ -221,6 +230,82 @@ def test_command_makes_splits_and_refuses(tmp_path: Path, capsys: pytest.Capture
     (tmp_path / "g.tsv").write_text("a\tr\n")
     assert main(["graph", str(tmp_path / "g.tsv"), "--out", str(out)]) == 1
     assert "g.tsv, line 1: a triple must be" in capsys.readouterr().err
+
+
+def test_what_cannot_be_put_aside_is_an_error_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_samples([Sample(str(i), f"q{i}", "x") for i in range(4)], tmp_path / "s.jsonl")
+    out = tmp_path / "new" / "out.jsonl"
+    command = ["samples", str(tmp_path / "s.jsonl"), "--out", str(out)]
+    for more, message in (
+        (["--aside", "2", "--aside-out", str(out.parent / ".." / "new" / "out.jsonl")], "are both"),
+        (["--aside", "100"], "puts all 4 samples aside"),
+        (["--aside-out", str(tmp_path / "aside.jsonl")], "no effect without --aside"),
+    ):
+        assert main([*command, *more]) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.jsonl"]
+
+
+def test_bad_lines_of_every_kind_are_counted_over_files_and_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    out = str(tmp_path / "s.jsonl")
+    files = [tmp_path / "1.tsv", tmp_path / "2.tsv"]
+    for file in files:
+        file.write_text("a\tr\tb\n\na\tr\n")
+    graph = ["graph", *map(str, files), "--out", out, "--count", "1", "--max-bad"]
+    assert main([*graph, "1"]) == 1 and f"{files[1]}, line 3: a triple must be" in capsys.readouterr().err
+    caplog.clear()
+    assert main([*graph, "2"]) == 0 and all(f"{file}, line 3 is skipped" in caplog.text for file in files)
+
+    entries, facts = tmp_path / "t.json", tmp_path / "t.jsonl"
+    entries.write_text(json.dumps({"Data": [TRIVIA, {}]}))
+    facts.write_text(json.dumps({"id": "t1", "triples": [list(t) for t in FACTS]}))
+    trivia = ["trivia", str(entries), str(entries), "--triples", str(facts), "--out", out, "--max-bad"]
+    assert main([*trivia, "1"]) == 1 and f"{entries}, entry 2: QuestionId" in capsys.readouterr().err
+    caplog.clear()
+    assert main([*trivia, "2"]) == 0 and caplog.text.count(f"{entries}, entry 2 is skipped") == 2
+
+    questions = tmp_path / "q.jsonl"
+    empty = {"paths": [["a", "r", " (inverse)"]]}
+    questions.write_text(json.dumps(QUESTION) + "\n" + json.dumps(QUESTION | empty))
+    assert main(["kg", str(questions), "--out", out, "--max-bad", "1"]) == 0
+    assert f"{questions}, line 2 is skipped" in caplog.text
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    out = tmp_path / "s.jsonl"
+    (tmp_path / "g.tsv").write_text("a\tr\tb\n", encoding="utf-8-sig")
+    assert main(["graph", str(tmp_path / "g.tsv"), "--out", str(out), "--count", "1", "--hops", "1"]) == 0
+    assert read_samples([out])[0].gold == (("a", "r", "b"),)
+    (tmp_path / "b.jsonl").write_text(out.read_text(), encoding="utf-8-sig")
+    assert read_samples([tmp_path / "b.jsonl"]) == read_samples([out])
+    (tmp_path / "t.json").write_text(json.dumps({"Data": [TRIVIA]}), encoding="utf-8-sig")
+    (tmp_path / "t.jsonl").write_text(json.dumps({"id": "t1", "triples": [list(t) for t in FACTS]}))
+    trivia = ["trivia", str(tmp_path / "t.json"), "--triples", str(tmp_path / "t.jsonl")]
+    assert main([*trivia, "--out", str(out)]) == 0
+
+
+def test_files_that_cannot_be_read_or_written_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "s.jsonl"
+    write_samples([Sample("a", "\ud800?", "x")], file)
+    assert "\\ud800" in file.read_text() and read_samples([file]) == [Sample("a", "\ud800?", "x")]
+    (tmp_path / "t.json").write_text('{"Data": 5}')
+    (tmp_path / "t.jsonl").write_text("")
+    for wrong, message in (
+        (["samples", str(file), "--out", str(tmp_path)], "cannot be written"),
+        (["samples", str(file), "--out", str(file / "x")], "cannot be written"),
+        (
+            ["trivia", str(tmp_path / "t.json"), "--triples", str(tmp_path / "t.jsonl"), "--out", str(file)],
+            "its Data must be a list",
+        ),
+    ):
+        assert main(wrong) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
 
 
 def test_what_shares_a_path_or_a_question_with_others_is_left_out(tmp_path: Path) -> None:

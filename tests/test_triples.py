@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -278,6 +279,7 @@ _:b <http://x.org/o#sees> <http://x.org/e/2> .
 <http://x.org/e/2> <http://www.w3.org/2000/01/rdf-schema#label> "Paris" .
 <http://x.org/e/1> <http://www.w3.org/2004/02/skos/core#altLabel> "City of Light" .
 <http://x.org/Bob_Ross> <http://www.w3.org/2004/02/skos/core#altLabel> "Bob" .
+_:b <http://www.w3.org/2004/02/skos/core#altLabel> "Nobody" .
 """
 
 
@@ -294,6 +296,7 @@ def test_ntriples_go_by_their_labels(tmp_path: Path) -> None:
         Alias("Paris", "Paris, France"),
         Alias("Paris (2)", "Paris"),
         Alias("Bob Ross", "Bob"),
+        Alias("_:b", "Nobody"),
     }
 
 
@@ -355,6 +358,16 @@ def test_a_path_and_its_triples() -> None:
 def test_what_is_no_path_is_refused(steps: tuple[str, ...], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         RelationPath(steps)
+
+
+def test_a_long_path_is_checked_at_once() -> None:
+    """Looking each entity up in all before it would take 20,000 of them seconds."""
+    steps = ("e0", *(step for i in range(1, 20_000) for step in ("r", f"e{i}")))
+    began = time.perf_counter()
+    assert len(RelationPath(steps).entities) == 20_000
+    with pytest.raises(RequestError, match="'e7' twice"):
+        RelationPath((*steps, "r", "e7"))
+    assert time.perf_counter() - began < 2
 
 
 def test_equal_sets_of_paths_make_equal_subgraphs() -> None:

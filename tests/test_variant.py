@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from ragjax.cache.cache import neighbours
+from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.cache.tree import Node, Provenance
 from ragjax.cache.variant import Variants
-from tests.carriers import BYTES, Bench, FakeShelf, keyed_content, tokens
+from tests.carriers import BYTES, Bench, FakeShelf, alternatives, keyed_content, tokens
 
 APPROXIMATE = Provenance.APPROXIMATE
 SYSTEM = [1] * 4
@@ -24,7 +24,7 @@ def has(bench, behind, ids=CHUNK, **options):
 
 def kept(bench, ids=CHUNK):
     """The chunk's variants, by what they were computed behind, in the order of their making; no look-up of them."""
-    digests = {neighbours([tokens(n)]): n for n in range(100)}
+    digests = {neighbours_digest([tokens(n)]): n for n in range(100)}
     return [digests[node.behind] for node in bench.cache.variants(tokens(*ids), "craft")]
 
 
@@ -126,7 +126,7 @@ def test_the_variant_that_was_reused_least_leaves():
     with bench.match(SYSTEM) as lease:  # the new one is in use: of the others 11 was reused 3 times, 12 5 times
         run = bench.reserve(2)
         bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[14]]))
-        digest = neighbours([tokens(14)])
+        digest = neighbours_digest([tokens(14)])
         bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, variant=True)
         bench.cache.free(run)
     assert kept(bench) == [10, 11, 12]
@@ -139,7 +139,9 @@ def test_variants_in_use_do_not_leave():
         put(bench, [[first]])
     with bench.match(SYSTEM) as context:
         leases = [
-            bench.cache.match_segment(context, tokens(*CHUNK), APPROXIMATE, "craft", behind=neighbours([tokens(n)]))
+            bench.cache.match_segment(
+                context, tokens(*CHUNK), APPROXIMATE, "craft", behind=neighbours_digest([tokens(n)])
+            )
             for n in (10, 11)
         ]
         put(bench, [[12]])
@@ -170,11 +172,11 @@ def test_the_first_variant_that_is_kept_is_matched():
     bench = make(limit=9)
     for first in (10, 11):
         put(bench, [[first]])
-    tried = [(neighbours([tokens(n)]), 0.25) for n in (12, 11, 10)]
+    tried = [(neighbours_digest([tokens(n)]), 0.25) for n in (12, 11, 10)]
     with bench.match(SYSTEM) as context:
         missed = bench.cache.metrics.missed_tokens
         lease = bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried)
-        assert lease.node.behind == neighbours([tokens(11)]) and bench.cache._variants.reuse(lease.node) == 4
+        assert lease.node.behind == neighbours_digest([tokens(11)]) and bench.cache._variants.reuse(lease.node) == 4
         lease.release()
         assert bench.cache.metrics.missed_tokens == missed
         assert bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried[:1]) is None
@@ -190,7 +192,7 @@ def test_variants_are_listed_for_what_they_were_computed_on():
     assert len(bench.cache.variants(tokens(*CHUNK), "craft")) == 2
     for context, behind in ((SYSTEM, [10]), ([2, 2], [11]), ([3], None)):
         listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*context))
-        assert [node.behind for node in listed] == ([neighbours([tokens(*behind)])] if behind else [])
+        assert [node.behind for node in listed] == ([neighbours_digest([tokens(*behind)])] if behind else [])
 
 
 def test_variants_that_were_evicted_make_room_for_others():
@@ -258,7 +260,7 @@ def test_meta_is_kept_with_a_variant_through_the_disk():
     with bench.match(SYSTEM) as lease:
         run = bench.reserve(2)
         bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[10]]))
-        digest = neighbours([tokens(10)])
+        digest = neighbours_digest([tokens(10)])
         bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, meta=b"scores")
         bench.cache.free(run)
     bench.flush()
@@ -275,7 +277,7 @@ def paths(bench, chunks, **options):
     """For each chunk, the chunks it was computed behind (None: it was not found)."""
     found = []
     with bench.match(SYSTEM, **options) as context:
-        for i, lease in enumerate(bench.cache.match_path(context, [tokens(*chunk) for chunk in chunks], "craft")):
+        for i, lease in enumerate(alternatives(bench.cache, context, chunks, "craft")):
             bench.settle()
             if lease is None:
                 found.append(None)
@@ -328,10 +330,10 @@ def test_an_alternative_path_is_found_below_the_device_and_counted():
 
 def test_neighbours_are_told_apart_by_their_cuts_and_their_order():
     digests = [
-        neighbours([tokens(1, 2), tokens(3)]),
-        neighbours([tokens(1), tokens(2, 3)]),
-        neighbours([tokens(3), tokens(1, 2)]),
-        neighbours([tokens(1, 2, 3)]),
-        neighbours([]),
+        neighbours_digest([tokens(1, 2), tokens(3)]),
+        neighbours_digest([tokens(1), tokens(2, 3)]),
+        neighbours_digest([tokens(3), tokens(1, 2)]),
+        neighbours_digest([tokens(1, 2, 3)]),
+        neighbours_digest([]),
     ]
     assert len(set(digests)) == 5 and digests[-1] == b""

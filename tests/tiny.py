@@ -17,7 +17,7 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.pages import PagePool
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.profile import Profile
-from ragjax.core import Grid, Prompt, Segment
+from ragjax.core import AtRest, Grid, Prompt, Segment
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.models.config import ModelConfig
@@ -28,7 +28,6 @@ from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.runner import Runner
-from ragjax.store.codec import Kind
 from ragjax.store.disk import DiskStore
 from ragjax.store.mover import Mover
 
@@ -143,7 +142,7 @@ def engine(
     policy: str = "lru",
     host_bytes: int = 0,
     disk: DiskStore | None = None,
-    at_rest: Kind = "raw",
+    at_rest: AtRest = "raw",
     quota: Callable[[str], int | None] = lambda tenant: None,
     **options: Any,
 ) -> Engine:

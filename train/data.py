@@ -23,9 +23,12 @@ from ragjax.flag import command_line, integer
 from ragjax.retrieval.path import INVERSE, RelationPath, Triple
 from train.sample import (
     MOST_ANSWERS,
+    Bad,
     Sample,
     Steps,
     answer_of,
+    checked,
+    lines_of,
     list_of,
     read_lines,
     read_samples,
@@ -108,7 +111,8 @@ def from_question(value: Mapping[str, Any], limits: Limits, seed: int, number: i
     gold = tuple(dict.fromkeys(_unlooped(steps_of(path)) for path in list_of(value, "paths")))
     if not gold:
         gold = _leading(Graph(triples), entities, answers, limits)
-    gold = tuple(sorted((steps for steps in gold if len(steps) > 1), key=lambda s: s[-1] not in answers[:MOST_ANSWERS]))
+    gold = tuple(checked(steps) for steps in gold if len(steps) > 1)
+    gold = tuple(sorted(gold, key=lambda s: s[-1] not in answers[:MOST_ANSWERS]))
     if not gold:
         raise ValueError("no path leads to an answer")
     gold = gold[: limits.paths]
@@ -296,6 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; an error of ours is one line, and exit status 1."""
     try:
         options = _options(argv)
+        aside_out = _aside_out(options)
         samples = options.make(options)
         if options.apart:
             samples = apart(samples, read_samples(options.apart))
@@ -304,13 +309,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         aside: list[Sample] = []
         if options.aside:
             samples, aside = split(samples, options.aside, options.seed)
-            write_samples(aside, options.aside_out or options.out.with_suffix(".aside.jsonl"))
+            if not samples:
+                raise ConfigError(f"--aside {options.aside} puts all {len(aside)} samples aside; put fewer there")
+            write_samples(aside, aside_out)
         write_samples(samples, options.out)
     except RagjaxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"{len(samples)} samples written to {options.out}, {len(aside)} put aside")
     return 0
+
+
+def _aside_out(options: argparse.Namespace) -> Path:
+    """Where samples are put aside."""
+    if options.aside_out is None:
+        out: Path = options.out.with_suffix(".aside.jsonl")
+        return out
+    if not options.aside:
+        raise ConfigError("--aside-out has no effect without --aside: say how many to put aside, or leave it out")
+    if options.aside_out.resolve() == options.out.resolve():
+        raise ConfigError(f"--out and --aside-out are both {options.out}: give two files")
+    return Path(options.aside_out)
 
 
 def _from_kg(options: argparse.Namespace) -> list[Sample]:
@@ -324,25 +343,20 @@ def _from_kg(options: argparse.Namespace) -> list[Sample]:
 
 
 def _from_graph(options: argparse.Namespace) -> list[Sample]:
-    triples = [triple for file in options.files for triple in _read_triples(Path(file), options.max_bad)]
+    bad = Bad(options.max_bad)
+    triples = [triple for file in options.files for triple in _read_triples(Path(file), bad)]
     return from_graph(triples, options.count, Limits(options.paths, options.hops), options.seed)
 
 
-def _read_triples(file: Path, max_bad: int) -> list[Triple]:
-    """Head, relation and tail, separated by tabs. Raises ConfigError naming the line beyond `max_bad` wrong ones."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-    found, bad = [], 0
-    for number, line in enumerate(lines, 1):
+def _read_triples(file: Path, bad: Bad) -> Iterator[Triple]:
+    """Head, relation and tail, separated by tabs. Raises ConfigError naming the line that is one wrong too many."""
+    for number, line in enumerate(lines_of(file), 1):
+        if not line.strip():
+            continue
         try:
-            found.append(triple_of([part.strip() for part in line.split("\t")]))
+            yield triple_of([part.strip() for part in line.split("\t")])
         except ValueError as error:
-            bad += bool(line.strip())
-            if bad > max_bad:
-                raise ConfigError(f"{file}, line {number}: {error}") from error
-    return found
+            bad.skip(f"{file}, line {number}", error)
 
 
 def _from_trivia(options: argparse.Namespace) -> list[Sample]:
@@ -350,15 +364,13 @@ def _from_trivia(options: argparse.Namespace) -> list[Sample]:
     facts = {name: triples for _, (name, triples, _) in given}
     answers = {name: answer for _, (name, _, answer) in given if answer}
     limits = Limits(options.paths, options.hops)
-    samples, bad = [], 0
+    samples, bad = [], Bad(options.max_bad)
     for file in map(Path, options.files):
         for number, value in enumerate(_entries(file), 1):
             try:
                 samples.append(from_trivia(value, facts, answers, limits, options.seed))
             except ValueError as error:
-                bad += 1
-                if bad > options.max_bad:
-                    raise ConfigError(f"{file}, entry {number}: {error} (--max-bad {bad} would skip it)") from error
+                bad.skip(f"{file}, entry {number}", error)
     return samples
 
 
@@ -369,9 +381,11 @@ def _facts(value: Mapping[str, Any]) -> tuple[str, list[Triple], str]:
 
 def _entries(file: Path) -> list[Mapping[str, Any]]:
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))["Data"]
+        entries = json.loads(file.read_text(encoding="utf-8-sig"))["Data"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file}: not a TriviaQA file, an object with Data: {error}") from error
+    if not isinstance(entries, list):
+        raise ConfigError(f"{file}: not a TriviaQA file: its Data must be a list")
     return [entry if isinstance(entry, Mapping) else {} for entry in entries]
 
 
@@ -404,7 +418,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         flag("--paths", type=integer(1), default=30, help="of a question, at most (default: 30)")
         flag("--hops", type=integer(1, 4), default=3, help="of a path, at most (default: 3)")
         flag("--seed", type=integer(0), default=0)
-        flag("--max-bad", type=integer(0), default=0, help="lines that may be wrong (default: 0)")
+        flag("--max-bad", type=integer(0), default=0, help="lines of each kind of file that may be wrong (default: 0)")
         if kind == "graph":
             flag("--count", type=integer(1), default=1000, help="questions to make (default: 1000)")
         if kind == "trivia":

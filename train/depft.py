@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import logging
+import math
 import shutil
 import sys
 import time
@@ -284,16 +285,21 @@ class Job:
 def train(
     trainer: Trainer, state: State, corpus: Corpus, order: Order, recipe: Recipe, job: Job, saved: Checkpoints
 ) -> None:
-    """Take all steps from where the state stands; the log, evaluations and checkpoints go along."""
+    """Take all steps from where the state stands; the log, evaluations and checkpoints go along.
+
+    Raises:
+        ConfigError: if the run diverges; of the step that shows it nothing is saved.
+    """
     schedule = recipe.schedule(order.steps)
     last = order.steps if job.stop_after is None else min(order.steps, job.stop_after)
     bar = tqdm(total=order.steps, initial=state.step, unit="step", disable=not job.progress)
     with Log(job.out / "log.jsonl", state.step) as lines, bar:
         if state.step == 0 and job.dev:
-            lines.write({"step": 0, **trainer.evaluate(state.trained, job.dev)})
+            lines.write(_evaluated(trainer, state, job.dev))
         while state.step < last:
             items, rate, epoch = order.at(state.step), float(schedule(state.step)), state.step // order.per_epoch
             report = trainer.step(state, corpus.take(items))
+            _check_finite(state.step, {"loss": report.loss, "norm of the gradient": report.norm})
             speed = _speed(report, job.peak)
             plain = sum(item.plain for item in items) / len(items)
             lines.write({"step": state.step, "epoch": epoch, "lr": rate, "plain": plain, **asdict(report), **speed})
@@ -301,9 +307,23 @@ def train(
             bar.update()
             final = state.step == last
             if job.dev and (final or state.step % job.eval_every == 0):
-                lines.write({"step": state.step, **trainer.evaluate(state.trained, job.dev)})
+                lines.write(_evaluated(trainer, state, job.dev))
             if final or state.step % job.save_every == 0:
                 saved.save(state.step, state.arrays())
+
+
+def _evaluated(trainer: Trainer, state: State, dev: Sequence[Example]) -> dict[str, float]:
+    scores = trainer.evaluate(state.trained, dev)
+    _check_finite(state.step, scores)
+    return {"step": state.step, **scores}
+
+
+def _check_finite(step: int, values: Mapping[str, float]) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"the {name} is {value} at step {step}: the run ends; start again with a lower --lr and another --out"
+            )
 
 
 def _speed(report: Report, peak: float | None) -> dict[str, float]:
@@ -346,8 +366,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         RagjaxError: for what cannot work.
     """
+    _check_given(options)
     recipe, lora = _recipe(options), _lora(options)
-    rows = Rows.up_to(recipe.row)
+    rows, out = Rows.up_to(recipe.row), Path(options.out)
+    if not options.resume:
+        _check_untrained(out)
     use_compilation_cache()
     source = Source.find(options.model)
     coder = Coder.of(source.tokenizer, recipe.attention, recipe.positions)
@@ -355,7 +378,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     plain = read_samples(options.plain_data, options.max_bad) if options.plain_data else samples
     corpus = Corpus.of(coder, samples, plain if recipe.plain else [], rows, options.progress)
     dev = encode(coder, read_samples(options.dev, options.max_bad), rows, options.progress) if options.dev else []
+    if options.dev and not dev:
+        raise ConfigError(f"--dev: no sample fits into a row of {recipe.row} tokens: raise --row-tokens")
     order = Order(len(corpus.main), recipe.batch, recipe.epochs, recipe.plain, len(corpus.pool), recipe.seed)
+    _make_folder(out)
 
     dtype = jnp.dtype(options.dtype)
     decoder = source.decoder("float32" if lora is None else options.dtype)
@@ -376,7 +402,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "recipe": asdict(recipe), "lora": None if lora is None else asdict(lora), "weights": source.digest,
         "data": corpus.digest, "dtype": options.dtype, "steps": order.steps,
     }  # fmt: skip
-    out = Path(options.out)
     with Checkpoints(out / "checkpoints", settings, resume=options.resume, keep=options.keep) as saved:
         if options.resume and saved.latest is not None:
             arrays = saved.restore(saved.latest, state.arrays())
@@ -387,6 +412,35 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if state.step == order.steps and not (out / "model").exists():
         _export(model, state.trained, source, out)
     return {"steps": state.step, "of": order.steps, "out": str(out)}
+
+
+def _check_given(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a flag that another one makes meaningless."""
+    without_lora = _lora_rank(options) == 0
+    rank = f"--lora 0 of --preset {options.preset}" if options.lora is None else "--lora 0"
+    clashes = (
+        (options.lora_alpha is not None and without_lora, "--lora-alpha", rank),
+        (options.lora_matrices is not None and without_lora, "--lora-matrices", rank),
+        (options.positions is not None and options.attention == "self", "--positions", "--attention self"),
+        (options.plain_data is not None and options.plain == 0, "--plain-data", "--plain 0"),
+    )
+    for clash, flag, other in clashes:
+        if clash:
+            raise ConfigError(f"{flag} has no effect with {other}: change one of the two")
+
+
+def _check_untrained(out: Path) -> None:
+    for made in (out / "model", out / "adapter.safetensors"):
+        if made.exists():
+            raise ConfigError(f"{made} is there already: {out} has a trained model; give another --out")
+
+
+def _make_folder(out: Path) -> None:
+    """Now, and not when hours of training are to be saved."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be made: {error.strerror}") from error
 
 
 def _export(model: Model, trained: Tree, source: Source, out: Path) -> None:
@@ -428,17 +482,22 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     preset = PRESETS[options.preset]
     chosen = {name: preset[name] if getattr(options, name) is None else getattr(options, name) for name in preset}
     return Recipe(
-        chosen["lr"], chosen["batch"], chosen["epochs"], options.attention, options.positions, options.plain,
+        chosen["lr"], chosen["batch"], chosen["epochs"], options.attention, options.positions or "path", options.plain,
         options.warmup, options.clip, options.weight_decay, options.row_tokens, options.seed,
     )  # fmt: skip
 
 
+def _lora_rank(options: argparse.Namespace) -> int:
+    rank: int = PRESETS[options.preset]["lora"] if options.lora is None else options.lora
+    return rank
+
+
 def _lora(options: argparse.Namespace) -> Lora | None:
-    rank = PRESETS[options.preset]["lora"] if options.lora is None else options.lora
+    rank = _lora_rank(options)
     if rank == 0:
         return None
     alpha = 2.0 * rank if options.lora_alpha is None else options.lora_alpha
-    return Lora(rank, alpha, tuple(options.lora_matrices.split(",")))
+    return Lora(rank, alpha, tuple(INPUTS if options.lora_matrices is None else options.lora_matrices.split(",")))
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -452,7 +511,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--dev", nargs="+", metavar="FILE", help="samples to measure on")
     flag("--preset", choices=tuple(PRESETS), default="paper", help="paper (default): 7B and more; small: LoRA")
     flag("--attention", choices=get_args(Attention), default="dependency", help="self: paths in one chain, the control")
-    flag("--positions", choices=get_args(Positions), default="path", help="of trees (default: path)")
+    flag("--positions", choices=get_args(Positions), help="of trees (default: path)")
     flag("--plain", type=share, default=0.1, metavar="SHARE", help="of plain causal samples (default: 0.1)")
     flag("--plain-data", nargs="+", metavar="FILE", help="plain samples or chats; without: the data, as causal chains")
     flag("--lr", type=positive, help="highest learning rate (paper: 2e-5, small: 5e-4)")
@@ -463,7 +522,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--weight-decay", type=from_zero, default=0.0, help="AdamW's (default: 0)")
     flag("--lora", type=integer(0, 1024), metavar="RANK", help="0 trains all weights (paper: 0, small: 16)")
     flag("--lora-alpha", type=positive, help="default: twice the rank")
-    flag("--lora-matrices", default=",".join(INPUTS), help="default: %(default)s")
+    flag("--lora-matrices", help=f"default: {','.join(INPUTS)}")
     flag("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products (default: bfloat16)")
     flag("--remat", choices=get_args(Remat), default="layers", help="what backward computes anew (default: layers)")
     flag("--row-tokens", type=integer(1), default=1024, help="of packed samples on each device (default: 1024)")

@@ -53,12 +53,15 @@ def export(weights: Tree, config: ModelConfig, source: LocalModel, out: str | Pa
         dtype: of matrices; norms and biases are written in it as well, as is usual.
 
     Raises:
-        ConfigError: if the directory has something in it.
+        ConfigError: if the directory has something in it, or cannot be made.
     """
     out = Path(out)
-    if out.exists() and any(out.iterdir()):
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be made: {error.strerror}; give a new directory") from error
+    if any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; give a new directory")
-    out.mkdir(parents=True, exist_ok=True)
     _write_tensors(tensors_of(weights, config), out, jnp.dtype(dtype))
     if source.kind == "huggingface":
         for name in BESIDE:
@@ -220,6 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _options(argv)
         adapter, source = Adapter.load(options.adapter), resolve(options.model)
+        if source.adapter is not None:
+            raise ConfigError(f"--model: {options.model} has an adapter itself; name the model under it")
         adapter.check_weights(weights_digest(source.path, cache_dir()), options.model)
         decoder = load_decoder(source.path, "float32", cache_dir())
         export(merge(stacked(decoder), adapter), decoder.config, source, options.out, options.dtype)

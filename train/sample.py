@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ragjax.core import ConfigError, Message
+from ragjax.core import ConfigError, Message, RequestError
 from ragjax.models.hub import atomic_path
+from ragjax.retrieval.path import RelationPath
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,9 @@ MOST_ANSWERS = 5
 """Of several answers, so many are written out."""
 
 ROLES = ("system", "user", "assistant")
+
+FIELDS = ("id", "question", "answer", "answers", "paths", "triples", "gold", "history")
+"""Of a line that is no chat."""
 
 T = TypeVar("T")
 
@@ -55,21 +59,30 @@ class Sample:
         Each of `triples` becomes a path of one hop. Of several `answers` the first `MOST_ANSWERS` are joined.
 
         Raises:
-            ValueError: saying what is missing or wrong.
+            ValueError: saying what is missing or wrong, or what nothing would read.
         """
         if "messages" in value:
             return _chat(value)
+        for name in value:
+            if name not in FIELDS:
+                raise ValueError(f"unknown field {name!r}; a sample has {', '.join(FIELDS)}, or messages")
+        for one, other in (("paths", "triples"), ("answer", "answers")):
+            if value.get(one) and value.get(other):
+                raise ValueError(f"{one} and {other} are both given; leave out one of them")
         return Sample(
             str(value.get("id", "")),
             text_of(value, "question"),
             answer_of(value),
-            tuple(steps_of(path) for path in list_of(value, "paths" if value.get("paths") else "triples")),
-            tuple(steps_of(path) for path in list_of(value, "gold")),
+            tuple(checked(steps_of(path)) for path in list_of(value, "paths" if value.get("paths") else "triples")),
+            tuple(checked(steps_of(path)) for path in list_of(value, "gold")),
             tuple(_message(message) for message in list_of(value, "history")),
         )
 
 
 def _chat(value: Mapping[str, Any]) -> Sample:
+    for name in value:
+        if name not in ("id", "messages"):
+            raise ValueError(f"field {name!r} beside messages; a chat has these and an id alone")
     messages = [_message(message) for message in list_of(value, "messages")]
     if [message.role for message in messages[-2:]] != ["user", "assistant"]:
         raise ValueError("messages must end with the user's and the assistant's")
@@ -106,6 +119,15 @@ def steps_of(value: Any) -> Steps:
     if not all(isinstance(step, str) and step.strip() for step in value):
         raise ValueError(f"every step of a path must be a text that is not empty, not {value!r}")
     return tuple(value)
+
+
+def checked(steps: Steps) -> Steps:
+    """The path as it is. Raises ValueError if an entity comes twice, or if it is none for another reason."""
+    try:
+        RelationPath(steps)
+    except RequestError as error:
+        raise ValueError(str(error)) from error
+    return steps
 
 
 def answer_of(value: Mapping[str, Any]) -> str:
@@ -146,9 +168,9 @@ def read_lines(
         ConfigError: for a file that cannot be read, and beyond `max_bad` lines that are wrong.
     """
     found: list[tuple[str, T]] = []
-    bad = 0
+    bad = Bad(max_bad)
     for file in map(Path, files):
-        for number, line in enumerate(_lines(file), 1):
+        for number, line in enumerate(lines_of(file), 1):
             if not line.strip():
                 continue
             place = f"{file.name}:{number}"
@@ -158,23 +180,41 @@ def read_lines(
                     raise ValueError("a line must be a JSON object")
                 found.append((place, parse(value)))
             except ValueError as error:
-                bad += 1
-                if bad > max_bad:
-                    raise ConfigError(f"{file}, line {number}: {error} (--max-bad {bad} would skip it)") from error
-                log.warning("%s, line %d is skipped: %s", file, number, error)
+                bad.skip(f"{file}, line {number}", error)
     return found
 
 
-def _lines(file: Path) -> list[str]:
+@dataclass
+class Bad:
+    """Counts what is skipped because it is wrong; no more than `most`."""
+
+    most: int
+    count: int = 0
+
+    def skip(self, place: str, error: ValueError) -> None:
+        """Log what is wrong at a place. Raises ConfigError if it is one too many."""
+        self.count += 1
+        if self.count > self.most:
+            raise ConfigError(f"{place}: {error} (--max-bad {self.count} would skip it)") from error
+        log.warning("%s is skipped: %s", place, error)
+
+
+def lines_of(file: Path) -> list[str]:
+    """The lines of a text file, without a byte order mark. Raises ConfigError if it cannot be read."""
     try:
-        return file.read_text(encoding="utf-8").split("\n")
+        return file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
 
 
 def write_samples(samples: Iterable[Sample], file: str | Path) -> None:
-    """Write a file whole or not at all."""
+    """Write a file whole or not at all. Raises ConfigError if it cannot be written."""
     file = Path(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(file) as part:
-        part.write_text("".join(sample.to_json() + "\n" for sample in samples), encoding="utf-8")
+    text = "".join(sample.to_json() + "\n" for sample in samples)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(file) as part:
+            # half of a surrogate pair, which UTF-8 has not, is written as JSON escapes it
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from error

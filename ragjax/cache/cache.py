@@ -121,7 +121,7 @@ class KnowledgeCache:
     ) -> Lease | None:
         """Pin the first of a chunk's variants on exactly the leased context that is kept, if there is one.
 
-        tries: what it was computed behind (`neighbours`), and the cache fixing overhead of reusing it, best first.
+        tries: what it was computed behind (`neighbours_digest`), and the overhead of mending it, best first.
         """
         self._require_context(context)
         kind = Provenance.APPROXIMATE
@@ -230,23 +230,6 @@ class KnowledgeCache:
         shelf = self._storage.shelf if cold and self._storage is not None else None
         shelved = [r for t in tenants for r in shelf.chunks(self.tree.chunk_place(t, method, on, raw))] if shelf else []
         return (*nodes, *(record for record in shelved if self.tree.find(record.key) is None))
-
-    def match_path(
-        self, context: Lease, chunks: Sequence[Tokens], method: str, *, cold: bool = True
-    ) -> list[Lease | None]:
-        """Pin each chunk's KV as it was computed behind as many of the chunks before it as possible.
-
-        FusionRAG's alternative path (section 4.1): the longest prefix first, then without its first chunks, one by
-        one, down to the context alone. All that is found is approximate, but for the context itself.
-        """
-        self._require_context(context)
-        found: list[Lease | None] = []
-        for i, chunk in enumerate(chunks):
-            contexts = [neighbours(chunks[begin:i]) for begin in range(i + 1)]
-            kinds = [Provenance.APPROXIMATE if behind else Provenance.ISOLATED for behind in contexts]
-            places = ((kind, method, behind) for kind, behind in zip(kinds, contexts, strict=True))
-            found.append(self.match_first(context, chunk, places, cold=cold))
-        return found
 
     def _lease(
         self,
@@ -447,11 +430,11 @@ class KnowledgeCache:
     ) -> None:
         """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the leased context.
 
-        A node that is there already stays. The cache takes a reference of its own to `run` (n tokens, the
-        first one's K rotated at `local_start`).
+        A node that is there already stays, and takes over `meta` if it has none. The cache takes a reference of its
+        own to `run` (n tokens, the first one's K rotated at `local_start`).
 
-        behind: digest of neighbours it was computed behind (`neighbours`). meta: the strategy's own, kept with it.
-        variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
+        behind: digest of neighbours it was computed behind (`neighbours_digest`). meta: the strategy's own, kept with
+        it. variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
         public: whether every tenant may read it (None: if the request has no tenant).
 
         Raises:
@@ -468,7 +451,10 @@ class KnowledgeCache:
         public = not context.tenant if public is None else public
         tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
         key = self.tree.key(tenant, provenance, method, context.context, raw, behind)
-        if self.tree.find(key) is not None or (parent.run is None and parent.parent is not None):
+        kept = self.tree.find(key)
+        if kept is not None and meta and not kept.meta:
+            kept.meta, kept.shelved = meta, False  # the KV is the same, and now there is something to say of it
+        if kept is not None or (parent.run is None and parent.parent is not None):
             return
         node = Node(tenant, raw, parent, local_start, provenance, method, behind=behind, meta=meta, lossy=context.lossy)
         self.tree.attach(node, context.context, run)
@@ -656,6 +642,10 @@ class KnowledgeCache:
         """Loads under way."""
         return self._hierarchy.loading
 
+    def give_up(self) -> bool:
+        """Have back the pages of loads that nobody waits for any more; whether there were any."""
+        return self._hierarchy.give_up()
+
     def flush(self, limit: int = 256) -> bool:
         """Order up to `limit` nodes that no disk has to be written; whether there were any."""
         return self._hierarchy.flush(limit)
@@ -718,7 +708,7 @@ class KnowledgeCache:
                 raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} leases and loads need it")
 
 
-def neighbours(chunks: Iterable[Tokens]) -> bytes:
+def neighbours_digest(chunks: Iterable[Tokens]) -> bytes:
     """Digest of the ordered chunks that KV was computed behind, 32 bytes; b"" for none."""
     raws = [_raw(chunk) for chunk in chunks]
     return context_digest(*(len(raw).to_bytes(8, "little") + raw for raw in raws)) if raws else b""

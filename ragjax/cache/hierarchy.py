@@ -33,6 +33,9 @@ from ragjax.core import Run
 REPLICATE = 2
 """Requests that must have matched a node before it is copied to host memory and disk ahead of its eviction."""
 
+BACKLOG = 2**30
+"""Bytes that may wait to be written; what leaves memory while there are more is not put on disk, lest memory fills."""
+
 CLIMB = 4
 """Last nodes of a path within whose entries on disk a look-up goes on."""
 
@@ -211,6 +214,9 @@ class Hierarchy:
         """Order a node to be put on disk, if it deserves it and is not there."""
         storage = self._storage
         if storage is None or storage.shelf is None or node.shelved or not self._policy.admit(node, Tier.DISK):
+            return
+        if storage.carrier.backlog > BACKLOG:
+            self._metrics.unwritten_tokens += len(node)
             return
         if node.host is not None:
             self._write(node, node.host)
@@ -466,13 +472,13 @@ class Hierarchy:
             local_start = record.local_start + find.begin
             node = Node(find.tenant, raw, parent, local_start, Provenance(record.provenance), record.method,
                         behind=behind, meta=record.meta, lossy=record.lossy)  # fmt: skip
-            node.loading, node.shelved = self._number, True
+            node.loading, node.shelved = self._number, len(find) == len(record)
             self.own(find.tenant)
             part = run.slice(at, at + len(find), self._pool.page_size)
             self._tree.attach(node, context_of(parent), part)
             nodes.append(node)
             parent, at = node, at + len(find)
-        copies = tuple(Copy(find.record.key, find.begin, len(find)) for find in records)
+        copies = tuple(Copy(find.record.key, find.begin, len(find), find.record) for find in records)
         if self._storage is not None and self._storage.shelf is not None:
             # whole entries are touched by their nodes' keys, as at every later access
             self._storage.shelf.touch([f.record.key for f in reversed(records) if len(f) < len(f.record)])
@@ -520,7 +526,7 @@ class Hierarchy:
         for done in finished:
             self._count(done)
             if isinstance(done.job, Load):
-                self._loaded(done.job, done.error)
+                self._loaded(done.job.number, done.error)
             elif done.error is not None and isinstance(done.job, Save):
                 self._lose_entry(done.job.entry)
             elif done.error is not None and isinstance(done.job, Write):
@@ -530,6 +536,17 @@ class Hierarchy:
         self.dispatch()
         return bool(finished)
 
+    def give_up(self) -> bool:
+        """End the loads that nobody waits for any more, for their pages' sake; whether there were any."""
+        idle = [number for number, load in self._loads.items() if all(lease.released for lease in load.leases)]
+        for number in idle:
+            if number in self._loads:  # the end of one may have been that of another
+                assert self._storage is not None
+                self._storage.carrier.give_up(number)
+                self._loaded(number, "nobody waits for it any more")
+        self.dispatch()
+        return bool(idle)
+
     def _count(self, done: Done) -> None:
         kind = type(done.job).__name__.lower()
         self._metrics.jobs[kind] += 1
@@ -538,13 +555,13 @@ class Hierarchy:
         self._metrics.failures[kind] += done.error is not None
         self._metrics.loss_max = max(self._metrics.loss_max, done.loss)
 
-    def _loaded(self, job: Load, error: str | None) -> None:
-        loading = self._loads.pop(job.number)
+    def _loaded(self, number: int, error: str | None) -> None:
+        loading = self._loads.pop(number)
         deepest = loading.nodes[-1]
         for node in loading.nodes:
             node.loading = 0
         for lease in loading.leases:
-            lease.waits.discard(job.number)
+            lease.waits.discard(number)
             if error is not None:
                 lease.broken = error
         if error is not None and not loading.nodes[0].dead:
@@ -619,9 +636,12 @@ class Hierarchy:
         """Order up to `limit` nodes that only memory holds to be put on disk; whether there were any.
 
         Each node is ordered once until none is left, so that calling again ends even where policy or disk refuse.
+        While too much waits to be written nothing is ordered, and there is more to come.
         """
         if self._storage is None or self._storage.shelf is None:
             return False
+        if self._storage.carrier.backlog > BACKLOG:
+            return True
         if self._unflushed is None:
             self._unflushed = list(self._tree.nodes())[::-1]
         left = limit

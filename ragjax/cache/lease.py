@@ -21,7 +21,7 @@ class Metrics:
     """Counters since the start, in tokens unless named otherwise; the last three are the present state.
 
     tier_hit_tokens: tokens found, by the tier they came from. jobs, job_bytes, job_seconds (from order to end),
-    failures: by "save", "load", "write".
+    failures: by "save", "load", "write". unwritten_tokens: left memory while too much waited to be written to disk.
     loss_max: largest relative RMS error of an encoding at rest.
     """
 
@@ -31,6 +31,7 @@ class Metrics:
     missed_tokens: int = 0
     admitted_tokens: int = 0
     evicted_tokens: int = 0
+    unwritten_tokens: int = 0
     tier_hit_tokens: Counter[str] = field(default_factory=Counter)
     jobs: Counter[str] = field(default_factory=Counter)
     job_bytes: Counter[str] = field(default_factory=Counter)

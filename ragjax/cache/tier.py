@@ -29,24 +29,6 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Tokens [begin, begin + length) of an entry at rest.
-
-    entry: a host entry's number, or the 32-byte key of an entry on disk.
-    """
-
-    entry: int | bytes
-    begin: int
-    length: int
-
-    def slice(self, begin: int, end: int) -> Copy:
-        """Tokens [begin, end) of this copy."""
-        if not 0 <= begin <= end <= self.length:
-            raise ValueError(f"[{begin}, {end}) is outside a copy of {self.length} tokens")
-        return Copy(self.entry, self.begin + begin, end - begin)
-
-
-@dataclass(frozen=True, slots=True)
 class Record:
     """What an entry on disk says of its KV; all digests are 32 bytes and salted by tenant.
 
@@ -67,6 +49,27 @@ class Record:
 
     def __len__(self) -> int:
         return len(self.tokens) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tokens [begin, begin + length) of an entry at rest.
+
+    entry: a host entry's number, or the 32-byte key of an entry on disk.
+    record: what the entry on disk must be. Another process may have replaced it since it was looked up: a key says
+        nothing of where keys are rotated to, nor of the encoding. None: whatever has the key.
+    """
+
+    entry: int | bytes
+    begin: int
+    length: int
+    record: Record | None = None
+
+    def slice(self, begin: int, end: int) -> Copy:
+        """Tokens [begin, end) of this copy."""
+        if not 0 <= begin <= end <= self.length:
+            raise ValueError(f"[{begin}, {end}) is outside a copy of {self.length} tokens")
+        return Copy(self.entry, self.begin + begin, end - begin, self.record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,11 @@ class Carrier(Protocol):
 
     lossy: bool
 
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be written to disk, and stay in memory until they are."""
+        ...
+
     def size(self, tokens: int) -> int:
         """Bytes that an entry of so many tokens takes at rest."""
         ...
@@ -130,6 +138,10 @@ class Carrier(Protocol):
 
     def load(self, jobs: Sequence[Load]) -> None:
         """Begin; a piece whose save is under way is waited for (not here)."""
+        ...
+
+    def give_up(self, number: int) -> None:
+        """Put nothing of the load of this number into its pages, whenever it arrives, and do not report it."""
         ...
 
     def forget(self, entries: Iterable[int]) -> None:

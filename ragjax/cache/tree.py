@@ -316,7 +316,7 @@ class KnowledgeTree:
         upper = Node(node.tenant, node.raw[: 4 * at], parent, node.local_start, node.provenance, node.method,
                      behind=node.behind, meta=node.meta, lossy=node.lossy)  # fmt: skip
         upper.pins, upper.loading, upper.hits, upper.note = node.pins, node.loading, node.hits, node.note
-        upper.shelved, node.shelved = node.shelved, False  # on disk the whole is found where its first part is
+        upper.shelved = node.shelved = False  # the entry on disk has neither's key: it would age, and leave, unseen
         parent.edges[_edge(upper)] = upper
         node.parent, node.raw = upper, node.raw[4 * at :]
         node.start += at

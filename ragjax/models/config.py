@@ -200,6 +200,7 @@ class ModelConfig:
         family = _hf_family(mapping)
         _refuse_unsupported(mapping, family)
         heads = _integer(mapping, "num_attention_heads")
+        _check(heads >= 1, "num_attention_heads", heads, "at least 1")
         hidden = _integer(mapping, "hidden_size")
         theta, scaling = _hf_rope(mapping)
         return cls(
@@ -244,6 +245,7 @@ class ModelConfig:
         prefix = f"{architecture}."
         _refuse_unsupported_gguf(metadata, prefix)
         heads = _integer(metadata, prefix + "attention.head_count")
+        _check(heads >= 1, prefix + "attention.head_count", heads, "at least 1")
         hidden = _integer(metadata, prefix + "embedding_length")
         head_dim = _integer(metadata, prefix + "attention.key_length", hidden // heads)
         for key in ("attention.value_length", "rope.dimension_count"):
@@ -368,16 +370,20 @@ def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
 
 def _refuse_sliding_window(mapping: Mapping[str, Any], family: Family) -> None:
     layer_types = mapping.get("layer_types") or []
-    if set(layer_types) - {"full_attention"}:
+    _check(isinstance(layer_types, list | tuple), "layer_types", layer_types, "a list")
+    if any(kind != "full_attention" for kind in layer_types):
         raise ConfigError(f"model configuration: layer_types={layer_types!r}; only full_attention is supported")
     window = mapping.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
-    if window is None or window >= _integer(mapping, "max_position_embeddings"):
+    if window is None:
+        return
+    _check(isinstance(window, int), "sliding_window", window, "a whole number or null")
+    if window >= _integer(mapping, "max_position_embeddings"):
         return
     if family in ("qwen2", "qwen3"):
-        first = mapping.get("max_window_layers")
         if not _flag(mapping, "use_sliding_window"):
             return
-        if first is not None and first >= _integer(mapping, "num_hidden_layers"):
+        layers = _integer(mapping, "num_hidden_layers")
+        if _integer(mapping, "max_window_layers", layers - 1) >= layers:
             return  # every layer comes before the first one that would slide
     raise ConfigError(f"model configuration: sliding_window={window} is not supported, only full attention")
 

@@ -2,7 +2,7 @@
 
 Sources: Llama (arXiv 2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), Qwen3 (2505.09388).
 A layer is two pure halves around attention, so that whoever owns the KV pool decides how attention is done:
-`layer.qkv` before it, `layer.finish` after it. The residual stream is float32; products take the weights' dtype and
+`layer.project` before it, `layer.finish` after it. The residual stream is float32; products take the weights' dtype and
 accumulate in float32, which on CPU is both the fastest and the more exact way to use bfloat16.
 """
 

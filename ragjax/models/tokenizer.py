@@ -343,6 +343,8 @@ def _from_directory(path: Path) -> Tokenizer:
         text = value.get("content") if isinstance(value, dict) else value
         if text is None:
             continue
+        if not isinstance(text, str):
+            raise ConfigError(f"{path / 'tokenizer_config.json'}: {role} must be the token's text, not {text!r}")
         token = engine.token_to_id(text)
         if token is None:
             raise ConfigError(f"{path / 'tokenizer_config.json'}: {role} {text!r} is not in the vocabulary")
@@ -365,10 +367,16 @@ def _directory_template(path: Path, settings: Mapping[str, Any]) -> str | None:
     if file.exists():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
-    if not isinstance(template, list):
-        return template
-    named = {entry["name"]: entry["template"] for entry in template}
-    return named.get("default")
+    try:
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{path / 'tokenizer_config.json'}: each chat_template must have name and template"
+        ) from error
+    if template is not None and not isinstance(template, str):
+        raise ConfigError(f"{path / 'tokenizer_config.json'}: chat_template must be a text, not {template!r}")
+    return template
 
 
 # -------------------------------------------------------------------------------------------- GGUF

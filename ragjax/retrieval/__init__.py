@@ -1,1 +1,1 @@
-"""From source texts to retrieved chunks: load, cut, embed, index, search."""
+"""From texts and triples to what a question needs: documents, chunks, vector index; graph, entities, relation paths."""

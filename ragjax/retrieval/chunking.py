@@ -46,8 +46,17 @@ class Chunker:
             for n, text in enumerate(f"{heading}{piece}\n\n" for piece in pieces)
         )
 
+    def exceeds(self, text: str, limit: int) -> bool:
+        """Whether a text has more than `limit` tokens; no more of it is encoded than it takes to know."""
+        count = 0
+        for block in _blocks(text):
+            count += self._count(block)
+            if count > limit:
+                return True
+        return False
+
     def _heading(self, title: str) -> str:
-        title = " ".join(title.split())
+        title = " ".join(title[:_BLOCK_CHARS].split())
         if not title:
             return ""
         splitter = TextSplitter.from_callback(self._count, self.max_tokens // 3)

@@ -17,7 +17,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import ConfigError, Document
+from ragjax.core import ConfigError, Document, is_unicode
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
@@ -46,8 +46,9 @@ def load(source: str | Path, *, max_bytes: int = MAX_BYTES) -> Loaded:
 
     A file's id is its path relative to the folder, without the suffix where that is unique; its title is the first
     heading (.md), <title> or first <h1> (.html), or else the file's stem. A heading that opens the file becomes the
-    title and is not repeated in the text. Hidden files and files of other types are not documents; the latter are
-    named in a warning. Documents without text are left out, counted, and named in a warning.
+    title and is not repeated in the text. Hidden files, files of other types and folders that are linked are not
+    documents; the latter two are named in a warning. Documents without text are left out, counted, and named in a
+    warning.
 
     Raises:
         ConfigError: the source is missing, empty or broken; the message names file and line.
@@ -132,7 +133,7 @@ def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
     value = entry.get(name, "")
     if not isinstance(value, str):
         raise ConfigError(f"{where}: {name} must be a string, not {type(value).__name__}")
-    if not _is_unicode(value):
+    if not is_unicode(value):
         raise ConfigError(f"{where}: {name} is not valid Unicode (half of a surrogate pair)")
     return value
 
@@ -153,13 +154,15 @@ def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """Relative paths, with forward slashes, of all files that are not hidden."""
+    """Relative paths, with forward slashes, of all files that are not hidden. Linked folders are not entered."""
 
     def refuse(error: OSError) -> None:
         raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
     for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for link in (Path(parent, name) for name in folders if Path(parent, name).is_symlink()):
+            _log.warning("%s: not loaded: %s is a link to a folder", folder, link.relative_to(folder))
         for name in files:
             if not name.startswith("."):
                 yield Path(parent, name).relative_to(folder).as_posix()
@@ -173,7 +176,7 @@ def _ids(names: list[str]) -> dict[str, str]:
 
 
 def _from_file(path: Path, document_id: str, max_bytes: int) -> Document:
-    if not _is_unicode(document_id):
+    if not is_unicode(document_id):
         raise ConfigError(f"{str(path)!r}: the file's name is not valid UTF-8; rename it")
     try:
         size = path.stat().st_size
@@ -197,14 +200,6 @@ def _decode(data: bytes, path: Path, first_line: int = 1) -> str:
         line = first_line + text.count("\n", 0, text.index("\0"))
         raise ConfigError(f"{path}:{line}: binary content (a NUL byte), not text")
     return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 # ------------------------------------------------------------------------------------------ file types

@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ import httpx
 import numpy as np
 from tqdm import tqdm
 
-from ragjax.core import Chunk, ConfigError, RagjaxError, Tokens
+from ragjax.core import Chunk, ConfigError, RagjaxError, Tokens, is_unicode
 from ragjax.flag import command_line, integer, positive
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 from ragjax.retrieval.document import load
-from ragjax.retrieval.path import Triple, is_unicode
+from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import forward
 
 INSTRUCTION = """\
@@ -265,6 +265,8 @@ def extract(
 ) -> Report:
     """Ask for the triples of every chunk that the output does not have, and add them to it as they come.
 
+    What an earlier text of a chunk said goes from the output at the end, once the new text was answered.
+
     ask: text of a chunk → the model's answer (`Endpoint.ask`). Up to `concurrency` threads call it.
 
     Raises:
@@ -274,7 +276,8 @@ def extract(
     began = time.perf_counter()
     out = Path(out)
     done = _done(out)
-    todo = [chunk for chunk in chunks if _digest(chunk) not in done]
+    digests = {chunk.id: _digest(chunk) for chunk in chunks}
+    todo = [chunk for chunk in chunks if digests[chunk.id] not in done]
     tally = _Tally()
     try:
         with (
@@ -287,6 +290,7 @@ def extract(
                     file.write(line)
                     file.flush()
                 bar.update()
+        _drop_superseded(out, digests)
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be written: {error.strerror}") from error
     return Report(
@@ -347,6 +351,27 @@ def _done(out: Path) -> frozenset[str]:
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--out: {out} holds something else; name another file") from error
     return digests
+
+
+def _drop_superseded(out: Path, digests: Mapping[str, str]) -> None:
+    """Take away the lines of chunks (digests by id) that have another digest, where there is one with this digest.
+
+    The file is replaced whole, so that a kill loses nothing.
+    """
+    lines = [line for line in out.read_bytes().splitlines(keepends=True) if line.strip()]
+    entries = [json.loads(line) for line in lines]
+    there = {entry["digest"] for entry in entries}
+    answered = {name: digest for name, digest in digests.items() if digest in there}
+    kept = [
+        line
+        for line, entry in zip(lines, entries, strict=True)
+        if answered.get(entry.get("chunk"), entry["digest"]) == entry["digest"]
+    ]
+    if len(kept) == len(lines):
+        return
+    part = out.with_name(out.name + ".part")
+    part.write_bytes(b"".join(kept))
+    part.replace(out)
 
 
 def _digest(chunk: Chunk) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -176,6 +176,13 @@ class KnowledgeGraph:
             self._register.remove(left)
         return gone
 
+    def retain(self, triples: Collection[Triple]) -> int:
+        """Remove every triple but these, whose relations are in their own direction; the number removed."""
+        if len(self._store) == len(triples):  # as a rule: all of them were just added
+            return 0
+        edges = (edge for entity in self._store.entities() for edge in self._store.edges(entity, len(self._store)))
+        return self.delete([edge for edge in edges if edge not in triples])
+
     def _add_aliases(self, aliases: Sequence[Alias]) -> int:
         new = self._store.add_aliases(aliases)
         for alias in aliases:
@@ -199,8 +206,7 @@ class KnowledgeGraph:
         names that overlap the longest. A name of up to three letters counts where it is spelled as it is. Only if there
         are none: those whose names are most similar to the question, from SIMILAR on, best first.
         """
-        mentions = self._lexicon.mentions(question)
-        how = {mention.entity: mention.how for mention in mentions if mention.entity in self._register}
+        how = {mention.entity: mention.how for mention in self._lexicon.mentions(question, self._register)}
         if how:
             return tuple(Entity(name, 1.0, how[name]) for name in islice(how, limit))
         nearest = self._register.nearest(question, limit)

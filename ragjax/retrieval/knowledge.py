@@ -95,17 +95,6 @@ class AddReport:
 
 
 @dataclass(frozen=True)
-class Stats:
-    """Size of a knowledge base. `exact`: whether its index finds the true nearest chunks."""
-
-    documents: int
-    chunks: int
-    tokens: int
-    index: IndexKind
-    exact: bool
-
-
-@dataclass(frozen=True)
 class _Prepared:
     document: Document
     chunks: tuple[Chunk, ...]
@@ -297,11 +286,13 @@ class KnowledgeBase:
         """
         if k < 1:
             return ()
-        if not len(self._index):
+        count = len(self._index)
+        if not count:
             raise RequestError(f"knowledge base {self.name!r} is empty: add documents first", param="rag.knowledge")
         if not question.strip():
             raise RequestError("the question is empty: there is nothing to search for", param="messages")
-        numbers, scores = self._index.search(self._encoder.encode([question])[0], k)
+        # faiss makes room for k results, however few there are
+        numbers, scores = self._index.search(self._encoder.encode([question])[0], min(k, count))
         found = [(int(number), float(score)) for number, score in zip(numbers, scores, strict=True) if number != NONE]
         chunks = self._chunks([number for number, _ in found])
         return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)
@@ -326,8 +317,8 @@ class KnowledgeBase:
     def neighbours(self, n: int) -> dict[int, tuple[int, ...]]:
         """For every chunk, by number, the numbers of its n most similar other ones, best first; ties by number.
 
-        Similarity is that of the embeddings, as far as the index finds it (`Stats.exact`). What has a chunk's very
-        tokens tells nothing new and is no neighbour of it; and of several equal ones only the first is taken.
+        Similarity is that of the embeddings, as far as the index finds it (`VectorIndex.exact`). What has a chunk's
+        very tokens tells nothing new and is no neighbour of it; and of several equal ones only the first is taken.
 
         Raises:
             ValueError: if n is not positive.
@@ -361,30 +352,11 @@ class KnowledgeBase:
             left, k = rest, 2 * k
         return found
 
-    def chunk_inline(self, document: Document) -> tuple[Chunk, ...]:
-        """Cut a document that comes with a request the way stored ones are; nothing is stored.
-
-        Raises:
-            RequestError: the document has no id or no text.
-        """
-        _check((document,))
-        return self._chunker.chunks(document)
-
     @property
     def document_ids(self) -> frozenset[str]:
         """The ids of all documents."""
         with self._reading:
             return frozenset(row[0] for row in self._database.execute("select id from documents"))
-
-    @property
-    def stats(self) -> Stats:
-        """Its size."""
-        with self._reading:
-            documents = self._database.execute("select count(*) from documents").fetchone()[0]
-            chunks, size = self._database.execute(
-                "select count(*), coalesce(sum(length(tokens)), 0) from chunks"
-            ).fetchone()
-        return Stats(documents, chunks, size // np.dtype(np.int32).itemsize, self._index.kind, self._index.exact)
 
     def __len__(self) -> int:
         """Number of chunks."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -89,17 +90,18 @@ class Lexicon:
         key = _Text.of(name).key
         return self._entities.get(key) or tuple(dict.fromkeys(alias.entity for alias in self._aliases.get(key, ())))
 
-    def mentions(self, text: str) -> tuple[Mention, ...]:
+    def mentions(self, text: str, known: Container[str]) -> tuple[Mention, ...]:
         """What the text names, in its order.
 
-        Where names overlap the longest counts, and of equally long ones the first. Several entities that go by the same
-        words are all found, unless some are spelled in the text as they are.
+        known: the entities that count; names of others hide none of theirs. Where names overlap the longest counts, and
+        of equally long ones the first. Several entities that go by the same words are all found, unless some are
+        spelled in the text as they are.
         """
         words = _Text.of(text)
         found: list[tuple[int, int, tuple[Mention, ...]]] = []
         for begin in range(len(words.words)):
             for end in range(begin + 1, min(begin + self._longest, len(words.words)) + 1):
-                if mentions := self._at(words, begin, end):
+                if mentions := self._at(words, begin, end, known):
                     found.append((begin - end, begin, mentions))
         taken: set[int] = set()
         chosen: list[Mention] = []
@@ -115,11 +117,13 @@ class Lexicon:
         self._longest = max(self._longest, len(text.words))
         return text.key
 
-    def _at(self, text: _Text, begin: int, end: int) -> tuple[Mention, ...]:
+    def _at(self, text: _Text, begin: int, end: int, known: Container[str]) -> tuple[Mention, ...]:
         key = " ".join(text.words[begin:end])
-        written: list[tuple[str, str, How]] = [(name, name, "exact") for name in self._entities.get(key, ())]
+        entities = (name for name in self._entities.get(key, ()) if name in known)
+        written: list[tuple[str, str, How]] = [(name, name, "exact") for name in entities]
         if not written:
-            written = [(alias.name, alias.entity, "alias") for alias in self._aliases.get(key, ())]
+            aliases = (alias for alias in self._aliases.get(key, ()) if alias.entity in known)
+            written = [(alias.name, alias.entity, "alias") for alias in aliases]
         spelled = [entry for entry in written if text.spells(entry[0], begin)]
         if spelled:  # "C" is spelled in "C++", too
             longest = max(len(entry[0]) for entry in spelled)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from ragjax.core import RequestError
+from ragjax.core import RequestError, is_unicode
 
 INVERSE = " (inverse)"
 """What ends a relation that a path walks against its direction."""
@@ -48,9 +48,11 @@ class RelationPath:
             raise _wrong("an entity or relation of a path is empty; give each a name")
         if not is_unicode("".join(self.steps)):
             raise _wrong("a path is not valid Unicode (half of a surrogate pair); send UTF-8 text")
-        twice = next((name for i, name in enumerate(self.entities) if name in self.entities[:i]), None)
-        if twice is not None:
-            raise _wrong(f"a path comes to entity {twice!r} twice; cut it before the second time")
+        seen: set[str] = set()
+        for name in self.entities:
+            if name in seen:
+                raise _wrong(f"a path comes to entity {name!r} twice; cut it before the second time")
+            seen.add(name)
 
     @property
     def entities(self) -> tuple[str, ...]:
@@ -118,15 +120,6 @@ def serialize(paths: Iterable[RelationPath], serialization: Serialization) -> tu
         param="rag.graph.serialization",
         code="invalid_value",
     )
-
-
-def is_unicode(text: str) -> bool:
-    """Whether the text can be written as UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _maximal(paths: Iterable[RelationPath]) -> tuple[RelationPath, ...]:

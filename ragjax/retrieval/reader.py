@@ -12,8 +12,8 @@ from urllib.parse import unquote
 
 import pyoxigraph as ox
 
-from ragjax.core import ConfigError
-from ragjax.retrieval.path import Triple, is_unicode
+from ragjax.core import ConfigError, is_unicode
+from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import Alias
 
 _FIELDS = ("head", "relation", "tail")
@@ -154,7 +154,7 @@ def _labels(path: Path) -> tuple[dict[str, str], list[Alias]]:
             labels.setdefault(iri, []).append(text)
     names = _distinct({iri: texts[0] for iri, texts in labels.items()})
     told = ((iri, text) for table in (labels, others) for iri, texts in table.items() for text in texts if text)
-    aliases = [Alias(names.get(iri) or _local(iri), text) for iri, text in told]
+    aliases = [Alias(_name_of(iri, names), text) for iri, text in told]
     return names, [alias for alias in dict.fromkeys(aliases) if alias.name != alias.entity]
 
 
@@ -179,8 +179,12 @@ def _key(term: object) -> str:
 def _named(term: object, names: dict[str, str]) -> str:
     if isinstance(term, ox.Literal):
         return term.value
-    key = _key(term)
-    return names.get(key) or (_local(key) if isinstance(term, ox.NamedNode) else key)
+    return _name_of(_key(term), names)
+
+
+def _name_of(key: str, names: dict[str, str]) -> str:
+    """Of an IRI its label or last part; of a node without an IRI its label or what it is written as."""
+    return names.get(key) or (key if key.startswith(("_:", "<<")) else _local(key))
 
 
 def _local(iri: str) -> str:

@@ -51,7 +51,7 @@ class Register:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._numbers
 
     @property

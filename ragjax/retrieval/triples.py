@@ -16,8 +16,8 @@ from urllib.parse import quote, unquote
 
 import pyoxigraph as ox
 
-from ragjax.core import ConfigError, RequestError
-from ragjax.retrieval.path import INVERSE, Triple, is_unicode
+from ragjax.core import ConfigError, RequestError, is_unicode
+from ragjax.retrieval.path import INVERSE, Triple
 
 BATCH = 50_000
 """Triples that are stored together: what a kill can cost, and what memory an import takes."""
@@ -83,19 +83,24 @@ class OxigraphStore:
     """A `TripleStore` on pyoxigraph, in a directory that is made if need be; None keeps it in memory.
 
     Raises:
-        ConfigError: the directory cannot be used, or another process has it open.
+        ConfigError: the directory cannot be used, is damaged, or another process has it open.
     """
 
     def __init__(self, path: str | Path | None = None):
-        try:
-            self._store: ox.Store | None = ox.Store(path)
-        except OSError as error:
-            hint = "; another process has it open" if "lock" in str(error).lower() else ""
-            raise ConfigError(f"{path}: cannot be opened as a store of triples: {error}{hint}") from error
         self._node = lru_cache(_NODES)(_node)
         self._decoded = lru_cache(_NODES)(_decoded)
         self._writing = threading.Lock()
-        self._count = len(self._store) - sum(1 for _ in self.aliases())
+        try:
+            self._store: ox.Store | None = ox.Store(path)
+            self._count = len(self._store) - sum(1 for _ in self.aliases())
+        except OSError as error:
+            hint = "; another process has it open" if "lock" in str(error).lower() else ""
+            raise ConfigError(f"{path}: cannot be opened as a store of triples: {error}{hint}") from error
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{path}: the store of triples is damaged ({reason}); delete it and import again"
+            ) from error
 
     @property
     def _live(self) -> ox.Store:

@@ -1,7 +1,7 @@
 """What every reuse strategy is and gets: a conversation of passes, and a holding in the cache.
 
-To add a method: one file with a class that has `name`, `wants` and `carry_out`, its source in the docstring, and one
-line in `reuse/__init__.py`.
+To add a method: one file with a class that has all of `Strategy`, or a `Selector` (`reuse/repair.py`), its source in
+the docstring, and one line in `reuse/__init__.py`.
 """
 
 from __future__ import annotations

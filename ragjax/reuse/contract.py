@@ -146,8 +146,13 @@ class Contract:
         return frozenset(one.strategy for one in (self._setting, *ladder))
 
     @property
+    def faulted(self) -> bool:
+        """Whether an answer was labelled exact and was not; what names no strategy runs full attention since."""
+        return self._counters["faults"] > 0
+
+    @property
     def notices(self) -> tuple[str, ...]:
-        """What every answer has to say."""
+        """What the answers have to say that the setting served."""
         return () if self._notice is None else (self._notice,)
 
     def predicted(self, setting: Setting, exact: bool, chunks: int) -> Divergence | None:
@@ -189,8 +194,9 @@ class Contract:
 
     def _fault(self, setting: Setting, seen: Divergence) -> None:
         """An answer that was labelled exact is not: kept KV is wrong, and nothing kept may be trusted."""
+        known = self.faulted
         self._counters["faults"] += 1
-        if self._setting == Setting("full"):
+        if known:
             return
         self._setting, self._monitor = Setting("full"), None
         self._escalations["fault"] += 1

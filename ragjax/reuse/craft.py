@@ -45,8 +45,8 @@ from ragjax.core import (
 from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
-from ragjax.reuse.influence import Influence, before, behind, quotas, record
-from ragjax.reuse.stitch import system_length
+from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
+from ragjax.reuse.stitch import keep_system, system_account, system_length
 
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""
@@ -149,7 +149,7 @@ class Craft:
             tokens, prior = prompt.segments[i].tokens, before(prompt, i)
             ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior)
             owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
-            new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, behind(prior))
+            new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, variant_digest(prior))
             keys.append(ranked[0].key if ranked else new)
         return tuple(keys)
 
@@ -209,8 +209,8 @@ def rank(kept: Iterable[Node | Record], prior: Sequence[bytes]) -> list[Variant]
     kept: oldest first. prior: digests of the segments that stand before the chunk now.
     """
     read = ((each.key, Influence.decode(each.meta)) for each in kept)
-    found = [Variant(key, behind(i.before), i.mismatch(prior)) for key, i in read if i is not None]
-    return sorted(found, key=lambda variant: (variant.overhead, variant.behind != behind(prior)))
+    found = [Variant(key, variant_digest(i.before), i.mismatch(prior)) for key, i in read if i is not None]
+    return sorted(found, key=lambda variant: (variant.overhead, variant.behind != variant_digest(prior)))
 
 
 def _best_variant(prompt: Prompt, index: int, context: Lease, holding: Holding) -> Reuse | None:
@@ -347,9 +347,7 @@ def _keep(layout: Layout, holding: Holding, context: Lease, masses: Sequence[Mas
     """Admit the system prompt, and the chunks that were computed whole."""
     prompt = layout.prompt
     if layout.head is not None:
-        head = prompt.tokens[: system_length(prompt)]
-        holding.cache.admit_prefix(context, head, layout.hit, layout.head, (), min(prompt.public, len(head)))
-        context = holding.prefix(head)
+        context = keep_system(prompt, holding, context, layout.hit, layout.head)
     if not layout.whole or not context.complete:
         return
     own = np.concatenate([orders(prompt.starts[i], prompt.starts[i + 1]) for i in layout.whole])
@@ -357,7 +355,7 @@ def _keep(layout: Layout, holding: Holding, context: Lease, masses: Sequence[Mas
     for i, run in layout.whole.items():
         holding.cache.admit_segment(
             context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
-            behind=behind(before(prompt, i)), meta=record(prompt, i, own, mass).encode(), variant=True,
+            behind=variant_digest(before(prompt, i)), meta=record(prompt, i, own, mass).encode(), variant=True,
             public=prompt.public >= prompt.starts[i + 1],
         )  # fmt: skip
 
@@ -365,12 +363,9 @@ def _keep(layout: Layout, holding: Holding, context: Lease, masses: Sequence[Mas
 def _account(layout: Layout, context: Lease) -> tuple[SegmentReport, ...]:
     """What was reused. A token that was computed in some layers counts as recomputed."""
     prompt = layout.prompt
-    reused = {i: len(prompt.segments[i]) - len(layout.of_chunks([i])) for i in layout.reused}
-    tiers = {i: reuse.lease.tier() for i, reuse in layout.reused.items()}
-    for i in segments_of(prompt, Kind.SYSTEM):
-        begin, end = prompt.starts[i], prompt.starts[i + 1]
-        reused[i] = max(0, min(end, layout.hit) - begin)
-        tiers[i] = context.tier(begin, end)
+    reused, tiers = system_account(prompt, context, layout.hit)
+    reused |= {i: len(prompt.segments[i]) - len(layout.of_chunks([i])) for i in layout.reused}
+    tiers |= {i: reuse.lease.tier() for i, reuse in layout.reused.items()}
     return report(prompt, reused, tiers)
 
 

@@ -26,7 +26,7 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, SegmentReport, Span, Tokens, Visibility, Want
 from ragjax.dependency import Positions, begins_of, paths_of
 from ragjax.reuse.base import Holding, lease_spans, most_slots, report, usable
-from ragjax.reuse.stitch import LOGITS, system_length
+from ragjax.reuse.stitch import LOGITS, keep_system, system_length
 
 Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""
@@ -186,9 +186,7 @@ class Dependency:
         """Keep the system prompt and the branches that were computed, parents first."""
         prompt, system = scene.prompt, system_length(scene.prompt)
         if hit < system:
-            head = own.slice(0, system - hit, holding.page_size)
-            holding.cache.admit_prefix(context, prompt.tokens[:system], hit, head, (), min(prompt.public, system))
-            context = holding.prefix(prompt.tokens[:system])
+            context = keep_system(prompt, holding, context, hit, own.slice(0, system - hit, holding.page_size))
         for i, path in scene.paths.items() if context.complete else ():
             if i not in fresh:
                 continue

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragjax.cache.cache import KnowledgeCache, neighbours
+from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.lease import Lease
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Segment, Span, Tokens, Want
@@ -23,7 +23,7 @@ from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, 
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import record
 from ragjax.reuse.naive import Naive
-from ragjax.reuse.stitch import missing
+from ragjax.reuse.stitch import keep_system, missing, system_account
 
 
 class Fuse:
@@ -36,6 +36,7 @@ class Fuse:
     selective = False
 
     def __init__(self, *, record: bool = False):
+        self.record = record
         self.wants = frozenset({Want.LOGITS, Want.SEGMENT_MASS} if record else {Want.LOGITS})
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
@@ -67,9 +68,7 @@ class Fuse:
         if fresh_system is not None or fresh:
             yield missing(prompt, system_hit, system, fresh, system_spans)
         if fresh_system is not None:
-            head, public = prompt.tokens[:system], min(prompt.public, system)
-            holding.cache.admit_prefix(context, head, system_hit, fresh_system, (), public)
-            context = holding.prefix(head)
+            context = keep_system(prompt, holding, context, system_hit, fresh_system)
         for i, piece in fresh.items():
             _keep(holding, context, prompt.segments[i], piece, system, b"")
 
@@ -86,11 +85,9 @@ class Fuse:
         meta = b"" if mass is None else record(prompt, last, rows, mass).encode()
         _keep(holding, context, prompt.segments[last], own, place, _behind(prompt), meta)
 
-        reused = {i: len(prompt.segments[i]) for i in found}
-        tiers = {i: lease.tier() for i, lease in found.items()}
-        for i in segments_of(prompt, Kind.SYSTEM):
-            begin, end = prompt.starts[i], prompt.starts[i + 1]
-            reused[i], tiers[i] = max(0, min(end, system_hit) - begin), matched.tier(begin, end)
+        reused, tiers = system_account(prompt, matched, system_hit)
+        reused |= {i: len(prompt.segments[i]) for i in found}
+        tiers |= {i: lease.tier() for i, lease in found.items()}
         exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not holding.lossy
         return Plan(spans, tail, "full" if exact else None, report(prompt, reused, tiers), results[Want.LOGITS][0])
 
@@ -116,7 +113,7 @@ def _neighbours(prompt: Prompt) -> Sequence[Segment]:
 
 
 def _behind(prompt: Prompt) -> bytes:
-    return neighbours(segment.tokens for segment in _neighbours(prompt))
+    return neighbours_digest(segment.tokens for segment in _neighbours(prompt))
 
 
 def _name(behind: bytes) -> tuple[Provenance, str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from ragjax.cache.cache import neighbours
+from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Prompt, Results, Want
 from ragjax.reuse.base import Place, segments_of
@@ -39,7 +39,7 @@ class Fused:
                 yield Place(Provenance.APPROXIMATE, METHOD, segment.behind)
             earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i]
             for begin in range(len(earlier)):
-                yield Place(Provenance.APPROXIMATE, METHOD, neighbours(earlier[begin:]))
+                yield Place(Provenance.APPROXIMATE, METHOD, neighbours_digest(earlier[begin:]))
         yield Place(Provenance.ISOLATED, self.method)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:

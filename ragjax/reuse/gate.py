@@ -275,16 +275,18 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
     options.budget = Budget.parse(options.budget)
+    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
+        raise ConfigError(f"--json: {options.json} cannot be written: name a file in a folder that exists")
     return options
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def _ratios(text: str) -> tuple[float, ...]:
     with suppress(ValueError):
-        ratios = tuple(float(part) for part in text.split(","))
+        ratios = tuple(dict.fromkeys(float(part) for part in text.split(",")))
         if all(0.0 <= ratio <= 1.0 for ratio in ratios):
             return ratios
     raise argparse.ArgumentTypeError(f"must be numbers from 0 to 1 with commas between, not {text!r}")

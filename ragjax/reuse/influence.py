@@ -145,7 +145,7 @@ def before(prompt: Prompt, index: int) -> tuple[bytes, ...]:
     return tuple(digest(prompt.segments[i].tokens) for i in _prior(prompt, index))
 
 
-def behind(before: Sequence[bytes]) -> bytes:
+def variant_digest(before: Sequence[bytes]) -> bytes:
     """Digest of segments that KV was computed behind, 32 bytes, from theirs; b"" for none."""
     return hashlib.blake2b(b"".join(before), digest_size=32).digest() if before else b""
 

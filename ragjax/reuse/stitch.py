@@ -145,11 +145,7 @@ class Stitched:
             layer (None: all).
         """
         redone = orders(0, 0) if recomputed is None else recomputed
-        reused: dict[int, int] = {}
-        tiers: dict[int, Tier | None] = {}
-        for i in segments_of(self.prompt, Kind.SYSTEM):
-            begin, end = span_of(self.prompt, i)
-            reused[i], tiers[i] = max(0, min(end, self.system_hit) - begin), self.context.tier(begin, end)
+        reused, tiers = system_account(self.prompt, self.context, self.system_hit)
         for i, lease in self.leases.items():
             begin, end = span_of(self.prompt, i)
             reused[i] = end - begin - int(((begin <= redone) & (redone < end)).sum())
@@ -204,9 +200,7 @@ def prepare(
         results = yield missing(prompt, system_hit, system, fresh, head, source.wants if fresh else frozenset())
         meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
         if fresh_system.length:
-            public = min(prompt.public, system)
-            holding.cache.admit_prefix(context, prompt.tokens[:system], system_hit, fresh_system, (), public)
-            context = holding.prefix(prompt.tokens[:system])
+            context = keep_system(prompt, holding, context, system_hit, fresh_system)
         for i, run in fresh.items() if context.complete else ():
             segment = prompt.segments[i]
             holding.cache.admit_segment(
@@ -236,6 +230,23 @@ def prepare(
         stages=holding.stages,
         page_size=holding.page_size,
     )
+
+
+def keep_system(prompt: Prompt, holding: Holding, context: Lease, hit: int, run: Run) -> Lease:
+    """Admit the system prompt, whose tokens from `hit` on lie in `run`; its lease, in the place of `context`."""
+    head = prompt.tokens[: system_length(prompt)]
+    holding.cache.admit_prefix(context, head, hit, run, (), min(prompt.public, len(head)))
+    return holding.prefix(head)
+
+
+def system_account(prompt: Prompt, context: Lease, hit: int) -> tuple[dict[int, int], dict[int, Tier | None]]:
+    """Tokens of each system segment that were reused, of the first `hit`, and the tier they came from."""
+    reused: dict[int, int] = {}
+    tiers: dict[int, Tier | None] = {}
+    for i in segments_of(prompt, Kind.SYSTEM):
+        begin, end = span_of(prompt, i)
+        reused[i], tiers[i] = max(0, min(end, hit) - begin), context.tier(begin, end)
+    return reused, tiers
 
 
 def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> tuple[bytes, ...]:

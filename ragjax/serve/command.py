@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -118,8 +117,8 @@ def _tenants(path: str) -> dict[str, Tenant]:
         core.ConfigError: saying what is wrong with the file.
     """
     try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        given = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_distinct)
+    except (OSError, ValueError, RecursionError) as error:
         raise core.ConfigError(f"--tenants: cannot read {path!r}: {error}") from error
     if not isinstance(given, dict) or not given:
         raise core.ConfigError(f"--tenants: {path!r} must hold an object of API keys")
@@ -129,25 +128,41 @@ def _tenants(path: str) -> dict[str, Tenant]:
     return tenants
 
 
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object; of a name given twice it would keep the last alone, so a key could stop working unseen."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key or field stands twice in an object")
+    return found
+
+
 def _tenant(key: str, entry: object) -> Tenant:
+    _check_key(key, "--tenants")
     shown = f"--tenants: the entry of key {key[:4]}…"
-    if not key.strip():
-        raise core.ConfigError("--tenants: an API key is empty")
     if not isinstance(entry, dict) or not set(entry) <= {"name", "quota_gb"}:
         raise core.ConfigError(f'{shown} must be {{"name": …, "quota_gb": …}}, and no more')
     name, quota = entry.get("name"), entry.get("quota_gb")
-    if not isinstance(name, str) or not name.strip():
-        raise core.ConfigError(f"{shown} needs a name")
-    if quota is not None and not (isinstance(quota, int | float) and 0 < quota < math.inf):
-        raise core.ConfigError(f"{shown}: quota_gb must be a number above 0, not {quota!r}")
+    if not isinstance(name, str) or not name.strip() or not core.is_unicode(name):
+        raise core.ConfigError(f"{shown} needs a name, of valid Unicode")
+    number = isinstance(quota, int | float) and not isinstance(quota, bool)
+    if quota is not None and not (number and 0 < quota <= 1e9):
+        raise core.ConfigError(f"{shown}: quota_gb must be a number above 0, up to 1e9, not {quota!r}")
     return Tenant(name, quota)
+
+
+def _check_key(key: str, where: str) -> None:
+    """Raise ConfigError for an API key that no client could send in a header."""
+    if not key.strip():
+        # A key that came out empty was meant to protect; an open server would be the wrong reading of it.
+        raise core.ConfigError(f"{where}: an API key is empty: give one, or leave it away")
+    if key != key.strip() or not key.isprintable():
+        raise core.ConfigError(f"{where}: an API key must be of printable characters, without white space around it")
 
 
 def _api_key(flag: str | None) -> str | None:
     key = os.environ.get("RAGJAX_API_KEY") if flag is None else flag
-    # A key that came out empty was meant to protect; an open server would be the wrong reading of it.
-    if key is not None and not key.strip():
-        raise core.ConfigError("the API key is empty: give one in --api-key or RAGJAX_API_KEY, or leave both away")
+    if key is not None:
+        _check_key(key, "--api-key or RAGJAX_API_KEY")
     return key
 
 
@@ -164,8 +179,20 @@ def _listener(host: str, port: int) -> socket.socket:
             raise
         return listener
     except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise core.ConfigError(f"cannot listen on {host}:{port}: {reason}") from error
+        raise _cannot_listen(host, port, error) from error
+
+
+def _listen(listener: socket.socket) -> None:
+    """Not before the model is loaded, or clients would wait for it; until here another server can have come first."""
+    try:
+        listener.listen()
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> core.ConfigError:
+    return core.ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}")
 
 
 def _load(options: argparse.Namespace) -> Engine:
@@ -220,9 +247,9 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
         lifespan="off",
     )
     server = uvicorn.Server(config)
+    _listen(listener)
     # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
-    listener.listen()
     _say_ready(engine, listener, options)
     try:
         server.run(sockets=[listener])

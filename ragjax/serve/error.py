@@ -52,11 +52,27 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error)
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=error.headers)
+        return _http_error(error, scope)
     request_id = scope["state"]["request_id"]
     _log.error("request %s failed", request_id, exc_info=error)
     message = f"internal error; the server's log has the details under request id {request_id}"
     return ApiError(500, message, "server_error", code="internal_error")
+
+
+def _http_error(error: HTTPException, scope: Scope) -> ApiError:
+    reason = _unreadable(error.__cause__)
+    if reason is not None:
+        return ApiError(400, f"the body is not JSON that can be read: {reason}", code="invalid_json")
+    return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=error.headers)
+
+
+def _unreadable(cause: BaseException | None) -> str | None:
+    """What is wrong with a body at which Python's parser failed; None if something else did."""
+    if isinstance(cause, UnicodeDecodeError):
+        return "it is not UTF-8"
+    if isinstance(cause, RecursionError):
+        return "it is nested too deeply"
+    return "a number in it has too many digits" if isinstance(cause, ValueError) else None
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

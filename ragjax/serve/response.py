@@ -97,7 +97,6 @@ class TextForm(Form):
     """Text completions, whose chunks look like the whole."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-    _offset = 0
 
     def _message(self, text: str) -> Json:
         return {"text": text}
@@ -107,15 +106,11 @@ class TextForm(Form):
 
     def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
         """The legacy form: parallel lists. `text_offset` counts characters of the answer, over all chunks."""
-        offsets = []
-        for t in tokens:
-            offsets.append(self._offset)
-            self._offset += len(t.token)
         return {
             "tokens": [t.token for t in tokens],
             "token_logprobs": [_logprob(t.logprob) for t in tokens],
             "top_logprobs": [_alternatives(t) for t in tokens],
-            "text_offset": offsets,
+            "text_offset": [t.begin for t in tokens],
         }
 
 
@@ -158,7 +153,7 @@ def _usage(answer: core.Answer) -> Json:
 
 def _rag(answer: core.Answer) -> Json:
     """The account of what was reused."""
-    names = ("retrieve", "load", "prefill", "ttft")
+    names = ("retrieve", "load", "prefill", "ttft", "total")
     return {
         "strategy": answer.strategy,
         "recompute_ratio": answer.recompute_ratio,

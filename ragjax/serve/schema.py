@@ -1,15 +1,22 @@
 """Bodies of requests, in the form of OpenAI's API reference, and what they ask of the engine.
 
-A body is strict: an unknown field or a value of another type is an error, and null counts as absent.
+A body is strict: an unknown field or a value of another type is an error, and null counts as absent: each field that
+may be left out takes it. `rag: null` alone says more.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from ragjax import core
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported")
+    return value
 
 
 def _parts(content: object) -> object:
@@ -30,6 +37,9 @@ def _one_text(prompt: object) -> object:
 Text = Annotated[str, Field(min_length=0)]
 Filled = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
+# Literal[1] would take true and 1.0, and Literal[False] 0, which are values of another type.
+One = Annotated[int, Field(ge=1, le=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
 
 
 class _Body(BaseModel):
@@ -61,7 +71,7 @@ class InlineDocument(_Body):
 
     id: Filled
     text: Filled
-    title: Text = ""
+    title: Text | None = None
 
 
 Passage = Annotated[
@@ -83,15 +93,15 @@ class GraphRag(_Body):
     name: Text | None = None
     entities: list[Filled] | None = None
     relation_paths: list[list[Filled]] | None = None
-    hops: Count = 2
-    paths: Count = 30
-    serialization: Literal["path", "triplet"] = "path"
+    hops: Count | None = None
+    paths: Count | None = None
+    serialization: Literal["path", "triplet"] | None = None
 
     def to_core(self) -> core.Graph:
         """The same for the engine."""
         given = None if self.relation_paths is None else tuple(map(tuple, self.relation_paths))
         entities = None if self.entities is None else tuple(self.entities)
-        return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization)
+        return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization or "path")
 
 
 def _named(graph: object) -> object:
@@ -118,13 +128,19 @@ class ChatRag(TextRag):
 
 
 def _passage(document: str | InlineDocument) -> str | core.Document:
-    return document if isinstance(document, str) else core.Document(document.id, document.text, document.title)
+    return document if isinstance(document, str) else core.Document(document.id, document.text, document.title or "")
 
 
 class StreamOptions(_Body):
     """Options of a stream."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """How an answer is written: as text."""
+
+    type: Literal["text"]
 
 
 class _Generation(_Body):
@@ -135,19 +151,19 @@ class _Generation(_Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    n: Literal[1] | None = None
+    n: One | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Annotated[tuple[Text, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
+    presence_penalty: Zero | None = None
+    frequency_penalty: Zero | None = None
     user: Text | None = None
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
         if self.stream_options is not None and not self.stream:
@@ -165,7 +181,7 @@ class ChatBody(_Generation):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    response_format: ResponseFormat | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
     def to_core(self) -> core.Request:
@@ -191,8 +207,8 @@ class CompletionBody(_Generation):
 
     prompt: Annotated[Filled, BeforeValidator(_one_text, json_schema_input_type=str | list[str])]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
+    echo: Annotated[bool, AfterValidator(_only_false)] | None = None
+    best_of: One | None = None
     rag: TextRag | None = None
 
     def to_core(self) -> core.Request:

@@ -1,1 +1,1 @@
-"""Where KV arrays live: the device's page pool."""
+"""Where the bytes of KV live: page pool, host memory, disk, and what moves them."""

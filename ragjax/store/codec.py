@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from ragjax.core import AtRest
 
-Kind = AtRest
 """An encoding: bit for bit, or one of the two of 8 bits."""
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -49,15 +48,15 @@ class Codec:
         dtype: of keys and values as they come and go (`rest_dtype`); uint16 holds bfloat16 bits.
     """
 
-    kind: Kind
+    kind: AtRest
     layers: int
     heads: int
     dim: int
     dtype: np.dtype[Any]
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            raise ValueError(f"kind {self.kind!r} is none of {', '.join(get_args(Kind))}")
+        if self.kind not in get_args(AtRest):
+            raise ValueError(f"kind {self.kind!r} is none of {', '.join(get_args(AtRest))}")
 
     def size(self, tokens: int) -> int:
         """Bytes that an entry of so many tokens takes at rest."""
@@ -114,15 +113,15 @@ class Codec:
                 )
 
 
-def kind_of(arrays: Arrays) -> Kind:
+def kind_of(arrays: Arrays) -> AtRest:
     """How an entry is encoded.
 
     Raises:
         ValueError: if its arrays are those of no known encoding.
     """
-    for kind in get_args(Kind):
+    for kind in get_args(AtRest):
         if set(arrays) == _names(kind):
-            known: Kind = kind
+            known: AtRest = kind
             return known
     raise ValueError(f"an entry of arrays {sorted(arrays)} has no known encoding")
 
@@ -138,7 +137,7 @@ def cut(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
     return {name: x if name.endswith(".scale") else x[:, :, begin:end] for name, x in arrays.items()}
 
 
-def _names(kind: Kind) -> set[str]:
+def _names(kind: AtRest) -> set[str]:
     return {"k", "v"} if kind == "raw" else {f"{x}.{part}" for x in "kv" for part in (kind, "scale")}
 
 

@@ -166,7 +166,7 @@ class DiskStore:
         return None if found is None else found[0]
 
     def children(self, place: bytes, first: int) -> Sequence[Record]:
-        """Causal entries whose context is `place` and whose first token is `first`."""
+        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
         index = self._index
         try:
             return index.children(place, first)
@@ -214,11 +214,13 @@ class DiskStore:
         self._count(writes=1, written_bytes=size)
         return size
 
-    def read(self, key: bytes) -> dict[str, NDArray[Any]]:
+    def read(self, key: bytes, expected: Record | None = None) -> dict[str, NDArray[Any]]:
         """The arrays of an entry as they were written; every bit was checked.
 
+        expected: what it was when it was chosen (None: whatever it is).
+
         Raises:
-            Missing: there is no such entry (any more).
+            Missing: there is no such entry (any more), or it has become another than expected.
             Damaged: it is not what was written, and was set aside.
             DiskError: it cannot be read now.
         """
@@ -226,7 +228,7 @@ class DiskStore:
             self._refresh()
             if len(self._touched) >= _BATCH:
                 self._flush()
-            arrays, size = self._fetch(key)
+            arrays, size = self._fetch(key, expected)
         except (OSError, sqlite3.Error) as error:
             raise DiskError(f"{self._name(key)} cannot be read: {_reason(error)}") from error
         self._count(reads=1, read_bytes=size)
@@ -309,7 +311,7 @@ class DiskStore:
 
     # ------------------------------------------------------------------------------------ reading
 
-    def _fetch(self, key: bytes) -> tuple[dict[str, NDArray[Any]], int]:
+    def _fetch(self, key: bytes, expected: Record | None = None) -> tuple[dict[str, NDArray[Any]], int]:
         found = self._index.find(key)
         if found is None:
             raise self._gone(key)
@@ -330,9 +332,10 @@ class DiskStore:
             if error.errno != errno.EIO:
                 raise
             raise self._condemn(key, stamp, "the disk cannot read it") from error
-        # Whoever asks chose the entry by what the index said of it.
         if found != (record, len(data)):
             raise self._correct(record, len(data))
+        if expected is not None and record != expected:
+            raise Missing(f"{self._name(key)}: another process has replaced it since it was looked up")
         return arrays, len(data)
 
     def _gone(self, key: bytes) -> Missing:

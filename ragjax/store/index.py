@@ -104,7 +104,7 @@ class Index:
         return (_record(rows[0]), rows[0][-1]) if rows else None
 
     def children(self, place: bytes, first: int) -> list[Record]:
-        """Causal entries whose context is `place` and whose first token is `first`."""
+        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
         return [_record(row) for row in self._connection.execute(_CHILDREN, (place, first)).fetchall()]
 
     def chunks(self, place: bytes) -> list[Record]:

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.tier import Carrier, Copy, Done, Job, Load, Record, Save, Write
-from ragjax.core import Run
+from ragjax.core import AtRest, Run
 from ragjax.models.config import ModelConfig
 from ragjax.store import host
-from ragjax.store.codec import Arrays, Codec, Kind, cut, rest_dtype
+from ragjax.store.codec import Arrays, Codec, cut, rest_dtype
 from ragjax.store.host import Entry, HostStore
 from ragjax.store.pages import Excerpt, cuts
 
@@ -53,8 +53,8 @@ class Disk(Protocol):
         """Keep the arrays, views of longer ones; returns the bytes they take."""
         ...
 
-    def read(self, key: bytes) -> Mapping[str, NDArray[Any]]:
-        """The arrays of an entry. Raises if it is missing or damaged."""
+    def read(self, key: bytes, expected: Record | None = None) -> Mapping[str, NDArray[Any]]:
+        """The arrays of an entry. Raises if it is missing, damaged, or not what is expected."""
         ...
 
 
@@ -135,7 +135,7 @@ class Mover(Carrier):
     def __init__(
         self,
         device: Device,
-        kind: Kind = "raw",
+        kind: AtRest = "raw",
         *,
         disk: Disk | None = None,
         workers: int = 2,
@@ -163,12 +163,20 @@ class Mover(Carrier):
         }
         self._change = Condition()  # guards the counters and all below
         self._outstanding = 0
+        self._backlog = 0
+        self._given_up: set[int] = set()
         self._closed = False
         self._ready: list[tuple[_Begun, _Outcome | str]] = []
 
     def size(self, tokens: int) -> int:
         """Bytes that an entry of so many tokens takes at rest."""
         return self._codec.size(tokens)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be written to disk, and stay in memory until they are."""
+        with self._change:
+            return self._backlog
 
     def traffic(self) -> dict[Direction, Traffic]:
         """What went each way so far."""
@@ -207,6 +215,8 @@ class Mover(Carrier):
             self._check_write(job)
         for job in jobs:
             begun = self._begin(job, [self._entry(job.copy)])
+            with self._change:
+                self._backlog += self.size(job.copy.length)
             self._when_ready(self._writers, begun, partial(self._write, job, begun.keeps[0]))
 
     def load(self, jobs: Sequence[Load]) -> None:
@@ -224,6 +234,11 @@ class Mover(Carrier):
             begun = self._begin(job, list(kept.values()))
             self._when_ready(self._loaders, begun, partial(self._load, job, kept))
 
+    def give_up(self, number: int) -> None:
+        """Put nothing of the load of this number into its pages, whenever it arrives, and do not report it."""
+        with self._change:
+            self._given_up.add(number)
+
     def forget(self, entries: Iterable[int]) -> None:
         """Free host entries, each once the jobs begun before have finished.
 
@@ -236,7 +251,9 @@ class Mover(Carrier):
     def poll(self) -> Sequence[Done]:
         """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
         with self._change:
-            ready, self._ready = self._ready, []
+            ready = [one for one in self._ready if not self._is_given_up(one[0].job)]
+            self._given_up -= {one[0].job.number for one in self._ready if isinstance(one[0].job, Load)}
+            self._ready = []
         return [self._settle(begun, outcome) for begun, outcome in ready]
 
     def flush(self) -> None:
@@ -255,6 +272,9 @@ class Mover(Carrier):
             lane.shutdown(wait=wait, cancel_futures=True)
 
     # ------------------------------------------------------------------------------ in the owner's thread
+
+    def _is_given_up(self, job: Job) -> bool:
+        return isinstance(job, Load) and job.number in self._given_up
 
     def _check_open(self) -> None:
         if self._closed:
@@ -357,6 +377,8 @@ class Mover(Carrier):
         self.notify()
         with self._change:
             self._outstanding -= 1
+            if isinstance(begun.job, Write):
+                self._backlog -= self.size(begun.job.copy.length)
             self._change.notify_all()
 
     # ------------------------------------------------------------------------------------------ in workers
@@ -376,10 +398,12 @@ class Mover(Carrier):
 
     def _load(self, job: Load, kept: Mapping[Copy, Entry]) -> _Outcome:
         ends: dict[bytes, int] = {}
+        expected: dict[bytes, Record | None] = {}
         for piece in job.pieces:
             if isinstance(piece.entry, bytes):
                 ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
-        read = dict(zip(ends, self._readers.map(self._read, ends, ends.values()), strict=True))
+                expected[piece.entry] = piece.record
+        read = dict(zip(ends, self._readers.map(self._read, ends, ends.values(), expected.values()), strict=True))
         with self._count("host_to_device") as moved:
             # in the parts that the device takes at once, so that nothing is copied twice
             parts = self._parts(len(job.run.pages))
@@ -398,20 +422,20 @@ class Mover(Carrier):
             uploaded = self._readers.map(lambda pages: self._device.upload(*pages), parts)
             return _Outcome(moved.bytes, excerpts=[excerpt for part in uploaded for excerpt in part])
 
-    def _read(self, key: bytes, tokens: int) -> Arrays:
+    def _read(self, key: bytes, tokens: int, expected: Record | None) -> Arrays:
         with self._count("disk_to_host") as moved:
-            arrays = self._try_to_read(key, moved)
+            arrays = self._try_to_read(key, expected, moved)
             self._codec.check(arrays, tokens)
             moved.bytes = sum(x.nbytes for x in arrays.values())
         return arrays
 
-    def _try_to_read(self, key: bytes, moved: Traffic) -> Arrays:
+    def _try_to_read(self, key: bytes, expected: Record | None, moved: Traffic) -> Arrays:
         assert self._disk is not None
         errors: list[Exception] = []
         while len(errors) <= self._retries:
             moved.retries = len(errors)
             try:
-                return self._disk.read(key)
+                return self._disk.read(key, expected)
             except Exception as error:
                 errors.append(error)
         raise errors[0]  # a damaged entry is set aside, and missing from then on

@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--longest", type=int, default=2048, help="most cached, and most new tokens (%(default)s)")
     chosen = parser.parse_args(arguments)
+    if chosen.out.is_dir() or not chosen.out.parent.is_dir():
+        parser.error(f"argument --out: {chosen.out} cannot be written: name a file in a folder that exists")
     longest = min(chosen.longest, 512) if chosen.quick else chosen.longest
 
     def rows(_: report.Header) -> list[dict[str, float]]:

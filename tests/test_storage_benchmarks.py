@@ -41,6 +41,15 @@ def test_a_model_that_is_not_there_is_one_line(
     assert len(errors) == 2 and all("unknown model 'nope'" in line for line in errors)
 
 
+def test_cost_wants_a_file_that_it_can_write_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out in (tmp_path, tmp_path / "none" / "cost.json"):
+        with pytest.raises(SystemExit):
+            cost.main(["--quick", "--out", str(out)])
+        assert f"--out: {out} cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("limit", ["0", "-70"])
 def test_the_demo_refuses_no_questions(limit: str) -> None:
     with pytest.raises(SystemExit):

@@ -227,9 +227,10 @@ def test_command_makes_splits_and_refuses(tmp_path: Path, capsys: pytest.Capture
     ):
         assert main(wrong) == 1
         assert capsys.readouterr().err.count("\n") == 1
-    (tmp_path / "g.tsv").write_text("a\tr\n")
-    assert main(["graph", str(tmp_path / "g.tsv"), "--out", str(out)]) == 1
-    assert "g.tsv, line 1: a triple must be" in capsys.readouterr().err
+    for line in ("a\tr\n", "a\t \tb\n"):
+        (tmp_path / "g.tsv").write_text(line)
+        assert main(["graph", str(tmp_path / "g.tsv"), "--out", str(out)]) == 1
+        assert "g.tsv, line 1: a triple must be" in capsys.readouterr().err
 
 
 def test_what_cannot_be_put_aside_is_an_error_before_anything_is_written(

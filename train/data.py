@@ -142,8 +142,9 @@ def _leading(graph: Graph, roots: Sequence[str], ends: Iterable[str], limits: Li
 def triple_of(value: Any) -> Triple:
     """A triple: a list of three texts, or an object of head, relation and tail. Raises ValueError if it is neither."""
     parts = [value.get(name) for name in Triple._fields] if isinstance(value, Mapping) else value
-    if not isinstance(parts, list | tuple) or len(parts) != 3 or not all(isinstance(x, str) and x for x in parts):
-        raise ValueError(f"a triple must be head, relation and tail, not {value!r}")
+    named = isinstance(parts, list | tuple) and all(isinstance(x, str) and x.strip() for x in parts)
+    if not named or len(parts) != 3:
+        raise ValueError(f"a triple must be head, relation and tail, none of them blank, not {value!r}")
     return Triple(*parts)
 
 

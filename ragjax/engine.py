@@ -741,10 +741,17 @@ class Engine:
         pages = self._cache.pool.pages_for(needed)
         # branches of a tree lie together; a strategy reads no more of them than there are slots
         pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
-        if pages > capacity or not self._loop.fits(pieces, needed):
+        if pages > capacity:
             raise RequestError(
                 f"the request needs {pages} pages of KV; the device cache has {capacity}. "
                 "Shorten the prompt, lower max_tokens, or give the device cache more memory",
+                param=param,
+                code="context_length_exceeded",
+            )
+        if not self._loop.fits(pieces, needed):
+            raise RequestError(
+                f"the prompt has {pieces} passages, each with KV of its own, and {needed} tokens with the answer: more "
+                "than attention can read at a time. Give or retrieve fewer passages, or lower max_tokens",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -254,6 +254,12 @@ def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
         engine.answer_prompt(tiny.prompt(chunks=(100, 100)), max_tokens=4)
 
 
+def test_more_passages_than_a_step_can_read_are_refused_at_once(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"202 passages.*fewer passages") as refused:
+        engine.answer_prompt(tiny.prompt(chunks=(2,) * 200), max_tokens=4)
+    assert refused.value.code == "context_length_exceeded"
+
+
 def test_the_queue_has_an_end() -> None:
     with tiny.engine(max_queue=0) as engine:
         outcomes: list[str] = []

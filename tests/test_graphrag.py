@@ -138,6 +138,15 @@ def test_a_workload_with_the_cache_and_without(folder: Path, monkeypatch: pytest
     assert rows["dependency"]["hit_rate"] < rows["dependency-cached"]["hit_rate"] < 1
 
 
+def test_a_length_with_too_many_entities_is_left_out_and_said(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(graphrag, "LENGTHS", (120,))
+    monkeypatch.setattr(engine._loop, "fits", lambda pieces, tokens: False)
+    assert not graphrag.length(engine, "films", questions_of(folder, "films", 3), runs=1)
+    assert "films: no 120 tokens: the prompt has " in capsys.readouterr().err
+
+
 def test_the_other_parts(engine: Engine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphrag, "LENGTHS", (120, 100_000))
     questions = questions_of(folder, "films", 3)

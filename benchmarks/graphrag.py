@@ -20,9 +20,9 @@ its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a se
 - length (section 6.3): time to first token for prompts of 1K to 8K tokens (of the written out paths), made of several
   questions' subgraphs, another one each run, and `visited_share` of these; `self-prefix` is `prefix` when the whole
   prompt is known, `dependency-cached` when every branch is. `faster` is the ratio of the medians.
-- workload (section 6.3): 500 requests for 10 entities each, Zipf, with a device cache of 20% of the entities' KV;
-  `hit_rate` is the mean over requests of hit tokens over prompt tokens. Each request is answered with the cache and
-  without, in turns; the system prompt is known to both.
+- workload (section 6.3): 500 requests for 10 entities each, Zipf, with a device cache of 20% of the entities' KV, or
+  of what one request needs if that is more (`capacity_share`); `hit_rate` is the mean over requests of hit tokens over
+  prompt tokens. Each request is answered with the cache and without, in turns; the system prompt is known to both.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from benchmarks.ttft import code_digest
 from ragjax.core import Answer, ConfigError, Kind, Message, Prompt, RequestError
 from ragjax.dependency import layout
 from ragjax.engine import Engine
+from ragjax.loading import PAGE_SIZE
 from ragjax.prompt import graph_prompt
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.path import RelationPath, Subgraph, subgraphs_of
@@ -79,7 +80,7 @@ CAPACITY = 0.2
 COLUMNS = (
     "part", "set", "method", "positions", "n", "prompt_tokens", "accuracy", "logprob", "top1", "logprob_minus_self",
     "logprob_minus_self_lo", "logprob_minus_self_hi", "visited_share", "predicted_share", "ttft_ms", "faster",
-    "hit_rate",
+    "hit_rate", "capacity_share",
 )  # fmt: skip
 
 
@@ -399,6 +400,12 @@ def requests(questions: Sequence[Question], count: int, seed: int = 0) -> list[Q
     return drawn
 
 
+def capacity(everything: int, longest: int) -> tuple[int, int]:
+    """(tokens of the device cache, context) where the entities take `everything` and the longest prompt `longest`."""
+    context = longest + PAGE_SIZE
+    return max(int(CAPACITY * everything), context + PAGE_SIZE) + 2 * PAGE_SIZE, context  # one page holds nothing
+
+
 def workload(
     chosen: argparse.Namespace, name: str, questions: Sequence[Question], progress: report.Progress
 ) -> list[dict[str, Any]]:
@@ -411,10 +418,9 @@ def workload(
         everything = sum(len(s) for prompt in prompts for s in prompt.segments if s.kind is Kind.NODE)
         longest = max(len(prompt_of(engine, q, trees=True)) for q in asked)
         per_token = engine._runner.config.kv_bytes_per_token(2)
-    gigabytes = max(CAPACITY * everything, 2.0 * longest) * per_token / 2**30
-    least = 1.1 * (engine.context_length + 256) * per_token / 2**30
-    context = None if gigabytes >= least else longest + 64
-    with opened(chosen.model, chosen.dtype, max(gigabytes, least), context) as engine:
+    tokens, context = capacity(everything, longest)
+    with opened(chosen.model, chosen.dtype, tokens * per_token / 2**30, context) as engine:
+        pool = engine._cache.pool
         for question in asked:
             prompt = prompt_of(engine, question, trees=True)
             cached = engine.answer_prompt(prompt, strategy="dependency", max_tokens=1)
@@ -431,7 +437,8 @@ def workload(
             "positions": "path",
             "n": len(samples),
             "prompt_tokens": float(longest),
-            "capacity_tokens": CAPACITY * everything,
+            "capacity_tokens": float(pool.capacity * pool.page_size),
+            "capacity_share": pool.capacity * pool.page_size / everything,
             "hit_rate": float(np.mean([hit for _, hit in samples])),
             "ttft_ms": float(np.median([t for t, _ in samples])),
             "faster": float(np.median(alone_ms) / np.median([t for t, _ in samples])),

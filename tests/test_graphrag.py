@@ -129,6 +129,12 @@ def test_requests_are_skewed_and_draw_no_entity_twice() -> None:
     assert sum(counts[:10]) > 0.4 * sum(counts)
 
 
+def test_the_device_cache_of_a_workload_is_a_fifth_of_the_data_or_one_request() -> None:
+    assert graphrag.capacity(20_000, 1_000)[0] == pytest.approx(4_000, rel=0.05)
+    tokens, context = graphrag.capacity(2_000, 1_000)
+    assert 1_000 < context < tokens < 1_400
+
+
 def test_a_workload_with_the_cache_and_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphrag, "QUICK_REQUESTS", 3)
     monkeypatch.setattr(graphrag, "opened", lambda *args, **kwargs: tiny.engine())
@@ -136,6 +142,7 @@ def test_a_workload_with_the_cache_and_without(folder: Path, monkeypatch: pytest
     made = graphrag.workload(chosen, "films", questions_of(folder, "films", 3), report.Progress(10))
     rows = {r["method"]: r for r in made}
     assert rows["dependency"]["hit_rate"] < rows["dependency-cached"]["hit_rate"] < 1
+    assert rows["dependency"]["capacity_share"] > 0.2
 
 
 def test_a_length_with_too_many_entities_is_left_out_and_said(

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from ragjax.core import AtRest
 
-"""An encoding: bit for bit, or one of the two of 8 bits."""
-
 Arrays = Mapping[str, NDArray[Any]]
 """An entry at rest. raw: "k", "v" [L, K, n, D]; else "k.int8" or "k.float8" (its bits as uint8) [L, K, n, D] and
 "k.scale" float32 [L, K, D], and the same for v."""

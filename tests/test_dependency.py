@@ -242,6 +242,21 @@ def test_without_a_tree_it_is_full_attention() -> None:
     assert done.plan.exact_to == "full"
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_names_its_dependencies_is_not_called_full(scheme: Positions) -> None:
+    tree = TreeNode("a", (array(41, 2), array(41, 3)), depends=("system",))
+    text, alone = LinearNode("text", array(1, 2, 3)), LinearNode("task", QUESTION, depends=("system",))
+    for nodes in ((tree, LinearNode("question", QUESTION)), (text, alone)):
+        prompt, executor = DepPrompt((LinearNode("system", SYSTEM), *nodes)).prompt(), Executor()
+        for _ in ("cold", "warm"):
+            done = executor.run(Dependency(scheme), prompt)
+            made = layout(prompt, scheme)
+            expected = model().dense(prompt.tokens, made.visible(), made.position).logits[-1]
+            np.testing.assert_allclose(done.logits, expected, atol=1e-5)
+            assert done.plan.exact_to == "dependency"
+        assert np.abs(done.logits - model().dense(prompt.tokens).logits[-1]).max() > 1e-5
+
+
 def test_one_entity_named_twice_reads_its_pages_twice() -> None:
     tree = tuple(array(41, *path) for path in ([1, 2], [1, 3]))
     nodes = (LinearNode("system", SYSTEM), TreeNode("a", tree), TreeNode("b", tree), LinearNode("q", QUESTION))

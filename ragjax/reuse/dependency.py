@@ -63,6 +63,11 @@ class Scene:
         return {i: path for i, path in found.items() if self.prompt.segments[path[0]].depends is None}
 
     @property
+    def chain(self) -> bool:
+        """Whether dependency attention is full attention: no node, and nothing that names what it depends on."""
+        return all(s.kind is not Kind.NODE and s.depends is None for s in self.prompt.segments)
+
+    @property
     def leaves(self) -> list[Path]:
         """Paths that no other goes on from."""
         inner = {j for path in self.paths.values() for j in path[:-1]}
@@ -130,7 +135,7 @@ class Dependency:
         results = yield Pass(rows, positions, spans, self.wants, (len(prompt) - 1,))
 
         self._admit(scene, holding, context, hit, own, fresh, found)
-        kind: Literal["full", "dependency"] = "dependency" if scene.paths else "full"
+        kind: Literal["full", "dependency"] = "full" if scene.chain else "dependency"
         exact = not (hit and context.lossy) and all(part.exact for part in found.values())
         tail = own.slice(used, own.length, size)
         account = _account(prompt, have, {i: part.tier for i, part in found.items()}, context)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ragjax.core import Kind, Prompt, RequestError, Segment, Tokens, Visibility, VisibilityError
 from ragjax.dependency import DepPrompt, LinearNode, Positions, TreeNode, layout, merge, paths_of, positions_of
 from ragjax.engine import Engine
-from ragjax.reuse import dependency
+from ragjax.reuse import DEPENDENCY, dependency, strategies
 from ragjax.reuse.dependency import Dependency
 from tests import tiny
 from tests.executor import Done, Executor, Keys, model
@@ -255,6 +255,17 @@ def test_what_names_its_dependencies_is_not_called_full(scheme: Positions) -> No
             np.testing.assert_allclose(done.logits, expected, atol=1e-5)
             assert done.plan.exact_to == "dependency"
         assert np.abs(done.logits - model().dense(prompt.tokens).logits[-1]).max() > 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(strategies()))
+def test_strategies_of_chunks_refuse_a_tree_rather_than_leave_it_out(name: str) -> None:
+    prompt, executor, strategy = graph_prompt([[[1, 2], [1, 3]]]), Executor(), strategies()[name]
+    if name in (*DEPENDENCY, "full", "prefix", "set-cache"):
+        exact_to = "dependency" if name in DEPENDENCY else "full"
+        assert executor.run(strategy, prompt).plan.exact_to == exact_to
+        return
+    with pytest.raises(RequestError, match="trees of paths"):
+        executor.run(strategy, prompt)
 
 
 def test_one_entity_named_twice_reads_its_pages_twice() -> None:

@@ -46,7 +46,7 @@ from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, 
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
-from ragjax.reuse.stitch import keep_system, system_account, system_length
+from ragjax.reuse.stitch import check, keep_system, system_account, system_length
 
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""
@@ -157,10 +157,9 @@ class Craft:
         """One pass over what is missing, what is mended and the joins; with focus, one a stage until it is known.
 
         Raises:
-            RequestError: if a preprocessed chunk was kept without its attention.
+            RequestError: as `check`, or if a preprocessed chunk was kept without its attention.
         """
-        if prompt.segments[-1].kind is not Kind.JOIN:
-            raise ValueError("a prompt ends with a join")
+        check(prompt)
         context = holding.prefix(prompt.tokens[: system_length(prompt)])
         reused = self._reused(prompt, context, holding)
         counts = self._counts(prompt, reused, ratio)

@@ -20,7 +20,20 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.lease import Lease
 from ragjax.cache.tier import Tier
 from ragjax.cache.tree import PUBLIC, Provenance
-from ragjax.core import NEVER, Kind, Pass, Plan, Prompt, Results, Run, Span, Tokens, Visibility, Want
+from ragjax.core import (
+    NEVER,
+    Kind,
+    Pass,
+    Plan,
+    Prompt,
+    RequestError,
+    Results,
+    Run,
+    Span,
+    Tokens,
+    Visibility,
+    Want,
+)
 from ragjax.reuse.base import Holding, Place, lease_spans, most_slots, orders, report, segments_of, usable
 
 LOGITS = frozenset({Want.LOGITS})
@@ -173,10 +186,9 @@ def prepare(
 
     Raises:
         OutOfPages: before the first pass only.
-        ValueError: if system segments do not come first, or no join comes last.
+        RequestError, ValueError: as `check`, or if system segments do not come first.
     """
-    if prompt.segments[-1].kind is not Kind.JOIN:
-        raise ValueError("a prompt ends with a join")
+    check(prompt)
     system = system_length(prompt)
     matched = context = holding.prefix(prompt.tokens[:system])
     tokens = len(prompt) - system + holding.decode_tokens + repaired
@@ -230,6 +242,22 @@ def prepare(
         stages=holding.stages,
         page_size=holding.page_size,
     )
+
+
+def check(prompt: Prompt) -> None:
+    """Refuse a prompt that is not made of system segments, chunks and joins.
+
+    Raises:
+        RequestError: if it has nodes of a tree: they are no chunks, and would be left out of what the question sees.
+        ValueError: if no join comes last.
+    """
+    if segments_of(prompt, Kind.NODE):
+        raise RequestError(
+            "the prompt has trees of paths, and this strategy reads chunks: choose dependency or full attention",
+            param="rag.strategy",
+        )
+    if prompt.segments[-1].kind is not Kind.JOIN:
+        raise ValueError("a prompt ends with a join")
 
 
 def keep_system(prompt: Prompt, holding: Holding, context: Lease, hit: int, run: Run) -> Lease:

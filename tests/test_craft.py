@@ -351,6 +351,16 @@ def test_a_chunk_that_was_not_preprocessed_is_crafts_and_one_without_its_attenti
         executor.run(craft, prompt)
 
 
+def test_a_fused_chunk_alone_is_computed_whole_and_exact() -> None:
+    executor, craft = Executor(), Craft("fusion+craft", fused=True)
+    segment = fuse(executor, 0, (1, 2))
+    for reused in (0, LENGTHS[0]):
+        prompt = Prompt((SYSTEM, segment, ask(question=reused).segments[-1]))
+        done = executor.run(craft, prompt, 0.0)
+        np.testing.assert_allclose(done.logits, full(prompt), atol=1e-6, rtol=1e-5)
+        assert done.plan.exact_to == "full" and done.plan.reports[1].reused == reused
+
+
 # ------------------------------------------------------------------------------------------------ focus
 
 

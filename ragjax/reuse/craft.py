@@ -46,7 +46,7 @@ from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, 
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
-from ragjax.reuse.stitch import check, keep_system, system_account, system_length
+from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length
 
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""
@@ -129,7 +129,7 @@ class Craft:
 
     name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio
     (`python -m ragjax.reuse.calibrate`). focus: whether recomputation stops early for chunks out of focus.
-    fused: whether preprocessed chunks are taken first.
+    fused: whether preprocessed chunks are taken first; one that stands alone is not, as in `fusion`.
     """
 
     wants = frozenset({Want.LOGITS, Want.SEGMENT_MASS})
@@ -177,11 +177,14 @@ class Craft:
     def _reused(self, prompt: Prompt, context: Lease, holding: Holding) -> dict[int, Reuse]:
         found = {}
         for i in segments_of(prompt, Kind.CHUNK):
-            reuse = _fused_chunk(prompt, i, context, holding) if self._fused and prompt.segments[i].behind else None
+            reuse = _fused_chunk(prompt, i, context, holding) if self._takes_fused(prompt, i) else None
             reuse = reuse or _best_variant(prompt, i, context, holding)
             if reuse is not None:
                 found[i] = reuse
         return found
+
+    def _takes_fused(self, prompt: Prompt, i: int) -> bool:
+        return self._fused and bool(prompt.segments[i].behind) and not alone(prompt)
 
     def _counts(self, prompt: Prompt, reused: Mapping[int, Reuse], ratio: float | None) -> dict[int, int]:
         """Tokens to recompute of each reused chunk (N of eq. 14)."""

@@ -361,6 +361,15 @@ def test_a_fused_chunk_alone_is_computed_whole_and_exact() -> None:
         assert done.plan.exact_to == "full" and done.plan.reports[1].reused == reused
 
 
+def test_keys_of_fused_chunks_are_those_of_what_is_kept() -> None:
+    executor, craft = Executor(), Craft("fusion+craft", fused=True)
+    segment = fuse(executor, 0, (1, 2))
+    [node] = [node for node in executor.cache.tree.nodes() if node.method == "fusion"]
+    prompt = Prompt((SYSTEM, segment, *ask(1).segments[1:]))
+    assert node.key in craft.keys(prompt, executor.cache, "")
+    assert node.key not in craft.keys(Prompt((SYSTEM, segment, ask().segments[-1])), executor.cache, "")
+
+
 # ------------------------------------------------------------------------------------------------ focus
 
 

@@ -142,11 +142,18 @@ class Craft:
         self._fused = fused
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each chunk's best variant, or the one that it would get."""
+        """The path of the system prompt, and each chunk's best variant, or the one that it would get.
+
+        Before it, where a preprocessed chunk is taken first, that one.
+        """
         head = prompt.tokens[: system_length(prompt)]
         keys = list(cache.keys_of(head, (), tenant))
         for i in segments_of(prompt, Kind.CHUNK):
-            tokens, prior = prompt.segments[i].tokens, before(prompt, i)
+            segment, prior = prompt.segments[i], before(prompt, i)
+            tokens = segment.tokens
+            if self._takes_fused(prompt, i):
+                owner = PUBLIC if segment.public else tenant
+                keys.append(cache.key_of(head, tokens, Provenance.APPROXIMATE, FUSED, owner, segment.behind))
             ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior)
             owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
             new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, variant_digest(prior))

@@ -405,6 +405,24 @@ def test_the_gate_finds_a_wrong_offset() -> None:
         measure(engine, NAIVE)
 
 
+class Void(Naive):
+    """Naive, whose last logits are no numbers where it is not exact."""
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        plan = yield from super().carry_out(prompt, holding)
+        return plan if plan.exact_to else replace(plan, logits=np.full_like(plan.logits, np.nan))
+
+
+def test_the_gate_finds_logits_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny.engine(extra=[Void()]) as engine:
+        with pytest.raises(gate.BrokenCache, match="an answer of naive are no finite numbers"):
+            measure(engine, NAIVE)
+        monkeypatch.setattr(gate, "_ask", lambda engine, question, *_, **__: engine.answer_prompt(
+            question.prompt, strategy="naive", continuation=question.reference, max_tokens=1))  # fmt: skip
+        with pytest.raises(ConfigError, match="full attention are no finite numbers"):
+            measure(engine, PREFIX)
+
+
 def test_a_wrong_offset_costs_the_budget_even_where_nothing_is_exact(engine: Engine) -> None:
     """As the gate sees methods that are never exact: by what they do to the answers."""
     sound = Measurement.of(NAIVE, *seen(engine))

@@ -4,8 +4,9 @@ Each question gets its chunks as a server would retrieve them. Cached KV is warm
 a question is measured, its chunks are asked for in reversed order. Divergence is over the positions that predict the
 reference answer; time to first token is without retrieval, which is the same for all.
 
-An answer that is labelled exact and is not means that the cache is broken: no report is written then. To have some of
-approximate methods too, each question is also asked with its best chunk alone, where isolated chunks are exact.
+An answer that is labelled exact and is not means that the cache is broken, and so do logits that are no finite numbers:
+no report is written then. To have some exact answers of approximate methods too, each question is also asked with its
+best chunk alone, where isolated chunks are exact.
 
 Exit codes: 0, or 1 if no setting lies inside the budget or an exact one is wrong, or 2 if it cannot run as asked.
 """
@@ -47,7 +48,7 @@ REFERENCE = 16
 
 
 class BrokenCache(RagjaxError):
-    """An answer that is labelled exact differs from full attention's."""
+    """An answer that is labelled exact differs from full attention's, or one's logits are no finite numbers."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,8 @@ def measure(
     """Measure all settings on all questions; `step` is called after each of `answers_of(...)` answers.
 
     Raises:
-        BrokenCache: if an answer that is labelled exact is not.
+        BrokenCache: if an answer that is labelled exact is not, or logits are no finite numbers.
+        ConfigError: if those of full attention are none.
         RequestError: if a question does not fit the engine's context.
     """
     seen: dict[Setting, list[Divergence]] = {setting: [] for setting in settings}
@@ -170,6 +172,10 @@ def _ask(engine: Engine, question: Question, setting: Setting, turned: bool = Fa
 def _compare(engine: Engine, setting: Setting, answer: Answer, full: Answer) -> Divergence:
     assert answer.scores is not None and full.scores is not None
     found = divergence(full.scores, answer.scores)
+    if not np.isfinite(full.scores).all():
+        raise ConfigError("logits of full attention are no finite numbers: nothing can be compared with them")
+    if not np.isfinite(answer.scores).all():
+        raise BrokenCache(f"logits of an answer of {setting} are no finite numbers; no report is written")
     if answer.exact_to == "full" and found.kl > EXACT[engine.dtype]:
         raise BrokenCache(
             f"an answer of {setting} is labelled exact, but differs from full attention (KL {found.kl:.3g}); "

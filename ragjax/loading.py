@@ -39,6 +39,7 @@ from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.alpha import Alpha
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.contract import Contract
+from ragjax.reuse.craft import Craft
 from ragjax.reuse.quality import Budget, Report, Setting
 from ragjax.runner import Runner
 from ragjax.store.disk import DiskStore
@@ -94,7 +95,7 @@ def load_engine(
     context = _context(config, max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        chosen = all_strategies(alpha=_alpha(identity))
+        chosen = all_strategies(alpha=craft_alpha(identity))
     contract = Contract(
         setting,
         dtype,
@@ -177,8 +178,8 @@ def alpha_path(identity: bytes) -> Path:
     return cache_dir() / "craft" / f"{identity.hex()}.json"
 
 
-def _alpha(identity: bytes) -> float:
-    """The calibrated alpha, 1 if there is none.
+def craft_alpha(identity: bytes) -> float:
+    """The calibrated alpha of Cache-Craft, 1 if there is none.
 
     Raises:
         ConfigError: if its file cannot be used.
@@ -189,6 +190,8 @@ def _alpha(identity: bytes) -> float:
 
 def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
     """The model's quality report, as far as it is of known strategies; None if there is none and no budget needs it.
+
+    What Cache-Craft's strategies did by another alpha than they have now is left out.
 
     Raises:
         ConfigError: if it cannot be used, or tells nothing of so many chunks.
@@ -202,7 +205,13 @@ def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy
             f"the quality report was made with {report.top_k} chunks a question, and {top_k} are to be retrieved: "
             f"run python -m ragjax.reuse.gate --top-k {top_k}, or lower --top-k"
         )
-    return replace(report, measurements=tuple(m for m in report.measurements if m.setting.strategy in known))
+    changed = {Setting(name) for name, one in known.items() if isinstance(one, Craft) and one.alpha != report.alpha}
+    stale = sorted(m.setting.strategy for m in report.measurements if m.setting in changed)
+    if stale:
+        again = "run python -m ragjax.reuse.gate again"
+        _log.warning("%s: %s had another alpha, %g: %s", path, ", ".join(stale), report.alpha, again)
+    kept = (m for m in report.measurements if m.setting.strategy in known and m.setting not in changed)
+    return replace(report, measurements=tuple(kept))
 
 
 def _policy(storage: StorageOptions) -> Policy:

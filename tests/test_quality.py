@@ -31,7 +31,8 @@ from ragjax.core import (
 )
 from ragjax.engine import Engine
 from ragjax.flag import knowledge
-from ragjax.reuse import gate
+from ragjax.reuse import gate, strategies
+from ragjax.reuse.alpha import Alpha
 from ragjax.reuse.base import Holding
 from ragjax.reuse.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
 from ragjax.reuse.full import Full
@@ -651,6 +652,16 @@ def test_the_report_that_a_start_finds(tmp_path: Path, monkeypatch: pytest.Monke
     assert loading._report(identity, None, known, 4) is not None
 
 
+def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
+    at_ratio = measurement(Setting("craft", 0.15), 0.02, 70.0)
+    rows = (*REPORT.measurements, at_ratio)
+    replace(REPORT, alpha=0.4, measurements=rows).save(loading.report_path(b"\xab\x12"))
+    for alpha, found in ((0.4, rows), (1.0, tuple(one for one in rows if one.setting != Setting("craft")))):
+        report = loading._report(b"\xab\x12", Budget(0.1), strategies(alpha=alpha), 3)
+        assert report is not None and report.measurements == found
+
+
 # ------------------------------------------------------------------------------------------- command
 
 
@@ -708,6 +719,7 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     documents = [
         Document(name, f"The {name} of Marn is {i} miles off.", name) for i, name in enumerate(("mill", "inn"))
     ]
+    Alpha(0.3, "ab12", "tiny", "float32", "F1=0.9", 0.93, 60, 0.2).save(loading.alpha_path(b"\xab\x12"))
     asked = [
         {"question": f"Where is the {d.id} of Marn?", "answers": [f"{i} miles off"]} for i, d in enumerate(documents)
     ]
@@ -725,6 +737,7 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     assert loaded["knowledge"] == knowledge("demo") and loaded["dtype"] == "float32"
     found = loading._report(b"\xab\x12", Budget(0.5), {"prefix": Prefix(), "naive": Naive()}, 2)
     assert found is not None and (found.model, found.dtype, found.top_k) == ("tiny", "float32", 2)
+    assert found.alpha == 0.3
     prefix, naive = found.measurements
     assert (prefix.setting, prefix.n, naive.setting) == (PREFIX, 2, NAIVE)
     assert prefix.kl < 1e-9 < naive.kl

@@ -137,7 +137,7 @@ class Craft:
 
     def __init__(self, name: str = "craft", *, alpha: float = 1.0, focus: bool = False, fused: bool = False):
         self.name = name
-        self._alpha = alpha
+        self.alpha = alpha
         self._focus = focus
         self._fused = fused
 
@@ -199,7 +199,7 @@ class Craft:
         overheads = [reuse.overhead for reuse in reused.values()]
         if ratio is not None:
             return dict(zip(reused, quotas(overheads, lengths, _ceil(ratio * sum(lengths))), strict=True))
-        shares = (min(1.0, self._alpha * overhead) for overhead in overheads)
+        shares = (min(1.0, self.alpha * overhead) for overhead in overheads)
         return {i: _ceil(share * n) for i, share, n in zip(reused, shares, lengths, strict=True)}
 
 

@@ -30,7 +30,7 @@ from ragjax import core
 from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Tokens
 from ragjax.engine import Engine
 from ragjax.flag import DEMO, command_line, integer, knowledge, positive
-from ragjax.loading import report_path
+from ragjax.loading import craft_alpha, report_path
 from ragjax.preprocess import preprocess
 from ragjax.prompt import chat_prompt
 from ragjax.reuse import BASELINES, DEPENDENCY, strategies
@@ -235,6 +235,7 @@ def _measured(options: argparse.Namespace) -> Report:
         top_k=options.top_k,
         device_cache_gb=options.device_cache_gb,
     ) as engine:
+        alpha = craft_alpha(engine.identity)
         if any(name.startswith(("fusion", "ragjax")) for name in names):
             preprocess(engine, record="fusion+craft" in names)
         questions = demo_questions(engine, options.limit)
@@ -248,6 +249,7 @@ def _measured(options: argparse.Namespace) -> Report:
             questions=digest(questions),
             top_k=engine.top_k,
             measurements=measurements,
+            alpha=alpha,
         )
         report.save(report_path(engine.identity))
         return report

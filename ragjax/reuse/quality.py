@@ -185,7 +185,8 @@ class Report:
     """All measurements of one model.
 
     identity: hex of what KV depends on (weights, tokenizer, configuration, dtype). created: ISO 8601, UTC.
-    questions: digest of the questions and documents asked. top_k: chunks that a question got.
+    questions: digest of the questions and documents asked. top_k: chunks that a question got. alpha: Cache-Craft's, by
+    which its strategies went where no ratio is named.
     """
 
     identity: str
@@ -195,6 +196,7 @@ class Report:
     questions: str
     top_k: int
     measurements: tuple[Measurement, ...]
+    alpha: float = 1.0
 
     def predicted(self, setting: Setting) -> Divergence | None:
         """Mean divergence of the setting, or of the nearest smaller ratio measured; None if there is none."""

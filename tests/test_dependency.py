@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragjax.core import Kind, Prompt, RequestError, Segment, Tokens, Visibility, VisibilityError
+from ragjax.core import Kind, Prompt, RequestError, Segment, Span, Tokens, Visibility, VisibilityError
 from ragjax.dependency import DepPrompt, LinearNode, Positions, TreeNode, layout, merge, paths_of, positions_of
 from ragjax.engine import Engine
 from ragjax.reuse import DEPENDENCY, dependency, strategies
 from ragjax.reuse.dependency import Dependency
+from ragjax.scheduler import SlotTable
 from tests import tiny
 from tests.executor import Done, Executor, Keys, model
 
@@ -228,8 +229,8 @@ def test_what_was_computed_on_turned_kv_is_exact_nowhere(monkeypatch: pytest.Mon
     assert executor.run(strategy, moved).plan.exact_to is None
     without, turned = dependency.within, next(i for i, s in enumerate(moved.segments) if s.id == "e1")
 
-    def dropped(found: Mapping[int, dependency.Found], slots: int) -> dict[int, dependency.Found]:
-        return {i: part for i, part in without(found, slots).items() if i != turned}
+    def dropped(found: Mapping[int, dependency.Found], *limits: int) -> dict[int, dependency.Found]:
+        return {i: part for i, part in without(found, *limits).items() if i != turned}
 
     monkeypatch.setattr(dependency, "within", dropped)  # what it goes on from is computed anew, it is reused itself
     assert executor.run(strategy, moved).plan.exact_to is None
@@ -286,6 +287,18 @@ def test_scattered_branches_are_read_only_as_far_as_slots_go() -> None:
     done = executor.run(strategy, prompt)
     np.testing.assert_allclose(done.logits, dense(prompt, "path")[2], atol=1e-5)
     assert 0 < done.plan.reports[1].reused < done.plan.reports[1].tokens
+
+
+def test_scattered_branches_that_stand_twice_are_read_through_slots_of_their_own() -> None:
+    executor, strategy = Executor(pages=400, slots=40), Dependency("path")
+    for token in range(30):
+        executor.run(strategy, graph_prompt([[[token, 1, 2]]]))
+    trees = [TreeNode(f"{n}, {token}", (array(40, token, 1, 2),)) for n in range(3) for token in range(30)]
+    prompt = DepPrompt((LinearNode("system", SYSTEM), *trees, LinearNode("question", QUESTION))).prompt()
+    done = executor.run(strategy, prompt)
+    assert sum(report.reused for report in done.plan.reports[1:]) > 0
+    tail = Span.consecutive(len(prompt), done.plan.tail)
+    assert len(SlotTable((*done.plan.spans, tail), executor.page_size)) <= executor.slots
 
 
 # ------------------------------------------------------------------------------------------------ engine

@@ -121,7 +121,8 @@ class Dependency:
         context = holding.prefix(prompt.tokens[:system])
         room = holding.slots - most_slots(len(prompt) - system + holding.decode_tokens, 1, size) - SPARE
         runs, hit = usable(context, system, room, size)
-        found = within(self._match(scene, holding, context), room - sum(len(run.pages) for run, _ in context.spans))
+        most = room - sum(len(run.pages) for run, _ in context.spans)
+        found = within(self._match(scene, holding, context), most, size)
         have = {i: part.tokens for i, part in found.items()} | _covered(prompt, hit)
         own = holding.reserve(len(prompt) - sum(have.values()) + holding.decode_tokens)
 
@@ -212,21 +213,28 @@ class Dependency:
             )
 
 
-def within(found: Mapping[int, Found], slots: int) -> dict[int, Found]:
-    """As much of what was found as can be read through so many slots; pages with the fewest tokens are left out first.
+def within(found: Mapping[int, Found], slots: int, page_size: int) -> dict[int, Found]:
+    """As much of what was found as can be read through so many slots; slots with the fewest tokens are left out first.
 
-    Short runs that many requests made lie scattered, a page each.
+    Short runs that many requests made lie scattered, a page each; what stands twice at one offset takes two slots.
     """
-    tokens = Counter[tuple[int, int]]()
-    for part in found.values():
+    tokens = Counter[int]()
+    latest: dict[tuple[int, int], tuple[int, int]] = {}  # by page and offset: the slot filled last, its cells as bits
+    read: dict[int, set[int]] = {i: set() for i in found}
+    for i, part in found.items():
         for span in part.spans:
-            tokens.update({(page, span.offset): span.run.length for page in span.run.pages})
-    read = {slot for slot, _ in tokens.most_common(max(slots, 0))}
-
-    def fits(part: Found) -> bool:
-        return all((page, span.offset) in read for span in part.spans for page in span.run.pages)
-
-    return {i: part for i, part in found.items() if fits(part)}
+            for at, page in enumerate(span.run.pages):
+                low = max(span.run.start - at * page_size, 0)
+                high = min(span.run.start + span.run.length - at * page_size, page_size)
+                cells = (1 << high) - (1 << low)
+                slot, taken = latest.get((page, span.offset), (len(tokens), 0))
+                if taken & cells:
+                    slot, taken = len(tokens), 0
+                latest[page, span.offset] = slot, taken | cells
+                tokens[slot] += high - low
+                read[i].add(slot)
+    kept = {slot for slot, _ in tokens.most_common(max(slots, 0))}
+    return {i: part for i, part in found.items() if read[i] <= kept}
 
 
 def _cut(lease: Lease, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:

@@ -2,7 +2,8 @@
 
 A share of live requests is replayed in `full` (shadow replay). What was seen of the current setting is held against
 the budget by a bound over a window; a setting that leaves the budget is replaced by the next one of the report's
-ladder. All of it is called in the engine's thread, but for reading `setting`.
+ladder. All of it is called in the engine's thread, but for `draws`, which any may call, and reading `setting`,
+`faulted` and `stats`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Move, OutOfPages, Pass, Prompt, Run, Segment, Want
-from ragjax.reuse import strategies
-from ragjax.reuse.base import segments_of
+from ragjax.reuse import setcache, strategies
+from ragjax.reuse.base import Holding, segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
 from ragjax.reuse.fusion import Fused, QueryGuided
 from ragjax.reuse.repair import Selective
@@ -504,6 +504,23 @@ def test_set_cache_wants_the_first_chunks_and_prefers_their_own_order():
     assert warm.plan.exact_to == "full" and len(warm.passes[0].rows) == 1
     part = executor.run(strategy, Prompt((system, b, a, question)))  # a, b are kept in the other order
     assert part.plan.exact_to is None and [r.reused for r in part.plan.reports] == [20, 33, 40, 0]
+
+
+def test_set_cache_tries_equal_chunks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, strategy, base = Executor(), strategies()["set-cache"], tiny.prompt(37, chunks=(9, 12))
+    system, a, b, question = base.segments
+    executor.run(strategy, Prompt((system, a, a, b, a, a, a, question)))
+    asked: list[tuple[int, ...]] = []
+    holds = setcache._holds
+
+    def noted(prompt: Prompt, order: tuple[int, ...], holding: Holding) -> bool:
+        asked.append(order)
+        return holds(prompt, order, holding)
+
+    monkeypatch.setattr(setcache, "_holds", noted)
+    done = executor.run(strategy, Prompt((system, b, a, a, a, a, a, question)))
+    assert [r.reused for r in done.plan.reports] == [20, 12, 9, 9, 9, 9, 9, 0]
+    assert len(asked) < 30
 
 
 # --------------------------------------------------------------------------------------- sharing, running out

@@ -94,10 +94,17 @@ def _kept(prompt: Prompt, chunks: tuple[int, ...], holding: Holding) -> int:
 def _paths(
     prompt: Prompt, chunks: tuple[int, ...], begun: tuple[int, ...], holding: Holding
 ) -> Iterator[tuple[int, ...]]:
-    """Every order of some of the chunks that is kept as one path, walking the tree from `begun` on."""
+    """Every order of some of the chunks that is kept as one path, walking the tree from `begun` on.
+
+    Of chunks of equal tokens the first goes first: all their orders are one path.
+    """
+    tried: set[bytes] = set()
     for i in chunks:
-        order = (*begun, i)
-        if i in begun or not _holds(prompt, order, holding):
+        order, tokens = (*begun, i), prompt.segments[i].tokens.tobytes()
+        if i in begun or tokens in tried:
+            continue
+        tried.add(tokens)
+        if not _holds(prompt, order, holding):
             continue
         yield order
         yield from _paths(prompt, chunks, order, holding)

@@ -1,8 +1,9 @@
 """`python -m ragjax.reuse.gate`: measures every setting on the bundled questions, and says which a budget picks.
 
 Each question gets its chunks as a server would retrieve them. Cached KV is warm, but was made in other prompts: before
-a question is measured, its chunks are asked for in reversed order. Divergence is over the positions that predict the
-reference answer; time to first token is without retrieval, which is the same for all.
+a question is measured, its chunks are asked for in reversed order. For strategies that take preprocessed chunks the
+documents are preprocessed first, as the server's must be for their figures to hold. Divergence is over the positions
+that predict the reference answer; time to first token is without retrieval, which is the same for all.
 
 An answer that is labelled exact and is not means that the cache is broken, and so do logits that are no finite numbers:
 no report is written then. To have some exact answers of approximate methods too, each question is also asked with its

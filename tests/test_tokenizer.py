@@ -231,6 +231,20 @@ def test_a_special_token_that_the_vocabulary_spells_out_is_still_cut() -> None:
     assert tokenizer.encode("qxq", True).tolist() == [len(names) - 1]
 
 
+def test_names_of_special_tokens_may_come_again_and_again_and_be_one_character() -> None:
+    metadata = GOLDENS["tiny"]["smollm"]["metadata"]
+    names, types = [*metadata["tokenizer.ggml.tokens"], "qx", "qxq"], [*metadata["tokenizer.ggml.token_type"], 1, 3]
+    types[names.index("z")] = 4
+    merges = [*metadata["tokenizer.ggml.merges"], "q x", "qx q"]
+    tokenizer = tiny(
+        **{"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": types, "tokenizer.ggml.merges": merges}
+    )
+    for text in ("qxq" * 2000, "a z zqxqz"):
+        ids = tokenizer.encode(text, False).tolist()
+        assert not [token for token in ids if tokenizer.is_control(token)]
+        assert tokenizer.decode(ids) == text
+
+
 def test_plain_text_is_split_as_if_there_were_no_special_tokens() -> None:
     first = _SHARED["smollm"].encode("<|im_start|>", False)[0]
     assert _SHARED["smollm"].id_to_text(int(first)) == "<|"

@@ -136,11 +136,13 @@ class Tokenizer:
         engine = self._plain_continued if continued else self._plain
         ids: list[int] = engine.encode(text, add_special_tokens=False).ids
         # A vocabulary may spell a special token as an ordinary one would be; such text is cut inside the token.
-        for token in ids:
-            cut = text.find(self._added[token]) + 1 if token in self._added else 0
-            if cut:
-                return self._encode_plain(text[:cut], continued) + self._encode_plain(text[cut:], True)
-        return ids
+        named = (self._added[token] for token in ids if token in self._added)
+        name = next((name for name in named if len(name) > 1 and name in text), None)
+        if name is None:
+            return ids
+        first, *others, last = text.split(name)
+        runs = [first + name[0], *(name[1:] + other + name[0] for other in others), name[1:] + last]
+        return [token for i, run in enumerate(runs) for token in self._encode_plain(run, continued or i > 0)]
 
     def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> list[Tokens]:
         """Encode runs of one prompt, each int32 [n]: one goes on from the last, unless a special token ended that."""

@@ -118,6 +118,24 @@ def test_directory_settings_are_honoured(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path / "m").chat(user("a")) == "from the file"
 
 
+def test_tokens_that_settings_add_have_the_ids_that_they_name(tmp_path: Path) -> None:
+    size = tiny().vocab_size
+    decoder = {str(size + 1): {"content": "<|b|>"}, str(size): {"content": "<|a|>"}}
+    write_directory(tmp_path / "m", {"added_tokens_decoder": decoder})
+    assert Tokenizer.load(tmp_path / "m").encode("<|a|><|b|>", True).tolist() == [size, size + 1]
+
+
+def test_a_token_is_a_control_token_under_the_id_that_it_has(tmp_path: Path) -> None:
+    """The tokenizers package counts added tokens on from the vocabulary, whatever ids the file gives them."""
+    write_directory(tmp_path / "m", {"added_tokens_decoder": {"900": {"content": "<|a|>"}}})
+    tokenizer = Tokenizer.load(tmp_path / "m")
+    ids = tokenizer.encode("<|a|>", True).tolist()
+    assert ids == [tiny().vocab_size]
+    assert tokenizer.is_control(ids[0])
+    assert tokenizer.decode(ids) == ""
+    assert not tokenizer.is_control(900)
+
+
 def test_bos_follows_the_post_processor_where_settings_are_silent(tmp_path: Path) -> None:
     write_directory(tmp_path / "m", {"bos_token": "<|im_start|>"})
     file = tmp_path / "m" / "tokenizer.json"

@@ -63,8 +63,10 @@ class Tokenizer:
         if self._kind.prefixes_space:
             self._plain_continued = _build({**self._kind.without_prefix(definition), "added_tokens": []})
         added: list[dict[str, Any]] = definition.get("added_tokens") or []
-        self._added = {int(token["id"]): str(token["content"]) for token in added}
-        self._control = frozenset(int(token["id"]) for token in added if token.get("special"))
+        # the ids that the package gives them, which need not be those that the definition states
+        numbered = [(self._parsing.token_to_id(str(token["content"])), token) for token in added]
+        self._added = {i: str(token["content"]) for i, token in numbered if i is not None}
+        self._control = frozenset(i for i, token in numbered if i is not None and token.get("special"))
         self._definition = definition
         self.bos_id = special.get("bos_token")
         self.eos_ids = eos_ids
@@ -337,6 +339,7 @@ def _from_directory(path: Path) -> Tokenizer:
         for token, flags in (settings.get("added_tokens_decoder") or {}).items()
         if flags["content"] not in known
     ]
+    extra.sort(key=lambda token: token["id"])  # as they are numbered on from the vocabulary
     definition["added_tokens"] = [*(definition.get("added_tokens") or []), *extra]
     engine = _build(definition)
     special: dict[str, int] = {}

@@ -192,6 +192,22 @@ def test_gguf_metadata_that_cannot_be_honoured_is_named(key: str, value: Any) ->
         tiny(**{key: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("sentencepiece", "tokenizer.ggml.scores", [1.0]),
+        ("sentencepiece", "tokenizer.ggml.tokens", 3),
+        ("smollm", "tokenizer.ggml.token_type", 5),
+        ("smollm", "tokenizer.ggml.eos_token_id", "two"),
+        ("smollm", "tokenizer.ggml.pre", ["smollm"]),
+        ("smollm", "tokenizer.chat_template", 5),
+    ],
+)
+def test_gguf_metadata_of_the_wrong_kind_is_one_error(name: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="GGUF metadata: the tokenizer cannot be read"):
+        tiny(name, template=None, **{key: value})
+
+
 def test_sentencepiece_needs_its_scores_and_no_character_map() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer.ggml.scores"):
         tiny("sentencepiece", **{"tokenizer.ggml.scores": None})

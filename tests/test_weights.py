@@ -357,6 +357,32 @@ def test_a_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
     open_checkpoint(tmp_path / "cut.gguf")
 
 
+@pytest.mark.parametrize("alignment", [0, 2**31 - 1])
+def test_a_gguf_whose_alignment_cannot_be_is_refused(tmp_path: Path, alignment: int) -> None:
+    config = tiny("llama")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_uint32("general.alignment", alignment)
+    writer.add_tensor("output_norm.weight", random_tensors(config)["model.norm.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"m.gguf: .*(truncated|damaged)"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_more_layers_than_there_are_tensors_are_refused_at_once(tmp_path: Path, kind: str) -> None:
+    """A damaged number of layers must not fill the memory with names of tensors."""
+    config = tiny("llama")
+    tensors = random_tensors(config)
+    deep = dataclasses.replace(config, num_layers=2**30)
+    write = write_gguf if kind == "gguf" else write_directory
+    path = write(tmp_path / "m.gguf", deep, tensors)
+    with pytest.raises(ConfigError, match=r"model.layers.2.input_layernorm.weight is missing"):
+        open_checkpoint(path)
+
+
 def test_gguf_of_other_versions_and_parts_is_refused(tmp_path: Path) -> None:
     config = tiny("llama")
     path = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))

@@ -87,8 +87,11 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """Rebuild the tokenizer from GGUF metadata. Raises ConfigError that names the key."""
-        return _from_gguf(metadata)
+        """Rebuild the tokenizer from GGUF metadata. Raises ConfigError that names the key or says what is damaged."""
+        try:
+            return _from_gguf(metadata)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"GGUF metadata: the tokenizer cannot be read: {error}") from error
 
     @property
     def vocab_size(self) -> int:

@@ -192,7 +192,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return chosen
 
 
-def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]:
+def run(chosen: argparse.Namespace, samples: report.Samples) -> list[dict[str, Any]]:
     """Measure everything; the rows."""
     aside = frozenset(sample.id for sample in read_samples(chosen.aside))
     limit = graphrag.QUICK_LIMIT if chosen.quick else None
@@ -203,17 +203,17 @@ def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]
     empty = [name for name, questions in sets.items() if not questions]
     if empty:
         raise ConfigError(f"no question of {empty[0]} was put aside in {', '.join(chosen.aside)}")
-    settings = graphrag.settings_of(chosen, head, ("model", "tuned", "control"), "paths")
-    samples = report.Samples("finetuning", settings)
-    made = list(rows(measure(chosen, sets, samples)))
-    samples.done()
-    return made
+    return list(rows(measure(chosen, sets, samples)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    made = report.measured("finetuning", COLUMNS, chosen.json, partial(run, chosen))
+
+    def settings(head: report.Header) -> dict[str, Any]:
+        return graphrag.settings_of(chosen, head, ("model", "tuned", "control"), "paths")
+
+    made = report.sampled("finetuning", COLUMNS, chosen.json, settings, partial(run, chosen))
     if made is None:
         return 1
     print("\n" + verdict(made))

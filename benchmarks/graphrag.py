@@ -482,14 +482,13 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return chosen
 
 
-def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]:
+def run(chosen: argparse.Namespace, samples: report.Samples) -> list[dict[str, Any]]:
     """Measure every part on every set; the rows."""
     sets = {name: _questions(chosen, name) for name in chosen.sets}
     empty = [name for name, questions in sets.items() if not questions]
     if empty:
         raise ConfigError(f"no question of {empty[0]} has a path")
     made: list[dict[str, Any]] = []
-    samples = report.Samples("graphrag", settings_of(chosen, head, ("model",), "graphs"))
     parts = {"work", "accuracy", "length"} & set(chosen.parts)
     if parts:
         with opened(chosen.model, chosen.dtype) as engine:
@@ -505,7 +504,6 @@ def run(chosen: argparse.Namespace, head: report.Header) -> list[dict[str, Any]]
         progress = report.Progress(len(sets) * (QUICK_REQUESTS if chosen.quick else REQUESTS))
         for name, questions in sets.items():
             made += workload(chosen, name, questions, progress)
-    samples.done()
     return made
 
 
@@ -527,7 +525,11 @@ def settings_of(chosen: argparse.Namespace, head: report.Header, models: Sequenc
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    made = report.measured("graphrag", COLUMNS, chosen.json, partial(run, chosen))
+
+    def settings(head: report.Header) -> dict[str, Any]:
+        return settings_of(chosen, head, ("model",), "graphs")
+
+    made = report.sampled("graphrag", COLUMNS, chosen.json, settings, partial(run, chosen))
     if made is None:
         return 1
     if chosen.plot is not None:

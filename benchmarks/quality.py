@@ -309,7 +309,7 @@ def packaged_encoder() -> TextEncoder:
     return Encoder.load(resolve(ENCODER).path)
 
 
-def run(chosen: argparse.Namespace, head: report.Header, encoder: TextEncoder) -> list[dict[str, Any]]:
+def run(chosen: argparse.Namespace, samples: report.Samples, encoder: TextEncoder) -> list[dict[str, Any]]:
     """Measure all sets; the rows."""
     known = all_strategies()
     wanted = chosen.strategies.split(",") if chosen.strategies else [n for n in known if n not in DEPENDENCY]
@@ -324,7 +324,6 @@ def run(chosen: argparse.Namespace, head: report.Header, encoder: TextEncoder) -
     if chosen.triviaqa is not None:
         sets.append(dataset.triviaqa(chosen.triviaqa))
     style = Style(chosen.instruction, chosen.max_tokens, chosen.craft_history)
-    samples = report.Samples("quality", settings_of(chosen, head))
     measured: dict[str, list[Question]] = {}
     progress = report.Progress(sum(min(chosen.limit, len(questions.questions)) for questions in sets))
     for questions in sets:
@@ -346,7 +345,6 @@ def run(chosen: argparse.Namespace, head: report.Header, encoder: TextEncoder) -
             measured[questions.name] = measure(
                 work, main, sweep, samples, progress, swept=chosen.sweep, deviations=chosen.deviation
             )
-    samples.done()
     return rows(measured, main, sweep, chosen.model)
 
 
@@ -372,7 +370,13 @@ def settings_of(chosen: argparse.Namespace, head: report.Header) -> dict[str, An
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    made = report.measured("quality", COLUMNS, chosen.json, lambda head: run(chosen, head, packaged_encoder()))
+    made = report.sampled(
+        "quality",
+        COLUMNS,
+        chosen.json,
+        partial(settings_of, chosen),
+        lambda samples: run(chosen, samples, packaged_encoder()),
+    )
     if made is None:
         return 1
     claims = verdicts(made)

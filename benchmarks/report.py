@@ -39,8 +39,17 @@ def parser(benchmark: str, description: str) -> argparse.ArgumentParser:
         prog=f"python -m benchmarks.{benchmark}", description=description, allow_abbrev=False
     )
     flags.add_argument("--quick", action="store_true", help="a smaller run that ends within two minutes on two cores")
-    flags.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    flags.add_argument("--json", type=_report_file, metavar="FILE", help="also write the report to FILE")
     return flags
+
+
+def _report_file(text: str) -> Path:
+    """A file that may be written; folders above it are made in time."""
+    file = Path(text)
+    above = next((folder for folder in file.parents if folder.exists()), None)
+    if file.is_dir() or (above is not None and not above.is_dir()):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file")
+    return file
 
 
 # ----------------------------------------------------------------------------------------- machine
@@ -281,6 +290,26 @@ def measured(
         print(f"error: {error}", file=sys.stderr)
         return None
     finish(head, rows, columns, json_file)
+    return rows
+
+
+def sampled(
+    benchmark: str,
+    columns: Sequence[str],
+    json_file: Path | None,
+    settings: Callable[[Header], Mapping[str, Any]],
+    measure: Callable[[Samples], Sequence[Row]],
+) -> Sequence[Row] | None:
+    """As `measured`, with samples of these settings, which are forgotten once the report is written."""
+    opened: list[Samples] = []
+
+    def measure_on(head: Header) -> Sequence[Row]:
+        opened.append(Samples(benchmark, settings(head)))
+        return measure(opened[0])
+
+    rows = measured(benchmark, columns, json_file, measure_on)
+    if rows is not None:
+        opened[0].done()
     return rows
 
 

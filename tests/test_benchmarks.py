@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,6 +118,34 @@ def test_document_has_the_agreed_form(tmp_path: Path, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[0].split() == ["system", "ttft_ms"]
     assert [line.split() for line in lines[2:]] == [["a", "1234"], ["bcd", "-"]]
+
+
+def test_a_report_that_cannot_be_written_is_an_error_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    flags = report.parser("ttft", "")
+    for path in (tmp_path, tmp_path / "file" / "report.json"):
+        with pytest.raises(SystemExit):
+            flags.parse_args(["--json", str(path)])
+        assert f"--json: {path} cannot be written" in capsys.readouterr().err
+    assert flags.parse_args(["--json", str(tmp_path / "new" / "report.json")]).json.name == "report.json"
+
+
+def test_samples_are_kept_until_the_report_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "STORE", tmp_path)
+
+    def measure(samples: report.Samples) -> list[report.Row]:
+        samples.put("a", {"ms": 1.0})
+        return [{"ms": float("nan")}]
+
+    def run(measure: Callable[[report.Samples], list[report.Row]]) -> object:
+        return report.sampled("b", ("ms",), tmp_path / "report.json", lambda head: {"cpu": 1}, measure)
+
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run(measure)
+    assert run(lambda samples: [samples.get("a") or {}]) == [{"ms": 1.0}]
+    assert run(lambda samples: [samples.get("a") or {}]) == [{}]
 
 
 def test_document_refuses_what_json_cannot_say(tmp_path: Path) -> None:

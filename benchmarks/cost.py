@@ -19,6 +19,7 @@ from benchmarks import report
 from ragjax.cache.profile import Profile
 from ragjax.core import Kind, Prompt, Segment
 from ragjax.engine import Engine
+from ragjax.flag import integer
 
 COLUMNS = ("cached", "new", "ms", "ms_per_new_token")
 
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the profile, JSON")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--longest", type=int, default=2048, help="most cached, and most new tokens (%(default)s)")
+    parser.add_argument("--longest", type=integer(33), default=2048, help="most cached, and new tokens (%(default)s)")
     chosen = parser.parse_args(arguments)
     if chosen.out.is_dir() or not chosen.out.parent.is_dir():
         parser.error(f"argument --out: {chosen.out} cannot be written: name a file in a folder that exists")

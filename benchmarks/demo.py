@@ -19,6 +19,7 @@ import ragjax
 from benchmarks import report
 from ragjax.engine import Engine
 from ragjax.flag import integer
+from ragjax.reuse import strategies as all_strategies
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 MODEL = "smollm2-135m-instruct"
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument("--strategy", default="full,prefix,naive", help="strategies, comma-separated (%(default)s)")
     flags.add_argument("--limit", type=integer(1), metavar="N", help="use the first N questions")
     options = flags.parse_args(argv)
+    unknown = [name for name in options.strategy.split(",") if name not in all_strategies()]
+    if unknown:
+        flags.error(f"unknown strategy {unknown[0]!r}; choose among {', '.join(all_strategies())}")
     limit = options.limit or (20 if options.quick else None)
     questions, on_graph = (_questions(name, limit) for name in ("questions", "graph_questions"))
 

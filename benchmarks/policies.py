@@ -315,9 +315,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = flags.parse_args(arguments)
     if chosen.limit is not None and chosen.limit < 1:
         flags.error(f"--limit must be at least 1, not {chosen.limit}")
-    for path in (chosen.data, chosen.trace):
-        if path is not None and not path.exists():
-            flags.error(f"no such file or folder: {path}")
+    if chosen.data is not None and not chosen.data.is_dir():
+        flags.error(f"no such folder: {chosen.data}")
+    if chosen.trace is not None and not chosen.trace.is_file():
+        flags.error(f"no such file: {chosen.trace}")
     return chosen
 
 

@@ -22,6 +22,7 @@ import ragjax
 from benchmarks import report
 from ragjax.core import StorageOptions
 from ragjax.engine import Engine
+from ragjax.flag import integer
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 COLUMNS = ("state", "strategy", "questions", "context_tokens", "ttft_ms", "load_ms", "reused", "faster_than_cold")
@@ -100,7 +101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(serve(given[1], given[2].split(","), int(given[3]))))
         return 0
     parser = report.parser("restart", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--limit", type=int, default=12, metavar="N", help="questions (%(default)s; 4 with --quick)")
+    parser.add_argument(
+        "--limit", type=integer(1), default=12, metavar="N", help="questions (%(default)s; 4 with --quick)"
+    )
     chosen = parser.parse_args(given)
     limit = min(chosen.limit, 4) if chosen.quick else chosen.limit
     head = report.header("restart")

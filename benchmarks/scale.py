@@ -26,6 +26,7 @@ from ragjax.cache.pages import PagePool
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.profile import Profile
 from ragjax.core import Tokens
+from ragjax.flag import integer
 
 RUN, SEGMENTS, NEW, WINDOW = 16, 10, 2, 32
 CUTS = tuple(range(0, RUN * SEGMENTS, RUN))
@@ -97,7 +98,7 @@ def measure(policy: str, nodes: int, count: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = report.parser("scale", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nodes", type=int, default=1_000_000)
+    parser.add_argument("--nodes", type=integer(SEGMENTS), default=1_000_000, help="of the tree (%(default)s)")
     parser.add_argument("--policy", choices=tuple(POLICIES), default="lacr")
     chosen = parser.parse_args(arguments)
     nodes = min(chosen.nodes, 100_000) if chosen.quick else chosen.nodes

@@ -441,7 +441,8 @@ def test_storage_and_characterise_report(data: Path, tmp_path: Path) -> None:
     [
         ([], "--data"),
         (["--storage", "--trace", "x"], "not allowed with"),
-        (["--data", "no-such-folder"], "no such file or folder: no-such-folder"),
+        (["--data", "no-such-folder"], "no such folder: no-such-folder"),
+        (["--trace", "."], "no such file: ."),
         (["--storage", "--limit", "0"], "--limit must be at least 1"),
         (["--storage", "--qui"], "--qui"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,23 @@ def test_cost_wants_a_file_that_it_can_write_before_it_measures(
 def test_the_demo_refuses_no_questions(limit: str) -> None:
     with pytest.raises(SystemExit):
         demo.main(["--limit", limit])
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        (cost.main, ["--out", "cost.json", "--longest", "32"], "--longest: must be a whole number from 33"),
+        (demo.main, ["--strategy", "full,fastest"], "unknown strategy 'fastest'"),
+        (restart.main, ["--limit", "0"], "--limit: must be a whole number from 1"),
+        (scale.main, ["--nodes", "9"], "--nodes: must be a whole number from 10"),
+    ],
+)
+def test_flags_that_cannot_work_are_errors_before_anything_is_measured(
+    command: Callable[[list[str]], int], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command(flags)
+    assert message in capsys.readouterr().err
 
 
 def test_grid_of_a_profile() -> None:

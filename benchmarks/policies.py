@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import bound, report, storage, workload
+from benchmarks.gpu import code_digest
 from benchmarks.simulator import LOOKAHEAD, Simulator, key_of
 from benchmarks.workload import Corpus, Workload
 from ragjax.cache.policy import POLICIES
@@ -364,6 +365,7 @@ def _run(chosen: argparse.Namespace) -> int:
         "limit": chosen.limit,
         "quick": chosen.quick,
         "profile": asdict(profile),
+        "code": code_digest(),
     }
     samples = report.Samples("policies", settings)
     rows = measure(planned, profile, samples)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -401,6 +401,21 @@ def test_a_stopped_run_goes_on_where_it_stopped(
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert len(first) == 25 and not set(first) & set(served) and len(rows) == 25 + len(served)
     assert "continuing a stopped run: 25 samples" in capsys.readouterr().err
+
+
+def test_a_stopped_run_is_not_continued_with_other_code(
+    data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    flags = ["--data", str(data), "--quick", "--limit", "10"]
+    monkeypatch.setattr(policies, "plot", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        policies.main([*flags, "--plot", "unused.png"])
+    monkeypatch.setattr(policies, "code_digest", lambda: "other")
+    assert policies.main(flags) == 0
+    assert "continuing" not in capsys.readouterr().err
 
 
 def test_a_recorded_trace_is_replayed(data: Path, tmp_path: Path) -> None:

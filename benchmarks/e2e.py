@@ -401,14 +401,23 @@ class Ours:
 
 
 def floor_ms(config: ModelConfig, one: Sequence[Pass], limits: gpu.Ceilings) -> float:
-    """Least milliseconds for these rows at the speed of the best product, causal attention included."""
+    """Least milliseconds for these rows at the speed of the best product, attention to what they see included."""
     per_layer = config.hidden_size * (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     per_layer += 3 * config.hidden_size * config.intermediate_size
     rows = sum(len(p.order) for p in one)
-    pairs = sum(float(p.order.astype(np.float64).sum()) for p in one)
     operations = 2 * rows * per_layer * config.num_layers
-    operations += 4 * pairs * config.num_heads * config.head_dim * config.num_layers
+    operations += 4 * sum(map(visible_pairs, one)) * config.num_heads * config.head_dim * config.num_layers
     return operations / limits.product_tflops / 1e9
+
+
+def visible_pairs(one: Pass) -> int:
+    """Pairs of a row and a key that it sees."""
+    total = 0
+    for span in one.spans:
+        low, high = span.hidden
+        rows = one.order[(one.order < low) | (one.order >= high)]
+        total += int(np.searchsorted(np.sort(span.orders), rows, side="right").sum())
+    return total
 
 
 def measure_ours(record: gpu.Record, name: str, setting: Setting, limits: gpu.Ceilings) -> None:

@@ -489,6 +489,19 @@ def test_chunks_are_moved_to_their_places() -> None:
     assert len(fresh.orders) == 18 and fresh.run.pages[0] == LAYOUT.fresh_page
 
 
+def test_the_floor_counts_the_pairs_that_see_each_other_alone() -> None:
+    """Chunks that do not see one another take no products between them."""
+    limits = gpu.Ceilings(1.0, 1.0)
+    whole, apart = LAYOUT.full(), LAYOUT.chunks()
+    a_pair = 4 * e2e.TINY.num_heads * e2e.TINY.head_dim * e2e.TINY.num_layers / 1e9
+    a_row = e2e.floor_ms(e2e.TINY, [replace(whole, order=whole.order[:1])], limits) - a_pair
+    system, chunks = 24, 3 * [32]
+    seen = system * (system + 1) // 2 + sum(n * system + n * (n + 1) // 2 for n in chunks)
+    assert LAYOUT.starts == [0, 24, 56, 88, 120]
+    assert e2e.floor_ms(e2e.TINY, [apart], limits) == pytest.approx(120 * a_row + seen * a_pair)
+    assert e2e.floor_ms(e2e.TINY, [whole], limits) == pytest.approx(128 * a_row + 128 * 129 // 2 * a_pair)
+
+
 def test_requests_side_by_side_decode_as_alone(ours: e2e.Ours) -> None:
     setting = ours.setting
     apart = [e2e.Layout(32, 32, 8, 16, first) for first in e2e._first_pages(setting)]

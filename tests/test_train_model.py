@@ -6,6 +6,7 @@ path's text, and it sees those beginnings that begin itself.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,9 +17,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh
+from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
-from ragjax.models.adapter import Adapter
+from ragjax.models.adapter import FORMAT, Adapter
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.prompt import GRAPH_INSTRUCTION
@@ -291,6 +293,16 @@ def test_adapter_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-d
     (tmp_path / "b.safetensors").write_bytes(b"nothing")
     with pytest.raises(ConfigError, match="cannot be read as a LoRA adapter"):
         Adapter.load(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(("name", "rank"), [("head.a", 4), ("head", 4), ("qkv.a", 0)])
+def test_adapter_file_of_other_matrices_or_without_a_rank_is_refused(  # type: ignore[no-untyped-def]
+    tmp_path, name: str, rank: int
+) -> None:
+    about = {"format": FORMAT, "lora": json.dumps({"rank": rank, "alpha": 8.0})}
+    save_file({name: np.zeros((2, 4, 48), np.float32)}, tmp_path / "a.safetensors", about)
+    with pytest.raises(ConfigError, match="cannot be read as a LoRA adapter"):
+        Adapter.load(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(("change", "message"), [({"matrices": ("qkv", "head")}, "not on head"), ({"rank": 0}, "rank")])

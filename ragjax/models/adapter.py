@@ -63,7 +63,10 @@ class Adapter:
                 matrix, part = name.split(".")
                 pairs.setdefault(matrix, {})[part] = handle.get_tensor(name).astype(np.float32)
             values = json.loads(about.pop("lora"))
-            return Adapter(pairs, int(values["rank"]), float(values["alpha"]), about)
+            rank = int(values["rank"])
+            if rank < 1 or not set(pairs) <= set(INPUTS):
+                raise ValueError(f"rank {rank}, on {', '.join(pairs)}")
+            return Adapter(pairs, rank, float(values["alpha"]), about)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
 

@@ -305,7 +305,7 @@ def _integer(mapping: Mapping[str, Any], key: str, default: int | None = None) -
         value = default
     if value is None:
         raise ConfigError(f"model configuration: {key} is missing")
-    if isinstance(value, list | tuple) and value and len(set(value)) == 1:
+    if isinstance(value, list | tuple) and value and all(item == value[0] for item in value):
         value = value[0]  # per-layer lists are fine as long as the layers agree
     _check(isinstance(value, int) and not isinstance(value, bool), key, value, "one whole number for all layers")
     return int(value)
@@ -318,6 +318,7 @@ def _number(mapping: Mapping[str, Any], key: str, default: float | None = None) 
     if value is None:
         raise ConfigError(f"model configuration: {key} is missing")
     _check(isinstance(value, int | float) and not isinstance(value, bool), key, value, "a number")
+    _check(abs(value) < 1e300, key, value, "a finite number")
     return float(value)
 
 

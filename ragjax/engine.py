@@ -695,7 +695,8 @@ class Engine:
         rag = request.rag or Rag()
         strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag)
         room = self.context_length - len(prompt)
-        generation = Generation(request.sampling, self.tokenizer, self._eos_ids(), room)
+        raw = request.prompt is not None
+        generation = Generation(request.sampling, self.tokenizer, self._eos_ids(), room, continued=raw)
         number = f"request-{next(self._numbers)}"
         ticket = Ticket(number, prompt, strategy, ratio, request, sink, arrival, retrieve_ms, generation)
         self._check_length(ticket)

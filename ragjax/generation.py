@@ -73,9 +73,20 @@ class _Held:
 
 
 class Generation:
-    """The text of one request as it grows. Text that could be the start of a stop string is held back."""
+    """The text of one request as it grows. Text that could be the start of a stop string is held back.
 
-    def __init__(self, sampling: Sampling, tokenizer: Tokenizer, eos_ids: Collection[int], limit: int):
+    continued: it goes on from a raw prompt's text, and keeps the space that it may begin with.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        limit: int,
+        *,
+        continued: bool = False,
+    ):
         self.tokens: list[int] = []
         self.text = ""
         self.logprobs: list[TokenLogprob] = []
@@ -85,7 +96,7 @@ class Generation:
         self._eos = frozenset(eos_ids)
         self.limit = min(limit, sampling.max_tokens)
         self._sampler = Sampler(sampling)
-        self._stream = Stream(tokenizer)
+        self._stream = Stream(tokenizer, continued=continued)
         self._pending = ""
         self._held: list[_Held] = []
 

@@ -29,6 +29,7 @@ from ragjax.core import (
     Segment,
 )
 from ragjax.engine import Engine
+from ragjax.generation import Sampler
 from ragjax.reuse.full import Full
 from ragjax.runner import Runner
 from tests import tiny
@@ -236,6 +237,14 @@ def test_a_long_raw_prompt_is_named_as_such(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"2000 tokens; .*Shorten it$") as refused:
         asyncio.run(collect(engine, Request(prompt="x" * 2000)))
     assert refused.value.param == "prompt"
+
+
+def test_what_goes_on_from_a_raw_prompt_keeps_its_first_space(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers that put a space in front of a text leave it out where an answer begins, not within a text."""
+    monkeypatch.setattr(engine.tokenizer._kind, "strips_space", True)
+    monkeypatch.setattr(Sampler, "choose", lambda self, logits_V: ord(" "))
+    assert asyncio.run(collect(engine, Request(prompt="The sea is", sampling=Sampling(2))))[0] == "  "
+    assert asyncio.run(collect(engine, ask("How is the sea?", max_tokens=2)))[0] == " "
 
 
 def test_texts_that_are_clearly_too_long_are_refused_before_they_are_all_read(

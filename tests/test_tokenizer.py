@@ -314,6 +314,14 @@ def test_stream_holds_back_unfinished_characters() -> None:
     assert stream.finish() == "\ufffd"
 
 
+def test_an_answer_that_goes_on_from_a_text_keeps_its_first_space() -> None:
+    tokenizer = _SHARED["sentencepiece"]
+    ids = tokenizer.encode(" the cat", False, continued=True).tolist()
+    alone, continued = Stream(tokenizer), Stream(tokenizer, continued=True)
+    assert "".join(map(alone.push, ids)) == "the cat"
+    assert "".join(map(continued.push, ids)) == " the cat"
+
+
 def test_stream_cost_does_not_grow_with_the_text() -> None:
     tokenizer = _SHARED["smollm"]
     ids = tokenizer.encode("the quick brown fox " * 500, False).tolist()

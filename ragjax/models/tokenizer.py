@@ -222,11 +222,11 @@ class Tokenizer:
 class Stream:
     """Decodes a running generation token by token, at a cost that does not grow with its length."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        """Start at the first generated token."""
+    def __init__(self, tokenizer: Tokenizer, *, continued: bool = False):
+        """Start at the first generated token; continued: it goes on from a text, so that a space in front counts."""
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer._kind.strips_space
+        self._strip = tokenizer._kind.strips_space and not continued
 
     def push(self, token: int) -> str:
         """Text that is complete with this token; the bytes of an unfinished character are held back."""

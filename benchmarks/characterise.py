@@ -80,7 +80,7 @@ class Curve:
         return [i / self.items for i in range(len(total))], [float(y) for y in total]
 
     def row(self) -> dict[str, Any]:
-        """As the report has it; uniform: the share that 20% of the accessed items would take if all were alike."""
+        """As the report has it; uniform: the share that 20% of the items would have if those accessed were alike."""
         tops = {f"top_{round(100 * top)}": self.share(top) for top in TOPS}
         density = {f"density_{k}": value for k, value in enumerate(self.density, 1)}
         return {

@@ -22,7 +22,8 @@ its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a se
   prompt is known, `dependency-cached` when every branch is. `faster` is the ratio of the medians.
 - workload (section 6.3): 500 requests for 10 entities each, Zipf, with a device cache of 20% of the entities' KV, or
   of what one request needs if that is more (`capacity_share`); `hit_rate` is the mean over requests of hit tokens over
-  prompt tokens. Each request is answered with the cache and without, in turns; the system prompt is known to both.
+  prompt tokens, and `prompt_tokens` the longest prompt's. Each request is answered with the cache and without, in
+  turns; the system prompt is known to both.
 """
 
 from __future__ import annotations

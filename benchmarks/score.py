@@ -144,7 +144,7 @@ class Bootstrap:
     def ratio(self, numerator: Values, denominator: Values) -> Estimate:
         """Ratio of sums; undefined where the denominator's sum is not positive.
 
-        A side of the interval is None if more resamples are undefined than it may leave out: it has no bound.
+        The interval has no sides (None) if more resamples are undefined than one may leave out.
         """
         n_Q, d_Q = np.asarray(numerator, np.float64), np.asarray(denominator, np.float64)
 

@@ -298,6 +298,35 @@ def test_the_system_message_may_stand_in_the_last_turn():
     assert tokenizer.decode(prompt.segments[1].tokens) == "Who?[/INST] Ann. [INST] Be brief.\n\n"
 
 
+REFUSING = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if m['role'] == 'user' %}"
+    "[INST] {{ m['content'] }} [/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+DROPPING = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% elif m['role'] == 'assistant' %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("form", [REFUSING, DROPPING], ids=["refuses", "drops"])
+def test_a_system_message_that_a_template_has_no_place_for_heads_the_first_question(form):
+    """Mistral's first templates; what stands before the passages is the same in every turn."""
+    tokenizer = sentencepiece_tokenizer(form)
+    hits = tuple(hit(text, tokenizer=tokenizer) for text in CHUNKS)
+    first, later, unsaid = (chat_prompt(tokenizer, m, hits) for m in (CHAT[:2], CHAT, CHAT[1:2]))
+    assert tokenizer.decode(first.segments[0].tokens) == "[INST] Be brief.\n\n"
+    assert first.segments[0].tokens.tolist() == later.segments[0].tokens.tolist()
+    assert tokenizer.decode(unsaid.segments[0].tokens) == f"[INST] {INSTRUCTION}\n\n"
+    for prompt, chat in ((first, CHAT[:2]), (later, CHAT)):
+        asked = user("".join(CHUNKS) + "Question: " + chat[-1].content)
+        whole = tokenizer.chat((*chat[:-1], asked))
+        assert whole.count("Be brief.") == 1
+        assert prompt.tokens.tolist() == tokenizer.encode(whole, special=True).tolist()
+    plainly = chat_prompt(tokenizer, CHAT[:2], None)
+    assert tokenizer.decode(plainly.tokens) == "[INST] Be brief.\n\nWho? [/INST]"
+
+
 def test_a_template_s_refusal_is_the_request_s_error():
     tokenizer = sentencepiece_tokenizer("{{ raise_exception('no system messages') }}")
     with pytest.raises(RequestError, match="no system messages"):

@@ -182,8 +182,10 @@ class Tokenizer:
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
         """Render messages with the model's own chat template; `variables` are passed to it.
 
-        Raises RequestError when the model has no template or its template refuses the messages.
+        A system message for which the template has no place heads what the user says first. Raises RequestError when
+        the model has no template or its template refuses the messages.
         """
+        messages, _ = self._seated(messages)
         content = [message.content for message in messages]
         return self._render(messages, content, add_generation_prompt, variables)
 
@@ -193,16 +195,42 @@ class Tokenizer:
         """Render messages as `chat` does, cut into template (True) and message content (False).
 
         Encoded piece by piece, content can never become a control token. Content is cut at CONTEXT, and each
-        CONTEXT is a piece of its own. Raises RequestError as `chat` does, and when the template repeats, drops
-        or rewrites the content of a message, so that the two cannot be told apart.
+        CONTEXT is a piece of its own, as is a system message that heads the user's. Raises RequestError as `chat`
+        does, and when the template repeats, drops or rewrites the content of a message, so that the two cannot be
+        told apart.
         """
+        messages, head = self._seated(messages)
         whole = self.chat(messages, add_generation_prompt, **variables)
         sentinels = [f"\U000f8ff2{index}\U000f8ff3" for index in range(len(messages))]
         frame = self._render(messages, sentinels, add_generation_prompt, variables)
         pieces: Pieces = []
         for text, is_template in _align(whole, frame, sentinels, [message.content for message in messages]):
-            pieces += [(text, True)] if is_template else [(run, False) for run in _cut(text, CONTEXT)]
+            if is_template:
+                pieces.append((text, True))
+                continue
+            if head and text.startswith(head):
+                pieces.append((head, False))
+                text, head = text[len(head) :], ""
+            pieces += [(run, False) for run in _cut(text, CONTEXT)]
         return [piece for piece in pieces if piece[0]]
+
+    @cached_property
+    def _seats_system(self) -> bool:
+        """Whether the chat template has a place for a system message; some refuse it, some drop it."""
+        probe, content = (Message("system", ""), Message("user", "")), ("\U000f8ff2", "\U000f8ff3")
+        try:
+            return content[0] in self._render(probe, content, True, {})
+        except RequestError:
+            return False
+
+    def _seated(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
+        """The messages as the template takes them, and what heads the first user's, if the system message must."""
+        first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
+        if first is None or messages[0].role != "system" or self._seats_system:
+            return messages, ""
+        head = f"{messages[0].content.strip()}\n\n"
+        asked = Message("user", head + messages[first].content)
+        return (*messages[1:first], asked, *messages[first + 1 :]), head
 
     def _render(
         self, messages: Sequence[Message], content: Sequence[str], prompt: bool, variables: Mapping[str, object]

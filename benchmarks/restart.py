@@ -73,7 +73,7 @@ def ask(engine: Engine, question: str, strategy: str, state: str) -> dict[str, A
 def in_process(folder: str, states: Sequence[str], limit: int) -> list[dict[str, Any]]:
     """`serve` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.restart", "--server", folder, ",".join(states), str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # what it has to say is shown
     answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return answers
 

@@ -80,6 +80,8 @@ def load_engine(
     if dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"unknown dtype {dtype!r}; choose bfloat16 or float32")
     chosen = all_strategies() if strategies is None else strategies
+    if shadow_rate > 0 and "full" not in chosen:
+        raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
     setting = _setting(strategy, recompute_ratio, quality_budget, chosen)
     budget = None if quality_budget is None else Budget.parse(quality_budget)
     if top_k < 0:

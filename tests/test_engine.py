@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from ragjax.core import (
 from ragjax.engine import Engine
 from ragjax.generation import Sampler
 from ragjax.reuse.full import Full
+from ragjax.reuse.prefix import Prefix
 from ragjax.runner import Runner
 from tests import tiny
 
@@ -231,6 +233,12 @@ def test_requests_that_cannot_be_served_say_why(engine: Engine) -> None:
     with pytest.raises(ConfigError, match="unknown strategy"):
         tiny.engine(strategy="magic")
     assert engine.stats()["running"] == 0
+
+
+@pytest.mark.parametrize("asked", [{"shadow_rate": 0.5}, {"quality_budget": "KL=0.1"}])
+def test_what_may_turn_to_full_attention_needs_that_strategy(asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"the strateg.* full"):
+        Engine.load("none", strategies={"prefix": Prefix()}, **asked)
 
 
 def test_a_long_raw_prompt_is_named_as_such(engine: Engine) -> None:

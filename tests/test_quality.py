@@ -161,6 +161,10 @@ def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["ab12.json"]
 
 
+def ratio_of(row: dict[str, Any], ratio: Any) -> dict[str, Any]:
+    return {**row, "setting": {**row["setting"], "ratio": ratio}}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -168,6 +172,9 @@ def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
         (lambda data: {**data, "identity": "ff"}, "of another model, tiny in float32"),
         (lambda data: {**data, "surplus": 1}, "no quality report"),
         (lambda data: {k: v for k, v in data.items() if k != "top_k"}, "no quality report"),
+        (lambda data: {**data, "top_k": "3"}, "no quality report"),
+        (lambda data: {**data, "measurements": [ratio_of(data["measurements"][1], "0.1")]}, "no quality report"),
+        (lambda data: {**data, "measurements": [ratio_of(data["measurements"][1], 1.5)]}, "no quality report"),
         (lambda data: [data], "no quality report"),
         (lambda data: {**data, "measurements": [{**data["measurements"][0], "kl": math.nan}]}, "no finite figures"),
         (lambda data: {**data, "measurements": [{**data["measurements"][0], "n": 1}]}, "two questions"),

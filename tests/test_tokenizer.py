@@ -6,6 +6,8 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ragjax.core import ConfigError, Message, RequestError
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
 from ragjax.models.tokenizer import CONTEXT, Stream, Tokenizer
+from tests.tiny import CONFIG
 
 GOLDENS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "tokenizer_goldens.json").read_text("utf-8"))
 CHATML = (
@@ -226,6 +229,17 @@ def test_check_refuses_the_tokenizer_of_another_model() -> None:
     tokenizer.check(wide)
     with pytest.raises(ConfigError, match="BOS"):
         tokenizer.check(ModelConfig.from_json(wide.to_json().replace('"bos_id":1', '"bos_id":5')))
+
+
+def test_check_refuses_ids_beyond_a_gap_that_the_model_has_no_row_for() -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 700}, "merges": []}
+    form = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    parts = {"normalizer": None, "pre_tokenizer": form, "post_processor": None, "decoder": form}
+    definition = {"version": "1.0", "added_tokens": [], **parts, "model": model}
+    tokenizer = Tokenizer(definition, special={}, eos_ids=(0,), add_bos=False, chat_template=None)
+    for size, fits in ((700, False), (701, True)):
+        with nullcontext() if fits else pytest.raises(ConfigError, match="701 tokens and the model 700"):
+            tokenizer.check(replace(CONFIG, vocab_size=size))
 
 
 # ------------------------------------------------------------------------------- plain text, decoding

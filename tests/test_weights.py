@@ -390,14 +390,15 @@ def test_gguf_of_other_versions_and_parts_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data[:4] + struct.pack("<I", 1) + data[8:])
     with pytest.raises(ConfigError, match="version 1"):
         open_checkpoint(path)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_uint16("split.count", 2)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(ConfigError, match=r"split.count"):
-        open_checkpoint(path)
+    for parts in (2, "two"):
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_key_value("split.count", parts, gguf.GGUFValueType.get_type(parts))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(ConfigError, match=r"split.count"):
+            open_checkpoint(path)
 
 
 def test_gguf_tensors_and_architectures_that_are_unknown_are_named(tmp_path: Path) -> None:

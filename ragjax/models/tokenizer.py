@@ -100,10 +100,10 @@ class Tokenizer:
 
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError unless this tokenizer can belong to a model of this configuration."""
-        if self.vocab_size > config.vocab_size:
+        tokens = 1 + max(self._parsing.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
+        if tokens > config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {self.vocab_size} tokens and the model {config.vocab_size}; "
-                "they do not belong together"
+                f"the tokenizer has {tokens} tokens and the model {config.vocab_size}; they do not belong together"
             )
         if self.add_bos and config.bos_id not in (None, self.bos_id):
             raise ConfigError(f"BOS is token {self.bos_id} to the tokenizer and {config.bos_id} to the model")

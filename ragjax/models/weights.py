@@ -255,8 +255,9 @@ def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     path = Path(path)
     header = _GgufHeader(np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8), path)
     metadata, tensors = header.read()
-    if metadata.get("split.count", 1) > 1:
-        raise ConfigError(f"{path}: split.count is {metadata['split.count']}; merge the parts into one file first")
+    parts = metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ConfigError(f"{path}: split.count is {parts!r}; merge the parts into one file first")
     return metadata, tensors
 
 

@@ -187,7 +187,8 @@ class Contract:
     def _climb(self, setting: Setting, verdict: Verdict) -> None:
         before, self._setting = self._setting, setting
         self._escalations[str(verdict)] += 1
-        how = "the recompute ratio was raised: " if before.strategy == setting.strategy else ""
+        raised = before.strategy == setting.strategy and (before.ratio or 0.0) < (setting.ratio or 0.0)
+        how = "the recompute ratio was raised: " if raised else ""
         self._notice = (
             f"shadow replay found {before} outside the quality budget {self._budget}; {how}requests now run {setting}"
         )

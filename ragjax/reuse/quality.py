@@ -249,7 +249,11 @@ class Report:
         if data.pop("version") != VERSION:
             raise ValueError(f"not version {VERSION}")
         rows = [{**row, "setting": Setting(**row["setting"])} for row in data.pop("measurements")]
-        return cls(**data, measurements=tuple(Measurement(**row) for row in rows))
+        report = cls(**data, measurements=tuple(Measurement(**row) for row in rows))
+        ratios = (m.setting.ratio for m in report.measurements)
+        if report.top_k < 1 or not all(ratio is None or 0 <= ratio <= 1 for ratio in ratios):
+            raise ValueError("no chunks, or a ratio outside [0, 1]")
+        return report
 
 
 def write(path: Path, document: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 GPU = os.environ.get("RAGJAX_TEST_GPU") == "1"
 QWEN = os.environ.get("RAGJAX_QWEN_GGUF")
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 # By environment, so that processes which tests start are held to it too, and tests without JAX need not import it.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
@@ -40,6 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="RAGJAX_QWEN_GGUF does not name a Qwen2 GGUF file"))
         if item.get_closest_marker("gpu") and not GPU:
             item.add_marker(pytest.mark.skip(reason="RAGJAX_TEST_GPU=1 is not set: needs a GPU"))
+        if item.get_closest_marker("compile") and CORES < 2:
+            item.add_marker(pytest.mark.skip(reason="simulated GPU kernels wait for a second core for ever"))
 
 
 @pytest.fixture(scope="session")

@@ -323,8 +323,9 @@ def test_a_system_message_that_a_template_has_no_place_for_heads_the_first_quest
         whole = tokenizer.chat((*chat[:-1], asked))
         assert whole.count("Be brief.") == 1
         assert prompt.tokens.tolist() == tokenizer.encode(whole, special=True).tolist()
-    plainly = chat_prompt(tokenizer, CHAT[:2], None)
-    assert tokenizer.decode(plainly.tokens) == "[INST] Be brief.\n\nWho? [/INST]"
+    for said, head in (("Be brief.", "Be brief.\n\n"), (" ", "")):
+        plainly = chat_prompt(tokenizer, (system(said), user("Who?")), None)
+        assert tokenizer.decode(plainly.tokens) == f"[INST] {head}Who? [/INST]"
 
 
 def test_a_template_s_refusal_is_the_request_s_error():

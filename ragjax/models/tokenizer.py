@@ -228,7 +228,8 @@ class Tokenizer:
         first = next((i for i, message in enumerate(messages) if message.role == "user"), None)
         if first is None or messages[0].role != "system" or self._seats_system:
             return messages, ""
-        head = f"{messages[0].content.strip()}\n\n"
+        system = messages[0].content.strip()
+        head = f"{system}\n\n" if system else ""
         asked = Message("user", head + messages[first].content)
         return (*messages[1:first], asked, *messages[first + 1 :]), head
 

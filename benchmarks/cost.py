@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks import report
 from ragjax.cache.profile import Profile
+from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment
 from ragjax.engine import Engine
-from ragjax.flag import integer
 
 COLUMNS = ("cached", "new", "ms", "ms_per_new_token")
 

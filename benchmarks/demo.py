@@ -17,8 +17,8 @@ from typing import Any
 
 import ragjax
 from benchmarks import report
+from ragjax.commands.flags import integer
 from ragjax.engine import Engine
-from ragjax.flag import integer
 from ragjax.reuse import strategies as all_strategies
 
 DEMO = Path(ragjax.__file__).parent / "demo"

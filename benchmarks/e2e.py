@@ -29,8 +29,8 @@ from benchmarks import gpu, report
 from ragjax.core import NEVER, Grid, Run, Span, Step
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Weight
-from ragjax.runner import Runner
-from ragjax.scheduler import SlotTable
+from ragjax.runner.runner import Runner
+from ragjax.schedule.scheduler import SlotTable
 
 Int = NDArray[np.int32]
 

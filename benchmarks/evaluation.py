@@ -16,11 +16,11 @@ from benchmarks import score
 from benchmarks.dataset import Question, QuestionSet
 from benchmarks.probe import Probe, deviation, places
 from benchmarks.similarity import History, Similarity, TextEncoder
+from ragjax.commands.preprocess import Job
 from ragjax.core import Answer, Chunk, Hit, Kind, Message, Prompt, Segment, Tokens
 from ragjax.engine import Engine
 from ragjax.models.config import inverse_frequencies
-from ragjax.preprocess import Job
-from ragjax.prompt import chat_prompt
+from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.chunking import Chunker
 from ragjax.reuse.base import Strategy
 

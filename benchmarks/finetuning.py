@@ -31,7 +31,7 @@ from benchmarks import graphrag, plot_graphrag, report
 from benchmarks.graphrag import LIMITS, MODEL, SETS, Question, Uncached
 from benchmarks.score import Bootstrap
 from ragjax.core import ConfigError, Kind, Prompt
-from ragjax.dependency import begins_of
+from ragjax.core.depprompt import begins_of
 from ragjax.engine import Engine
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.dependency import Scene

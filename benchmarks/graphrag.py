@@ -45,10 +45,10 @@ from benchmarks.score import Bootstrap
 from benchmarks.similarity import TextEncoder
 from benchmarks.ttft import code_digest
 from ragjax.core import Answer, ConfigError, Kind, Message, Prompt, RequestError
-from ragjax.dependency import layout
+from ragjax.core.depprompt import layout
 from ragjax.engine import Engine
-from ragjax.loading import PAGE_SIZE
-from ragjax.prompt import graph_prompt
+from ragjax.engine.build import PAGE_SIZE
+from ragjax.prompting.chat import graph_prompt
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.path import RelationPath, Subgraph, subgraphs_of
 from ragjax.retrieval.reader import read

@@ -28,7 +28,7 @@ from benchmarks.score import Bootstrap
 from benchmarks.similarity import TextEncoder
 from ragjax.core import ConfigError, Hit, Message, Prompt
 from ragjax.engine import Engine
-from ragjax.prompt import chat_prompt
+from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import Document
 

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import gpu, masks, report
 from benchmarks.masks import Mask
 from ragjax.core import NEVER
-from ragjax.kernels.attention import BACKENDS, paged_interval_attention
+from ragjax.kernels.attention.op import BACKENDS, paged_interval_attention
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages
@@ -39,10 +39,10 @@ BASE = 10000.0  # of the RoPE frequencies
 
 
 def load_oracle() -> Any:
-    """tests/oracle.py by its path: another package's top-level `tests` must not come in between."""
+    """tests/support/oracle.py by its path: another package's top-level `tests` must not come in between."""
     name = "ragjax_tests_oracle"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, gpu.ROOT / "tests" / "oracle.py")
+        spec = importlib.util.spec_from_file_location(name, gpu.ROOT / "tests" / "support" / "oracle.py")
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
@@ -611,9 +611,9 @@ def measure_backward(bench: Bench, mask: Mask, backend: str) -> dict[str, Any]:
 
 def _gradients(m: Model, mask: Mask, backend: str) -> tuple[Callable[[], Any], int, int | None]:
     """The gradients of q, k and v as a call, the pairs that its tiles cover, and its temporary memory."""
-    from ragjax.kernels.interval import interval_attention
-    from ragjax.kernels.mask import Mask as Tiled
-    from ragjax.kernels.mask import Tokens
+    from ragjax.kernels.train_attention.mask import Mask as Tiled
+    from ragjax.kernels.train_attention.mask import Tokens
+    from ragjax.kernels.train_attention.op import interval_attention
 
     tokens = Tokens(*(jnp.asarray(x) for x in (mask.order_T, mask.request_T, mask.hide_from_N, mask.hide_until_N)))
     tiled = jax.jit(Tiled.build)(tokens)

@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import gpu, masks, report
 from benchmarks.kernels import FULL, REHEARSAL, Bench, oracle
 from benchmarks.masks import Mask
-from ragjax.kernels.attention import paged_interval_attention
+from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
 

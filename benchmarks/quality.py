@@ -41,9 +41,9 @@ from benchmarks.evaluation import FULL, FUSED, NAIVE, Evaluation, Setting, Style
 from benchmarks.score import Bootstrap, normalised_f1
 from benchmarks.similarity import History, TextEncoder
 from benchmarks.ttft import code_digest
+from ragjax.commands.preprocess import fuse_all
 from ragjax.core import ConfigError, StorageOptions
 from ragjax.engine import Engine
-from ragjax.preprocess import fuse_all
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
@@ -302,7 +302,7 @@ def opened(chosen: argparse.Namespace, strategies: dict[str, Strategy]) -> Itera
 
 def packaged_encoder() -> TextEncoder:
     """The sentence encoder that requests use."""
-    from ragjax.loading import ENCODER
+    from ragjax.engine.build import ENCODER
     from ragjax.models.encoder import Encoder
     from ragjax.models.hub import resolve
 

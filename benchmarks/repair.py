@@ -29,9 +29,9 @@ from benchmarks import report
 from benchmarks.evaluation import RECORDED, TAUGHT, WARMED
 from benchmarks.probe import Probe
 from benchmarks.ttft import CHUNKS, Workload, workload
+from ragjax.commands.preprocess import Job, fuse_all
 from ragjax.core import Answer, ConfigError, Kind, Prompt, Segment
 from ragjax.engine import Engine
-from ragjax.preprocess import Job, fuse_all
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy

@@ -20,9 +20,9 @@ from typing import Any
 
 import ragjax
 from benchmarks import report
+from ragjax.commands.flags import integer
 from ragjax.core import StorageOptions
 from ragjax.engine import Engine
-from ragjax.flag import integer
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 COLUMNS = ("state", "strategy", "questions", "context_tokens", "ttft_ms", "load_ms", "reused", "faster_than_cold")

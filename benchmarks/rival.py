@@ -19,7 +19,7 @@ from benchmarks import envs
 from benchmarks.evaluation import Rival
 from ragjax.core import Chunk, ConfigError, Hit, Message
 from ragjax.engine import Engine
-from ragjax.prompt import chat_prompt
+from ragjax.prompting.chat import chat_prompt
 
 MAP = "Sum up the passage in a few words, keeping what helps to answer: {question}"
 

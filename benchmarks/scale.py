@@ -22,11 +22,11 @@ import psutil
 
 from benchmarks import report
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.pages import PagePool
 from ragjax.cache.policy import POLICIES
+from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
+from ragjax.commands.flags import integer
 from ragjax.core import Tokens
-from ragjax.flag import integer
 
 RUN, SEGMENTS, NEW, WINDOW = 16, 10, 2, 32
 CUTS = tuple(range(0, RUN * SEGMENTS, RUN))

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.workload import Request, Workload
 from ragjax.cache.policy.base import Access, Policy, Victims
-from ragjax.cache.tier import Tier
+from ragjax.core.tiers import Tier
 
 LOOKAHEAD = 32
 """Requests that wait behind the one being served."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import masks, report
 from benchmarks.masks import Mask
-from ragjax.kernels.attention import paged_interval_attention
+from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, to_storage
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.slots import visible

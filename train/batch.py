@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Tokens
-from ragjax.kernels.mask import BLOCK_ROWS
+from ragjax.kernels.train_attention.mask import BLOCK_ROWS
 from train.example import Example
 
 TARGET_SHARE = 4

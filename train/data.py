@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ragjax.commands.flags import command_line, integer
 from ragjax.core import ConfigError, RagjaxError
-from ragjax.flag import command_line, integer
 from ragjax.retrieval.path import INVERSE, RelationPath, Triple
 from train.sample import (
     MOST_ANSWERS,

@@ -28,11 +28,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
+from ragjax.commands.flags import command_line, from_zero, integer, positive, share
 from ragjax.core import ConfigError, RagjaxError, RequestError
-from ragjax.dependency import Positions
-from ragjax.flag import command_line, from_zero, integer, positive, share
+from ragjax.core.depprompt import Positions
+from ragjax.engine.build import use_compilation_cache
 from ragjax.kernels.rope import Rotation
-from ragjax.loading import use_compilation_cache
 from ragjax.models.adapter import INPUTS, Adapter
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve

@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 
 from ragjax.core import ConfigError, Kind, Message, Prompt, Tokens
-from ragjax.dependency import Positions, layout
+from ragjax.core.depprompt import Positions, layout
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.prompt import chat_prompt, graph_prompt
+from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.retrieval.path import RelationPath, subgraphs_of
 from train.sample import Sample
 

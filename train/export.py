@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.commands.flags import command_line
 from ragjax.core import ConfigError, RagjaxError
-from ragjax.flag import command_line
 from ragjax.models.adapter import Adapter
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, atomic_path, cache_dir, resolve

@@ -19,9 +19,9 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ragjax.kernels.interval import interval_attention
-from ragjax.kernels.mask import Mask, Tokens
 from ragjax.kernels.rope import Rotation
+from ragjax.kernels.train_attention.mask import Mask, Tokens
+from ragjax.kernels.train_attention.op import interval_attention
 from ragjax.models.adapter import INPUTS, Pair
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, rotation_table

@@ -2,11 +2,11 @@
 
 from ragjax.cache.cache import KnowledgeCache as KnowledgeCache
 from ragjax.cache.hierarchy import Storage as Storage
-from ragjax.cache.lease import Lease as Lease
-from ragjax.cache.lease import Metrics as Metrics
-from ragjax.cache.pages import AuditError as AuditError
-from ragjax.cache.pages import PagePool as PagePool
+from ragjax.cache.match import Lease as Lease
+from ragjax.cache.match import Metrics as Metrics
 from ragjax.cache.policy.lru import LRU as LRU
+from ragjax.cache.pool import AuditError as AuditError
+from ragjax.cache.pool import PagePool as PagePool
 from ragjax.cache.tree import KnowledgeTree as KnowledgeTree
 from ragjax.cache.tree import Node as Node
 from ragjax.cache.tree import Provenance as Provenance

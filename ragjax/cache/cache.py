@@ -15,10 +15,9 @@ from itertools import takewhile
 import numpy as np
 
 from ragjax.cache.hierarchy import Hierarchy, Steps, Storage
-from ragjax.cache.lease import EXACT, Lease, Metrics
-from ragjax.cache.pages import AuditError, PagePool
+from ragjax.cache.match import EXACT, Lease, Metrics
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tier import Record
+from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import (
     PUBLIC,
     RADIX,
@@ -33,6 +32,7 @@ from ragjax.cache.tree import (
 )
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
+from ragjax.core.tiers import Record
 
 VARIANTS = 500
 """Variants in all: N = 100 chunks with M = 5 (Cache-Craft, section 5)."""

@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ragjax.cache.lease import Lease, Metrics
-from ragjax.cache.pages import AuditError, PagePool
+from ragjax.cache.match import Lease, Metrics
 from ragjax.cache.policy.base import Policy, Victims
-from ragjax.cache.tier import Carrier, Copy, Done, Load, Record, Save, Shelf, Tier, Write
+from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import (
     KnowledgeTree,
     Node,
@@ -29,6 +28,7 @@ from ragjax.cache.tree import (
     name,
 )
 from ragjax.core import Run
+from ragjax.core.tiers import Carrier, Copy, Done, Load, Record, Save, Shelf, Tier, Write
 
 REPLICATE = 2
 """Requests that must have matched a node before it is copied to host memory and disk ahead of its eviction."""

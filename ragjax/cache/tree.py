@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from ragjax.cache.pages import AuditError, PagePool
-from ragjax.cache.tier import Copy, Tier
+from ragjax.cache.pool import AuditError, PagePool
 from ragjax.core import Run, Tokens
+from ragjax.core.tiers import Copy, Tier
 
 PUBLIC = ""
 """The tenant whose nodes everybody reads."""

@@ -7,7 +7,7 @@ from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.full import Full
 from ragjax.reuse.fusion import Fused, QueryGuided
-from ragjax.reuse.h2o import HeavyHitters, Recorded
+from ragjax.reuse.heavy_hitter import HeavyHitters, Recorded
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.prefix import Prefix
 from ragjax.reuse.random import Random

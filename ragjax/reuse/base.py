@@ -13,10 +13,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lease import Lease
-from ragjax.cache.tier import Tier
+from ragjax.cache.match import Lease
 from ragjax.cache.tree import Provenance
 from ragjax.core import Conversation, Kind, Plan, Prompt, Run, SegmentReport, Span, Tokens, Want
+from ragjax.core.tiers import Tier
 
 
 class Strategy(Protocol):

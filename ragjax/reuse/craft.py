@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lease import Lease
-from ragjax.cache.tier import Record
+from ragjax.cache.match import Lease
 from ragjax.cache.tree import PUBLIC, Node, Provenance
 from ragjax.core import (
     NEVER,
@@ -42,6 +41,7 @@ from ragjax.core import (
     Tokens,
     Want,
 )
+from ragjax.core.tiers import Record
 from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lease import Lease
-from ragjax.cache.tier import Tier
+from ragjax.cache.match import Lease
 from ragjax.cache.tree import Provenance
 from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, SegmentReport, Span, Tokens, Visibility, Want
-from ragjax.dependency import Positions, begins_of, paths_of
+from ragjax.core.depprompt import Positions, begins_of, paths_of
+from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Holding, lease_spans, most_slots, report, usable
 from ragjax.reuse.stitch import LOGITS, keep_system, system_length
 

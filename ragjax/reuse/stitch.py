@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.lease import Lease
-from ragjax.cache.tier import Tier
+from ragjax.cache.match import Lease
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -34,6 +33,7 @@ from ragjax.core import (
     Visibility,
     Want,
 )
+from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Holding, Place, lease_spans, most_slots, orders, report, segments_of, usable
 
 LOGITS = frozenset({Want.LOGITS})

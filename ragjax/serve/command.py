@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from ragjax import core
-from ragjax.flag import command_line, from_zero, graph, integer, knowledge, positive, share
+from ragjax.commands.flags import command_line, from_zero, graph, integer, knowledge, positive, share
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ragjax.cache.tier import Record
 from ragjax.core import ConfigError
+from ragjax.core.tiers import Record
 from ragjax.store import entry
 from ragjax.store.draft import draft, is_draft, remove_draft
 from ragjax.store.entry import Arrays, Bytes, Damaged, DiskError

@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.cache.tier import Record
 from ragjax.core import RagjaxError
+from ragjax.core.tiers import Record
 
 FORMAT = 1
 """Version of the layout of entries, index and manifest; a reader uses no other."""

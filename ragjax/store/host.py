@@ -18,7 +18,7 @@ from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from ragjax.store.codec import Arrays
-from ragjax.store.pages import Excerpt
+from ragjax.store.device import Excerpt
 
 PINNED = "pinned_host"
 

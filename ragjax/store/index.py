@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragjax.cache.tier import Record
+from ragjax.core.tiers import Record
 from ragjax.store.entry import FORMAT
 
 _PATIENCE = 10.0  # seconds that a writer waits for another

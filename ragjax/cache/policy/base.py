@@ -10,8 +10,8 @@ import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
+from ragjax.core.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)

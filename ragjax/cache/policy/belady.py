@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from ragjax.cache.policy.base import Policy
-from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
+from ragjax.core.tiers import Tier
 
 
 class Belady(Policy):

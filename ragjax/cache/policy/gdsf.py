@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
+from ragjax.core.tiers import Tier
 
 WINDOW = 1_000_000
 """Accesses of nodes over which a frequency is counted."""

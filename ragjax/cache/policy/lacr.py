@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import inf, log2
 
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
+from ragjax.core.tiers import Tier
 
 ALPHA = 0.2
 """Weight of the past (the paper's)."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ragjax.cache.policy.base import Policy
-from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
+from ragjax.core.tiers import Tier
 
 
 class FIFO(Policy):

@@ -6,8 +6,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
+from ragjax.core.tiers import Tier
 
 SMALL, MAIN = 0, 1
 """The queues."""

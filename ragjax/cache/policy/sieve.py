@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tier import Tier
 from ragjax.cache.tree import Node
+from ragjax.core.tiers import Tier
 
 _NUMBERS = 48
 """Bits of a node's number below the lap."""

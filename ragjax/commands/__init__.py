@@ -1,0 +1,1 @@
+"""Commands that an operator runs beside the server."""

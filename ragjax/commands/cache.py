@@ -1,0 +1,156 @@
+"""`python -m ragjax.cache`: what lies in the directory of a disk cache, whether it is sound, and making it smaller.
+
+Every command opens the directory as a server does, also while servers use it: files and index are brought into
+agreement, and what is damaged is set aside. Exit codes: 0, or 1 if `verify` found damage, or 2 if a command could not
+be done as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ragjax.commands.flags import command_line, from_zero
+from ragjax.core import ConfigError, RagjaxError
+from ragjax.store.disk import DiskStore
+from ragjax.store.entry import Damaged
+from ragjax.store.manifest import folders
+
+
+@dataclass(frozen=True, slots=True)
+class _Directory:
+    """An opened directory: the stores in it, and the folders that cannot be used with the reason, by name."""
+
+    path: Path
+    stores: tuple[DiskStore, ...]
+    foreign: tuple[tuple[str, str], ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    try:
+        options = _options(argv)
+        with _opened(options.dir) as directory:
+            if options.command == "verify":
+                return _verify(directory)
+            if options.command == "gc":
+                return _gc(directory, int(options.max_gb * 2**30))
+            return _stats(directory, options.json)
+    except RagjaxError as error:
+        print(f"ragjax.cache: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line("ragjax.cache", "Upkeep of a disk cache.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="verify|gc|stats")
+    verify = commands.add_parser("verify", help="read every entry; exit code 1 if any is damaged", allow_abbrev=False)
+    gc = commands.add_parser("gc", help="remove what was accessed longest ago, of all models", allow_abbrev=False)
+    stats = commands.add_parser("stats", help="what there is", allow_abbrev=False)
+    for command in (verify, gc, stats):
+        command.add_argument("dir", metavar="DIR", type=Path, help="what --disk-cache of the server names")
+    gc.add_argument("--max-gb", type=from_zero, required=True, help="size to shrink to, units of 2^30 B")
+    stats.add_argument("--json", action="store_true", help="one JSON document")
+    return parser.parse_args(argv)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Directory]:
+    try:
+        found = list(folders(path))
+    except OSError as error:
+        raise ConfigError(f"DIR: {path} cannot be read: {error.strerror}") from error
+    if not found:
+        raise ConfigError(f"DIR: {path} holds no cache")
+    with ExitStack() as stack:
+        stores = [
+            stack.enter_context(DiskStore(folder, manifest, max_bytes=sys.maxsize))
+            for folder, manifest in found
+            if not isinstance(manifest, Damaged)
+        ]
+        foreign = [(folder.name, str(why)) for folder, why in found if isinstance(why, Damaged)]
+        yield _Directory(path, tuple(stores), tuple(foreign))
+
+
+def _verify(directory: _Directory) -> int:
+    damage = 0
+    for store in directory.stores:
+        flaws = store.verify()
+        damage += len(flaws)
+        for flaw in flaws:
+            print(f"{store.folder / flaw.name}: {flaw.reason}")
+        stats = store.stats()
+        print(f"{store.folder}: {_plural(stats.entries, 'entry', 'entries')} intact, {_size(stats.bytes)}")
+    _print_foreign(directory)
+    print(f"{_plural(damage, 'flaw', 'flaws')} found")
+    return 1 if damage else 0
+
+
+def _gc(directory: _Directory, limit: int) -> int:
+    shares = _shares([store.ages() for store in directory.stores], limit)
+    freed = sum(store.gc(share) for store, share in zip(directory.stores, shares, strict=True))
+    left = sum(store.stats().bytes for store in directory.stores)
+    _print_foreign(directory)
+    print(f"{_size(freed)} removed, {_size(left)} left")
+    return 0
+
+
+def _shares(ages: Sequence[Sequence[tuple[int, int]]], limit: int) -> list[int]:
+    """Bytes that each store keeps if, of all together, what was accessed longest ago leaves until `limit` is kept."""
+    kept = [sum(size for _, size in rows) for rows in ages]
+    for _, owner, size in sorted((when, owner, size) for owner, rows in enumerate(ages) for when, size in rows):
+        if sum(kept) <= limit:
+            break
+        kept[owner] -= size
+    return kept
+
+
+def _stats(directory: _Directory, as_json: bool) -> int:
+    models = [_model(store) for store in directory.stores]
+    totals = {name: sum(model[name] for model in models) for name in ("entries", "bytes", "aside_files", "aside_bytes")}
+    foreign = [{"folder": folder, "reason": reason} for folder, reason in directory.foreign]
+    if as_json:
+        print(json.dumps({"directory": str(directory.path), **totals, "models": models, "foreign": foreign}, indent=2))
+        return 0
+    for model in models:
+        about = ", ".join(f"{name} {value}" for name, value in model["about"].items())
+        print(f"{model['folder']} ({about}): {_summary(model)}")
+    _print_foreign(directory)
+    print(f"total: {_summary(totals)}")
+    return 0
+
+
+def _model(store: DiskStore) -> dict[str, Any]:
+    stats = asdict(store.stats())
+    held = {name: stats[name] for name in ("entries", "bytes", "aside_files", "aside_bytes")}
+    return {"folder": store.folder.name, "about": dict(store.about), **held}
+
+
+def _summary(held: dict[str, Any]) -> str:
+    text = f"{_plural(held['entries'], 'entry', 'entries')}, {_size(held['bytes'])}"
+    if not held["aside_files"]:
+        return text
+    return f"{text}; {_plural(held['aside_files'], 'file', 'files')} set aside, {_size(held['aside_bytes'])}"
+
+
+def _print_foreign(directory: _Directory) -> None:
+    for folder, reason in directory.foreign:
+        print(f"{folder} is left alone: {reason}")
+
+
+def _plural(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _size(number: int) -> str:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(max(number, 1).bit_length() - 1, 49) // 10
+    return f"{number / 1024**power:.3g} {units[power]}"

@@ -1,0 +1,301 @@
+"""`python -m ragjax.reuse.gate`: measures every setting on the bundled questions, and says which a budget picks.
+
+Each question gets its chunks as a server would retrieve them. Cached KV is warm, but was made in other prompts: before
+a question is measured, its chunks are asked for in reversed order. For strategies that take preprocessed chunks the
+documents are preprocessed first, as the server's must be for their figures to hold. Divergence is over the positions
+that predict the reference answer; time to first token is without retrieval, which is the same for all.
+
+An answer that is labelled exact and is not means that the cache is broken, and so do logits that are no finite numbers:
+no report is written then. To have some exact answers of approximate methods too, each question is also asked with its
+best chunk alone, where isolated chunks are exact.
+
+Exit codes: 0, or 1 if no setting lies inside the budget or an exact one is wrong, or 2 if it cannot run as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from ragjax import core
+from ragjax.commands.flags import DEMO, command_line, integer, knowledge, positive
+from ragjax.commands.preprocess import preprocess
+from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Tokens
+from ragjax.engine import Engine
+from ragjax.engine.build import craft_alpha, report_path
+from ragjax.prompting.chat import chat_prompt
+from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
+from ragjax.reuse import BASELINES, DEPENDENCY, strategies
+from ragjax.reuse.base import Strategy
+
+RATIOS = (0.0, 0.05, 0.15, 0.3)
+"""Recompute ratios measured of selective strategies, besides their own choice."""
+
+ALONE = 16
+"""Questions that are also asked with one chunk alone."""
+
+REFERENCE = 16
+"""Most tokens of a reference answer."""
+
+
+class BrokenCache(RagjaxError):
+    """An answer that is labelled exact differs from full attention's, or one's logits are no finite numbers."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and tokens of the answer it should get, int32 [n]."""
+
+    prompt: Prompt
+    reference: Tokens
+
+    @property
+    def turned(self) -> Prompt:
+        """The same with the chunks in reversed order."""
+        chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
+        return self._with([chunks.pop() if s.kind is Kind.CHUNK else s for s in self.prompt.segments])
+
+    @property
+    def alone(self) -> Question:
+        """The same with the first chunk alone."""
+        chunks = [segment for segment in self.prompt.segments if segment.kind is Kind.CHUNK]
+        kept = [s for s in self.prompt.segments if s.kind is not Kind.CHUNK or s is chunks[0]]
+        return replace(self, prompt=self._with(kept))
+
+    @staticmethod
+    def _with(segments: Sequence[core.Segment]) -> Prompt:
+        return Prompt(tuple(segments))
+
+
+def demo_questions(engine: Engine, limit: int | None = None) -> tuple[Question, ...]:
+    """The bundled questions over the engine's default knowledge base."""
+    lines = (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    return tuple(_question(engine, json.loads(line)) for line in lines[:limit])
+
+
+def _question(engine: Engine, entry: dict[str, list[str]]) -> Question:
+    text = str(entry["question"])
+    prompt = chat_prompt(engine.tokenizer, (Message("user", text),), engine.search(text), public=engine.share_knowledge)
+    return Question(prompt, engine.tokenizer.encode(entry["answers"][0], special=False)[:REFERENCE])
+
+
+def settings_of(
+    known: Mapping[str, Strategy], names: Sequence[str] | None = None, ratios: Sequence[float] = RATIOS
+) -> tuple[Setting, ...]:
+    """What is measured of the named strategies, but for `full`, which they are compared with.
+
+    names: None for all but baselines.
+
+    Raises:
+        ConfigError: for a strategy that is not known, or if none is left.
+    """
+    unknown = [name for name in names or () if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown strategy {unknown[0]!r}; choose of {', '.join(known)}")
+    chosen = [
+        known[name] for name in names or known if name != "full" and (names or name not in {*BASELINES, *DEPENDENCY})
+    ]
+    if not chosen:
+        raise ConfigError("only full is to be measured; name another strategy")
+    return tuple(
+        Setting(strategy.name, ratio)
+        for strategy in chosen
+        for ratio in ((None, *ratios) if strategy.selective else (None,))
+    )
+
+
+def measure(
+    engine: Engine, questions: Sequence[Question], settings: Sequence[Setting], step: Callable[[], object]
+) -> tuple[Measurement, ...]:
+    """Measure all settings on all questions; `step` is called after each of `answers_of(...)` answers.
+
+    Raises:
+        BrokenCache: if an answer that is labelled exact is not, or logits are no finite numbers.
+        ConfigError: if those of full attention are none.
+        RequestError: if a question does not fit the engine's context.
+    """
+    seen: dict[Setting, list[Divergence]] = {setting: [] for setting in settings}
+    ttft_ms: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    shares: dict[Setting, list[float]] = {setting: [] for setting in settings}
+    for question in questions:
+        for setting in _first_of_each(settings):
+            _ask(engine, question, setting, turned=True)
+            step()
+        full = _ask(engine, question, Setting("full"))
+        step()
+        for setting in settings:
+            answer = _ask(engine, question, setting)
+            seen[setting].append(_compare(engine, setting, answer, full))
+            ttft_ms[setting].append(answer.timings.ttft)
+            shares[setting].append(_share(answer, question.prompt))
+            step()
+    # with one chunk alone the isolated KV that was made and used so far has to be exact
+    for question in [question.alone for question in questions[:ALONE]]:
+        full = _ask(engine, question, Setting("full"))
+        step()
+        for setting in settings:
+            _compare(engine, setting, _ask(engine, question, setting), full)
+            step()
+    return tuple(Measurement.of(one, seen[one], ttft_ms[one], shares[one]) for one in settings)
+
+
+def answers_of(questions: int, settings: Sequence[Setting]) -> int:
+    """How many answers `measure` asks for."""
+    each = 1 + len(settings)
+    return questions * (each + len(_first_of_each(settings))) + min(questions, ALONE) * each
+
+
+def _first_of_each(settings: Sequence[Setting]) -> list[Setting]:
+    """One setting of each strategy."""
+    return list({setting.strategy: setting for setting in reversed(settings)}.values())
+
+
+def _ask(engine: Engine, question: Question, setting: Setting, turned: bool = False) -> Answer:
+    return engine.answer_prompt(
+        question.turned if turned else question.prompt,
+        strategy=setting.strategy,
+        recompute_ratio=setting.ratio,
+        continuation=None if turned else question.reference,
+        max_tokens=1,
+    )
+
+
+def _compare(engine: Engine, setting: Setting, answer: Answer, full: Answer) -> Divergence:
+    assert answer.scores is not None and full.scores is not None
+    found = divergence(full.scores, answer.scores)
+    if not np.isfinite(full.scores).all():
+        raise ConfigError("logits of full attention are no finite numbers: nothing can be compared with them")
+    if not np.isfinite(answer.scores).all():
+        raise BrokenCache(f"logits of an answer of {setting} are no finite numbers; no report is written")
+    if answer.exact_to == "full" and found.kl > EXACT[engine.dtype]:
+        raise BrokenCache(
+            f"an answer of {setting} is labelled exact, but differs from full attention (KL {found.kl:.3g}); "
+            "no report is written"
+        )
+    return found
+
+
+def _share(answer: Answer, prompt: Prompt) -> float:
+    """Share of the chunks' tokens that was computed anew; 0 without chunks."""
+    chunks = [r for r, s in zip(answer.segments, prompt.segments, strict=True) if s.kind is Kind.CHUNK]
+    return sum(report.recomputed for report in chunks) / max(1, sum(report.tokens for report in chunks))
+
+
+def digest(questions: Sequence[Question]) -> str:
+    """Hex of all that was asked."""
+    whole = hashlib.sha256()
+    for question in questions:
+        for tokens in (question.prompt.tokens, question.reference):
+            whole.update(len(tokens).to_bytes(8, "little") + np.asarray(tokens, "<i4").tobytes())
+    return whole.hexdigest()
+
+
+# -------------------------------------------------------------------------------------------- command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    try:
+        options = _options(argv)
+        report = _measured(options)
+    except BrokenCache as error:
+        print(f"ragjax.reuse.gate: THE CACHE IS BROKEN: {error}", file=sys.stderr)
+        return 1
+    except RagjaxError as error:
+        print(f"ragjax.reuse.gate: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    chosen = report.cheapest(options.budget)
+    for line in _table(report, options.budget, chosen):
+        print(line)
+    if options.json is not None:
+        document = {**asdict(report), "budget": str(options.budget), "chosen": chosen and asdict(chosen)}
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0 if chosen else 1
+
+
+def _measured(options: argparse.Namespace) -> Report:
+    """Load, measure, and keep the report where the server looks for it."""
+    settings = settings_of(strategies(), options.strategies, options.ratios)
+    names = {setting.strategy for setting in settings}
+    with Engine.load(
+        options.model,
+        knowledge=knowledge("demo"),
+        dtype=options.dtype,
+        top_k=options.top_k,
+        device_cache_gb=options.device_cache_gb,
+    ) as engine:
+        alpha = craft_alpha(engine.identity)
+        if any(name.startswith(("fusion", "ragjax")) for name in names):
+            preprocess(engine, record="fusion+craft" in names)
+        questions = demo_questions(engine, options.limit)
+        with tqdm(total=answers_of(len(questions), settings), desc="measuring", unit="answer") as bar:
+            measurements = measure(engine, questions, settings, bar.update)
+        report = Report(
+            identity=engine.identity.hex(),
+            model=engine.model_name,
+            dtype=engine.dtype,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            questions=digest(questions),
+            top_k=engine.top_k,
+            measurements=measurements,
+            alpha=alpha,
+        )
+        report.save(report_path(engine.identity))
+        return report
+
+
+def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[str]:
+    yield f"{report.model}, {report.dtype}, {report.measurements[0].n} questions of {report.top_k} chunks"
+    yield f"{'setting':24} {'KL':>9} {'at most':>9} {'top-1':>6} {'at least':>8} {'TTFT ms':>8} {'share':>6}"
+    for one in sorted(report.measurements, key=lambda one: one.ttft_ms):
+        mark = "  <- chosen" if one.setting == chosen else ""
+        yield (
+            f"{one.setting!s:24} {one.kl:9.2e} {one.kl_hi:9.2e} {one.top1:6.3f} {one.top1_lo:8.3f} "
+            f"{one.ttft_ms:8.1f} {one.share:6.3f}{mark}"
+        )
+    yield f"the budget {budget} picks {chosen}" if chosen else f"nothing lies inside the budget {budget}"
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line(
+        "ragjax.reuse.gate", "Measure every strategy against full attention on the bundled questions."
+    )
+    flag = parser.add_argument
+    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf, adapter or hub id (%(default)s)")
+    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
+    flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
+    flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
+    flag("--ratios", type=_ratios, default=RATIOS, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
+    flag("--top-k", type=integer(1), default=3, help="chunks a question, as the server's (%(default)s)")
+    flag("--limit", type=integer(2), help="questions (default: all)")
+    flag("--device-cache-gb", type=positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
+    flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
+    options = parser.parse_args(argv)
+    options.budget = Budget.parse(options.budget)
+    if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
+        raise ConfigError(f"--json: {options.json} cannot be written: name a file in a folder that exists")
+    return options
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _ratios(text: str) -> tuple[float, ...]:
+    with suppress(ValueError):
+        ratios = tuple(dict.fromkeys(float(part) for part in text.split(",")))
+        if all(0.0 <= ratio <= 1.0 for ratio in ratios):
+            return ratios
+    raise argparse.ArgumentTypeError(f"must be numbers from 0 to 1 with commas between, not {text!r}")

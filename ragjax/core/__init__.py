@@ -1,0 +1,81 @@
+"""The nouns that every room of ragjax may import. No jax here, and no logic beyond what a noun needs.
+
+A prompt is a chain of segments with a tree of dependencies; a pass is one sweep of query rows over key spans; a request
+goes in and events come out (docs/architecture.md walks one through).
+"""
+
+from ragjax.core.errors import (
+    ClosedError,
+    ConfigError,
+    OutOfPages,
+    OverloadError,
+    RagjaxError,
+    RequestError,
+    VisibilityError,
+)
+from ragjax.core.options import AtRest, StorageOptions
+from ragjax.core.passes import Conversation, Move, Pass, Plan, Results, Run, SegmentReport, Span, Want
+from ragjax.core.prompt import Chunk, Document, Hit, Kind, Prompt, Segment
+from ragjax.core.request import (
+    Answer,
+    Delta,
+    Divergence,
+    Event,
+    FactReport,
+    Graph,
+    Message,
+    Rag,
+    Request,
+    Sampling,
+    Timings,
+    TokenLogprob,
+)
+from ragjax.core.step import Grid, Probe, Step
+from ragjax.core.tokens import NEVER, Tokens, is_unicode
+from ragjax.core.visibility import Visibility
+
+__all__ = [
+    "NEVER",
+    "Answer",
+    "AtRest",
+    "Chunk",
+    "ClosedError",
+    "ConfigError",
+    "Conversation",
+    "Delta",
+    "Divergence",
+    "Document",
+    "Event",
+    "FactReport",
+    "Graph",
+    "Grid",
+    "Hit",
+    "Kind",
+    "Message",
+    "Move",
+    "OutOfPages",
+    "OverloadError",
+    "Pass",
+    "Plan",
+    "Probe",
+    "Prompt",
+    "Rag",
+    "RagjaxError",
+    "Request",
+    "RequestError",
+    "Results",
+    "Run",
+    "Sampling",
+    "Segment",
+    "SegmentReport",
+    "Span",
+    "Step",
+    "StorageOptions",
+    "Timings",
+    "TokenLogprob",
+    "Tokens",
+    "Visibility",
+    "VisibilityError",
+    "Want",
+    "is_unicode",
+]

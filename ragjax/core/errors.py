@@ -1,0 +1,36 @@
+"""Errors that a user can cause or must know of; each message says what to change."""
+
+from __future__ import annotations
+
+
+class RagjaxError(Exception):
+    """Base of the errors a user can cause or must know of; the message says what to change."""
+
+
+class RequestError(RagjaxError):
+    """A request that cannot be served as asked. `param` names the field, `code` the OpenAI error code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ConfigError(RagjaxError):
+    """A flag, model or setting that cannot work, found at start-up."""
+
+
+class OverloadError(RagjaxError):
+    """The queue is full; try again later."""
+
+
+class ClosedError(RagjaxError):
+    """The engine was closed: nothing is served any more."""
+
+
+class OutOfPages(RagjaxError):
+    """The device pool has no room left that is not pinned."""
+
+
+class VisibilityError(RagjaxError):
+    """A visibility that one hidden interval per key cannot say."""

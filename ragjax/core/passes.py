@@ -1,0 +1,161 @@
+"""What a reuse strategy yields: passes over spans of keys, moves of cached KV, and the plan carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Where `length` consecutive tokens live in the page pool: from cell `start` of `pages[0]` on."""
+
+    pages: tuple[int, ...]
+    start: int
+    length: int
+
+    def cells(self, page_size: int) -> NDArray[np.int32]:
+        """Physical cell numbers `page * page_size + cell`, int32 [length]."""
+        flat = self.start + np.arange(self.length, dtype=np.int32)
+        return np.asarray(self.pages, np.int32)[flat // page_size] * np.int32(page_size) + flat % page_size
+
+    def slice(self, begin: int, end: int, page_size: int) -> Run:
+        """The sub-run of tokens [begin, end)."""
+        if not 0 <= begin <= end <= self.length:
+            raise ValueError(f"[{begin}, {end}) is outside a run of {self.length} tokens")
+        if begin == end:
+            return Run((), 0, 0)
+        first = self.start + begin
+        last = self.start + end - 1
+        return Run(self.pages[first // page_size : last // page_size + 1], first % page_size, end - begin)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys a pass may read (or writes): tokens of one run, at one RoPE offset.
+
+    orders: order of each token, int32 [run.length]; `NEVER` hides a token from the pass (a stale original, say).
+    offset: the key of a token stored rotated at position p takes part at position `p + offset`.
+    hidden: half-open interval of orders that must not see these keys.
+    """
+
+    orders: NDArray[np.int32]
+    run: Run
+    offset: int = 0
+    hidden: tuple[int, int] = (0, 0)
+
+    @staticmethod
+    def consecutive(order: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
+        """Tokens of consecutive orders from `order` on."""
+        return Span(np.arange(order, order + run.length, dtype=np.int32), run, offset, hidden)
+
+
+class Want(StrEnum):
+    """What a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`; heads are averaged.
+
+    A pass may want LOGITS and at most one of the others; KEY_MASS and VALUED_MASS count as one.
+    """
+
+    LOGITS = "logits"
+    """float32 [n, vocab] for the rows named in `Pass.logits`."""
+    KEY_MASS = "key_mass"
+    """float32 [layers, context]: probability that each order received, summed over the asking rows."""
+    VALUED_MASS = "valued_mass"
+    """float32 [layers, context]: the same, weighted by the L2 norm of the value received."""
+    CHUNK_MASS = "chunk_mass"
+    """float32 [layers, context]: as KEY_MASS, with the softmax over each segment of the prompt by itself."""
+    SEGMENT_MASS = "segment_mass"
+    """float32 [layers, rows, segments]: probability that each row gave to each segment, its own token left out."""
+    DEVIATION = "deviation"
+    """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its order."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sweep: compute `rows` over the keys of `spans`.
+
+    rows: orders to compute, int32 [n], ascending; each lies in a span of offset 0 in pages of the request's own,
+        and its K/V is written there. Cached pages are never written.
+    positions: RoPE position of each row, int32 [n].
+    spans: every key the pass may read, disjoint in order; those of `rows` included.
+    wants: what to hand back.
+    logits: orders among `rows` whose next-token logits are wanted; only if the pass ends with the last layer.
+    layers: half-open range of layers to run (None: all). Beyond layer 0 it goes on from the pass before, which ended
+        there: `rows` are among its rows. It begins at a boundary of `Holding.stages` and may end anywhere.
+    measured: half-open range of layers in which wants other than LOGITS are measured (None: all that run). Measuring
+        fewer stages (`Holding.stages`) is faster.
+    asking: orders among `rows` whose attention counts in masses by key (None: all).
+    stale: cached keys that DEVIATION compares with, by order; a row without one has deviation 0.
+    """
+
+    rows: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    spans: tuple[Span, ...]
+    wants: frozenset[Want] = frozenset()
+    logits: tuple[int, ...] = ()
+    layers: tuple[int, int] | None = None
+    measured: tuple[int, int] | None = None
+    asking: NDArray[np.int32] | None = None
+    stale: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Move:
+    """Copy cached KV into cells of the request's own, keys rotated to their new place, in some layers.
+
+    orders: which tokens, int32 [n]. source: spans that hold them at any offset. target: spans of offset 0 in pages of
+    the request's own. layers: half-open, at boundaries of `Holding.stages`.
+    """
+
+    orders: NDArray[np.int32]
+    source: tuple[Span, ...]
+    target: tuple[Span, ...]
+    layers: tuple[int, int]
+
+
+Results = Mapping[Want, NDArray[np.float32]]
+"""What a pass wanted, by name; a move brings nothing."""
+
+
+@dataclass(frozen=True)
+class SegmentReport:
+    """What became of one segment: token counts, its retrieval score, and where its reused KV came from.
+
+    tier: "device", "host" or "disk", the coldest of them; None if nothing was reused.
+    """
+
+    id: str
+    title: str
+    tokens: int
+    reused: int
+    recomputed: int
+    tier: str | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a strategy carried out: what decoding continues from, and the account of it.
+
+    spans: every key of the prompt as generated tokens see it.
+    tail: cells of the request's own for the generated tokens.
+    exact_to: "full", "dependency" or None (approximate).
+    logits: float32 [vocab] of the prompt's last token.
+    figures: what else the strategy has to tell, by name.
+    """
+
+    spans: tuple[Span, ...]
+    tail: Run
+    exact_to: Literal["full", "dependency"] | None
+    reports: tuple[SegmentReport, ...]
+    logits: NDArray[np.float32]
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+
+Conversation = Generator[Pass | Move, Results, Plan]
+"""A strategy at work: it yields passes and moves, receives their results, and returns the plan carried out."""

@@ -1,0 +1,133 @@
+"""Knowledge and prompts: documents, chunks, segments in order, and what each segment depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+
+from ragjax.core.errors import RequestError
+from ragjax.core.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Document:
+    """One source text. `id` is unique within a knowledge base."""
+
+    id: str
+    text: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a document as it enters a prompt: `tokens` is the exact token run of `text`.
+
+    behind: digest of the neighbours that its fused KV was computed behind; empty if it was not preprocessed.
+    """
+
+    id: str
+    document_id: str
+    title: str
+    text: str
+    tokens: Tokens
+    behind: bytes = b""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A chunk for a prompt and its similarity to the question (cosine, higher is nearer).
+
+    public: whether its KV may serve every tenant.
+    """
+
+    chunk: Chunk
+    score: float
+    public: bool = False
+
+
+class Kind(StrEnum):
+    """What a segment is to its prompt, which decides what it depends on."""
+
+    SYSTEM = "system"
+    """Depends on everything before it (it comes first)."""
+    CHUNK = "chunk"
+    """Knowledge: depends on the system segments alone when isolated."""
+    NODE = "node"
+    """A run of a dependency tree, of a knowledge-graph path for instance: depends on its ancestors (DepCache, 3.1)."""
+    JOIN = "join"
+    """Depends on everything before it: a question, or a finished turn."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens whose KV is made and kept as a unit (int32 [n]).
+
+    public: whether its KV may serve every tenant, as long as all before it may.
+    behind: as `Chunk.behind`.
+    depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
+        node without an ancestor depends on the leading system segments).
+    """
+
+    id: str
+    kind: Kind
+    tokens: Tokens
+    title: str = ""
+    score: float | None = None
+    public: bool = False
+    behind: bytes = b""
+    depends: tuple[int, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Segments in pre-order. A token's order is its index in the concatenation."""
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise RequestError("the prompt is empty", param="messages")
+        if any(len(s) == 0 for s in self.segments):
+            raise RequestError("a segment of the prompt has no tokens", param="messages")
+        for i, segment in enumerate(self.segments):
+            if any(not 0 <= j < i for j in segment.depends or ()):
+                raise ValueError(f"segment {i} depends on {segment.depends}: only on earlier ones can it")
+
+    def __len__(self) -> int:
+        return sum(len(s) for s in self.segments)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Order of each segment's first token, and the prompt's length as a last entry."""
+        return tuple(int(n) for n in np.cumsum([0, *(len(s) for s in self.segments)]))
+
+    @cached_property
+    def dependencies(self) -> tuple[frozenset[int], ...]:
+        """Indices of all segments that each one depends on, directly or not (DepCache, Algorithm 1, lines 8 and 9)."""
+        system = frozenset(
+            range(next((i for i, s in enumerate(self.segments) if s.kind is not Kind.SYSTEM), len(self)))
+        )
+        found: list[frozenset[int]] = []
+        for i, segment in enumerate(self.segments):
+            if segment.depends is not None:
+                found.append(frozenset(segment.depends).union(*(found[j] for j in segment.depends)))
+            else:
+                found.append(system if segment.kind is Kind.NODE else frozenset(range(i)))
+        return tuple(found)
+
+    @cached_property
+    def public(self) -> int:
+        """Number of leading tokens whose KV may serve every tenant."""
+        private = (i for i, segment in enumerate(self.segments) if not segment.public)
+        return self.starts[next(private, len(self.segments))]
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """All tokens, int32 [len(self)]."""
+        return np.concatenate([s.tokens for s in self.segments])

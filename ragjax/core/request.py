@@ -1,0 +1,216 @@
+"""Requests and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core.errors import RequestError
+from ragjax.core.passes import SegmentReport
+from ragjax.core.prompt import Document
+from ragjax.core.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. temperature 0 is greedy; top_k 0 means no limit."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    """Number of alternatives to report per token (0: the chosen token alone; None: no report)."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_tokens >= 1, "max_tokens must be at least 1", "max_tokens")
+        _check(0.0 <= self.temperature <= 2.0, "temperature must lie in [0, 2]", "temperature")
+        _check(0.0 < self.top_p <= 1.0, "top_p must lie in (0, 1]", "top_p")
+        _check(self.top_k >= 0, "top_k must be at least 0 (0: no limit)", "top_k")
+        _check(len(self.stop) <= 4 and all(self.stop), "stop takes at most 4 non-empty strings", "stop")
+        _check(self.logprobs is None or 0 <= self.logprobs <= 20, "top_logprobs must lie in [0, 20]", "top_logprobs")
+
+
+def _check(ok: bool, message: str, param: str) -> None:
+    if not ok:
+        raise RequestError(message, param=param, code="invalid_value")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Which facts of a knowledge graph a request uses.
+
+    name: of the graph; None uses the engine's default.
+    entities: whose facts; None: of those that the question names.
+    relation_paths: paths brought along, used instead of retrieval; each is entity, relation, entity, …
+    hops: triples of the longest path retrieved (None: 2). paths: most paths of an entity, those most similar to the
+        question (None: 30).
+    serialization: whole paths, or each triple once.
+
+    Raises:
+        RequestError: for a field that would have no effect.
+    """
+
+    name: str | None = None
+    entities: tuple[str, ...] | None = None
+    relation_paths: tuple[tuple[str, ...], ...] | None = None
+    hops: int | None = None
+    paths: int | None = None
+    serialization: Literal["path", "triplet"] = "path"
+
+    def __post_init__(self) -> None:
+        for name in ("name", "entities", "hops", "paths"):
+            both = self.relation_paths is not None and getattr(self, name) is not None
+            _check(not both, f"give {name} or relation_paths, not both", f"rag.graph.{name}")
+        for name in ("entities", "relation_paths"):
+            given = getattr(self, name)
+            _check(given is None or len(given) > 0, f"{name} is empty: give some, or leave it out", f"rag.graph.{name}")
+
+
+@dataclass(frozen=True)
+class Rag:
+    """What knowledge a request uses and how its KV is reused.
+
+    knowledge: name of the knowledge base; None uses the engine's default, if it has one.
+    top_k: chunks to retrieve; None uses the engine's default; 0 retrieves none.
+    strategy: name of the reuse strategy; None uses the engine's default.
+    documents: passages given with the request, used instead of retrieval: each an id of a document in
+        the knowledge base, or a Document.
+    recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy computes anew; None uses its own.
+    graph: facts, used instead of chunks.
+
+    Raises:
+        RequestError: for fields that exclude each other, or a ratio that cannot be.
+    """
+
+    knowledge: str | None = None
+    top_k: int | None = None
+    strategy: str | None = None
+    documents: tuple[str | Document, ...] | None = None
+    recompute_ratio: float | None = None
+    graph: Graph | None = None
+
+    def __post_init__(self) -> None:
+        texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
+        _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
+        _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
+        ratio = self.recompute_ratio
+        _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question. Either `messages` (chat template applied) or `prompt` (raw text, no retrieval).
+
+    tenant salts every cache key: requests of different tenants share no KV.
+    want_logits: hand back the logits of the prompt's last token in the answer.
+    continuation: tokens, int32 [n]: the logits that predict them are wanted as `Answer.scores`, before generation.
+    background: runs only while no other request waits or runs, and is left out of the counters.
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: str | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    rag: Rag | None = field(default_factory=Rag)
+    tenant: str = ""
+    want_logits: bool = False
+    continuation: Tokens | None = None
+    background: bool = False
+
+
+@dataclass(frozen=True)
+class FactReport:
+    """A relation path that stood in the prompt: whose it is, its steps, and its similarity to the question."""
+
+    entity: str
+    steps: tuple[str, ...]
+    score: float
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One generated token, its natural-log probability, and the likeliest alternatives.
+
+    begin: characters of the answer before its text; tokens of one character share it.
+    """
+
+    token: str
+    id: int
+    logprob: float
+    top: tuple[tuple[str, int, float], ...] = ()
+    begin: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Milliseconds. ttft runs from the request's arrival to its first token and includes everything."""
+
+    retrieve: float = 0.0
+    load: float = 0.0
+    prefill: float = 0.0
+    ttft: float = 0.0
+    total: float = 0.0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far an answer is from full attention's, per token: kl in nats, top1 the share of equal likeliest tokens."""
+
+    kl: float
+    top1: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The outcome of a request.
+
+    segments: account for every segment of the prompt. notices: what did not go as configured, a fallback for example.
+    recompute_ratio: what the strategy was asked for; None if it takes none, or went by its own.
+    predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
+    scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
+    figures: as `Plan.figures`. facts: relation paths of the prompt.
+    """
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    strategy: str
+    exact_to: Literal["full", "dependency"] | None
+    segments: tuple[SegmentReport, ...]
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
+    logits: NDArray[np.float32] | None = None
+    notices: tuple[str, ...] = ()
+    recompute_ratio: float | None = None
+    predicted: Divergence | None = None
+    scores: NDArray[np.float32] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    facts: tuple[FactReport, ...] = ()
+
+
+@dataclass(frozen=True)
+class Delta:
+    """New text of a running request (already free of stop strings), with the tokens behind it."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+Event = Delta | Answer
+"""What `Engine.submit` yields: deltas, then exactly one answer."""

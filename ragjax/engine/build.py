@@ -1,0 +1,392 @@
+"""Puts an engine together from a model's name: weights, tokenizer, pool, programs, encoder, knowledge."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.hierarchy import Storage
+from ragjax.cache.policy import POLICIES
+from ragjax.cache.policy.base import Policy
+from ragjax.cache.pool import PagePool
+from ragjax.cache.profile import Profile
+from ragjax.core import ConfigError, Grid, StorageOptions, Want
+from ragjax.engine.api import Engine
+from ragjax.engine.trace import Recorder
+from ragjax.models.adapter import load_model, model_digest
+from ragjax.models.config import ModelConfig
+from ragjax.models.encoder import Encoder
+from ragjax.models.hub import cache_dir, resolve
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.quality.alpha import Alpha
+from ragjax.quality.contract import Contract
+from ragjax.quality.report import Budget, Report, Setting
+from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.document import load as load_documents
+from ragjax.retrieval.graph import KnowledgeGraph
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.path import Triple
+from ragjax.retrieval.reader import read as read_triples
+from ragjax.retrieval.triples import Alias, forward
+from ragjax.reuse import strategies as all_strategies
+from ragjax.reuse.base import Strategy
+from ragjax.reuse.craft import Craft
+from ragjax.runner.runner import Runner
+from ragjax.store.disk import DiskStore
+from ragjax.store.transfer import Mover
+
+_log = logging.getLogger(__name__)
+
+PAGE_SIZE = 64
+ENCODER = "all-minilm-l6-v2"
+
+
+def load_engine(
+    model: str | Path,
+    *,
+    knowledge: str | Path | Mapping[str, str | Path] | None,
+    strategy: str | None,
+    recompute_ratio: float | None,
+    quality_budget: str | None,
+    quality_fallback: str,
+    shadow_rate: float,
+    dtype: str,
+    top_k: int,
+    device_cache_gb: float,
+    max_queue: int,
+    max_context: int | None,
+    index: str,
+    index_dir: str | Path | None,
+    progress: bool,
+    compile: bool,
+    strategies: dict[str, Strategy] | None,
+    storage: StorageOptions,
+    record_trace: str | Path | None,
+    graph: str | Path | Mapping[str, str | Path] | None,
+    graph_dir: str | Path | None,
+) -> Engine:
+    """See `Engine.load`."""
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"unknown dtype {dtype!r}; choose bfloat16 or float32")
+    chosen = all_strategies() if strategies is None else strategies
+    if shadow_rate > 0 and "full" not in chosen:
+        raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
+    setting = _setting(strategy, recompute_ratio, quality_budget, chosen)
+    budget = None if quality_budget is None else Budget.parse(quality_budget)
+    if top_k < 0:
+        raise ConfigError("top_k must be at least 0")
+    policy = _policy(storage)
+    recorder = None if record_trace is None else Recorder(record_trace)
+    use_compilation_cache()
+    local = resolve(model)
+    tokenizer = Tokenizer.load(local.path)
+    decoder = load_model(local, dtype, cache_dir())
+    config = decoder.config
+    tokenizer.check(config)
+    context = _context(config, max_context)
+    identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
+    if strategies is None:
+        chosen = all_strategies(alpha=craft_alpha(identity))
+    contract = Contract(
+        setting,
+        dtype,
+        report=_report(identity, budget, chosen, top_k),
+        budget=budget,
+        fallback=quality_fallback,
+        shadow_rate=shadow_rate,
+    )
+    disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
+    itemsize = jnp.dtype(dtype).itemsize
+    pages = pool_pages(config, device_cache_gb, itemsize, context)
+    grid = _grid(config, context, jax.default_backend())
+    runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
+    if compile:
+        _compile(runner, frozenset().union(*(chosen[name].wants for name in contract.strategies)), progress)
+    mover = Mover(runner, storage.at_rest, disk=disk)
+    encoder = _encoder(progress)
+    tiers = Storage(mover, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
+    engine = Engine(
+        runner,
+        tokenizer,
+        KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants),
+        model_name=local.name,
+        context_length=context,
+        strategies=chosen,
+        default_strategy=setting.strategy,
+        max_queue=max_queue,
+        top_k=top_k,
+        chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
+        open_knowledge=_opener(tokenizer, index, index_dir, encoder),
+        open_graph=_graph_opener(graph_dir, encoder, progress),
+        mover=mover,
+        disk=disk,
+        load_timeout=storage.load_timeout,
+        share_knowledge=storage.share_knowledge,
+        recorder=recorder,
+        contract=contract,
+        identity=identity,
+    )
+    try:
+        for name, source in _sources(knowledge).items():
+            _fill(engine, name, source, progress)
+        for name, source in _sources(graph).items():
+            _fill_graph(engine, name, source, progress)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _setting(strategy: str | None, ratio: float | None, budget: str | None, known: Mapping[str, Strategy]) -> Setting:
+    """What requests get that name no strategy; a budget will pick another.
+
+    Raises:
+        ConfigError: for what contradicts itself, and names that are not known.
+    """
+    if budget is not None and (strategy is not None or ratio is not None):
+        raise ConfigError(
+            "a quality budget picks strategy and recompute ratio: give no --strategy, no --recompute-ratio"
+        )
+    if budget is not None and not {"full", "prefix"} <= known.keys():
+        raise ConfigError("a quality budget needs the strategies full and prefix")
+    name = "prefix" if strategy is None else strategy
+    if name not in known:
+        raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join(known)}")
+    if ratio is not None and not known[name].selective:
+        raise ConfigError(f"the strategy {name} takes no recompute ratio")
+    if ratio is not None and not 0.0 <= ratio <= 1.0:
+        raise ConfigError(f"the recompute ratio must lie in [0, 1], not {ratio!r}")
+    return Setting(name, ratio)
+
+
+def report_path(identity: bytes) -> Path:
+    """Where the quality report of a model is kept, by what its KV depends on."""
+    return cache_dir() / "quality" / f"{identity.hex()}.json"
+
+
+def alpha_path(identity: bytes) -> Path:
+    """Where a model's calibrated alpha of Cache-Craft is kept, by what its KV depends on."""
+    return cache_dir() / "craft" / f"{identity.hex()}.json"
+
+
+def craft_alpha(identity: bytes) -> float:
+    """The calibrated alpha of Cache-Craft, 1 if there is none.
+
+    Raises:
+        ConfigError: if its file cannot be used.
+    """
+    path = alpha_path(identity)
+    return Alpha.load(path, identity.hex()).value if path.exists() else 1.0
+
+
+def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
+    """The model's quality report, as far as it is of known strategies; None if there is none and no budget needs it.
+
+    What Cache-Craft's strategies did by another alpha than they have now is left out.
+
+    Raises:
+        ConfigError: if it cannot be used, or tells nothing of so many chunks.
+    """
+    path = report_path(identity)
+    if budget is None and not path.exists():
+        return None
+    report = Report.load(path, identity.hex())
+    if budget is not None and top_k > report.top_k:
+        raise ConfigError(
+            f"the quality report was made with {report.top_k} chunks a question, and {top_k} are to be retrieved: "
+            f"run python -m ragjax.reuse.gate --top-k {top_k}, or lower --top-k"
+        )
+    changed = {Setting(name) for name, one in known.items() if isinstance(one, Craft) and one.alpha != report.alpha}
+    stale = sorted(m.setting.strategy for m in report.measurements if m.setting in changed)
+    if stale:
+        again = "run python -m ragjax.reuse.gate again"
+        _log.warning("%s: %s had another alpha, %g: %s", path, ", ".join(stale), report.alpha, again)
+    kept = (m for m in report.measurements if m.setting.strategy in known and m.setting not in changed)
+    return replace(report, measurements=tuple(kept))
+
+
+def _policy(storage: StorageOptions) -> Policy:
+    if storage.policy not in POLICIES:
+        raise ConfigError(f"unknown policy {storage.policy!r}; choose one of {', '.join(POLICIES)}")
+    if storage.cost_profile is not None:
+        return POLICIES[storage.policy](Profile.load(Path(storage.cost_profile)))
+    if storage.policy == "pgdsf":
+        raise ConfigError("the policy pgdsf needs a cost profile of this device: make one by python -m benchmarks.cost")
+    return POLICIES[storage.policy](Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0))))  # the others do not ask it
+
+
+def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelConfig, dtype: str) -> DiskStore | None:
+    if storage.disk is None:
+        return None
+    about = {"model": model, "dtype": dtype, "layers": str(config.num_layers), "kv_heads": str(config.num_kv_heads)}
+    return DiskStore.open(storage.disk, identity, about=about, max_bytes=int(storage.disk_gb * 2**30))
+
+
+def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:
+    limits = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in quotas.items()}
+    return limits.get
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs on disk, so that a second start does not compile."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pool_pages(config: ModelConfig, gigabytes: float, itemsize: int, context: int) -> int:
+    """Pages that fit, the scratch page included.
+
+    Raises:
+        ConfigError: if not even one request of full context would fit.
+    """
+    page_bytes = config.kv_bytes_per_token(itemsize) * PAGE_SIZE
+    pages = int(gigabytes * 2**30) // page_bytes
+    least = context // PAGE_SIZE + 2
+    if pages < least:
+        need = least * page_bytes / 2**30
+        raise ConfigError(
+            f"a device cache of {gigabytes:g} GB holds {max(pages, 0) * PAGE_SIZE} tokens; the context of {context} "
+            f"needs {need:.2f} GB: raise --device-cache-gb or lower --max-context"
+        )
+    return pages
+
+
+def _context(config: ModelConfig, max_context: int | None) -> int:
+    if max_context is None:
+        return config.context_length
+    if not 0 < max_context <= config.context_length:
+        raise ConfigError(f"max_context must lie in [1, {config.context_length}], the model's context length")
+    return max_context
+
+
+def _grid(config: ModelConfig, context: int, platform: str) -> Grid:
+    slots = (64, max(128, -(-2 * context // PAGE_SIZE)))
+    if platform == "cpu":
+        return Grid(slots=slots)
+    return Grid(rows=Grid.gpu_rows(config.num_heads // config.num_kv_heads), slots=slots)
+
+
+def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:
+    """Everything KV depends on besides tokens: weights, tokenizer, configuration (RoPE included) and dtype."""
+    whole = hashlib.sha256()
+    for part in (weights, tokenizer.digest, config.to_json().encode(), dtype.encode()):
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.digest()
+
+
+def _compile(runner: Runner, wants: frozenset[Want], progress: bool) -> None:
+    with tqdm(total=len(runner.programs(wants)), desc="compiling", unit="program", disable=not progress) as bar:
+        runner.compile(wants, progress=lambda _: bar.update())
+
+
+def _encoder(progress: bool) -> Callable[[], Encoder]:
+    """Gives the sentence encoder, which is loaded when it is first asked for."""
+
+    @cache
+    def encoder() -> Encoder:
+        loaded = Encoder.load(resolve(ENCODER).path)
+        with tqdm(desc="compiling encoder", unit="program", disable=not progress) as bar:
+            loaded.warmup(lambda done, total: _show(bar, done, total))
+        return loaded
+
+    return encoder
+
+
+def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
+    """Where the knowledge of this name is kept, if anywhere.
+
+    Raises:
+        ConfigError: if the name cannot be a folder's.
+    """
+    if not re.fullmatch(r"\w[\w. -]*", name):
+        raise ConfigError(f"{name!r} cannot name a {kind}: use letters, digits, '_', '-', '.' and spaces")
+    return None if directory is None else Path(directory) / name
+
+
+def _graph_opener(
+    directory: str | Path | None, encoder: Callable[[], Encoder], progress: bool
+) -> Callable[[str], KnowledgeGraph]:
+    """Opens knowledge graphs by name."""
+
+    def open_graph(name: str) -> KnowledgeGraph:
+        with tqdm(desc=f"reading {name}", unit="name", disable=not progress) as bar:
+            folder = _folder(directory, name, "knowledge graph")
+            return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
+
+    return open_graph
+
+
+def _fill_graph(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
+    """Make the graph hold exactly the triples that the source holds; what is there already costs little."""
+    held: set[Triple] = set()
+
+    def noted() -> Iterator[Triple | Alias]:
+        for item in read_triples(source):
+            if isinstance(item, Triple):
+                held.add(forward(item))
+            yield item
+
+    with tqdm(desc=f"importing {name}", unit="item", disable=not progress) as bar:
+
+        def show(what: str, done: int) -> None:
+            bar.set_postfix_str(what, refresh=False)
+            bar.update(done - bar.n)
+
+        engine.add_triples(noted(), name, show)
+    gone = engine.knowledge_graph(name).retain(held)
+    if gone:
+        _log.info("%s: %d triples are no longer in %s and were removed", name, gone, source)
+
+
+def _opener(
+    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], Encoder]
+) -> Callable[[str], KnowledgeBase]:
+    """Opens knowledge bases by name."""
+
+    def open_base(name: str) -> KnowledgeBase:
+        return KnowledgeBase.open(
+            _folder(index_dir, name, "knowledge base"),
+            encode_tokens=partial(tokenizer.encode, special=False, continued=True),
+            encoder=encoder(),
+            model_key=tokenizer.digest.hex(),
+            index_kind=index,
+            name=name,
+        )
+
+    return open_base
+
+
+def _sources(knowledge: str | Path | Mapping[str, str | Path] | None) -> Mapping[str, str | Path]:
+    if knowledge is None:
+        return {}
+    if isinstance(knowledge, str | Path):
+        return {Path(knowledge).resolve().stem: knowledge}
+    return knowledge
+
+
+def _fill(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
+    """Make the knowledge base hold exactly what the source holds."""
+    loaded = load_documents(source)
+    with tqdm(desc=f"indexing {name}", unit="document", disable=not progress) as bar:
+        engine.add_documents(loaded.documents, name, progress=lambda done, total: _show(bar, done, total))
+    gone = engine.document_ids(name) - {document.id for document in loaded.documents}
+    if gone:
+        engine.delete_documents(sorted(gone), name)
+
+
+def _show(bar: tqdm[NoReturn], done: int, total: int) -> None:
+    bar.total = total
+    bar.update(done - bar.n)

@@ -1,0 +1,1 @@
+"""Attention over pages of KV: one op, one file for each backend."""

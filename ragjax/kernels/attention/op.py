@@ -1,0 +1,98 @@
+"""`paged_interval_attention`: the one attention op of ragjax, and the choice of the backend that computes it.
+
+Query rows (any subset of the tokens of many requests) attend to keys that lie in a paged pool, under the rule of
+`slots.visible`. A cached key is stored rotated at the position it was computed at; a slot's RoPE offset moves it to
+where it takes part, without copying or rewriting the page. `attention_ref.py` is the definition, `attention_xla.py`
+the blockwise form for CPU and the fallback, `attention_triton.py` the Pallas kernels for GPUs, `attention_mosaic.py`
+the one for Hopper, `attention_raw.py` the decode kernel that does not need Pallas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+
+from ragjax.kernels.attention import jax_triton as attention_raw
+from ragjax.kernels.attention import mosaic as attention_mosaic
+from ragjax.kernels.attention import reference as attention_ref
+from ragjax.kernels.attention import triton as attention_triton
+from ragjax.kernels.attention import xla as attention_xla
+from ragjax.kernels.device import Device
+from ragjax.kernels.view import View, check
+
+
+class Backend(NamedTuple):
+    """An implementation: `attend(q_THD, view)`, and `refusal(q_THD, view, device)`, why it cannot, or None."""
+
+    attend: Callable[[jax.Array, View], tuple[jax.Array, jax.Array]]
+    refusal: Callable[[jax.Array, View, Device], str | None]
+
+
+BACKENDS: Mapping[str, Backend] = {
+    "reference": Backend(attention_ref.attend, lambda *_: None),
+    "xla": Backend(attention_xla.attend, lambda *_: None),
+    "triton": Backend(attention_triton.attend, attention_triton.refusal),
+    "mosaic": Backend(attention_mosaic.attend, attention_mosaic.refusal),
+    "raw": Backend(attention_raw.attend, attention_raw.refusal),
+}
+
+PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "raw", "xla")}
+"""Backends by platform, best first; others have XLA alone. Mosaic joins where it is asked for by name."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that serves a call, and why those before it do not."""
+
+    backend: str
+    refused: Mapping[str, str]
+
+
+def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = None) -> Choice:
+    """The first backend of the device's list that can serve the call; a named one is tried before the list.
+
+    Only shapes and dtypes are looked at. Raises ValueError if no backend has the name `backend`.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    refused: dict[str, str] = {}
+    listed = PREFERRED.get(device.platform, ("xla",))
+    for name in dict.fromkeys((backend, *listed) if backend else listed):
+        reason = BACKENDS[name].refusal(q_THD, view, device)
+        if reason is None:
+            return Choice(name, refused)
+        refused[name] = reason
+    raise AssertionError("unreachable: XLA refuses nothing")
+
+
+def paged_interval_attention(
+    q_THD: jax.Array, view: View, *, backend: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of rows over the keys of their request that are visible to them.
+
+    Args:
+        q_THD: queries rotated at `view.rows.position_T`; float32, bfloat16 or float16.
+        view: rows, pool, slots and block lists.
+        backend: which implementation computes it; None for the one that `choose` finds for the default device.
+
+    Returns:
+        out [T, H, D] in the dtype of q, and the natural log of the softmax denominator, float32 [T, H]. A row that
+        sees no key gets zeros and -inf.
+
+    Raises:
+        ValueError: naming the argument whose shape, dtype or (outside of jit) value does not fit, or saying why the
+            backend cannot serve the call.
+    """
+    check(q_THD, view)
+    device = Device.of(jax.devices()[0])
+    if backend is None:
+        backend = choose(q_THD, view, device).backend
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")
+    reason = BACKENDS[backend].refusal(q_THD, view, device)
+    if reason is not None:
+        raise ValueError(f"backend {backend!r} cannot serve this call: {reason}")
+    return BACKENDS[backend].attend(q_THD, view)

@@ -1,0 +1,236 @@
+"""`paged_interval_attention` in Pallas for GPUs, lowered through Triton: prefill, selective recompute and decode.
+
+Sources: online softmax as in FlashAttention-2 (arXiv 2307.08691), split-KV as in Flash-Decoding, tiles left out or left
+unmasked as in FlashMask (arXiv 2410.01359). One program serves one KV head and a block of rows; the query heads of a
+group are folded into its rows, so that a page is read once for all of them. It walks its block's list run by run: a
+run has one RoPE offset, by which the query is turned back once, and no page is ever copied or rewritten. Few programs
+are made more by splitting the list; the parts merge by their log-sum-exp.
+
+The lowering is chosen by `pltriton.CompilerParams`, never by default: the default differs between versions of JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from ragjax.core import NEVER
+from ragjax.kernels.attention.split import merge_splits, splits
+from ragjax.kernels.device import Device
+from ragjax.kernels.view import View
+
+LOG2E = 1.4426950408889634
+
+MOST_ROWS = 128
+"""Folded rows of a program at most: more of them spill registers."""
+
+LEAST_ROWS = 16
+"""Folded rows of a program at least: tensor cores take no fewer."""
+
+STAGES = 5
+"""Of Triton's pipeline. A page is found by two loads (slot, then page id), each of which takes a stage: five leave two
+pages in flight, three one.
+"""
+
+TILE = 64 * 128 * 2
+"""Bytes of a page of one KV head that registers and shared memory are best used with: 64 cells of 128 in bfloat16."""
+
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut up.
+
+    rows: folded rows of a program (M); groups: query heads of a KV head with padding; parts: programs of a row block;
+    splits: programs that share a list; warps, stages: of Triton's pipeline.
+    """
+
+    rows: int
+    groups: int
+    parts: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def tiling(q_THD: jax.Array, view: View) -> Tiling:
+    """The cut for these shapes; tests/test_compile.py holds it to what registers and shared memory allow."""
+    t, heads, dim = q_THD.shape
+    _, _, kv_heads, cells, _ = view.pages.k_LPKCD.shape
+    groups = max(pl.next_power_of_2(heads // kv_heads), LEAST_ROWS // view.block_rows)
+    folded = groups * view.block_rows
+    tile = cells * dim * view.pages.k_LPKCD.dtype.itemsize
+    rows = min(folded, MOST_ROWS if tile <= TILE else MOST_ROWS // 2 if tile <= 2 * TILE else LEAST_ROWS)
+    programs = t // view.block_rows * (folded // rows) * kv_heads
+    return Tiling(
+        rows=rows,
+        groups=groups,
+        parts=folded // rows,
+        splits=splits(programs, view.slots.request_S.shape[0]),
+        warps=8 if rows >= 64 or tile > TILE else 4,
+        stages=STAGES if tile <= 2 * TILE else 3,
+    )
+
+
+def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
+    """Why these kernels cannot serve the call on this device, or None."""
+    _, _, _, cells, dim = view.pages.k_LPKCD.shape
+    if lack := device.lacks((8, 0)):
+        return lack
+    if dim not in (64, 128):
+        return f"head dimension {dim} is neither 64 nor 128"
+    if cells < 16 or cells & (cells - 1) or cells > 128:
+        return f"pages of {cells} cells are not of 16, 32, 64 or 128"
+    if view.block_rows & (view.block_rows - 1):
+        return f"row blocks of {view.block_rows} are not a power of two"
+    if view.pages.k_LPKCD.dtype == jnp.uint16:
+        return "pages of bfloat16 bits (uint16) are for CPUs"
+    return None
+
+
+def attend(
+    q_THD: jax.Array, view: View, *, cut: Tiling | None = None, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """See `attention.paged_interval_attention`; `cut` overrides `tiling`, `interpret` runs the kernel on a CPU."""
+    pages, slots, blocks, rotation = view.pages, view.slots, view.blocks, view.rotation
+    cut = cut or tiling(q_THD, view)
+    layers, pool, kv_heads, cells, dim = pages.k_LPKCD.shape
+    q_KXMD = fold(q_THD, kv_heads, cut)
+    programs = q_KXMD.shape[1]
+    order_XM = jnp.repeat(view.rows.order_T, cut.groups).reshape(programs, cut.rows)
+    extent_N2 = jnp.stack([blocks.runs_N, blocks.count_N], axis=1)
+
+    def mine(*shape: int) -> pl.BlockSpec:  # the last rows, which see most, start first
+        return pl.BlockSpec((None, *shape), lambda x, k, j: (programs - 1 - x, *(0,) * len(shape)))
+
+    def listed(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda x, k, j: ((programs - 1 - x) // cut.parts, *(0,) * len(shape)))
+
+    def whole(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec(x.shape, lambda x_, k, j: (0,) * x.ndim)
+
+    pool_spec = pl.BlockSpec((layers, pool, None, cells, dim), lambda x, k, j: (0, 0, k, 0, 0))
+    shared = (
+        slots.page_AS[0], slots.offset_AS[0], slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0],
+        rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1),
+    )  # fmt: skip
+    lists = (blocks.slot_NS, blocks.partial_NU, blocks.end_NU, extent_N2)
+    out_dtype = q_THD.dtype if cut.splits == 1 else jnp.float32
+    out_JKXMD, lse_JKXM = pl.pallas_call(
+        functools.partial(_kernel, scale=view.scale * LOG2E, splits=cut.splits),
+        grid=(programs, kv_heads, cut.splits),
+        in_specs=[
+            pl.BlockSpec((None, None, cut.rows, dim), lambda x, k, j: (k, programs - 1 - x, 0, 0)),
+            mine(cut.rows),
+            pool_spec,
+            pool_spec,
+            *(listed(x.shape[1]) for x in lists),
+            *(whole(x) for x in shared),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, None, cut.rows, dim), lambda x, k, j: (j, k, programs - 1 - x, 0, 0)),
+            pl.BlockSpec((None, None, None, cut.rows), lambda x, k, j: (j, k, programs - 1 - x, 0)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((cut.splits, *q_KXMD.shape), out_dtype),
+            jax.ShapeDtypeStruct((cut.splits, *q_KXMD.shape[:-1]), jnp.float32),
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
+        interpret=interpret,
+        name="paged_interval_attention",
+    )(q_KXMD, order_XM, pages.k_LPKCD, pages.v_LPKCD, *lists, *shared)
+    out_KXMD, lse_KXM = merge_splits(out_JKXMD, lse_JKXM)
+    heads = q_THD.shape[1]
+    return unfold(out_KXMD, heads, cut).astype(q_THD.dtype), unfold(lse_KXM[..., None], heads, cut)[..., 0]
+
+
+def _kernel(
+    q_ref: Any, order_ref: Any, k_ref: Any, v_ref: Any, slot_ref: Any, partial_ref: Any, end_ref: Any, extent_ref: Any,
+    page_ref: Any, offset_ref: Any, key_order_ref: Any, hide_from_ref: Any, hide_until_ref: Any,
+    cos_ref: Any, sin_ref: Any, layer_ref: Any, out_ref: Any, lse_ref: Any, *, scale: float, splits: int,
+) -> None:  # fmt: skip
+    """One program: rows [M, D] of one KV head over its share of their list. Heads are handled as two halves, because
+    Triton cannot cut a tile.
+    """
+    rows, dim = q_ref.shape
+    half = dim // 2
+    order_M1 = order_ref[...][:, None]
+    layer = layer_ref[0]
+    dtype = k_ref.dtype
+    # by default a float32 product would be TF32 on a GPU
+    dot = functools.partial(pltriton.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
+
+    def rotated(offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The query's halves turned by -offset, scaled for base 2."""
+        q1_MR = q_ref[:, pl.ds(0, half)].astype(jnp.float32) * scale
+        q2_MR = q_ref[:, pl.ds(half, half)].astype(jnp.float32) * scale
+        position = jnp.abs(offset)
+        cos_R = cos_ref[position, :]
+        sin_R = jnp.sign(offset).astype(jnp.float32) * sin_ref[position, :]
+        turned = q1_MR * cos_R[None] + q2_MR * sin_R[None], q2_MR * cos_R[None] - q1_MR * sin_R[None]
+        return turned[0].astype(dtype), turned[1].astype(dtype)
+
+    def visit(entry: jax.Array, state: State, q_MR: tuple[jax.Array, jax.Array], masked: bool) -> State:
+        acc_MD, max_M, sum_M = state
+        slot = slot_ref[entry]
+        page = page_ref[slot]
+        logits_MC = dot(q_MR[0], k_ref[layer, page, :, pl.ds(0, half)], trans_b=True)
+        logits_MC += dot(q_MR[1], k_ref[layer, page, :, pl.ds(half, half)], trans_b=True)
+        v_CD = v_ref[layer, page, :, :]
+        if masked:
+            order_C, from_C, until_C = key_order_ref[slot, :], hide_from_ref[slot, :], hide_until_ref[slot, :]
+            hidden_MC = (from_C[None] <= order_M1) & (order_M1 < until_C[None])
+            logits_MC = jnp.where((order_C[None] <= order_M1) & ~hidden_MC, logits_MC, -jnp.inf)
+            # cells nobody may ever see can hold NaN, and 0 * NaN is NaN
+            dead_C = (order_C >= NEVER) | ((from_C <= order_C) & (until_C >= NEVER))
+            v_CD = jnp.where(dead_C[:, None], jnp.zeros((), dtype), v_CD)
+        new_M = jnp.maximum(max_M, logits_MC.max(axis=1))
+        safe_M = jnp.where(new_M == -jnp.inf, 0.0, new_M) if masked else new_M
+        decay_M = jnp.exp2(max_M - safe_M)
+        prob_MC = jnp.exp2(logits_MC - safe_M[:, None])
+        acc_MD = acc_MD * decay_M[:, None] + dot(prob_MC.astype(dtype), v_CD)
+        return acc_MD, new_M, sum_M * decay_M + prob_MC.sum(axis=1)
+
+    count = extent_ref[1]
+    share = (count + splits - 1) // splits
+    low = pl.program_id(2) * share
+    high = jnp.minimum(low + share, count)
+
+    def run(u: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
+        begin, state = carry
+        partial, end = partial_ref[u], end_ref[u]
+        q_MR = rotated(offset_ref[slot_ref[begin]])
+        for first, last, masked in ((begin, partial, False), (partial, end, True)):
+            step = functools.partial(visit, q_MR=q_MR, masked=masked)
+            state = lax.fori_loop(jnp.maximum(first, low), jnp.minimum(last, high), step, state)
+        return end, state
+
+    start = jnp.zeros((rows, dim), jnp.float32), jnp.full((rows,), -jnp.inf), jnp.zeros((rows,), jnp.float32)
+    _, (acc_MD, max_M, sum_M) = lax.fori_loop(0, extent_ref[0], run, (jnp.int32(0), start))
+    dead_M = (sum_M == 0.0) | (order_ref[...] < 0)
+    safe_M = jnp.where(dead_M, 1.0, sum_M)
+    out_ref[...] = jnp.where(dead_M[:, None], 0.0, acc_MD / safe_M[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = jnp.where(dead_M, -jnp.inf, (max_M + jnp.log2(safe_M)) / LOG2E)
+
+
+def fold(x_THD: jax.Array, kv_heads: int, cut: Tiling) -> jax.Array:
+    """[T, H, D] to [K, X, M, D], X programs of M rows each: the heads of a group beside one another, padded."""
+    t, heads, dim = x_THD.shape
+    x_TKGD = x_THD.reshape(t, kv_heads, heads // kv_heads, dim)
+    x_TKGD = jnp.pad(x_TKGD, ((0, 0), (0, 0), (0, cut.groups - heads // kv_heads), (0, 0)))
+    return x_TKGD.swapaxes(0, 1).reshape(kv_heads, -1, cut.rows, dim)
+
+
+def unfold(x_KXMD: jax.Array, heads: int, cut: Tiling) -> jax.Array:
+    """[K, X, M, D] back to [T, H, D]."""
+    kv_heads, _, _, dim = x_KXMD.shape
+    x_KTGD = x_KXMD.reshape(kv_heads, -1, cut.groups, dim)[:, :, : heads // kv_heads]
+    return x_KTGD.swapaxes(0, 1).reshape(-1, heads, dim)

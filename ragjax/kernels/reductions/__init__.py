@@ -1,0 +1,1 @@
+"""What selection methods measure of a layer, and its backends."""

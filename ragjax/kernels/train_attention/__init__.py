@@ -1,0 +1,1 @@
+"""Attention of training, with gradients, under the same visibility rule."""

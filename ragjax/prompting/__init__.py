@@ -1,0 +1,1 @@
+"""Prompts made of messages, chunks and facts."""

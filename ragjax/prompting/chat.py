@@ -1,0 +1,138 @@
+"""From messages and retrieved chunks to a prompt of segments.
+
+The chat template is rendered once and cut where the chunks go, at the start of the last user message:
+
+    system = template up to the first user message | join = earlier turns | chunks | join = question, answer's head
+
+so that the system segment, behind which isolated chunks are computed, is the same in every turn. What users and
+documents write is encoded as plain text: it can never become a control token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens
+from ragjax.core.depprompt import TreeNode, branches
+from ragjax.models.tokenizer import CONTEXT, Pieces, Tokenizer
+from ragjax.retrieval.path import Subgraph
+
+INSTRUCTION = "Answer the question in one short sentence, using the passages."
+"""System message of requests with knowledge that bring none of their own."""
+
+GRAPH_INSTRUCTION = "Answer the question in one short sentence, using the facts."
+"""The same of requests with facts of a knowledge graph."""
+
+
+def chat_prompt(
+    tokenizer: Tokenizer, messages: Sequence[Message], hits: Sequence[Hit] | None, *, public: bool = False
+) -> Prompt:
+    """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
+
+    public: whether the KV of our own instruction may serve every tenant.
+
+    Raises:
+        RequestError: if there is no user message at the end, or the template refuses the messages.
+    """
+    _check(messages)
+    if hits is None:
+        pieces = tokenizer.chat_pieces(messages)
+        return Prompt((_segment("question", Kind.JOIN, _joined(tokenizer.encode_pieces(pieces))),))
+    before, question = _frame(tokenizer, messages, INSTRUCTION, public)
+    return Prompt((*before, *map(chunk_segment, hits), question))
+
+
+def graph_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    subgraphs: Sequence[Subgraph],
+    *,
+    trees: bool = True,
+    public: bool = False,
+    share: bool = False,
+) -> Prompt:
+    """The prompt of a chat with facts, a line for each relation path (DepCache, section 2.1).
+
+    trees: merge the paths of each entity into a tree of tokens; otherwise they stand one behind the other, as a chunk.
+    public: as in `chat_prompt`. share: whether the KV of the facts may serve every tenant.
+
+    Raises:
+        RequestError: as `chat_prompt`.
+    """
+    _check(messages)
+    before, question = _frame(tokenizer, messages, GRAPH_INSTRUCTION, public)
+    segments = list(before)
+    for subgraph in subgraphs:
+        lines = [f"{path.text}\n" for path in subgraph.paths]
+        score = max((path.score for path in subgraph.paths), default=0.0)
+        if trees:
+            paths = tuple(tokenizer.encode(line, special=False, continued=True) for line in lines)
+            tree = TreeNode(subgraph.entity, paths, subgraph.entity, score=score, public=share)
+            segments += branches(tree, len(segments))
+        elif lines:
+            text = "".join(lines)
+            tokens = tokenizer.encode(text, special=False, continued=True)
+            chunk = Chunk(subgraph.entity, subgraph.entity, subgraph.entity, text, tokens)
+            segments.append(chunk_segment(Hit(chunk, score, share)))
+    return Prompt((*segments, question))
+
+
+def _check(messages: Sequence[Message]) -> None:
+    if not messages or messages[-1].role != "user":
+        raise RequestError("the last message must be the user's", param="messages")
+    if not messages[-1].content.strip():
+        raise RequestError("the last message is empty", param="messages")
+    if any(CONTEXT in message.content for message in messages):
+        raise RequestError("a message contains reserved private-use characters", param="messages")
+
+
+def _frame(
+    tokenizer: Tokenizer, messages: Sequence[Message], instruction: str, public: bool
+) -> tuple[tuple[Segment, ...], Segment]:
+    """What stands before the knowledge, and what behind it."""
+    own = messages[0].role == "system"
+    if not own:
+        messages = (Message("system", instruction), *messages)
+    question = Message("user", f"{CONTEXT}Question: {messages[-1].content.strip()}")
+    pieces = tokenizer.chat_pieces((*messages[:-1], question))
+    context = pieces.index((CONTEXT, False))
+    system = _end_of_system(tokenizer, messages, pieces)
+    runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
+    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own)
+    history = _joined(runs[system:context])
+    before = (head, *((_segment("history", Kind.JOIN, history),) if len(history) else ()))
+    return before, _segment("question", Kind.JOIN, _joined(runs[context + 1 :]))
+
+
+def chunk_segment(hit: Hit) -> Segment:
+    """A chunk as it stands in prompts."""
+    chunk = hit.chunk
+    return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind)
+
+
+def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
+    """The prompt of a raw text completion: one join."""
+    tokens = tokenizer.encode(text, special=False)
+    if tokenizer.add_bos and tokenizer.bos_id is not None:
+        tokens = np.concatenate([np.array([tokenizer.bos_id], np.int32), tokens])
+    if not len(tokens):
+        raise RequestError("the prompt is empty", param="prompt")
+    return Prompt((_segment("prompt", Kind.JOIN, tokens),))
+
+
+def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces) -> int:
+    """Number of pieces before what the first user says: those that the first turn began with."""
+    first = next(i for i, message in enumerate(messages) if message.role == "user")
+    opening = tokenizer.chat_pieces((*messages[:first], Message("user", CONTEXT)))
+    opening = opening[: opening.index((CONTEXT, False))]
+    return next((i for i, (a, b) in enumerate(zip(opening, pieces, strict=False)) if a != b), len(opening))
+
+
+def _joined(runs: Sequence[Tokens]) -> Tokens:
+    return np.concatenate([np.zeros(0, np.int32), *runs])
+
+
+def _segment(name: str, kind: Kind, tokens: Tokens) -> Segment:
+    return Segment(name, kind, tokens)

@@ -1,0 +1,137 @@
+"""fuse: a chunk computed behind its nearest neighbours, offline (FusionRAG, section 3.1, equation 10).
+
+The prompt is system, neighbours (most similar first, as the paper lists them), and the chunk. With X = all before the
+chunk, the chunk's KV is computed at positions |X| and on over the KV of the system prompt and of the neighbours. These
+always contribute their isolated KV, computed behind the system prompt alone (the one that `naive` keeps) and moved to
+its place: taking fused KV where there is some would make the outcome depend on the order in which chunks are fused.
+
+The outcome is kept as method "fusion", under the system prompt and the digest of the neighbours; its first K is rotated
+at |X|. Without neighbours there is nothing to fuse, and the chunk's isolated KV is what is computed and kept.
+
+No request can name this strategy: `ragjax.preprocess` gives it to the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ragjax.cache.cache import KnowledgeCache, neighbours_digest
+from ragjax.cache.match import Lease
+from ragjax.cache.tree import PUBLIC, Provenance
+from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Segment, Span, Tokens, Want
+from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
+from ragjax.reuse.fusion import METHOD
+from ragjax.reuse.influence import record
+from ragjax.reuse.naive import Naive
+from ragjax.reuse.stitch import keep_system, missing, system_account
+
+
+class Fuse:
+    """Computes the last chunk of a prompt behind the others, and keeps its KV.
+
+    record: keep with it how much attention it gave to its neighbours, which `fusion+craft` selects by.
+    """
+
+    name = "fuse"
+    selective = False
+
+    def __init__(self, *, record: bool = False):
+        self.record = record
+        self.wants = frozenset({Want.LOGITS, Want.SEGMENT_MASS} if record else {Want.LOGITS})
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the system prompt, each neighbour behind it, and as the last one what will be kept."""
+        context = prompt.tokens[: _head(prompt)]
+        return (
+            *cache.keys_of(context, (), tenant),
+            *(_key(cache, context, segment, b"", tenant) for segment in _neighbours(prompt)),
+            _key(cache, context, prompt.segments[-1], _behind(prompt), tenant),
+        )
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        """At most two passes: what is missing of the system prompt and the neighbours, then the chunk."""
+        system, last = _head(prompt), len(prompt.segments) - 1
+        matched = context = holding.prefix(prompt.tokens[:system])
+        rest = most_slots(len(prompt) - system + holding.decode_tokens, len(prompt.segments), holding.page_size)
+        runs, system_hit = usable(context, system, holding.slots - rest, holding.page_size)
+        others = segments_of(prompt, Kind.CHUNK)[:-1]
+        leases = {i: holding.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in others}
+        found = {i: lease for i, lease in leases.items() if lease is not None}
+        fresh_system = holding.reserve(system - system_hit) if system > system_hit else None
+        fresh = {i: holding.reserve(len(prompt.segments[i])) for i in others if i not in found}
+        own = holding.reserve(len(prompt.segments[last]))
+        tail = holding.reserve(holding.decode_tokens)
+
+        system_spans = lease_spans(context, 0, runs=runs)
+        if fresh_system is not None:
+            system_spans = (*system_spans, Span.consecutive(system_hit, fresh_system))
+        if fresh_system is not None or fresh:
+            yield missing(prompt, system_hit, system, fresh, system_spans)
+        if fresh_system is not None:
+            context = keep_system(prompt, holding, context, system_hit, fresh_system)
+        for i, piece in fresh.items():
+            _keep(holding, context, prompt.segments[i], piece, system, b"")
+
+        place = prompt.starts[last]
+        spans = (
+            *system_spans,
+            *(span for i, lease in found.items() for span in lease_spans(lease, prompt.starts[i])),
+            *(Span.consecutive(prompt.starts[i], run, prompt.starts[i] - system) for i, run in fresh.items()),
+            Span.consecutive(place, own),
+        )
+        rows = orders(place, len(prompt))
+        results = yield Pass(rows, rows, spans, self.wants, (len(prompt) - 1,))
+        mass = results.get(Want.SEGMENT_MASS)
+        meta = b"" if mass is None else record(prompt, last, rows, mass).encode()
+        _keep(holding, context, prompt.segments[last], own, place, _behind(prompt), meta)
+
+        reused, tiers = system_account(prompt, matched, system_hit)
+        reused |= {i: len(prompt.segments[i]) for i in found}
+        tiers |= {i: lease.tier() for i, lease in found.items()}
+        exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not holding.lossy
+        return Plan(spans, tail, "full" if exact else None, report(prompt, reused, tiers), results[Want.LOGITS][0])
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        """Nobody asked for an answer."""
+
+
+def _head(prompt: Prompt) -> int:
+    """Tokens of the leading system segments.
+
+    Raises:
+        ValueError: if the prompt is not system segments and chunks, in this order.
+    """
+    system = len(segments_of(prompt, Kind.SYSTEM))
+    chunks = tuple(range(system, len(prompt.segments)))
+    if not system or not chunks or segments_of(prompt, Kind.CHUNK) != chunks:
+        raise ValueError("to fuse takes a system prompt, neighbours, and a chunk at the end")
+    return prompt.starts[system]
+
+
+def _neighbours(prompt: Prompt) -> Sequence[Segment]:
+    return [segment for segment in prompt.segments[:-1] if segment.kind is Kind.CHUNK]
+
+
+def _behind(prompt: Prompt) -> bytes:
+    return neighbours_digest(segment.tokens for segment in _neighbours(prompt))
+
+
+def _name(behind: bytes) -> tuple[Provenance, str]:
+    """How a chunk's KV is kept that was computed behind these neighbours."""
+    return (Provenance.APPROXIMATE, METHOD) if behind else (Provenance.ISOLATED, Naive.name)
+
+
+def _key(cache: KnowledgeCache, context: Tokens, segment: Segment, behind: bytes, tenant: str) -> bytes:
+    owner = PUBLIC if segment.public else tenant
+    return cache.key_of(context, segment.tokens, *_name(behind), owner, behind=behind)
+
+
+def _keep(
+    holding: Holding, context: Lease, segment: Segment, run: Run, local_start: int, behind: bytes, meta: bytes = b""
+) -> None:
+    if not context.complete:  # the system prompt itself could not be kept
+        return
+    tokens, public = segment.tokens, segment.public
+    holding.cache.admit_segment(
+        context, tokens, run, local_start, *_name(behind), behind=behind, meta=meta, public=public
+    )

@@ -1,0 +1,1 @@
+"""Compiled programs over the page pool."""

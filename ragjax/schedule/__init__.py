@@ -1,0 +1,1 @@
+"""Requests in progress, and whose rows run next."""

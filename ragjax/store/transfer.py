@@ -1,0 +1,492 @@
+"""Carries out the cache's orders (`cache.tier.Carrier`): KV from the device to host memory, on to disk, and back.
+
+The thread that owns the pool only dispatches: copies out of the pool's pages when a run is saved, and the insertion of
+what has arrived. Waiting, cutting, encoding and files are for worker threads, in three lanes, so that a load, which a
+request waits for, stands behind other loads only. No job waits for another in a worker: it enters its lane when the
+entries it needs are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import accumulate
+from threading import Condition
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import AtRest, Run
+from ragjax.core.tiers import Carrier, Copy, Done, Job, Load, Record, Save, Write
+from ragjax.models.config import ModelConfig
+from ragjax.store import host
+from ragjax.store.codec import Arrays, Codec, cut, rest_dtype
+from ragjax.store.device import Excerpt, cuts
+from ragjax.store.host import Entry, HostStore
+
+Direction = Literal["device_to_host", "host_to_device", "host_to_disk", "disk_to_host"]
+
+
+class Device(Protocol):
+    """What a mover needs of the runner; see there."""
+
+    config: ModelConfig
+    page_size: int
+    storage_dtype: np.dtype[Any]
+
+    def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]: ...  # noqa: D102
+
+    def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]: ...  # noqa: D102
+
+    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt]) -> None: ...  # noqa: D102
+
+
+class Disk(Protocol):
+    """Entries on disk; called from several threads."""
+
+    def write(self, record: Record, arrays: Mapping[str, NDArray[Any]]) -> int:
+        """Keep the arrays, views of longer ones; returns the bytes they take."""
+        ...
+
+    def read(self, key: bytes, expected: Record | None = None) -> Mapping[str, NDArray[Any]]:
+        """The arrays of an entry. Raises if it is missing, damaged, or not what is expected."""
+        ...
+
+
+@dataclass
+class Traffic:
+    """What went one way so far. bytes: moved, by jobs that succeeded; seconds: workers spent on it."""
+
+    jobs: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+    retries: int = 0
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Copies of some pages (their numbers ascending), as they were at one moment."""
+
+    pages: NDArray[np.int32]
+    excerpts: list[Excerpt]
+
+    @cached_property
+    def places(self) -> list[tuple[Excerpt, int]]:
+        """Where each page is: the excerpt, and its index there."""
+        return [(excerpt, i) for excerpt in self.excerpts for i in range(excerpt[0].k_LPKCD.shape[1])]
+
+    def read(self, run: Run, codec: Codec, page_size: int) -> list[NDArray[Any]]:
+        """Keys and values of a run on these pages, [L, K, n, D] each; waits until they are in host memory."""
+        kv_LKTD = [np.empty((codec.layers, codec.heads, run.length, codec.dim), codec.dtype) for _ in "kv"]
+        for page, cells, tokens in _spread(run.start, run.length, page_size):
+            excerpt, index = self.places[int(np.searchsorted(self.pages, run.pages[page]))]
+            layers = range(0, codec.layers, excerpt[0].k_LPKCD.shape[0])
+            for first, stage in zip(layers, excerpt, strict=True):
+                for x_LKTD, copy in zip(kv_LKTD, (stage.k_LPKCD, stage.v_LPKCD), strict=True):
+                    x_LPKCD = host.to_numpy(copy, codec.dtype)
+                    x_LKTD[first : first + len(x_LPKCD), :, tokens] = x_LPKCD[:, index, :, cells]
+        return kv_LKTD
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a job came to; excerpts: yet to be put into the job's pages."""
+
+    bytes: int
+    loss: float = 0.0
+    excerpts: Sequence[Excerpt] = ()
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A job, when it began, and the host entries it keeps."""
+
+    job: Job
+    keeps: Sequence[Entry]
+    start: float = field(default_factory=time.monotonic)
+
+
+class Mover(Carrier):
+    """Moves KV between the tiers of one runner.
+
+    `Done.bytes` are bytes at rest for saves and writes, and bytes put on the device for loads. A read from disk that
+    fails is tried again before it is reported; nothing of a load is inserted unless all of it arrived.
+
+    Args:
+        device: the runner.
+        kind: the encoding of new entries; entries of every kind can be loaded.
+        disk: without it, jobs that need one are refused.
+        workers: threads for loads, and as many for what they consist of; saves and writes have one each.
+        retries: further reads after one from disk failed.
+        notify: called, in any thread, when there is something to poll; must return at once.
+
+    Attributes:
+        notify: may be set anew while nothing is under way.
+        lossy: whether what it saves loses precision.
+        host: the host entries.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kind: AtRest = "raw",
+        *,
+        disk: Disk | None = None,
+        workers: int = 2,
+        retries: int = 1,
+        notify: Callable[[], None] = lambda: None,
+    ):
+        config = device.config
+        dtype = rest_dtype(device.storage_dtype)
+        self._codec = Codec(kind, config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+        self.lossy = kind != "raw"
+        self.host = HostStore()
+        self._device = device
+        self._disk = disk
+        self._retries = retries
+        self.notify = notify
+        self._savers = ThreadPoolExecutor(1, "ragjax-save")
+        self._writers = ThreadPoolExecutor(1, "ragjax-write")
+        self._loaders = ThreadPoolExecutor(workers, "ragjax-load")
+        self._readers = ThreadPoolExecutor(workers, "ragjax-read")  # parts of one load are done side by side
+        self._traffic: dict[Direction, Traffic] = {
+            "device_to_host": Traffic(),
+            "host_to_device": Traffic(),
+            "host_to_disk": Traffic(),
+            "disk_to_host": Traffic(),
+        }
+        self._change = Condition()  # guards the counters and all below
+        self._outstanding = 0
+        self._backlog = 0
+        self._given_up: set[int] = set()
+        self._closed = False
+        self._ready: list[tuple[_Begun, _Outcome | str]] = []
+
+    def size(self, tokens: int) -> int:
+        """Bytes that an entry of so many tokens takes at rest."""
+        return self._codec.size(tokens)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be written to disk, and stay in memory until they are."""
+        with self._change:
+            return self._backlog
+
+    def traffic(self) -> dict[Direction, Traffic]:
+        """What went each way so far."""
+        with self._change:
+            return {direction: replace(traffic) for direction, traffic in self._traffic.items()}
+
+    def save(self, jobs: Sequence[Save]) -> None:
+        """Begin; the runs are read as they are now, before any later step of the pool.
+
+        Raises:
+            ValueError: before anything began, if an entry's number is taken.
+        """
+        self._check_open()
+        numbers = [job.entry for job in jobs]
+        taken = [number for i, number in enumerate(numbers) if number in self.host or number in numbers[:i]]
+        if taken:
+            raise ValueError(f"there is a host entry {taken[0]} already")
+        begun = [self._begin(job, [self.host.begin(job.entry, job.run.length)]) for job in jobs]
+        try:
+            snapshot = self._snapshot(jobs)
+        except Exception as error:  # the pool is lost, or there is no memory for the copies
+            for one in begun:
+                self._finish(one, partial(self._fail, "device_to_host", error))
+            return
+        for job, one in zip(jobs, begun, strict=True):
+            self._submit(self._savers, one, partial(self._save, job, one.keeps[0], snapshot))
+
+    def write(self, jobs: Sequence[Write]) -> None:
+        """Begin.
+
+        Raises:
+            ValueError: before anything began, if there is no disk, no such entry, or the record has other tokens.
+        """
+        self._check_open()
+        for job in jobs:
+            self._check_write(job)
+        for job in jobs:
+            begun = self._begin(job, [self._entry(job.copy)])
+            with self._change:
+                self._backlog += self.size(job.copy.length)
+            self._when_ready(self._writers, begun, partial(self._write, job, begun.keeps[0]))
+
+    def load(self, jobs: Sequence[Load]) -> None:
+        """Begin; a piece whose save is under way is waited for (not here).
+
+        Raises:
+            ValueError: before anything began, if the pieces do not fill the run, if it does not begin with a page, or
+                if a host entry is not there.
+        """
+        self._check_open()
+        for job in jobs:
+            self._check_load(job)
+        for job in jobs:
+            kept = {piece: self._entry(piece) for piece in set(job.pieces) if not isinstance(piece.entry, bytes)}
+            begun = self._begin(job, list(kept.values()))
+            self._when_ready(self._loaders, begun, partial(self._load, job, kept))
+
+    def give_up(self, number: int) -> None:
+        """Put nothing of the load of this number into its pages, whenever it arrives, and do not report it."""
+        with self._change:
+            self._given_up.add(number)
+
+    def forget(self, entries: Iterable[int]) -> None:
+        """Free host entries, each once the jobs begun before have finished.
+
+        Raises:
+            ValueError: if one is not there.
+        """
+        for entry in entries:
+            self.host.forget(entry)
+
+    def poll(self) -> Sequence[Done]:
+        """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
+        with self._change:
+            ready = [one for one in self._ready if not self._is_given_up(one[0].job)]
+            self._given_up -= {one[0].job.number for one in self._ready if isinstance(one[0].job, Load)}
+            self._ready = []
+        return [self._settle(begun, outcome) for begun, outcome in ready]
+
+    def flush(self) -> None:
+        """Wait until workers have finished what was begun: saves are in host memory then, writes on disk."""
+        with self._change:
+            self._change.wait_for(lambda: self._closed or not self._outstanding)
+
+    def close(self, wait: bool = True) -> None:
+        """Begin nothing more. wait: first finish what was begun; otherwise only what a worker is at."""
+        if wait:
+            self.flush()
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        for lane in (self._loaders, self._readers, self._savers, self._writers):
+            lane.shutdown(wait=wait, cancel_futures=True)
+
+    # ------------------------------------------------------------------------------ in the owner's thread
+
+    def _is_given_up(self, job: Job) -> bool:
+        return isinstance(job, Load) and job.number in self._given_up
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the mover is closed")
+
+    def _check_write(self, job: Write) -> None:
+        self._check_piece(job.copy)
+        if isinstance(job.copy.entry, bytes) or self._disk is None:
+            raise ValueError("a write takes a host entry, and a mover with a disk")
+        if len(job.record) != job.copy.length:
+            raise ValueError(f"a record of {len(job.record)} tokens cannot describe a copy of {job.copy.length}")
+
+    def _check_load(self, job: Load) -> None:
+        total, cells = sum(piece.length for piece in job.pieces), len(job.run.pages) * self._device.page_size
+        if total != job.run.length or job.run.start or not total <= cells < total + self._device.page_size:
+            raise ValueError(
+                f"the pieces of load {job.number} do not fill {job.run} from its first cell to its last page"
+            )
+        for piece in job.pieces:
+            self._check_piece(piece)
+
+    def _check_piece(self, piece: Copy) -> None:
+        if isinstance(piece.entry, bytes):
+            if self._disk is None:
+                raise ValueError("an entry on disk is wanted of a mover without one")
+            return
+        tokens = self.host.tokens(piece.entry)
+        if not 0 <= piece.begin <= piece.begin + piece.length <= tokens:
+            raise ValueError(f"{piece} is outside of its entry of {tokens} tokens")
+
+    def _entry(self, piece: Copy) -> Entry:
+        assert isinstance(piece.entry, int)
+        return self.host.use(piece.entry)
+
+    def _begin(self, job: Job, keeps: Sequence[Entry]) -> _Begun:
+        with self._change:
+            self._outstanding += 1
+        return _Begun(job, keeps)
+
+    def _snapshot(self, jobs: Sequence[Save]) -> _Snapshot:
+        """Dispatch copies of the runs' pages, each page once."""
+        pages = np.unique(np.asarray([page for job in jobs for page in job.run.pages], np.int32))
+        excerpts = host.download(self._device.extract(pages))
+        with self._change:
+            self._traffic["device_to_host"].bytes += _bytes(excerpts)
+        return _Snapshot(pages, excerpts)
+
+    def _settle(self, begun: _Begun, outcome: _Outcome | str) -> Done:
+        if isinstance(begun.job, Load) and isinstance(outcome, _Outcome):
+            try:
+                self._device.insert(np.asarray(begun.job.run.pages, np.int32), outcome.excerpts)
+            except Exception as error:  # the pool is lost
+                with self._change:
+                    self._traffic["host_to_device"].failures += 1
+                outcome = _message(error)
+        seconds = time.monotonic() - begun.start
+        if isinstance(outcome, str):
+            return Done(begun.job, outcome, seconds=seconds)
+        return Done(begun.job, None, outcome.bytes, seconds, outcome.loss)
+
+    # --------------------------------------------------------------------------------------- in any thread
+
+    def _when_ready(self, lane: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+        """Have the work done once the entries it reads are there (or known not to come)."""
+        missing = len(begun.keeps)
+
+        def arrived(_: Future[None]) -> None:
+            nonlocal missing
+            with self._change:
+                missing -= 1
+                last = not missing
+            if last:
+                self._submit(lane, begun, work)
+
+        if not begun.keeps:
+            self._submit(lane, begun, work)
+        for entry in begun.keeps:
+            entry.ready.add_done_callback(arrived)
+
+    def _submit(self, lane: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+        with self._change:
+            if not self._closed:  # a lane that shuts down takes nothing
+                lane.submit(self._finish, begun, work)
+
+    def _finish(self, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+        """Do a job's work and report it, whatever comes of it."""
+        outcome: _Outcome | str
+        try:
+            outcome = work()
+        except Exception as error:
+            outcome = _message(error)
+        if isinstance(begun.job, Save) and isinstance(outcome, str):
+            begun.keeps[0].error = outcome
+        with self._change:
+            self._ready.append((begun, outcome))
+        if isinstance(begun.job, Save):
+            begun.keeps[0].ready.set_result(None)  # only now: a save is reported before the jobs that waited for it
+        for entry in begun.keeps:
+            self.host.release(entry)
+        self.notify()
+        with self._change:
+            self._outstanding -= 1
+            if isinstance(begun.job, Write):
+                self._backlog -= self.size(begun.job.copy.length)
+            self._change.notify_all()
+
+    # ------------------------------------------------------------------------------------------ in workers
+
+    def _save(self, job: Save, entry: Entry, snapshot: _Snapshot) -> _Outcome:
+        with self._count("device_to_host"):
+            arrays, loss = self._codec.encode(*snapshot.read(job.run, self._codec, self._device.page_size))
+        self.host.put(entry, arrays)
+        return _Outcome(sum(x.nbytes for x in arrays.values()), loss)
+
+    def _write(self, job: Write, entry: Entry) -> _Outcome:
+        assert self._disk is not None
+        with self._count("host_to_disk") as moved:
+            part = cut(entry.read(), job.copy.begin, job.copy.begin + job.copy.length)
+            moved.bytes = self._disk.write(job.record, part)
+        return _Outcome(moved.bytes)
+
+    def _load(self, job: Load, kept: Mapping[Copy, Entry]) -> _Outcome:
+        ends: dict[bytes, int] = {}
+        expected: dict[bytes, Record | None] = {}
+        for piece in job.pieces:
+            if isinstance(piece.entry, bytes):
+                ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
+                expected[piece.entry] = piece.record
+        read = dict(zip(ends, self._readers.map(self._read, ends, ends.values(), expected.values()), strict=True))
+        with self._count("host_to_device") as moved:
+            # in the parts that the device takes at once, so that nothing is copied twice
+            parts = self._parts(len(job.run.pages))
+            places = [(part, i) for part in parts for i in range(part[0].shape[1])]
+
+            def fill(piece: Copy, end: int) -> None:
+                arrays = read[piece.entry] if isinstance(piece.entry, bytes) else kept[piece].read()
+                kv_LKTD = self._codec.decode(cut(arrays, piece.begin, piece.begin + piece.length))
+                for page, cells, tokens in _spread(end - piece.length, piece.length, self._device.page_size):
+                    pages, i = places[page]
+                    for x_LPKCD, x_LKTD in zip(pages, kv_LKTD, strict=True):
+                        x_LPKCD[:, i, :, cells] = x_LKTD[:, :, tokens]
+
+            list(self._readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
+            moved.bytes = sum(x.nbytes for pages in parts for x in pages)
+            uploaded = self._readers.map(lambda pages: self._device.upload(*pages), parts)
+            return _Outcome(moved.bytes, excerpts=[excerpt for part in uploaded for excerpt in part])
+
+    def _read(self, key: bytes, tokens: int, expected: Record | None) -> Arrays:
+        with self._count("disk_to_host") as moved:
+            arrays = self._try_to_read(key, expected, moved)
+            self._codec.check(arrays, tokens)
+            moved.bytes = sum(x.nbytes for x in arrays.values())
+        return arrays
+
+    def _try_to_read(self, key: bytes, expected: Record | None, moved: Traffic) -> Arrays:
+        assert self._disk is not None
+        errors: list[Exception] = []
+        while len(errors) <= self._retries:
+            moved.retries = len(errors)
+            try:
+                return self._disk.read(key, expected)
+            except Exception as error:
+                errors.append(error)
+        raise errors[0]  # a damaged entry is set aside, and missing from then on
+
+    def _parts(self, pages: int) -> list[list[NDArray[Any]]]:
+        """Empty pages for keys and for values, part by part. Cells that no token fills must be finite.
+
+        All lie in one array, which has huge pages if it is large: the rest of their memory is quicker to come by.
+        """
+        codec = self._codec
+        page = (codec.heads, self._device.page_size, codec.dim)
+        whole = np.zeros((2, codec.layers * pages, *page), codec.dtype)
+        return [
+            [x[codec.layers * part.start : codec.layers * part.stop].reshape(codec.layers, -1, *page) for x in whole]
+            for part in cuts(pages)
+        ]
+
+    def _fail(self, direction: Direction, error: Exception) -> _Outcome:
+        with self._count(direction):
+            raise error
+
+    @contextmanager
+    def _count(self, direction: Direction) -> Iterator[Traffic]:
+        """Measure a movement; what it sets of the `Traffic` it gets is added too."""
+        start = time.monotonic()
+        moved = Traffic()
+        failed = True
+        try:
+            yield moved
+            failed = False
+        finally:
+            with self._change:
+                total = self._traffic[direction]
+                total.jobs += not failed
+                total.failures += failed
+                total.retries += moved.retries
+                total.bytes += 0 if failed else moved.bytes
+                total.seconds += time.monotonic() - start
+
+
+def _spread(start: int, length: int, page_size: int) -> Iterator[tuple[int, slice, slice]]:
+    """Tokens from cell `start` of the first page on: index of each page, cells on it, tokens in them."""
+    end = start + length
+    for page in range(start // page_size, -(-end // page_size)):
+        first, last = max(start, page * page_size), min(end, (page + 1) * page_size)
+        yield page, slice(first - page * page_size, last - page * page_size), slice(first - start, last - start)
+
+
+def _bytes(excerpts: Iterable[Excerpt]) -> int:
+    return sum(stage.k_LPKCD.nbytes + stage.v_LPKCD.nbytes for excerpt in excerpts for stage in excerpt)
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,116 @@
+"""Teacher-forced scores, futures and background requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragjax.core import Kind as SegmentKind
+from ragjax.core import Prompt, RequestError, Segment
+from ragjax.engine import Engine
+from ragjax.reuse.full import Full
+from tests.support import tiny
+
+FORCED = np.array([5, 17, 200, 3, 90], np.int32)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    with tiny.engine() as made:
+        yield made
+        made.audit()
+
+
+@pytest.mark.parametrize("strategy", ["full", "prefix"])
+@pytest.mark.parametrize("max_tokens", [1, 4, 9])
+def test_scores_are_the_logits_that_predict_the_continuation(engine: Engine, strategy: str, max_tokens: int) -> None:
+    prompt = tiny.prompt(3)
+    plain = engine.answer_prompt(prompt, strategy="full", max_tokens=max_tokens)
+    answer = engine.answer_prompt(prompt, strategy=strategy, continuation=FORCED, max_tokens=max_tokens)
+    tokens = np.concatenate([prompt.tokens, FORCED])
+    dense = np.asarray(tiny.decoder().logits(jnp.asarray(tokens)))[len(prompt) - 1 : -1]
+    assert answer.scores is not None and answer.scores.shape == dense.shape
+    np.testing.assert_allclose(answer.scores, dense, atol=2e-4)
+    assert answer.tokens == plain.tokens, "what is forced leaves nothing behind"
+
+
+def test_scores_of_one_token_are_the_prompts_last_logits(engine: Engine) -> None:
+    answer = engine.answer_prompt(tiny.prompt(4), continuation=FORCED[:1], want_logits=True, max_tokens=1)
+    assert answer.scores is not None and answer.logits is not None
+    np.testing.assert_array_equal(answer.scores[0], answer.logits)
+
+
+def test_a_continuation_that_does_not_fit_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="exceed the context"):
+        engine.answer_prompt(tiny.prompt(4), continuation=np.zeros(2000, np.int32), max_tokens=1)
+
+
+def test_a_ratio_for_a_strategy_that_takes_none_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="full takes no recompute_ratio"):
+        engine.answer_prompt(tiny.prompt(4), strategy="full", recompute_ratio=0.5, max_tokens=1)
+
+
+class Gated(Full):
+    """Waits before its pass until the gate is open."""
+
+    name = "gated"
+
+    def __init__(self) -> None:
+        self.reached, self.gate = threading.Event(), threading.Event()
+
+    def carry_out(self, prompt: Prompt, holding: object, ratio: float | None = None) -> object:
+        self.reached.set()
+        assert self.gate.wait(30)
+        return (yield from super().carry_out(prompt, holding, ratio))  # type: ignore[arg-type]
+
+
+def test_background_requests_let_others_pass_and_are_not_counted() -> None:
+    with tiny.engine() as engine:
+        ends: list[str] = []
+        gated = Gated()
+        first = engine.begin_prompt(tiny.prompt(0), strategy=gated, max_tokens=3)  # keeps the engine's thread busy
+        assert gated.reached.wait(30)
+        behind = [engine.begin_prompt(tiny.prompt(i), max_tokens=3, background=True) for i in range(12)]
+        before = [engine.begin_prompt(tiny.prompt(i), max_tokens=3) for i in range(20, 24)]
+        for name, futures in (("background", behind), ("other", before)):
+            for future in futures:
+                future.add_done_callback(lambda _, name=name: ends.append(name))
+        gated.gate.set()
+        wait([first, *behind, *before])
+        assert ends == ["other"] * 4 + ["background"] * 12
+        alone = engine.answer_prompt(tiny.prompt(5), strategy="full", max_tokens=3)
+        assert behind[5].result().tokens == alone.tokens
+        assert sum(engine.stats()["requests_total"].values()) == 6  # type: ignore[union-attr]
+        engine.audit()
+
+
+def test_background_requests_make_room() -> None:
+    big = Prompt((Segment("q", SegmentKind.JOIN, np.arange(200, dtype=np.int32)),))
+    with tiny.engine(pages=40) as engine:
+        behind = [engine.begin_prompt(big, strategy="full", max_tokens=24, background=True) for _ in range(4)]
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+        answers = [engine.answer_prompt(tiny.prompt(i), strategy="full", max_tokens=2) for i in range(3)]
+        assert all(len(answer.tokens) == 2 and not answer.notices for answer in answers)
+        assert len({future.result(60).tokens for future in behind}) == 1
+        engine.audit()
+
+
+def test_a_cancelled_future_cancels_its_request() -> None:
+    with tiny.engine() as engine:
+        gated = Gated()
+        future = engine.begin_prompt(tiny.prompt(0), strategy=gated, max_tokens=500)
+        assert gated.reached.wait(30)
+        assert future.cancel()
+        gated.gate.set()
+        with pytest.raises(CancelledError):
+            future.result()
+        while not engine.stats()["cancelled_total"]:
+            time.sleep(0.001)
+        assert not engine.stats()["running"]
+        engine.audit()

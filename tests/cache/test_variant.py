@@ -1,0 +1,339 @@
+"""Variants of a chunk: so many in all, the least reused leaves; and the paths on which they are found again."""
+
+import numpy as np
+import pytest
+
+from ragjax.cache.cache import neighbours_digest
+from ragjax.cache.policy.craft import LOWEST_CFO
+from ragjax.cache.tree import Node, Provenance
+from ragjax.cache.variant import Variants
+from tests.support.transfers import BYTES, Bench, FakeShelf, alternatives, keyed_content, tokens
+
+APPROXIMATE = Provenance.APPROXIMATE
+SYSTEM = [1] * 4
+CHUNK = [6, 7]
+
+
+def put(bench, behind, ids=CHUNK, **options):
+    bench.put_segment(SYSTEM, ids, APPROXIMATE, "craft", behind=behind, variant=True, **options)
+
+
+def has(bench, behind, ids=CHUNK, **options):
+    return bench.has_segment(SYSTEM, ids, APPROXIMATE, "craft", behind=behind, variant=True, **options)
+
+
+def kept(bench, ids=CHUNK):
+    """The chunk's variants, by what they were computed behind, in the order of their making; no look-up of them."""
+    digests = {neighbours_digest([tokens(n)]): n for n in range(100)}
+    return [digests[node.behind] for node in bench.cache.variants(tokens(*ids), "craft")]
+
+
+def make(limit=3, **options):
+    bench = Bench(64, variants=limit, **options)
+    bench.put(SYSTEM)
+    return bench
+
+
+# ------------------------------------------------------------------------------------------ the counting
+
+
+def node():
+    return Node("", tokens(1).tobytes(), None, 0)
+
+
+def test_reuse_is_the_sum_of_one_over_the_overhead():
+    variants, one = Variants(5), node()
+    variants.add(one)
+    assert variants.reuse(one) == 0
+    for cfo in (0.5, 1.0, 0.0):
+        variants.use(one, cfo)
+    assert variants.reuse(one) == pytest.approx(2 + 1 + 1 / LOWEST_CFO)
+    other = node()
+    variants.use(other, 0.5)  # it came from disk
+    assert len(variants) == 2 and variants.reuse(other) == 2
+
+
+def test_the_least_reused_leaves_and_of_equals_the_oldest():
+    variants, nodes = Variants(2), [node() for _ in range(5)]
+    for one in nodes:
+        variants.add(one)
+    for one, cfo in ((nodes[0], 0.1), (nodes[3], 1.0)):
+        variants.use(one, cfo)
+    assert [variants.excess() for _ in range(4)] == [nodes[1], nodes[2], nodes[4], None]
+    assert len(variants) == 2
+
+
+@pytest.mark.parametrize("why", ["pins", "loading"])
+def test_what_is_in_use_does_not_leave_and_may_later(why):
+    variants, nodes = Variants(1), [node() for _ in range(3)]
+    for one in nodes:
+        variants.add(one)
+        setattr(one, why, 1)
+    setattr(nodes[2], why, 0)
+    assert variants.excess() is nodes[2] and variants.excess() is None
+    setattr(nodes[0], why, 0)
+    assert variants.excess() is nodes[0] and variants.excess() is None
+
+
+def test_what_has_left_by_itself_counts_no_more():
+    variants, nodes = Variants(2), [node() for _ in range(4)]
+    for one in nodes:
+        variants.add(one)
+    variants.use(nodes[0], 0.01)
+    variants.use(nodes[1], 0.01)
+    nodes[0].dead = nodes[1].dead = True
+    assert variants.excess() is None and len(variants) == 2
+    assert len(variants._heap) == 2
+
+
+# ---------------------------------------------------------------------------------------- in the cache
+
+
+def test_a_chunk_gets_a_variant_for_each_prefix_it_is_met_behind():
+    bench = make()
+    for first in (10, 11):
+        assert not has(bench, [[first]])
+        put(bench, [[first]])
+        assert has(bench, [[first]])
+    assert kept(bench) == [10, 11]
+    put(bench, [[10]])  # is there
+    assert kept(bench) == [10, 11]
+    assert not has(bench, [[10], [11]]) and not has(bench, [[11], [10]])
+    bench.audit()
+
+
+def test_one_chunk_may_have_all_the_variants_or_each_of_many_one():
+    bench = make(limit=3)
+    for first in (10, 11, 12):
+        put(bench, [[first]])
+    assert kept(bench) == [10, 11, 12]
+    for first in (20, 21, 22):
+        put(bench, [[10]], ids=[first, first])
+    assert kept(bench) == [] and all(kept(bench, [n, n]) == [10] for n in (20, 21, 22))
+    bench.audit()
+
+
+def test_the_variant_that_was_reused_least_leaves():
+    bench = make(limit=3)
+    for first, times, cfo in ((10, 1, 0.1), (11, 3, 1.0), (12, 2, 1.0)):
+        put(bench, [[first]])
+        for _ in range(times):
+            assert has(bench, [[first]], cfo=cfo)
+    put(bench, [[13]])  # itself the least, but for its being in use
+    assert kept(bench) == [10, 11, 12]
+    for first in (12, 12, 12):
+        assert has(bench, [[first]])
+    with bench.match(SYSTEM) as lease:  # the new one is in use: of the others 11 was reused 3 times, 12 5 times
+        run = bench.reserve(2)
+        bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[14]]))
+        digest = neighbours_digest([tokens(14)])
+        bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, variant=True)
+        bench.cache.free(run)
+    assert kept(bench) == [10, 11, 12]
+    bench.audit()
+
+
+def test_variants_in_use_do_not_leave():
+    bench = make(limit=2)
+    for first in (10, 11):
+        put(bench, [[first]])
+    with bench.match(SYSTEM) as context:
+        leases = [
+            bench.cache.match_segment(
+                context, tokens(*CHUNK), APPROXIMATE, "craft", behind=neighbours_digest([tokens(n)])
+            )
+            for n in (10, 11)
+        ]
+        put(bench, [[12]])
+        assert kept(bench) == [10, 11]
+        for lease in leases:
+            lease.release()
+    bench.audit()
+
+
+def test_isolated_chunks_are_not_limited():
+    bench = make(limit=1)
+    for first in range(10, 15):
+        bench.put_segment(SYSTEM, [first])
+    assert all(bench.has_segment(SYSTEM, [first]) for first in range(10, 15))
+
+
+def test_other_kv_behind_neighbours_is_not_limited():
+    bench = make(limit=1)
+    for first in range(10, 15):
+        bench.put_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[first]])
+    assert all(bench.has_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[n]]) for n in range(10, 15))
+    put(bench, [])  # behind the system prompt alone: a variant like the others
+    put(bench, [[10]])
+    assert kept(bench) == [10]
+
+
+def test_the_first_variant_that_is_kept_is_matched():
+    bench = make(limit=9)
+    for first in (10, 11):
+        put(bench, [[first]])
+    tried = [(neighbours_digest([tokens(n)]), 0.25) for n in (12, 11, 10)]
+    with bench.match(SYSTEM) as context:
+        missed = bench.cache.metrics.missed_tokens
+        lease = bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried)
+        assert lease.node.behind == neighbours_digest([tokens(11)]) and bench.cache._variants.reuse(lease.node) == 4
+        lease.release()
+        assert bench.cache.metrics.missed_tokens == missed
+        assert bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried[:1]) is None
+        assert bench.cache.metrics.missed_tokens == missed + len(CHUNK)
+    bench.audit()
+
+
+def test_variants_are_listed_for_what_they_were_computed_on():
+    bench = make()
+    put(bench, [[10]])
+    bench.put([2, 2])
+    bench.put_segment([2, 2], CHUNK, APPROXIMATE, "craft", behind=[[11]], variant=True)
+    assert len(bench.cache.variants(tokens(*CHUNK), "craft")) == 2
+    for context, behind in ((SYSTEM, [10]), ([2, 2], [11]), ([3], None)):
+        listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*context))
+        assert [node.behind for node in listed] == ([neighbours_digest([tokens(*behind)])] if behind else [])
+
+
+def test_variants_that_were_evicted_make_room_for_others():
+    bench = make(limit=3)
+    for first in (10, 11, 12):
+        put(bench, [[first]])
+    bench.cache.clear()
+    bench.put(SYSTEM)
+    for first in (20, 21, 22):
+        put(bench, [[first]])
+    assert kept(bench) == [20, 21, 22]
+
+
+def test_a_variant_that_left_is_not_put_on_disk_and_one_that_comes_from_there_counts():
+    shelf = FakeShelf()
+    bench = make(limit=2, host_bytes=200 * BYTES, shelf=shelf)
+    for first in (10, 11, 12):
+        put(bench, [[first]])
+    bench.flush()
+    assert kept(bench) == [11, 12] and len(shelf.entries) == 3
+    bench = make(limit=2, host_bytes=200 * BYTES, shelf=shelf)
+    assert not has(bench, [[10]])
+    for first in (11, 12):
+        assert has(bench, [[first]], cfo=0.5)
+    put(bench, [[13]])
+    assert kept(bench) == [11, 12]
+    bench.audit()
+
+
+def test_variants_that_lie_on_disk_alone_are_listed_too():
+    shelf = FakeShelf()
+    bench = make(host_bytes=200 * BYTES, shelf=shelf)
+    for first in (10, 11):
+        put(bench, [[first]])
+    bench.put_segment(SYSTEM, [6, 8], APPROXIMATE, "craft", behind=[[10]], variant=True)
+    bench.put_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[10]])
+    bench.flush()
+    before = {node.key for node in bench.cache.variants(tokens(*CHUNK), "craft")}
+    bench = make(host_bytes=200 * BYTES, shelf=shelf)
+    put(bench, [[12]])
+    for cold in (False, True):
+        listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM), cold=cold)
+        assert isinstance(listed[0], Node) and {each.key for each in listed[1:]} == (before if cold else set())
+    assert [each.key for each in bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(9))] == []
+    assert has(bench, [[11]])
+    listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM))
+    assert len({each.key for each in listed}) == len(listed), "what came to memory is listed once"
+    assert [isinstance(each, Node) for each in listed] == [True, True, False]
+
+
+def test_variants_are_listed_for_their_tenant_and_the_public():
+    bench = make()
+    put(bench, [[10]])
+    put(bench, [[11]], tenant="a")
+    put(bench, [[12]], tenant="b")
+    bench.put_segment(SYSTEM, CHUNK)
+    for tenant, count in (("", 1), ("a", 2), ("b", 2), ("c", 1)):
+        assert len(bench.cache.variants(tokens(*CHUNK), "craft", tenant)) == count
+    assert bench.cache.variants(tokens(9, 9), "craft") == ()
+
+
+def test_meta_is_kept_with_a_variant_through_the_disk():
+    shelf = FakeShelf()
+    bench = make(shelf=shelf)
+    with bench.match(SYSTEM) as lease:
+        run = bench.reserve(2)
+        bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[10]]))
+        digest = neighbours_digest([tokens(10)])
+        bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, meta=b"scores")
+        bench.cache.free(run)
+    bench.flush()
+    bench = make(shelf=shelf)
+    assert has(bench, [[10]])
+    [variant] = bench.cache.variants(tokens(*CHUNK), "craft")
+    assert variant.meta == b"scores" and variant.behind == digest
+
+
+# ------------------------------------------------------------------------------------- alternative paths
+
+
+def paths(bench, chunks, **options):
+    """For each chunk, the chunks it was computed behind (None: it was not found)."""
+    found = []
+    with bench.match(SYSTEM, **options) as context:
+        for i, lease in enumerate(alternatives(bench.cache, context, chunks, "craft")):
+            bench.settle()
+            if lease is None:
+                found.append(None)
+                continue
+            behinds = [chunks[begin:i] for begin in range(i + 1)]
+            kinds = [APPROXIMATE if behind else Provenance.ISOLATED for behind in behinds]
+            contents = [
+                keyed_content("", SYSTEM, kind, "craft", chunks[i], behind)
+                for kind, behind in zip(kinds, behinds, strict=True)
+            ]
+            read = bench.read(lease)
+            [match] = [b for b, content in zip(behinds, contents, strict=True) if np.array_equal(read, content)]
+            found.append(match)
+            lease.release()
+    return found
+
+
+def test_the_longest_prefix_is_taken_first_and_then_one_without_its_first_chunks():
+    """FusionRAG, section 4.1."""
+    bench = make(limit=50)
+    a, b, c, d = [10, 10], [11], [12, 12, 12], [13]
+    for ids, behind in ((d, [c]), (d, [b, c]), (c, [b]), (c, [a, b]), (c, [a]), (a, [b])):
+        put(bench, behind, ids=ids)
+    for ids in (a, c, d):
+        bench.put_segment(SYSTEM, ids, method="craft")
+    assert paths(bench, [a, b, c, d]) == [[], None, [a, b], [b, c]]
+    assert paths(bench, [b, c, d]) == [None, [b], [b, c]]
+    assert paths(bench, [a, c, d]) == [[], [a], [c]]
+    assert paths(bench, [d, b, a]) == [[], None, [b]]
+    assert paths(bench, [c, a, d]) == [[], [], []]  # no earlier chunk is left out from the middle
+    bench.audit()
+
+
+def test_an_alternative_path_is_found_below_the_device_and_counted():
+    bench = make(limit=50, host_bytes=200 * BYTES, shelf=FakeShelf())
+    a, b = [10, 10], [11]
+    bench.put_segment(SYSTEM, a, method="craft")
+    put(bench, [a], ids=b)
+    bench.squeeze()
+    assert paths(bench, [a, b]) == [[], [a]]
+    bench.flush()
+    bench.cache.clear()
+    before = bench.cache.metrics
+    assert paths(bench, [a, b, [9, 9, 9]]) == [[], [a], None]
+    after = bench.cache.metrics
+    assert after.approximate_hit_tokens - before.approximate_hit_tokens == 3
+    assert after.missed_tokens - before.missed_tokens == 3 and after.lookups - before.lookups == 4
+    bench.audit()
+
+
+def test_neighbours_are_told_apart_by_their_cuts_and_their_order():
+    digests = [
+        neighbours_digest([tokens(1, 2), tokens(3)]),
+        neighbours_digest([tokens(1), tokens(2, 3)]),
+        neighbours_digest([tokens(3), tokens(1, 2)]),
+        neighbours_digest([tokens(1, 2, 3)]),
+        neighbours_digest([]),
+    ]
+    assert len(set(digests)) == 5 and digests[-1] == b""

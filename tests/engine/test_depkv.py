@@ -1,0 +1,120 @@
+"""KV that is held beyond its request: generated from without computing any of it, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ragjax.cache.pool import AuditError
+from ragjax.core import Grid, RequestError
+from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode
+from ragjax.engine import Engine
+from ragjax.runner.runner import Runner
+from tests.support import tiny
+
+RANDOM = np.random.default_rng(4)
+
+
+def tokens(n: int) -> np.ndarray:
+    return RANDOM.integers(0, 256, n).astype(np.int32)
+
+
+PROMPT = DepPrompt(
+    (
+        LinearNode("system", tokens(20)),
+        TreeNode("a", tuple(np.concatenate([tokens(3), tokens(5)]) for _ in range(4))),
+        TreeNode("b", (tokens(6), tokens(4))),
+        LinearNode("task", tokens(9)),
+    )
+)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with tiny.engine() as made:
+        yield made
+        made.audit()
+
+
+@pytest.mark.parametrize("positions", ["path", "preorder"])
+def test_generating_from_held_kv_computes_nothing_of_the_prompt(engine: Engine, positions: Positions) -> None:
+    strategy = "dependency" if positions == "path" else "dependency-preorder"
+    expected = engine.answer_prompt(PROMPT.prompt(), strategy=strategy, max_tokens=12)
+    engine.clear_cache()
+    with engine.compute_depkv(PROMPT, positions=positions) as kv:
+        assert sum(r.recomputed for r in kv.reports) == len(kv.prompt)
+        for _ in range(2):
+            engine.clear_cache()  # what is held stays
+            before = engine.stats()["steps_total"]
+            answer = engine.generate_with_depkv(kv, max_tokens=12)
+            assert answer.tokens == expected.tokens and answer.exact_to == "dependency"
+            assert answer.cached_tokens == len(kv.prompt)
+            after = engine.stats()["steps_total"]
+            assert isinstance(before, float | int) and isinstance(after, float | int)
+            assert after - before == len(answer.tokens) - 1, "a step a token, none for the prompt"
+        engine.audit()
+
+
+def test_it_is_given_back_once_and_not_used_afterwards(engine: Engine) -> None:
+    kv = engine.compute_depkv(PROMPT)
+    used = engine.stats()["pages_used"]
+    kv.close()
+    kv.close()
+    engine.clear_cache()
+    assert engine.stats()["pages_used"] < used
+    with pytest.raises(RequestError, match="closed"):
+        engine.generate_with_depkv(kv, max_tokens=2)
+
+
+def test_many_generate_from_it_at_once_and_it_is_not_closed_meanwhile(engine: Engine) -> None:
+    with engine.compute_depkv(PROMPT) as kv:
+        alone = engine.generate_with_depkv(kv, max_tokens=40, temperature=1.0, seed=3, top_k=5)
+        from ragjax.engine.depkv import Resumed
+
+        futures = [
+            engine.begin_prompt(kv.prompt, strategy=Resumed(kv), max_tokens=40, temperature=1.0, seed=3, top_k=5)
+            for _ in range(4)
+        ]
+        with pytest.raises(RequestError, match="in use"):
+            kv.close()
+        assert {future.result().tokens for future in futures} == {alone.tokens}
+
+
+def test_an_audit_would_find_it_if_nobody_knew_of_it(engine: Engine) -> None:
+    kv = engine.compute_depkv(PROMPT)
+    engine.audit()
+    del engine._loop.kept[kv.label]
+    with pytest.raises(AuditError):
+        engine.audit()
+    engine._loop.kept[kv.label] = kv
+    kv.close()
+
+
+def test_a_lost_device_takes_it_along(engine: Engine) -> None:
+    kv = engine.compute_depkv(PROMPT)
+    engine._loop.call(lambda: engine._loop._recover(RuntimeError("lost")))
+    with pytest.raises(RequestError, match="compute it anew"):
+        engine.generate_with_depkv(kv, max_tokens=2)
+    assert engine.generate_with_depkv(engine.compute_depkv(PROMPT), max_tokens=2).exact_to == "dependency"
+    for held in list(engine._loop.kept.values()):
+        held.close()
+
+
+def test_an_answer_that_finds_no_slots_fails_alone() -> None:
+    """Each path came with a request of its own and lies on a page of its own; what is generated needs slots too."""
+    grid = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), slots=(40,), logits=(2, 4))
+    paths = tuple(np.concatenate([[i], tokens(4)]).astype(np.int32) for i in range(30))
+    system, task = LinearNode("system", tokens(10)), LinearNode("task", tokens(5))
+    with tiny.engine(Runner(tiny.decoder("float32"), pages=200, page_size=tiny.PAGE, grid=grid)) as engine:
+        for path in paths:
+            engine.answer_prompt(
+                DepPrompt((system, TreeNode("a", (path,)), task)).prompt(), strategy="dependency", max_tokens=1
+            )
+        with engine.compute_depkv(DepPrompt((system, TreeNode("a", paths), task))) as kv:
+            with pytest.raises(RequestError, match="in too many pieces"):
+                engine.generate_with_depkv(kv, max_tokens=400)
+            assert engine.stats()["errors_total"] == 1 and engine.stats()["queue_depth"] == 0
+            assert engine.generate_with_depkv(kv, max_tokens=2).tokens
+        engine.audit()

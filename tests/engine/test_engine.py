@@ -1,0 +1,464 @@
+"""The engine as a whole, on the miniature model: concurrency, cancellation, failures, accounting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import (
+    Answer,
+    ClosedError,
+    ConfigError,
+    Delta,
+    Document,
+    Kind,
+    Message,
+    OverloadError,
+    Prompt,
+    Rag,
+    Request,
+    RequestError,
+    Sampling,
+    Segment,
+)
+from ragjax.engine import Engine
+from ragjax.reuse.full import Full
+from ragjax.reuse.prefix import Prefix
+from ragjax.runner.runner import Runner
+from ragjax.schedule.sampling import Sampler
+from tests.support import tiny
+
+DOCUMENTS = [
+    Document("ferry", "The ferry to Orlan leaves at nine in the morning.", "Ferry"),
+    Document("bakery", "The bakery of Marn sells rye bread and plum cake.", "Bakery"),
+    Document("tower", "The tower on the hill was built by Ida Quell.", "Tower"),
+]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with tiny.engine() as made:
+        made.add_documents(DOCUMENTS)
+        yield made
+        made.audit()
+
+
+def ask(text: str, **options: object) -> Request:
+    rag = options.pop("rag", Rag(top_k=2))
+    return Request((Message("user", text),), sampling=Sampling(**options), rag=rag)  # type: ignore[arg-type]
+
+
+async def collect(engine: Engine, request: Request) -> tuple[str, Answer]:
+    text, answer = "", None
+    async for event in engine.submit(request):
+        if isinstance(event, Delta):
+            text += event.text
+        else:
+            answer = event
+    assert answer is not None
+    return text, answer
+
+
+def test_an_answer_accounts_for_everything(engine: Engine) -> None:
+    text, answer = asyncio.run(collect(engine, ask("When does the ferry to Orlan leave?", max_tokens=9)))
+    assert text == answer.text and len(answer.tokens) <= 9
+    assert [s.id for s in answer.segments][:2] == ["system", "ferry#0"]
+    assert answer.segments[1].score is not None
+    assert sum(s.tokens for s in answer.segments) == answer.prompt_tokens
+    assert all(s.tokens == s.reused + s.recomputed for s in answer.segments)
+    again = engine.answer("When does the ferry to Orlan leave?", top_k=2, max_tokens=9)
+    assert again.cached_tokens == answer.prompt_tokens - 1 and again.tokens == answer.tokens
+    times = again.timings
+    assert 0 < times.retrieve < times.ttft <= times.total and times.prefill > 0
+    stats = engine.stats()
+    assert stats["requests_total"] == {"prefix": 2}
+    assert stats["reused_tokens_total"] == again.cached_tokens
+    assert stats["prompt_tokens_total"] == 2 * answer.prompt_tokens
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
+def test_concurrent_requests_answer_as_they_do_alone(seed: int) -> None:
+    prompts = [tiny.prompt(seed * 100 + i % 4, chunks=(20 + i, 35)) for i in range(9)]
+    names = ["full", "prefix", "naive"]
+    options = [{"strategy": names[i % 3], "max_tokens": 5 + 3 * (i % 4)} for i in range(9)]
+    alone = []
+    for prompt, option in zip(prompts, options, strict=True):
+        with tiny.engine() as fresh:
+            alone.append(fresh.answer_prompt(prompt, **option).tokens)  # type: ignore[arg-type]
+    with tiny.engine() as engine:
+        answers: list[Answer | None] = [None] * len(prompts)
+
+        def run(i: int) -> None:
+            answers[i] = engine.answer_prompt(prompts[i], **options[i])  # type: ignore[arg-type]
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        engine.audit()
+        steps = engine.stats()["steps_total"]
+    assert [answer.tokens for answer in answers if answer] == alone
+    assert steps < sum(option["max_tokens"] for option in options), "requests were batched"
+
+
+def test_a_fallback_of_attention_shows_in_the_answer() -> None:
+    made = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID, attention="triton")
+    with tiny.engine() as plain, tiny.engine(made) as wishful:
+        first, second = (engine.answer_prompt(tiny.prompt(0), max_tokens=2) for engine in (plain, wishful))
+        stats = wishful.stats()
+    assert first.tokens == second.tokens
+    assert first.notices == ()
+    assert second.notices == ("attention not by triton: it runs on GPUs, not on cpu",)
+    assert stats["attention_calls_total"].keys() == {"xla"}
+    assert stats["attention_fallbacks_total"]["triton: it runs on GPUs, not on cpu"] > 0
+
+
+def test_exact_under_eviction_pressure() -> None:
+    """A pool for one request and a half: everything is evicted all the time, and answers stay the same."""
+    prompts = [tiny.prompt(i, chunks=(40, 50)) for i in range(4)]
+    with tiny.engine() as roomy:
+        expected = [roomy.answer_prompt(p, strategy="full", max_tokens=6).tokens for p in prompts]
+    with tiny.engine(pages=17) as tight:
+        for _ in range(3):
+            for prompt, tokens in zip(prompts, expected, strict=True):
+                assert tight.answer_prompt(prompt, strategy="prefix", max_tokens=6).tokens == tokens
+                tight.audit()
+        assert tight.stats()["evicted_tokens_total"] > 0
+        naive = [tight.answer_prompt(p, strategy="naive", max_tokens=6).tokens for p in prompts]
+        assert naive == [tight.answer_prompt(p, strategy="naive", max_tokens=6).tokens for p in prompts]
+        tight.audit()
+
+
+def test_requests_wait_for_pages_and_are_all_served() -> None:
+    prompts = [tiny.prompt(i, chunks=(40, 50)) for i in range(5)]
+    with tiny.engine(pages=14) as engine:
+        results: list[object] = []
+
+        def run(prompt: Prompt) -> None:
+            results.append(engine.answer_prompt(prompt, strategy="full", max_tokens=8))
+
+        threads = [threading.Thread(target=run, args=(p,)) for p in prompts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        engine.audit()
+    assert len(results) == 5 and all(isinstance(r, Answer) for r in results)
+
+
+def test_who_stands_behind_a_cancelled_request_is_served() -> None:
+    with tiny.engine(pages=40, strategy="full") as engine:
+        long = engine.begin_prompt(tiny.prompt(1), max_tokens=300)
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+        large = engine.begin_prompt(tiny.prompt(2, 20, (100, 100, 57)), max_tokens=200)
+        small = engine.begin_prompt(tiny.prompt(3, 5, (5,), 5), max_tokens=1)
+        while not engine._loop._blocked:
+            time.sleep(0.001)
+        large.cancel()
+        assert small.result().tokens and not long.done()
+        long.cancel()
+
+
+def test_background_requests_cost_others_no_room() -> None:
+    """A beginning that was made piece by piece lies on as many pages; it is moved together, whoever else ran."""
+    text = tiny.prompt(0, 900, (), 1).tokens[:900]
+
+    def begin(n: int) -> Prompt:
+        return Prompt((Segment("text", Kind.JOIN, text[:n]),))
+
+    with tiny.engine(pages=60) as engine:
+        for n in range(8, 64, 4):
+            engine.answer_prompt(begin(n), max_tokens=1)
+        background = engine.begin_prompt(
+            tiny.prompt(9, 20, (10,), 10), strategy="full", max_tokens=300, background=True
+        )
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+        assert len(engine.answer_prompt(begin(900), max_tokens=2).tokens) == 2
+        background.cancel()
+
+
+def test_cancelled_requests_give_everything_back(engine: Engine) -> None:
+    async def abandon() -> None:
+        stream = engine.submit(ask("When does the ferry leave?", max_tokens=400))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(abandon())
+    engine.answer("Who built the tower?", max_tokens=2)  # the loop has passed a boundary since
+    engine.audit()
+    stats = engine.stats()
+    assert stats["cancelled_total"] == 1 and stats["running"] == 0
+
+
+def test_a_failing_step_ends_its_requests_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = engine._runner.step
+    monkeypatch.setattr(engine._runner, "step", lambda _: (_ for _ in ()).throw(RuntimeError("device lost")))
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.answer("Who built the tower?", max_tokens=3)
+    monkeypatch.setattr(engine._runner, "step", step)
+    assert engine.answer("Who built the tower?", max_tokens=3).tokens
+    assert engine.stats()["errors_total"] == 1
+
+
+def test_requests_that_cannot_be_served_say_why(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="unknown strategy 'magic'"):
+        engine.answer("Hello?", strategy="magic")
+    with pytest.raises(RequestError, match="unknown strategy ''"):
+        engine.answer("Hello?", strategy="")
+    with pytest.raises(RequestError, match="unknown knowledge base 'moon'"):
+        engine.answer("Hello?", knowledge="moon")
+    for rag in ({"top_k": 0}, {"documents": [Document("d", "words")]}):
+        with pytest.raises(RequestError, match="unknown knowledge base 'moon'"):
+            engine.answer("Hello?", knowledge="moon", **rag)
+    with pytest.raises(RequestError, match="context holds 1024"):
+        engine.answer("x" * 2000, top_k=0)
+    with pytest.raises(RequestError, match="last message"):
+        engine.answer([Message("assistant", "Hi")])
+    with pytest.raises(RequestError, match="max_tokens"):
+        engine.answer("Hello?", max_tokens=0)
+    with pytest.raises(RequestError, match="no text"):
+        engine.answer("Hello?", documents=[Document("d", "  ")])
+    with pytest.raises(ConfigError, match="unknown strategy"):
+        tiny.engine(strategy="magic")
+    assert engine.stats()["running"] == 0
+
+
+@pytest.mark.parametrize("asked", [{"shadow_rate": 0.5}, {"quality_budget": "KL=0.1"}])
+def test_what_may_turn_to_full_attention_needs_that_strategy(asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"the strateg.* full"):
+        Engine.load("none", strategies={"prefix": Prefix()}, **asked)
+
+
+def test_a_long_raw_prompt_is_named_as_such(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"2000 tokens; .*Shorten it$") as refused:
+        asyncio.run(collect(engine, Request(prompt="x" * 2000)))
+    assert refused.value.param == "prompt"
+
+
+def test_what_goes_on_from_a_raw_prompt_keeps_its_first_space(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizers that put a space in front of a text leave it out where an answer begins, not within a text."""
+    monkeypatch.setattr(engine.tokenizer._kind, "strips_space", True)
+    monkeypatch.setattr(Sampler, "choose", lambda self, logits_V: ord(" "))
+    assert asyncio.run(collect(engine, Request(prompt="The sea is", sampling=Sampling(2))))[0] == "  "
+    assert asyncio.run(collect(engine, ask("How is the sea?", max_tokens=2)))[0] == " "
+
+
+def test_texts_that_are_clearly_too_long_are_refused_before_they_are_all_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "encode", lambda *_, **__: pytest.fail("it was all encoded"))
+    text = "words and words " * 50_000
+    for request, param in ((Request(prompt=text), "prompt"), (Request((Message("user", text),)), "messages")):
+        with pytest.raises(RequestError, match=r"more than 1024 tokens.*Shorten") as refused:
+            asyncio.run(collect(engine, request))
+        assert (refused.value.param, refused.value.code) == (param, "context_length_exceeded")
+
+
+def test_a_request_larger_than_the_pool_is_refused_at_once() -> None:
+    with tiny.engine(pages=8) as engine, pytest.raises(RequestError, match="device cache"):
+        engine.answer_prompt(tiny.prompt(chunks=(100, 100)), max_tokens=4)
+
+
+def test_more_passages_than_a_step_can_read_are_refused_at_once(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"202 passages.*fewer passages") as refused:
+        engine.answer_prompt(tiny.prompt(chunks=(2,) * 200), max_tokens=4)
+    assert refused.value.code == "context_length_exceeded"
+
+
+def test_the_queue_has_an_end() -> None:
+    with tiny.engine(max_queue=0) as engine:
+        outcomes: list[str] = []
+
+        def run(i: int) -> None:
+            try:
+                engine.answer_prompt(tiny.prompt(i), max_tokens=30)
+                outcomes.append("served")
+            except OverloadError:
+                outcomes.append("refused")
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(outcomes) == {"served", "refused"} and len(outcomes) == 12
+        engine.audit()
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_as_many_requests_wait_as_may(busy: bool) -> None:
+    """While the engine's thread is held, behind a request that runs or before one that is about to."""
+    held = threading.Event()
+    with tiny.engine(max_queue=2) as engine:
+        first = engine.begin_prompt(tiny.prompt(0), max_tokens=700 if busy else 1)
+        while engine.stats()["running"] != busy or first.done() == busy:
+            time.sleep(0.001)
+        engine._loop._inbox.put(lambda: held.wait(30))  # type: ignore[arg-type, func-returns-value, return-value]
+        waiting = [engine.begin_prompt(tiny.prompt(i), max_tokens=1) for i in range(2 if busy else 3)]
+        with pytest.raises(OverloadError, match="2 requests wait"):
+            engine.begin_prompt(tiny.prompt(9), max_tokens=1)
+        held.set()
+        first.cancel()
+        assert all(future.result().tokens for future in waiting)
+
+
+def test_documents_given_with_the_request(engine: Engine) -> None:
+    answer = engine.answer("Who?", documents=["tower", Document("mine", "Bo has a red kite.", "Kite")], max_tokens=2)
+    assert [s.id for s in answer.segments[1:-1]] == ["tower#0", "mine#0"]
+    assert "mine" not in engine.document_ids(), "documents of a request are not stored"
+    with pytest.raises(RequestError, match="nowhere"):
+        engine.answer("Who?", documents=["nowhere"])
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [[Document("d", "word " * 300_000)], [Document(f"d{i}", "word " * 100) for i in range(10_000)], ["tower"] * 10_000],
+)
+def test_documents_that_are_too_long_are_refused_before_they_are_all_read(
+    engine: Engine, documents: list[str | Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preparation cannot be cancelled, and holds up those of others."""
+    encoded: list[int] = []
+    encode = engine._chunker.encode
+    spy = replace(engine._chunker, encode=lambda text: encoded.append(len(text)) or encode(text))
+    monkeypatch.setattr(engine, "_chunker", spy)
+    with pytest.raises(RequestError, match="more than 1024 tokens") as refused:
+        engine.answer("Who?", documents=documents)
+    assert (refused.value.param, refused.value.code) == ("rag.documents", "context_length_exceeded")
+    assert max(encoded, default=0) <= 10_000 and sum(encoded) < 100_000
+
+
+def test_white_space_that_cutting_drops_makes_no_document_too_long(engine: Engine) -> None:
+    airy = Document("airy", "It begins." + "\n" * 1500 + "It ends.")
+    assert engine.answer("Who?", documents=[airy], max_tokens=1).prompt_tokens < 300
+
+
+def test_knowledge_changes_are_seen(engine: Engine) -> None:
+    engine.add_documents([Document("mill", "The mill grinds oats for Lundy.", "Mill")])
+    assert engine.answer("What does the mill grind for Lundy?", top_k=1, max_tokens=1).segments[1].id == "mill#0"
+    assert engine.delete_documents(["mill"]) == 1
+    assert engine.answer("What does the mill grind for Lundy?", top_k=1, max_tokens=1).segments[1].id != "mill#0"
+
+
+def test_an_empty_knowledge_base_is_an_error() -> None:
+    with tiny.engine() as engine:
+        engine.add_documents([])
+        with pytest.raises(RequestError, match="empty"):
+            engine.answer("Hello?", max_tokens=1)
+        assert engine.answer("Hello?", top_k=0, max_tokens=1).tokens
+
+
+class Thoughtless(Full):
+    """Fails before its request is admitted."""
+
+    name = "thoughtless"
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        raise ZeroDivisionError("no keys")
+
+
+def test_a_strategy_that_fails_on_arrival_takes_nobody_along() -> None:
+    with tiny.engine(extra=[Thoughtless()]) as engine:
+        with pytest.raises(ZeroDivisionError):
+            engine.answer_prompt(tiny.prompt(0), strategy="thoughtless", max_tokens=1)
+        assert engine.answer_prompt(tiny.prompt(0), max_tokens=1).tokens
+        engine.audit()
+
+
+def test_tenants_share_no_kv(engine: Engine) -> None:
+    first = engine.answer("Who built the tower?", max_tokens=1, tenant="a")
+    other = engine.answer("Who built the tower?", max_tokens=1, tenant="b")
+    same = engine.answer("Who built the tower?", max_tokens=1, tenant="a")
+    assert (first.cached_tokens, other.cached_tokens) == (0, 0)
+    assert same.cached_tokens == first.prompt_tokens - 1
+
+
+def test_closing_ends_running_requests() -> None:
+    engine = tiny.engine()
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            engine.answer_prompt(tiny.prompt(), max_tokens=600)
+        except ClosedError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not engine.stats()["running"]:
+        pass
+    engine.close()
+    thread.join()
+    assert len(failures) == 1
+    engine.close()
+    with pytest.raises(ClosedError, match="closed"):
+        engine.answer_prompt(tiny.prompt())
+
+
+def test_what_comes_while_the_engine_closes_is_told() -> None:
+    """A close that begins between a request's check and its place in the queue must not leave it there for ever."""
+    engine = tiny.engine()
+    inbox, closing = engine._loop._inbox, threading.Thread(target=engine.close)
+
+    class Slow:
+        get = inbox.get
+
+        def put(self, message: object) -> None:
+            if not closing.ident:
+                closing.start()
+                time.sleep(0.2)
+            inbox.put(message)  # type: ignore[arg-type]
+
+    engine._loop._inbox = Slow()  # type: ignore[assignment]
+    told: list[str] = []
+
+    def run() -> None:
+        engine.clear_cache()
+        told.append("done")
+
+    caller = threading.Thread(target=run, daemon=True)
+    caller.start()
+    caller.join(30)
+    closing.join(30)
+    assert told == ["done"] and not closing.is_alive()
+
+
+@pytest.mark.parametrize("rounds", [25, pytest.param(1000, marks=pytest.mark.long)])
+def test_cached_pages_are_never_written(rounds: int) -> None:
+    """After every request of a random workload the KV of every node is, to the bit, what it was when admitted."""
+    random = np.random.default_rng(7)
+    system = tiny.prompt(0).segments[0]
+    chunks = [tiny.prompt(i).segments[1] for i in range(5)]
+    with tiny.engine(pages=40) as engine:
+        seen: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
+        for round_ in range(rounds):
+            chosen = [chunks[i] for i in random.choice(5, random.integers(1, 4), replace=False)]
+            question = Segment("question", Kind.JOIN, random.integers(0, 256, 9).astype(np.int32))
+            parts = [replace(c, id=f"{c.id}{i}") for i, c in enumerate(chosen)]
+            strategy = ("full", "prefix", "naive")[round_ % 3]
+            engine.answer_prompt(Prompt((system, *parts, question)), strategy=strategy, max_tokens=3)
+            engine.audit()
+            kept = {}
+            for node in engine._cache.tree.nodes():
+                if node.run is None:
+                    continue
+                now = engine._runner.read(node.run.cells(tiny.PAGE))
+                assert np.abs(now[0]).max() > 0
+                before = seen.get(node.key)
+                if before is not None:
+                    np.testing.assert_array_equal(now[0], before[0])
+                    np.testing.assert_array_equal(now[1], before[1])
+                kept[node.key] = now
+            seen = kept

@@ -1,0 +1,141 @@
+"""Names in backticks in README.md and docs/ exist: commands, files, dotted names, make targets."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import subprocess
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+COMMAND = re.compile(r"\bpython[\d.]* -m ([\w.]+)")
+MAKE = re.compile(r"^\s*(?:\$ )?make ((?:[\w-]+(?:[ \t]+|$))+)", re.MULTILINE)
+DOTTED = re.compile(r"\bragjax(?:\.\w+)+")
+SOURCE = re.compile(r"(?<![\w.*/-])[\w.*/-]+\.py\b")
+PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
+OURS = (".lock", ".md", ".py", ".sh", ".toml")
+SKIPPED = {".git", ".venv", ".venv-compile", ".envs", "__pycache__"}
+
+
+def quoted(text: str) -> tuple[list[str], list[str]]:
+    """Blocks between fences, and spans in backticks outside of them."""
+    return FENCED.findall(text), INLINE.findall(FENCED.sub("", text))
+
+
+def problems(text: str) -> list[str]:
+    """What the page names and the project does not have."""
+    blocks, spans = quoted(text)
+    code = "\n".join([*blocks, *spans])
+    missing = [f"python -m {name}" for name in COMMAND.findall(code) if not is_module(name)]
+    missing += [f"make {t}" for line in MAKE.findall(code) for t in line.split() if t not in make_targets()]
+    missing += [name for name in DOTTED.findall(code) if not is_file(name) and not is_name(name)]
+    files = {*SOURCE.findall(code), *(span for span in spans if looks_like_ours(span))}
+    return missing + sorted(name for name in files if not is_file(name))
+
+
+def is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def is_name(dotted: str) -> bool:
+    """Whether a dotted name is a module, or an attribute (also of a class, also one that only instances have)."""
+    parts = dotted.split(".")
+    depth = next(n for n in range(len(parts), 0, -1) if is_module(".".join(parts[:n])))
+    thing: object = importlib.import_module(".".join(parts[:depth]))
+    for part in parts[depth:]:
+        if not hasattr(thing, part) and part not in getattr(thing, "__annotations__", {}):
+            return False
+        thing = getattr(thing, part, None)
+    return True
+
+
+def looks_like_ours(span: str) -> bool:
+    """Whether a span in backticks is the name of a file or folder of this project, not of a model or an address."""
+    if not PATH.fullmatch(span) or span.startswith("."):
+        return span.startswith(".ci/")
+    first, _, rest = span.partition("/")
+    return span.endswith(OURS) or (bool(rest) and (ROOT / first).exists()) or (span.endswith("/") and not rest)
+
+
+def is_file(name: str) -> bool:
+    """Whether a file or folder is there; the front of a path may be left out, and * stands for anything."""
+    return any(fnmatch(path, f"*/{name.rstrip('/')}") for path in project_paths())
+
+
+@cache
+def project_paths() -> frozenset[str]:
+    """Files and folders, each with a / before it."""
+    found = set()
+    for home, folders, files in os.walk(ROOT):
+        folders[:] = [folder for folder in folders if folder not in SKIPPED]
+        found |= {"/" + (Path(home) / name).relative_to(ROOT).as_posix() for name in [*folders, *files]}
+    return frozenset(found)
+
+
+@cache
+def make_targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_everything_a_page_names_exists(page: Path) -> None:
+    if not page.exists():
+        pytest.skip(f"{page.name} is not written yet")
+    assert problems(page.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`python -m ragjax.nowhere`",
+        "```\n.venv/bin/python -m benchmarks.nothing --quick\n```",
+        "`make dinner`",
+        "```sh\nmake setup dinner\n```",
+        "`ragjax.core.Nonsense`",
+        "`ragjax.core.Answer.nonsense`",
+        "`docs/nothing.md`",
+        "`ragjax/nowhere/`",
+        "`ragjax/nowhere`",
+        "`nowhere/`",
+        "`nothing.py`",
+        "`.ci/nothing`",
+        "```\nragjax/\n  kernels/   nothing.py · attention.py\n```",
+    ],
+)
+def test_a_name_that_does_not_exist_is_found(text: str) -> None:
+    assert problems(text)
+
+
+def test_names_that_exist_are_accepted() -> None:
+    text = """Words about `make setup`, `ragjax.core.Answer.text`, `ragjax.core`, `core.py`, `ragjax/core.py`,
+    `kernels/`, `tests/test_*.py`, `.ci/run`, `requirements.lock`, `python -m pytest tests/test_docs.py`;
+    `config.json`, `application/json`, `/v1/models`, `owner/name` are no files of ours; we make do.
+```
+$ make serve ARGS="--port 9000"
+make test
+ragjax/
+  kernels/   attention.py · rope.py
+```
+"""
+    assert problems(text) == []
+
+
+def test_the_makefile_has_the_targets_it_explains() -> None:
+    explained = re.findall(r"^#   (make .*?)  ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert explained
+    for target in re.findall(r"make ([\w-]+)", " ".join(explained)):
+        done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

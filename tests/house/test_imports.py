@@ -1,0 +1,232 @@
+"""The import graph: which room may import which (docs/architecture.md), and what each can do without."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# room -> what it may import of ours besides itself: rooms, or single modules of a room
+ALLOWED: Mapping[str, frozenset[str]] = {
+    "core": frozenset(),
+    "cache": frozenset({"core"}),
+    "dependency": frozenset({"core"}),
+    "reuse": frozenset({"core", "cache", "dependency"}),
+    "scheduler": frozenset({"core", "cache", "reuse.base"}),
+    "retrieval": frozenset({"core"}),
+    "kernels": frozenset({"core"}),
+    "models": frozenset({"core", "kernels"}),
+    "store": frozenset({"core", "kernels", "models", "cache.tier"}),
+    "shelf": frozenset({"core", "flag", "store"}),
+    "trace": frozenset({"core"}),
+    "runner": frozenset({"core", "kernels", "models", "store"}),
+    "prompt": frozenset({"core", "dependency", "models.tokenizer", "retrieval.path"}),
+    "generation": frozenset({"core", "models.tokenizer"}),
+    "engine": frozenset(
+        {
+            *("core", "cache", "dependency", "reuse", "scheduler", "retrieval", "models", "store", "runner"),
+            *("prompt", "generation", "trace"),
+        }
+    ),
+    "flag": frozenset({"core"}),
+    "extract": frozenset({"core", "flag", "retrieval"}),
+    "preprocess": frozenset({"core", "flag", "cache", "engine", "prompt", "reuse", "retrieval"}),
+    "gate": frozenset({"core", "flag", "engine", "models", "preprocess", "prompt", "reuse", "retrieval"}),
+    "serve": frozenset({"core", "engine", "flag"}),
+    "ragjax": frozenset({"core", "engine"}),  # the package itself: its public names
+}
+PARTS = {
+    "loading": "engine",
+    "loop": "engine",
+    "shadow": "engine",
+    "ticket": "engine",
+    "fact": "engine",
+    "depkv": "engine",
+    "cache.__main__": "shelf",
+    "retrieval.extract": "extract",
+    "reuse.gate": "gate",
+    "reuse.calibrate": "gate",
+}
+"""Modules that belong to another room than their place says: commands that look at the disk, or use the engine."""
+
+APART = {"ragjax.kernels.attention.jax_triton_kernel": "triton"}
+"""Modules that need a package which is not a dependency; others may import them within functions only."""
+
+DECIDE = ("core", "cache", "dependency", "reuse", "scheduler", "generation", "prompt", "trace", "shelf")
+COMPUTE = ("kernels", "models", "cache", "store", "runner")
+JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
+HEAVY = {"faiss", "gguf", "fastapi", "uvicorn", "httpx", "prometheus_client"}
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted((ROOT / "ragjax").rglob("*.py"))}
+
+
+def imports(tree: ast.AST, known: Mapping[str, object] = MODULES) -> Iterator[str]:
+    """Every module that the code imports, also within functions; `from package import module` names the module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import; write the full name"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in known else str(node.module)
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    name = parts[1] if len(parts) > 1 else "ragjax"
+    return PARTS.get(".".join(parts[1:]), name)
+
+
+def is_allowed(source: str, target: str) -> bool:
+    here, there = room_of(source), room_of(target)
+    allowed = ALLOWED[here]
+    return here == there or there in allowed or target.removeprefix("ragjax.") in allowed
+
+
+def wrong_edges(sources: Mapping[str, ast.AST]) -> list[str]:
+    """Imports that point the wrong way, as "module imports module"."""
+    return [
+        f"{module} imports {target}"
+        for module, tree in sources.items()
+        for target in imports(tree, {**MODULES, **sources})
+        if target.split(".")[0] in {"train", "benchmarks", "tests"}
+        or (target.split(".")[0] == "ragjax" and not is_allowed(module, target))
+    ]
+
+
+class _RunAtImport(ast.NodeTransformer):
+    """Leaves out what does not run when a module is imported."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        return None
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        return None
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        return None if "TYPE_CHECKING" in ast.unparse(node.test) else node
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules of which each imports the next while it is imported, and the last the first; [] if there are none."""
+    graph = {
+        module: {target for target in imports(_RunAtImport().visit(ast.parse(code)), sources) if target in sources}
+        for module, code in sources.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+SOURCES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room_of(module) for module in MODULES} <= set(ALLOWED), "say in ALLOWED what the new room may import"
+
+
+def test_the_table_has_no_cycle() -> None:
+    rooms = {room: {target.split(".")[0] for target in targets} for room, targets in ALLOWED.items()}
+    assert list(TopologicalSorter(rooms).static_order())
+
+
+def test_imports_point_one_way() -> None:
+    assert wrong_edges(SOURCES) == []
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    assert circle({module: path.read_text() for module, path in MODULES.items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    late = "def f():\n    import a"
+    assert circle({"a": "import b", "b": late}) == []
+    assert circle({"a": "import b", "b": "from c import x", "c": "import a"}) in (
+        list("abca"),
+        list("bcab"),
+        list("cabc"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("ragjax.core", "from ragjax.cache.tree import Node"),
+        ("ragjax.cache.tree", "def late():\n    import ragjax.engine"),
+        ("ragjax.cache.policy.new", "from ragjax.reuse.base import Strategy"),
+        ("ragjax.cache.hierarchy", "from ragjax.store.disk import DiskStore"),
+        ("ragjax.store.disk", "from ragjax.cache.tree import Node"),
+        ("ragjax.schedule.scheduler", "from ragjax.reuse.naive import Naive"),
+        ("ragjax.schedule.scheduler", "from ragjax.runner import Runner"),
+        ("ragjax.schedule.sampling", "from ragjax.models import decoder"),
+        ("ragjax.kernels.rope", "from ragjax.models.config import ModelConfig"),
+        ("ragjax.retrieval.index", "from ragjax.models.encoder import Encoder"),
+        ("ragjax.engine", "from ragjax import serve"),
+        ("ragjax.engine", "from ragjax.kernels.rope import Rotation"),
+        ("ragjax.models.weights", "import train.depft"),
+        ("ragjax.models.weights", "from benchmarks.report import Report"),
+    ],
+)
+def test_an_import_that_points_the_wrong_way_is_found(module: str, code: str) -> None:
+    assert len(wrong_edges({module: ast.parse(code)})) == 1
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) in DECIDE])
+def test_what_decides_names_no_jax(module: str) -> None:
+    assert JAX.isdisjoint(name.split(".")[0] for name in imports(SOURCES[module]))
+
+
+WITHOUT = """
+import importlib, importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"{{name}} is imported, and this module must do without", name=name)
+
+sys.meta_path.insert(0, Absent())
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+
+
+def import_without(blocked: set[str], modules: list[str]) -> subprocess.CompletedProcess[str]:
+    """Import the modules in a fresh interpreter that lacks the packages `blocked`."""
+    program = WITHOUT.format(blocked=blocked, modules=modules)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+@pytest.mark.parametrize(("rooms", "blocked"), [(DECIDE, JAX | HEAVY), (COMPUTE, HEAVY)], ids=["decide", "compute"])
+def test_rooms_import_without_what_they_can_do_without(rooms: tuple[str, ...], blocked: set[str]) -> None:
+    modules = [module for module in MODULES if room_of(module) in rooms and module not in APART]
+    assert modules
+    done = import_without(blocked, modules)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("module", "package"), APART.items())
+def test_what_stands_apart_says_what_it_needs(module: str, package: str) -> None:
+    assert package in set(imports(SOURCES[module]))
+    done = import_without({package}, [module])
+    assert done.returncode and f"{package} is imported" in done.stderr
+
+
+def test_an_import_that_is_not_there_is_found() -> None:
+    done = import_without({"jax"}, ["ragjax.kernels.rope"])
+    assert done.returncode and "jax is imported, and this module must do without" in done.stderr

@@ -1,0 +1,77 @@
+"""The notebook docs/graph.ipynb: a valid file that names what exists, and cells that run in order."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "graph.ipynb"
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[dict[str, Any]]:
+    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+
+
+def sources(cells: list[dict[str, Any]]) -> list[str]:
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def without_display(source: str) -> str:
+    """The cell without what IPython alone can do: the import, and the call of its SVG."""
+    return "".join(line for line in source.splitlines(keepends=True) if "SVG" not in line)
+
+
+def test_it_is_a_notebook_of_a_few_short_cells(cells: list[dict[str, Any]]) -> None:
+    book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5) and book["metadata"]["kernelspec"]["name"]
+    assert 6 <= len(cells) <= 9 and len({cell["id"] for cell in cells}) == len(cells)
+    for cell in cells:
+        keys = {"cell_type", "id", "metadata", "source"}
+        code = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
+        assert cell["cell_type"] in ("code", "markdown") and set(cell) == keys | code
+        assert len(cell["source"]) <= 15 and all(len(line.rstrip("\n")) <= 120 for line in cell["source"])
+
+
+def test_the_drawing_is_its_only_output_and_small(cells: list[dict[str, Any]]) -> None:
+    (drawn,) = (cell for cell in cells if cell.get("outputs"))
+    (output,) = drawn["outputs"]
+    assert drawn["source"][-1].startswith("SVG(") and output["output_type"] == "execute_result"
+    svg = "".join(output["data"]["image/svg+xml"])
+    assert len(svg) < 80_000 and ElementTree.fromstring(svg).tag.endswith("}svg")
+
+
+def test_every_name_it_imports_from_ragjax_exists(cells: list[dict[str, Any]]) -> None:
+    imports = [node for source in sources(cells) for node in ast.walk(ast.parse(source))]
+    named = [(node.module, alias.name) for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names]
+    ours = [(module, name) for module, name in named if module and module.partition(".")[0] == "ragjax"]
+    assert len(ours) >= 4
+    assert [(m, n) for m, n in ours if not hasattr(importlib.import_module(m), n)] == []
+
+
+@pytest.mark.model
+def test_its_cells_run_in_order(
+    cells: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    try:
+        for number, source in enumerate(sources(cells)):
+            exec(compile(without_display(source), f"cell {number}", "exec"), names)
+    finally:
+        if "engine" in names:
+            names["engine"].close()
+    first, second = names["first"], names["second"]
+    assert ("Museum of Lost Voyages", "has", "17 rooms") in [fact.steps for fact in first.facts]
+    reused = {segment.id: segment.reused == segment.tokens for segment in second.segments}
+    assert reused == {"system": True, "Museum of Lost Voyages": True, "question": False}
+    assert "<svg" in (tmp_path / "subgraph.svg").read_text()
+    answer = names["answer"]
+    assert answer.cached_tokens == answer.prompt_tokens, "held"
+    assert "17 rooms" in capsys.readouterr().out

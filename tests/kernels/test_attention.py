@@ -1,0 +1,334 @@
+"""`paged_interval_attention` against the float64 oracle, over random prompts, page layouts and row subsets.
+
+Shapes are a fixed handful, so that each is compiled once; contents are random. The last section plants bugs, to see
+that the comparison finds each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.attention.split import merge_states
+from ragjax.kernels.blocks import visible_blocks
+from ragjax.kernels.pages import Pages, from_storage, to_storage, write_pages
+from ragjax.kernels.slots import Rows, Slots, visible
+from ragjax.kernels.view import View
+from tests.support.cases import (
+    KINDS,
+    LOCAL,
+    NARROW,
+    SEED,
+    SEEDS,
+    SHAPES,
+    TOLERANCE,
+    WIDE,
+    Case,
+    Request,
+    Shape,
+    budget,
+    check,
+    compiled,
+    frequencies,
+    make_case,
+    requests_of,
+    rich_case,
+    rotation,
+)
+from tests.support.oracle import (
+    EMPTY,
+    Keys,
+    Piece,
+    Queries,
+    is_visible,
+    keys_of,
+    lay_out,
+    lay_rows,
+)
+
+# ----------------------------------------------------------------------------------------- the oracle
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_xla_equals_oracle(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(45)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        check(case, *case.run("xla"))
+
+    holds()
+
+
+@pytest.mark.parametrize("name", ["d16-p8-g1-b1", "d64-p16-g4-b8", "d16-p8-g2-b1-bits"])
+def test_reference_equals_oracle(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(20)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        check(case, *case.run("reference"))
+
+    holds()
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_unowned_cells_do_not_matter(shape: Shape, backend: str) -> None:
+    clean, dirty = (rich_case(shape, garbage).run(backend) for garbage in (0.0, np.nan))
+    np.testing.assert_array_equal(clean[0], dirty[0])
+    np.testing.assert_array_equal(clean[1], dirty[1])
+
+
+def test_isolated_chunk_is_the_chunk_behind_the_system_alone() -> None:
+    """What isolation means, without the oracle's visibility: other chunks may be absent altogether."""
+    shape = replace(NARROW, rows=48)
+    full = [
+        Piece(0, tuple(range(3)), 0, EMPTY, 0),
+        Piece(0, tuple(range(3, 8)), 3, (8, 12), 1),
+        Piece(0, tuple(range(8, 12)), 8, (12, 12), 2),
+    ]
+    keys = keys_of(full, shape.kv_heads, shape.dim, SEED)
+    alone = [full[0], full[2]]
+    keep = np.r_[0:3, 8:12]
+    few = Keys(**{name: value[keep] for name, value in vars(keys).items()})
+    rng = np.random.default_rng(SEED)
+    orders = np.arange(8, 12)
+    queries = Queries(0 * orders, orders, orders, rng.standard_normal((4, shape.kv_heads * shape.groups, shape.dim)))
+    inv_freq_R = frequencies(shape.dim, shape.scaled)
+    q, rows, place_T = lay_rows(queries, inv_freq_R, shape.block_rows, shape.rows)
+    results = []
+    for pieces, some in ((full, keys), (alone, few)):
+        layout = lay_out(pieces, some, inv_freq_R, shape.sizes, max_offset=9)
+        out, _ = Case(shape, pieces, some, queries, layout, q, rows, place_T).run()
+        results.append(out[place_T])
+    np.testing.assert_allclose(results[0], results[1], atol=1e-5)
+
+
+def test_layers_may_differ_in_their_slots() -> None:
+    slots = rich_case(NARROW).layout.slots
+    two = jax.tree.map(lambda x: jnp.stack([x[0], x[0] + 1]), slots)
+    two = replace(two, request_S=slots.request_S)
+    jax.tree.map(np.testing.assert_array_equal, two.layer(0), slots)
+    np.testing.assert_array_equal(two.layer(1).order_ASC, slots.order_ASC + 1)
+    assert slots.layer(1) is slots
+
+
+def test_no_rows_by_keys_array() -> None:
+    """Temporary memory stays below one byte per row and key."""
+    t, s, c, d = 512, 512, 64, 16
+    shapes = (
+        jax.ShapeDtypeStruct((t, 2, d), jnp.float32),
+        Rows(*(jax.ShapeDtypeStruct((t,), jnp.int32),) * 3),
+        Pages(*(jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32),) * 2),
+        0,
+        Slots(*(jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, s), (1, s), (s,), *((1, s, c),) * 3))),
+        rotation(d, False, 100),
+    )
+    lowered = compiled.lower(*shapes, block_rows=128, backend="xla")
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < t * s * c
+
+
+# -------------------------------------------------------------------------------------- states and pages
+
+
+@pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("seed", range(6))
+def test_parts_merge_to_the_whole(shape: Shape, seed: int) -> None:
+    case = make_case(shape, [Request("tree", [3, 4, 5, 2, 3], True), Request("anything", [5, 7], True)], seed)
+    slots = case.layout.slots
+    left_S = np.random.default_rng(seed).random(slots.request_S.shape) < 0.5
+    parts = [
+        case.run(slots=replace(slots, request_S=jnp.where(mask, slots.request_S, jnp.int32(-1))))
+        for mask in (left_S, ~left_S)
+    ]
+    out, lse = (np.asarray(x) for x in merge_states(*map(jnp.asarray, (*parts[0], *parts[1]))))
+    worst_out, worst_lse = case.errors(out, lse)
+    assert worst_out <= TOLERANCE["float32"][0]
+    assert worst_lse <= TOLERANCE["float32"][1]
+
+
+def test_merging_with_nothing_changes_nothing() -> None:
+    out, lse = map(jnp.asarray, rich_case(NARROW).run())
+    nothing = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    for merged in (merge_states(out, lse, *nothing), merge_states(*nothing, out, lse)):
+        np.testing.assert_array_equal(merged[0], out)
+        np.testing.assert_array_equal(merged[1], lse)
+    both = merge_states(*nothing, *nothing)
+    assert not np.asarray(both[0]).any()
+    assert np.isneginf(both[1]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "float16"])
+def test_write_pages_writes_its_cells_alone(dtype: str) -> None:
+    rng = np.random.default_rng(SEED)
+    pool = Pages(*(to_storage(jnp.asarray(x, jnp.float32), jnp.dtype(dtype)) for x in rng.random((2, 3, 5, 2, 4, 8))))
+    k_TKD, v_TKD = jnp.asarray(rng.random((2, 3, 2, 8)), jnp.float32)
+    k_TKD, v_TKD = (jnp.concatenate([x, jnp.full((2, 2, 8), jnp.nan)]) for x in (k_TKD, v_TKD))
+    cells = np.array([17, 4, 11, 20, 2**30], np.int32)  # the last two lie beyond the five pages of four
+    wrote = write_pages(pool, 1, jnp.asarray(cells), k_TKD, v_TKD)
+    k_TKD, v_TKD, cells = k_TKD[:3], v_TKD[:3], cells[:3]
+    for before, after, new in ((pool.k_LPKCD, wrote.k_LPKCD, k_TKD), (pool.v_LPKCD, wrote.v_LPKCD, v_TKD)):
+        want = np.array(before)
+        want[1, cells // 4, :, cells % 4] = to_storage(new, jnp.dtype(dtype))
+        np.testing.assert_array_equal(after, want)
+
+
+def test_bits_are_bfloat16() -> None:
+    x = jnp.asarray(np.random.default_rng(SEED).standard_normal(100), jnp.float32)
+    bits = to_storage(x, jnp.dtype("uint16"))
+    assert bits.dtype == jnp.uint16
+    np.testing.assert_array_equal(from_storage(bits), x.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(np.asarray(x.astype(jnp.bfloat16)).view(np.uint16), bits)
+
+
+# ------------------------------------------------------------------------------------------- visibility
+
+
+def test_visible_is_the_rule() -> None:
+    for seed, kind in enumerate(KINDS):
+        case = make_case(WIDE, [Request(kind, [4, 7, 3, 5], False)] * 2, seed)
+        seen = np.asarray(visible(case.rows, case.layout.slots))
+        want = np.zeros_like(seen)
+        for t in range(len(case.place_T)):
+            for n in range(len(case.keys.order_N)):
+                s, c = case.layout.slot_N[n], case.layout.cell_N[n]
+                want[case.place_T[t], s, c] = is_visible(case.queries, case.keys, t, n)
+        np.testing.assert_array_equal(seen, want)
+
+
+# ------------------------------------------------------------------------------------------ bad arguments
+
+
+def test_whole_blocks_only() -> None:
+    case = rich_case(NARROW)
+    for block_rows in (5, 0, -2):
+        with pytest.raises(ValueError, match="block_rows"):
+            call(case, block_rows=block_rows)
+
+
+def call(case: Case, backend: str = "xla", **changed: Any) -> Any:
+    """The op outside of jit; `changed` are fields of the view, or q_THD."""
+    shape, layout = case.shape, case.layout
+    q_THD = changed.pop("q_THD", case.q)
+    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+    sizes = {"scale": shape.dim**-0.5, "block_rows": shape.block_rows}
+    view = View.build(case.rows, layout.pages, layout.layer, layout.slots, table, **sizes)
+    return paged_interval_attention(q_THD, replace(view, **changed), backend=backend)
+
+
+ROWS = ["order_T", "position_T", "request_T"]
+SLOTS = ["page_AS", "offset_AS", "request_S", "order_ASC", "hide_from_ASC", "hide_until_ASC"]
+
+
+@pytest.mark.parametrize("name", [f"rows.{n}" for n in ROWS] + [f"slots.{n}" for n in SLOTS])
+@pytest.mark.parametrize("fault", ["dtype", "longer", "rank"])
+def test_bad_metadata_is_named(name: str, fault: str) -> None:
+    case = rich_case(NARROW)
+    part, field = name.split(".")
+    owner = case.rows if part == "rows" else case.layout.slots
+    array = getattr(owner, field)
+    bad = {
+        "dtype": lambda: array.astype(jnp.float32),
+        "longer": lambda: jnp.concatenate([array, array], axis=-1),
+        "rank": lambda: array[None],
+    }[fault]()
+    # a longer request_S says that the others are too short
+    named = "slots" if name == "slots.request_S" and fault != "dtype" else field
+    with pytest.raises(ValueError, match=named):
+        call(case, **{part: replace(owner, **{field: bad})})
+
+
+def test_bad_arrays_are_named() -> None:
+    case = rich_case(NARROW)
+    k, v = case.layout.pages.k_LPKCD, case.layout.pages.v_LPKCD
+    for changed, named in (
+        ({"q_THD": case.q.astype(jnp.int32)}, "q_THD"),
+        ({"q_THD": case.q[:, :3]}, "q_THD"),
+        ({"q_THD": case.q[..., :8]}, "q_THD"),
+        ({"q_THD": case.q[0]}, "q_THD"),
+        ({"pages": Pages(k, v[:, :-1])}, "pages.v_LPKCD"),
+        ({"pages": Pages(k, v.astype(jnp.bfloat16))}, "pages.v_LPKCD"),
+        ({"pages": Pages(k.astype(jnp.int32), v.astype(jnp.int32))}, "pages.k_LPKCD"),
+        ({"pages": Pages(k[0], v[0])}, "pages.k_LPKCD"),
+        ({"rotation": rotation(64, False, 5000)}, "rotation"),
+        ({"blocks": visible_blocks(case.rows, case.layout.slots, 8)}, "blocks"),
+        ({"backend": "cuda"}, "backend"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            call(case, **changed)
+
+
+# ------------------------------------------------------------------------------------------ planted bugs
+
+
+def moved(change: Callable[[jax.Array], jax.Array], *names: str) -> Callable[[Case], dict[str, Any]]:
+    def plant(case: Case) -> dict[str, Any]:
+        slots = case.layout.slots
+        return {"slots": replace(slots, **{name: change(getattr(slots, name)) for name in names})}
+
+    return plant
+
+
+def blind_to_requests(case: Case) -> dict[str, Any]:
+    """Every live slot and row is of one request."""
+    slots, rows = case.layout.slots, case.rows
+    return {
+        "slots": replace(slots, request_S=jnp.where(slots.request_S >= 0, jnp.int32(0), slots.request_S)),
+        "rows": replace(rows, request_T=jnp.zeros_like(rows.request_T)),
+    }
+
+
+def values_from_keys(case: Case) -> dict[str, Any]:
+    return {"pages": Pages(case.layout.pages.k_LPKCD, case.layout.pages.k_LPKCD)}
+
+
+PLANTED: dict[str, Callable[[Case], dict[str, Any]]] = {
+    "rotation sign": moved(lambda x: -x, "offset_AS"),
+    "no rotation": moved(jnp.zeros_like, "offset_AS"),
+    "offset off by one": moved(lambda x: x + 1, "offset_AS"),
+    "interval ignored": moved(jnp.zeros_like, "hide_from_ASC", "hide_until_ASC"),
+    "less for less or equal": moved(lambda x: x + 1, "order_ASC"),
+    "own future seen": moved(lambda x: x - 1, "order_ASC"),
+    "wrong page": moved(lambda x: (x + 1) % 48, "page_AS"),
+    "hide_until one late": moved(lambda x: x + 1, "hide_until_ASC"),
+    "hide_until one early": moved(lambda x: x - 1, "hide_until_ASC"),
+    "hide_from one late": moved(lambda x: x + 1, "hide_from_ASC"),
+    "hide_from one early": moved(lambda x: x - 1, "hide_from_ASC"),
+    "request ignored": blind_to_requests,
+    "values read from keys": values_from_keys,
+}
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("bug", [None, *PLANTED])
+def test_planted_bug_is_found(bug: str | None, shape: Shape, backend: str) -> None:
+    """Changing the inputs so is what the bug in a kernel would compute; cells are finite so that NaN does not tell."""
+    case = rich_case(shape, garbage=1.0)
+    out, lse = case.run(backend, **(PLANTED[bug](case) if bug else {}))
+    worst_out, worst_lse = case.errors(out, lse)
+    found = worst_out > 1e-2 and worst_lse > 1e-3
+    if bug == "values read from keys":
+        found = worst_out > 1e-2
+    assert found == (bug is not None)
+
+
+def test_truncated_block_list_is_found() -> None:
+    case = rich_case(NARROW, garbage=1.0)
+    blocks = visible_blocks(case.rows, case.layout.slots, NARROW.block_rows)
+    short = replace(blocks, count_N=jnp.maximum(blocks.count_N - 1, 0))
+    whole, cut = (call(case, blocks=b) for b in (blocks, short))
+    assert case.errors(*map(np.asarray, whole))[0] <= TOLERANCE["float32"][0]
+    assert case.errors(*map(np.asarray, cut))[0] > 1e-2

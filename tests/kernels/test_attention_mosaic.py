@@ -1,0 +1,316 @@
+"""The Mosaic GPU backend: in JAX's simulation of a GPU against the float64 oracle, planted faults, CUDA lowering.
+
+The simulation has shared memory that starts as NaN, barriers whose every phase must be seen by their waiters, and a
+thread for each warpgroup; copies complete at once, and it knows no layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragjax.kernels.attention import mosaic as attention_mosaic
+from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.device import Device
+from ragjax.kernels.view import View
+from tests.support.cases import FAR, HOPPER, KINDS, LOCAL, Case, Request, Shape, check, make_case, rotation
+from tests.support.compiler import MOSAIC_CALL, Model, custom_calls, lower, production_call
+from tests.support.oracle import Sizes
+
+simulated = pytest.mark.compile
+"""JAX 0.11 is the first whose simulation of a GPU can load registers from shared memory: `make test-gpu-compile`."""
+
+
+@dataclass(frozen=True)
+class Long(Shape):
+    """Pieces may fill pages, so that there are full entries."""
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(page_size=self.page_size, pages=40, slots=48)
+
+    @property
+    def longest(self) -> int:
+        return 150
+
+    @property
+    def most_requests(self) -> int:
+        return min(2, self.rows // self.block_rows)
+
+
+SHAPES = {
+    "d128-p64-g4-b16-bfloat16": Long(128, 64, 1, 4, 16, 48, "bfloat16"),
+    "d64-p64-g4-b32-bfloat16": Long(64, 64, 1, 4, 32, 96, "bfloat16", max_offset=FAR, scaled=True),
+    "d64-p128-g7-b16-float16": Long(64, 128, 1, 7, 16, 32, "float16"),
+    "d128-p128-g1-b64-bfloat16": Long(128, 128, 2, 1, 64, 64, "bfloat16"),
+    "d128-p64-g2-b128-float16": Long(128, 64, 1, 2, 128, 128, "float16", scaled=True),
+}
+"""Blocks of one tile; of two; of two whose last quarter is no query's; of one with two KV heads; of two programs."""
+
+CASES = 13
+"""Of each shape."""
+
+
+def random_case(shape: Shape, seed: int) -> Case:
+    rng = np.random.default_rng([seed, shape.dim, shape.page_size])
+
+    def request() -> Request:
+        lengths = rng.integers(1, shape.longest, rng.integers(1, 5)).tolist()
+        return Request(str(rng.choice(sorted(KINDS))), lengths, bool(rng.random() < 0.7))
+
+    return make_case(shape, [request() for _ in range(rng.integers(1, shape.most_requests + 1))], seed)
+
+
+def rich_case(garbage: float = np.nan) -> Case:
+    """Isolated chunks of two requests at equal orders, every row computed."""
+    requests = [Request("isolated", [9, 70, 20, 8], True), Request("isolated", [20, 9, 66, 12], True)]
+    shape = replace(SHAPES["d64-p64-g4-b32-bfloat16"], rows=256, max_offset=1000)
+    return make_case(shape, requests, 5, garbage)
+
+
+listed = jax.jit(visible_blocks, static_argnums=2)
+simulate = jax.jit(functools.partial(attention_mosaic.attend, interpret=True))
+
+
+def view_of(case: Case) -> View:
+    shape, layout = case.shape, case.layout
+    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+    blocks = listed(case.rows, layout.slots, shape.block_rows)
+    layer = jnp.int32(layout.layer)
+    return View(
+        case.rows, layout.pages, layer, layout.slots, table, blocks, scale=shape.dim**-0.5, block_rows=shape.block_rows
+    )
+
+
+def run(case: Case, change: Callable[[View], View] = lambda view: view) -> list[np.ndarray]:
+    """What the kernel makes of a case; `change` alters what it is given, as a fault in it would."""
+    return [np.asarray(x) for x in simulate(case.q, change(view_of(case)))]
+
+
+# --------------------------------------------------------------------------------------------- oracle
+
+
+@simulated
+@pytest.mark.parametrize("name", SHAPES)
+def test_mosaic_equals_oracle(name: str) -> None:
+    for seed in range(CASES):
+        case = random_case(SHAPES[name], seed)  # unused cells hold NaN
+        check(case, *run(case))
+
+
+@simulated
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHAPES)
+def test_mosaic_equals_oracle_at_length(name: str) -> None:
+    for seed in range(CASES, 100):
+        case = random_case(SHAPES[name], seed)
+        check(case, *run(case))
+
+
+def test_cases_hold_what_the_kernel_distinguishes() -> None:
+    """Full and partial entries, runs, more entries than stages, empty lists, half-empty blocks."""
+    seen: set[str] = set()
+    for name, seed in itertools.product(SHAPES, range(CASES)):
+        case = random_case(SHAPES[name], seed)
+        blocks = jax.tree.map(np.asarray, view_of(case).blocks)
+        for n, runs in enumerate(blocks.runs_N):
+            ends = [0, *blocks.end_NU[n, :runs]]
+            partial = blocks.partial_NU[n, :runs]
+            orders = np.asarray(case.rows.order_T).reshape(len(blocks.runs_N), -1)[n]
+            facts = {
+                "full": any(partial > ends[:-1]),
+                "partial": any(partial < ends[1:]),
+                "both in a run": any((partial > ends[:-1]) & (partial < ends[1:])),
+                "three runs": runs >= 3,
+                "many entries": ends[-1] > 6,
+                "empty": runs == 0,
+                "padding": runs > 0 and (orders < 0).any(),
+            }
+            seen |= {fact for fact, holds in facts.items() if holds}
+    assert seen == {*facts}
+
+
+@simulated
+def test_unowned_cells_do_not_matter() -> None:
+    for clean, dirty in zip(run(rich_case(0.0)), run(rich_case(np.nan)), strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+@simulated
+def test_nothing_to_see_gives_zeros() -> None:
+    case = rich_case()
+    slots = replace(case.layout.slots, request_S=jnp.full_like(case.layout.slots.request_S, -1))
+    out, lse = run(replace(case, layout=replace(case.layout, slots=slots)))
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+@simulated
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
+    case = rich_case()
+    out, lse = run(replace(case, q=case.q.astype(dtype)))
+    assert out.dtype == dtype and lse.dtype == np.float32
+    worst_out, worst_lse = case.errors(out.astype(np.float32), lse)
+    assert worst_out < 2e-2 and worst_lse < 2e-2
+
+
+# --------------------------------------------------------------------------------------- planted faults
+
+
+def with_slots(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
+    return lambda view: replace(view, slots=replace(view.slots, **{name: change(getattr(view.slots, name))}))
+
+
+def with_blocks(change: Callable[[Blocks], Blocks]) -> Callable[[View], View]:
+    return lambda view: replace(view, blocks=change(view.blocks))
+
+
+def one_run(blocks: Blocks) -> Blocks:
+    """The whole list is taken for one run: the query is rotated by the first offset alone."""
+    end = jnp.broadcast_to(blocks.count_N[:, None], blocks.end_NU.shape)
+    return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
+
+
+FAULTS: dict[str, Callable[[View], View]] = {
+    "rotation sign": with_slots("offset_AS", lambda x: -x),
+    "rotation sign lost": with_slots("offset_AS", jnp.abs),
+    "no rotation": with_slots("offset_AS", jnp.zeros_like),
+    "rotated once for all runs": with_blocks(one_run),
+    "interval ignored": with_slots("hide_until_ASC", jnp.zeros_like),
+    "hide_until one late": with_slots("hide_until_ASC", lambda x: x + 1),
+    "hide_from one late": with_slots("hide_from_ASC", lambda x: x + 1),
+    "less for less or equal": with_slots("order_ASC", lambda x: x + 1),
+    "own future seen": with_slots("order_ASC", lambda x: x - 1),
+    "wrong page": with_slots("page_AS", lambda x: (x + 1) % 40),
+    "wrong layer": lambda view: replace(view, layer=1 - view.layer),
+    "values read from keys": lambda view: replace(view, pages=replace(view.pages, v_LPKCD=view.pages.k_LPKCD)),
+    "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
+    "last entry left out": with_blocks(lambda b: replace(b, end_NU=jnp.minimum(b.end_NU, b.count_N[:, None] - 1))),
+    "last run left out": with_blocks(lambda b: replace(b, runs_N=jnp.maximum(b.runs_N - 1, 0))),
+}
+
+
+@simulated
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_planted_fault_is_found(fault: str | None) -> None:
+    case = rich_case(garbage=1.0)  # finite, so that NaN does not tell
+    worst_out, worst_lse = case.errors(*run(case, FAULTS[fault] if fault else lambda view: view))
+    found = worst_out > 4e-2 and (worst_lse > 4e-2 or fault == "values read from keys")
+    assert found == (fault is not None)
+
+
+@pytest.fixture
+def fresh() -> Iterator[Callable[[Case], list[np.ndarray]]]:
+    """The simulation, traced anew; a failed one has to be reset."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    traced = jax.jit(lambda q, view: attention_mosaic.attend(q, view, interpret=True))
+    yield lambda case: [np.asarray(x) for x in traced(case.q, view_of(case))]
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+Fresh = Callable[[Case], list[np.ndarray]]
+
+
+@simulated
+def test_uncleared_values_are_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mosaic, "_clear", lambda *_: None)
+    assert np.isnan(fresh(rich_case())[0]).any()
+
+
+@simulated
+def test_undrained_barrier_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mosaic, "_drain", lambda *_: None)
+    with pytest.raises(Exception, match="only observed barrier up to phase"):
+        fresh(rich_case())
+
+
+@simulated
+def test_refill_without_release_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mosaic, "_wait_if", lambda *_: None)
+    with pytest.raises(Exception, match="barrier"):
+        fresh(rich_case())
+
+
+# ------------------------------------------------------------------------------------------- refusals
+
+
+FITS = Shape(128, 64, 2, 4, 16, 32, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "reason"),
+    [
+        (FITS, HOPPER, None),
+        (FITS, Device("gpu", (9, 0)), None),
+        (replace(FITS, block_rows=64, rows=64, groups=1), HOPPER, None),
+        (replace(FITS, block_rows=16, groups=7), HOPPER, None),
+        (FITS, Device("cpu"), "not on cpu"),
+        (FITS, Device("gpu", (8, 9)), "capability 9.0, the device has 8.9"),
+        (FITS, Device("gpu", (10, 0)), "9.x, not 10.0"),
+        (replace(FITS, dim=16), HOPPER, "head dim 16"),
+        (replace(FITS, page_size=16), HOPPER, "page size 16"),
+        (replace(FITS, dtype="float32"), HOPPER, "pool dtype float32"),
+        (replace(FITS, dtype="uint16"), HOPPER, "pool dtype uint16"),
+        (replace(FITS, block_rows=4), HOPPER, "block_rows 4"),
+        (replace(FITS, block_rows=24, rows=24), HOPPER, "block_rows 24"),
+        (replace(FITS, block_rows=96, rows=96), HOPPER, "block_rows 96"),
+        (replace(FITS, block_rows=8), HOPPER, "do not fill the 64 rows"),
+        (replace(FITS, block_rows=1, groups=64), HOPPER, "block_rows 1"),
+    ],
+)
+def test_refusal_names_its_reason(shape: Shape, device: Device, reason: str | None) -> None:
+    case = make_case(shape, [Request("chain", [3, 4], False)], 0)
+    view = view_of(case)
+    refusal = attention_mosaic.refusal(case.q, view, device)
+    assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
+    if reason and device == HOPPER:
+        with pytest.raises(ValueError, match=reason):
+            attention_mosaic.attend(case.q, view)
+
+
+# ------------------------------------------------------------------------------------------- lowering
+
+
+GROUPS = {1: 128, 3: 32, 4: 32, 7: 16, 8: 16}
+"""Rows of a block by query heads of a KV head."""
+
+
+@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", GROUPS)
+def test_production_shapes_lower_for_cuda(group: int, dim: int, page_size: int) -> None:
+    model = Model(4 * group, 4, dim)
+    for rows, slots, dtype in ((2048, 128, "float16"), (32 * 1024, 1024, "bfloat16")):
+        q_THD, view = production_call(model, page_size, rows=rows, block_rows=GROUPS[group], slots=slots, dtype=dtype)
+        assert attention_mosaic.refusal(q_THD, view, HOPPER) is None
+        for query_dtype in {dtype, "float32"} if slots == 128 else {dtype}:
+            query = jax.ShapeDtypeStruct(q_THD.shape, jnp.dtype(query_dtype))
+            lowered = lower(attention_mosaic.attend, query, view)
+            assert [target for target, _ in custom_calls(lowered)].count(MOSAIC_CALL) == 1
+            assert copies(lowered, view) == []
+
+
+def copies(lowered: jax.stages.Lowered, view: View) -> list[str]:
+    """Operations on the whole pool other than looking at it as a matrix and calling the kernel."""
+    pool = "x".join(map(str, view.pages.k_LPKCD.shape))
+    lines = [line for line in lowered.as_text().splitlines() if f"<{pool}x" in line]
+    harmless = ("stablehlo.reshape", "func.func", "stablehlo.custom_call", "call @")
+    return [line for line in lines if not any(word in line for word in harmless)]
+
+
+def test_copy_of_the_pool_is_found() -> None:
+    q_THD, view = production_call(Model(16, 4, 128), 64, rows=64, block_rows=32, slots=64)
+
+    def copying(query: jax.Array, seen: View) -> tuple[jax.Array, jax.Array]:
+        return attention_mosaic.attend(query, replace(seen, pages=jax.tree.map(lambda x: x * 2, seen.pages)))
+
+    assert copies(lower(copying, q_THD, view), view)

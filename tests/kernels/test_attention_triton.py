@@ -1,0 +1,226 @@
+"""The Pallas-Triton backend in interpret mode against the float64 oracle, and planted faults that must show.
+
+What a GPU makes of it: tests/test_lowering.py (it lowers) and tests/test_compile.py (registers, tensor cores).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from ragjax.core import Grid
+from ragjax.kernels.attention import triton as attention_triton
+from ragjax.kernels.blocks import Blocks
+from ragjax.kernels.device import Device
+from ragjax.kernels.view import View
+from tests.support.cases import (
+    FAR,
+    HOPPER,
+    LOCAL,
+    SEEDS,
+    Case,
+    Request,
+    Shape,
+    budget,
+    check,
+    make_case,
+    requests_of,
+    rotation,
+)
+
+SHAPES = {
+    "d64-p16-g4-b8": Shape(64, 16, 2, 4, 8, 32, scaled=True),
+    "d64-p64-g2-b32": Shape(64, 64, 2, 2, 32, 64, max_offset=FAR),
+    "d128-p16-g1-b1": Shape(128, 16, 2, 1, 1, 16),
+    "d64-p16-g7-b4-bfloat16": Shape(64, 16, 1, 7, 4, 32, "bfloat16", scaled=True),
+    "d128-p64-g4-b32-bfloat16": Shape(128, 64, 2, 4, 32, 64, "bfloat16", max_offset=FAR),
+    "d128-p32-g3-b2-float16": Shape(128, 32, 1, 3, 2, 24, "float16"),
+    "d64-p16-g2-b128": Shape(64, 16, 1, 2, 128, 256),
+}
+"""The last has blocks of two programs."""
+
+CUTS: dict[str, Callable[[attention_triton.Tiling], attention_triton.Tiling]] = {
+    "as chosen": lambda cut: cut,
+    "one split": lambda cut: replace(cut, splits=1),
+    "three splits": lambda cut: replace(cut, splits=3),
+}
+
+
+def attend(case: Case, cut: str = "as chosen", change: Callable[[View], View] = lambda view: view):  # type: ignore[no-untyped-def]
+    """Run a case; `change` alters the view inside, as a fault in a kernel would."""
+    shape, layout = case.shape, case.layout
+    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+    arguments = (case.q, case.rows, layout.pages, jnp.int32(layout.layer), layout.slots, table)
+    return [np.asarray(x) for x in compiled(*arguments, block_rows=shape.block_rows, cut=cut, change=change)]
+
+
+@functools.partial(jax.jit, static_argnames=("block_rows", "cut", "change"))
+def compiled(q, rows, pages, layer, slots, rotation, *, block_rows, cut, change):  # type: ignore[no-untyped-def]
+    view = View.build(rows, pages, layer, slots, rotation, scale=q.shape[-1] ** -0.5, block_rows=block_rows)
+    chosen = CUTS[cut](attention_triton.tiling(q, view))
+    return attention_triton.attend(q, change(view), cut=chosen, interpret=True)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("cut", CUTS)
+def test_triton_equals_oracle(name: str, cut: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(12)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        check(case, *attend(case, cut))
+
+    holds()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHAPES)
+def test_triton_equals_oracle_at_length(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(200)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        check(case, *attend(case))
+
+    holds()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
+    case = rich(SHAPES["d128-p64-g4-b32-bfloat16"])
+    out, lse = attend(replace(case, q=case.q.astype(dtype)))
+    assert out.dtype == dtype and lse.dtype == np.float32
+    worst_out, worst_lse = case.errors(out.astype(np.float32), lse)
+    assert worst_out < 2e-2 and worst_lse < 2e-2
+
+
+def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
+    """A stale key is hidden by an interval up to the last order; its cell may have been given away since."""
+    case = rich(SHAPES["d64-p16-g4-b8"], garbage=1.0)
+    want = attend(case)
+    slots, pages, layer = case.layout.slots, case.layout.pages, case.layout.layer
+    first = int(np.flatnonzero(np.asarray(slots.request_S) < 0)[0])
+    poisoned = [np.array(x) for x in (pages.k_LPKCD, pages.v_LPKCD)]
+    free = np.setdiff1d(
+        np.arange(case.shape.sizes.pages), np.asarray(slots.page_AS)[0][np.asarray(slots.request_S) >= 0]
+    )
+    for pool in poisoned:
+        pool[layer, free[0]] = 0.5
+        pool[layer, free[0], :, 2] = np.nan
+    order = np.array(slots.order_ASC)
+    order[0, first] = 2**30
+    order[0, first, 2] = 0
+    until = np.array(slots.hide_until_ASC)
+    until[0, first] = 2**30
+    changed = replace(
+        slots,
+        page_AS=slots.page_AS.at[0, first].set(int(free[0])),
+        request_S=slots.request_S.at[first].set(0),
+        offset_AS=slots.offset_AS.at[0, first].set(0),
+        order_ASC=jnp.asarray(order),
+        hide_from_ASC=slots.hide_from_ASC.at[0, first].set(0),
+        hide_until_ASC=jnp.asarray(until),
+    )
+    layout = replace(case.layout, slots=changed, pages=type(pages)(*map(jnp.asarray, poisoned)))
+    got = attend(replace(case, layout=layout))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------ planted faults
+
+
+def rich(shape: Shape, garbage: float = np.nan) -> Case:
+    """Isolated chunks of two requests, long enough for full and partial entries and several runs."""
+    requests = [Request("isolated", [9, 20, 22, 18, 9], True), Request("isolated", [20, 21, 23, 14], True)]
+    return make_case(
+        replace(shape, rows=8 * shape.block_rows * (4 if shape.block_rows < 8 else 1)), requests, 5, garbage
+    )
+
+
+def with_blocks(change: Callable[[Blocks], Blocks]) -> Callable[[View], View]:
+    return lambda view: replace(view, blocks=change(view.blocks))
+
+
+def one_run(blocks: Blocks) -> Blocks:
+    """The whole list is taken for one run: the query is rotated by the first offset alone."""
+    end = jnp.broadcast_to(blocks.count_N[:, None], blocks.end_NU.shape)
+    return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
+
+
+def with_slots(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
+    return lambda view: replace(view, slots=replace(view.slots, **{name: change(getattr(view.slots, name))}))
+
+
+FAULTS: dict[str, Callable[[View], View]] = {
+    "rotation sign": with_slots("offset_AS", lambda x: -x),
+    "no rotation": with_slots("offset_AS", jnp.zeros_like),
+    "rotated once for all runs": with_blocks(one_run),
+    "interval ignored": with_slots("hide_until_ASC", jnp.zeros_like),
+    "less for less or equal": with_slots("order_ASC", lambda x: x + 1),
+    "wrong page": with_slots("page_AS", lambda x: (x + 1) % 48),
+    "wrong layer": lambda v: replace(v, layer=1 - v.layer),
+    "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
+    "skip too eager": with_blocks(lambda b: replace(b, count_N=jnp.maximum(b.count_N - 1, 0), end_NU=b.end_NU - 1)),
+    "last run left out": with_blocks(lambda b: replace(b, runs_N=b.runs_N - 1)),
+    "scale": lambda v: replace(v, scale=v.scale * 0.9),
+}
+
+
+@pytest.mark.parametrize("name", ["d64-p16-g4-b8", "d128-p64-g4-b32-bfloat16"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_found(fault: str, name: str) -> None:
+    case = rich(SHAPES[name], garbage=1.0)
+    worst_out, worst_lse = case.errors(*attend(case, change=FAULTS[fault]))
+    assert worst_out > 5e-2 and worst_lse > 5e-2
+
+
+def test_lse_to_another_base_is_found() -> None:
+    case = rich(SHAPES["d64-p16-g4-b8"])
+    out, lse = attend(case)
+    assert case.errors(out, lse)[1] < 1e-5
+    assert case.errors(out, lse / np.log(2).astype(np.float32))[1] > 0.2
+
+
+# ------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "reason"),
+    [
+        (Shape(64, 16, 2, 4, 8, 32), HOPPER, None),
+        (Shape(64, 16, 2, 4, 8, 32), Device("cpu"), "cpu"),
+        (Shape(64, 16, 2, 4, 8, 32), Device("gpu", (7, 5)), "compute capability 8.0"),
+        (Shape(16, 16, 2, 4, 8, 32), HOPPER, "head dimension 16"),
+        (Shape(64, 8, 2, 4, 8, 32), HOPPER, "pages of 8 cells"),
+        (Shape(64, 16, 2, 4, 6, 36), HOPPER, "row blocks of 6"),
+        (Shape(64, 16, 2, 4, 8, 32, "uint16"), HOPPER, "uint16"),
+    ],
+)
+def test_refusal_names_its_reason(shape: Shape, device: Device, reason: str | None) -> None:
+    case = make_case(shape, [Request("chain", [3, 4], False)], 0)
+    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+    layout = case.layout
+    view = View.build(
+        case.rows, layout.pages, layout.layer, layout.slots, table, scale=1.0, block_rows=shape.block_rows
+    )
+    refusal = attention_triton.refusal(case.q, view, device)
+    assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16])
+def test_row_buckets_for_gpus_fill_a_program(group: int) -> None:
+    for rows, block in Grid.gpu_rows(group):
+        assert rows % block == 0
+        assert block == 1 or block * 2 ** (group - 1).bit_length() == attention_triton.MOST_ROWS

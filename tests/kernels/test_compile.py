@@ -1,0 +1,219 @@
+"""The Triton kernels compiled for Hopper (sm_90) without a GPU, at the shapes of the models that are served.
+
+Needs the triton package, of the version that the limits were measured with (3.6.0): `make test-gpu-compile`. Mosaic
+kernels compile when they run, so for them there is tests/test_lowering.py alone.
+
+Where the limits come from. Shared memory: what a block of threads may have, beyond which a launch fails. Registers: 255
+is the most a thread has; what does not fit is spilled to memory, which costs time but is not wrong. Spills are held at
+what was measured, 0 but for the tables below, where the tiles that fill the tensor cores best need more registers than
+there are. A change that spills more has to say so here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import pytest
+
+from ragjax.kernels.attention import jax_triton as attention_raw
+from ragjax.kernels.attention import triton as attention_triton
+from ragjax.kernels.attention.jax_triton import Launch
+from ragjax.kernels.view import View
+from tests.support.cases import HOPPER
+from tests.support.compiler import (
+    MODELS,
+    PAGE_SIZES,
+    SHARED_BYTES,
+    WORK,
+    Resources,
+    compile_kernel,
+    compile_program,
+    custom_calls,
+    kernels,
+    lower,
+    reductions,
+    serving,
+    training,
+)
+
+pytestmark = pytest.mark.compile
+
+HEADS = ["llama-3-8b", "smollm2-135m"]
+"""One model for each head dimension, where more would show the same."""
+
+ATTENTION_SPILLS: Mapping[tuple[int, int, str], int] = {
+    (128, 64, "prefill-128"): 40,
+    (64, 64, "decode"): 24,
+    (64, 128, "prefill-128"): 88,
+}
+"""Bytes per thread, by head dimension, page size and work; others none."""
+
+REDUCTION_SPILLS: Mapping[tuple[str, int, int, str], int] = {
+    ("row_segment_mass", 128, 128, "decode"): 80,
+    ("row_segment_mass", 64, 64, "decode"): 16,
+}
+"""Likewise, by kernel too."""
+
+TRAINING_SPILLS: Mapping[tuple[str, int, int], int] = {
+    ("interval_attention_dkv", 128, 128): 136,
+    ("interval_attention_dkv", 64, 128): 488,
+}
+"""Likewise, by kernel, head dimension and block; the default block of 64 spills nothing."""
+
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+
+
+def compiled(call: tuple[Any, ...]) -> dict[str, Resources]:
+    """The kernels of a call by name."""
+    return {kernel.name: compile_kernel(kernel) for kernel in kernels(lower(*call))}
+
+
+def two_pages(view: View) -> int:
+    """Bytes of the keys and values of two tiles of 64 cells: what a pipelined loop keeps in shared memory."""
+    pool = view.pages.k_LPKCD
+    return 2 * 2 * 64 * pool.shape[-1] * pool.dtype.itemsize
+
+
+# --------------------------------------------------------------------------------------- Pallas-Triton
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_attention(name: str, page_size: int, work: str) -> None:
+    q, view = serving(MODELS[name], page_size, work)
+    (used,) = compiled((attention_triton.attend, q, view)).values()
+    assert used.spill_bytes <= ATTENTION_SPILLS.get((MODELS[name].dim, page_size, work), 0)
+    assert two_pages(view) <= used.shared_bytes <= SHARED_BYTES
+    assert used.copies > 0
+    assert used.mma > 0 if work == "decode" else used.wgmma > 0
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", HEADS)
+def test_float32_attention_fits_or_is_refused(name: str, page_size: int, work: str) -> None:
+    """Products in float32 use no tensor core, and keys and values take twice the room; spills are not held."""
+    q, view = serving(MODELS[name], page_size, work, dtype="float32")
+    if attention_triton.refusal(q, view, HOPPER) is None:
+        (used,) = compiled((attention_triton.attend, q, view)).values()
+        assert used.shared_bytes <= SHARED_BYTES
+        assert used.wgmma == used.mma == 0
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", HEADS)
+def test_reductions(name: str, page_size: int, work: str) -> None:
+    for call in reductions(*serving(MODELS[name], page_size, work)).values():
+        for kernel, used in compiled(call).items():
+            assert used.spill_bytes <= REDUCTION_SPILLS.get((kernel, MODELS[name].dim, page_size, work), 0)
+            assert used.shared_bytes <= SHARED_BYTES
+            assert used.mma > 0 if work == "decode" else used.wgmma > 0
+
+
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("name", HEADS)
+def test_training(name: str, block: int) -> None:
+    found = [compiled(call) for call in training(MODELS[name], block=block).values()]
+    assert [len(kernels_of) for kernels_of in found] == [1, 2]
+    for kernel, used in (item for kernels_of in found for item in kernels_of.items()):
+        assert used.spill_bytes <= TRAINING_SPILLS.get((kernel, MODELS[name].dim, block), 0)
+        assert used.shared_bytes <= SHARED_BYTES
+        assert used.wgmma > 0
+
+
+# ------------------------------------------------------------------------------------------ raw Triton
+
+
+def raw(q: jax.ShapeDtypeStruct, view: View, **options: int) -> Resources:
+    """The raw decode program, compiled as jax-triton would."""
+    from ragjax.kernels.attention.jax_triton_kernel import decode
+
+    launch = Launch.of(q, view)
+    pointers = [TYPES[x.dtype.name] for x in jax.eval_shape(attention_raw.arguments, q, view)]
+    types = dict(zip(decode.arg_names, [*pointers, "fp32", "fp32"], strict=False))
+    constants = attention_raw.constants(q, view, launch)
+    return compile_program(decode, types, constants, **{"warps": launch.warps, "stages": launch.stages, **options})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_raw_decode(name: str, page_size: int, dtype: str) -> None:
+    q, view = serving(MODELS[name], page_size, "decode", dtype=dtype)
+    used = raw(q, view)
+    assert used.spill_bytes == 0
+    # two programs, the keys and values of two pages each, on one multiprocessor
+    assert two_pages(view) <= used.shared_bytes <= SHARED_BYTES // 2
+    assert used.registers * 2 * 4 * 32 <= 64 * 1024
+    assert used.copies > 0 and used.mma > 0
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", HEADS)
+def test_raw_decode_in_float32(name: str, page_size: int) -> None:
+    used = raw(*serving(MODELS[name], page_size, "decode", dtype="float32"))
+    assert used.spill_bytes <= 16
+    assert used.shared_bytes <= SHARED_BYTES // 2
+    assert used.mma == used.wgmma == 0  # not TF32
+
+
+def test_jax_triton_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself traces, lowers and compiles the call; only what its GPU library would do is a stand-in."""
+    from jax._src.lib import gpu_triton
+
+    made: dict[str, tuple[Any, ...]] = {}
+
+    class Kernel:
+        def __init__(self, *arguments: Any) -> None:
+            made["kernel"] = arguments
+
+    class KernelCall:
+        def __init__(self, *arguments: Any) -> None:
+            made["call"] = arguments
+
+        def to_proto(self, *_: Any) -> bytes:
+            return b""
+
+    parts = {
+        "get_compute_capability": lambda device: 90,
+        "get_serialized_metadata": lambda *_: b"",
+        "TritonKernel": Kernel,
+        "TritonKernelCall": KernelCall,
+        "create_array_parameter": lambda zeroed, alignment: alignment,
+    }
+    for part, stand_in in parts.items():
+        monkeypatch.setattr(gpu_triton, part, stand_in, raising=False)
+    for module in [name for name in sys.modules if name.split(".")[0] == "jax_triton"]:
+        monkeypatch.delitem(sys.modules, module)
+    q, view = serving(MODELS["qwen2.5-7b"], 64, "decode")
+    assert attention_raw.refusal(q, view, HOPPER) is None
+    assert os.environ.get("TRITON_CACHE_DIR") != ""  # as the package leaves it, and Triton then fails
+    lowered = lower(attention_raw.attend, q, view)
+    assert "triton_kernel_call" in [target for target, _ in custom_calls(lowered)]
+    name, warps, _, shared_bytes, ptx, _, capability = made["kernel"]
+    assert (name, warps, capability) == ("decode", 4, 90)
+    assert "mma.sync" in ptx and shared_bytes == raw(q, view).shared_bytes
+    _, *grid, pointers = made["call"]
+    assert tuple(grid) == Launch.of(q, view).grid
+    assert pointers == [16] * (len(jax.eval_shape(attention_raw.arguments, q, view)) + 2)
+
+
+# ------------------------------------------------------------------- what the figures can and cannot see
+
+
+def test_spills_are_seen() -> None:
+    q, view = serving(MODELS["llama-3-8b"], 64, "prefill-128")
+    (kernel,) = kernels(lower(attention_triton.attend, q, view))
+    narrow = compile_kernel(type(kernel)(kernel.name, kernel.ir, 4, kernel.stages))
+    assert narrow.spill_bytes > 200 and narrow.registers == 255
+
+
+def test_a_loop_that_is_not_pipelined_is_seen() -> None:
+    q, view = serving(MODELS["llama-3-8b"], 64, "decode")
+    assert raw(q, view, stages=3).shared_bytes < two_pages(view)

@@ -1,0 +1,84 @@
+"""Which backend serves a call, and what is said of those that do not. Only shapes, dtypes and the device count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+import pytest
+
+from ragjax.kernels.attention.op import BACKENDS, Choice, choose, paged_interval_attention
+from ragjax.kernels.device import Device
+from ragjax.kernels.reductions.op import key_mass
+from ragjax.kernels.train_attention.mask import Mask, Tokens
+from ragjax.kernels.train_attention.op import choose as choose_interval
+from ragjax.kernels.view import View
+from tests.support.cases import HOPPER, LOCAL, Case, Shape, rich_case, rotation
+
+FITS = Shape(64, 16, 2, 4, 8, 48)
+AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu")
+
+
+def view_of(case: Case) -> View:
+    shape, layout = case.shape, case.layout
+    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+    sizes = {"scale": shape.dim**-0.5, "block_rows": shape.block_rows}
+    return View.build(case.rows, layout.pages, layout.layer, layout.slots, table, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "wanted", "backend", "refused"),
+    [
+        (FITS, HOPPER, None, "triton", {}),
+        (FITS, AMPERE, None, "triton", {}),
+        (FITS, CPU, None, "xla", {}),
+        (FITS, Device("tpu"), None, "xla", {}),
+        (FITS, HOPPER, "xla", "xla", {}),
+        (FITS, HOPPER, "mosaic", "triton", {"mosaic": "page size 16"}),
+        (Shape(64, 64, 2, 4, 16, 48, "bfloat16"), HOPPER, "mosaic", "mosaic", {}),
+        (Shape(64, 64, 2, 4, 16, 48, "bfloat16"), AMPERE, "mosaic", "triton", {"mosaic": "capability 9.0"}),
+        (Shape(16, 16, 2, 4, 8, 48), HOPPER, None, "xla", {"triton": "head dimension 16", "raw": "head dimension 16"}),
+        (FITS, TURING, None, "xla", {"triton": "capability 8.0", "raw": "capability 8.0"}),
+        (FITS, CPU, "triton", "xla", {"triton": "not on cpu"}),
+    ],
+)
+def test_choice(shape: Shape, device: Device, wanted: str | None, backend: str, refused: Mapping[str, str]) -> None:
+    case = rich_case(shape)
+    q, view = case.q, view_of(case)
+    for arguments in ((q, view), jax.eval_shape(lambda *x: x, q, view)):
+        choice: Choice = choose(*arguments, device, wanted)
+        assert choice.backend == backend
+        assert choice.refused.keys() == refused.keys()
+        assert all(reason in choice.refused[name] for name, reason in refused.items())
+
+
+def test_every_backend_says_why_it_refuses_a_cpu() -> None:
+    case = rich_case(FITS)
+    view = view_of(case)
+    for name in BACKENDS.keys() - {"xla", "reference"}:
+        with pytest.raises(ValueError, match=f"{name}.*cannot serve this call.*not on cpu"):
+            paged_interval_attention(case.q, view, backend=name)
+
+
+def test_left_to_itself_the_op_takes_the_choice() -> None:
+    case = rich_case(FITS)
+    view = view_of(case)
+    default, named = (paged_interval_attention(case.q, view, backend=name) for name in (None, "xla"))
+    jax.tree.map(np.testing.assert_array_equal, default, named)
+    masses = [key_mass(case.q, default[1], view, backend=name) for name in (None, "xla")]
+    np.testing.assert_array_equal(*masses)
+
+
+@pytest.mark.parametrize(
+    ("dim", "device", "backend", "logged"),
+    [(64, HOPPER, "triton", ""), (64, CPU, "xla", ""), (80, HOPPER, "xla", "head dimension 80")],
+)
+def test_choice_for_training(
+    dim: int, device: Device, backend: str, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    zero = np.zeros(128, np.int32)
+    mask = Mask.build(Tokens(*(jax.numpy.asarray(x) for x in (np.arange(128, dtype=np.int32), zero, zero, zero))))
+    q = jax.ShapeDtypeStruct((128, 4, dim), jax.numpy.bfloat16)
+    assert choose_interval(q, mask, device) == backend  # type: ignore[arg-type]
+    assert logged in caplog.text and bool(caplog.records) == bool(logged)

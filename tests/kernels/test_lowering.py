@@ -1,0 +1,168 @@
+"""Every GPU kernel lowers for CUDA at the shapes of the models that are served, with no GPU at hand.
+
+Lowering traces the kernel and builds and verifies its Triton or Mosaic module, which finds most mistakes of type, shape
+and layout. tests/test_compile.py goes on to machine code.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from ragjax.core import Grid, Want
+from ragjax.kernels.attention import mosaic as attention_mosaic
+from ragjax.kernels.attention import op as attention
+from ragjax.kernels.attention import triton as attention_triton
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.reductions import triton as reductions_triton
+from ragjax.kernels.reductions.measure import ARRAYS
+from ragjax.kernels.rope import Rotation
+from ragjax.models.config import ModelConfig
+from ragjax.models.decoder import Decoder
+from ragjax.runner import runner
+from tests.support.cases import HOPPER
+from tests.support.compiler import (
+    MODELS,
+    MOSAIC_CALL,
+    PAGE_SIZES,
+    TRITON_CALL,
+    WORK,
+    custom_calls,
+    hopper_mesh,
+    kernels,
+    lower,
+    reductions,
+    serving,
+    training,
+)
+
+PREFILL = [work for work, folded in WORK.items() if folded]
+HEADS = ["llama-3-8b", "smollm2-135m"]
+"""One model for each head dimension, where more would show the same."""
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_triton_lowers(name: str, page_size: int, work: str) -> None:
+    q, view = serving(MODELS[name], page_size, work)
+    assert attention_triton.refusal(q, view, HOPPER) is None
+    (kernel,) = kernels(lower(attention_triton.attend, q, view))
+    assert kernel.ir.count("tt.dot") >= 6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("name", HEADS)
+def test_triton_lowers_in_other_dtypes(name: str, work: str, dtype: str) -> None:
+    (kernel,) = kernels(lower(attention_triton.attend, *serving(MODELS[name], 64, work, dtype=dtype)))
+    # by default a float32 product would be TF32, with a relative error of 1e-3
+    assert ("inputPrecision = tf32" in kernel.ir) == (dtype != "float32")
+
+
+@pytest.mark.parametrize("work", PREFILL)
+def test_triton_lowers_at_32k_rows(work: str) -> None:
+    (_,) = kernels(lower(attention_triton.attend, *serving(MODELS["llama-3-8b"], 64, work, rows=32 * 1024)))
+
+
+def wide_offsets(ir: str) -> int:
+    """Tiles of bfloat16 that are addressed by 64-bit offsets."""
+    return len(re.findall(r"tt\.addptr [^\n]*: tensor<(\w+)x!tt\.ptr<bf16>>, tensor<\1xi64>", ir))
+
+
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("name", MODELS)
+def test_pools_beyond_32_bits_are_indexed_with_64(name: str, work: str) -> None:
+    q, view = serving(MODELS[name], 64, work)
+    assert view.pages.k_LPKCD.size > 2**31
+    loads = 2 * 3  # two halves of the keys, and the values; of full pages and of partial ones
+    assert wide_offsets(kernels(lower(attention_triton.attend, q, view))[0].ir) == loads
+    pool = jax.ShapeDtypeStruct((1, 64, *view.pages.k_LPKCD.shape[2:]), jnp.bfloat16)
+    small = replace(view, pages=Pages(pool, pool))
+    assert wide_offsets(kernels(lower(attention_triton.attend, q, small))[0].ir) == 0
+
+
+@pytest.mark.parametrize("work", PREFILL)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_mosaic_lowers_or_says_why_not(name: str, page_size: int, work: str) -> None:
+    q, view = serving(MODELS[name], page_size, work)
+    reason = attention_mosaic.refusal(q, view, HOPPER)
+    if reason is not None:
+        assert "do not fill" in reason
+        with pytest.raises(ValueError, match="do not fill"):
+            attention_mosaic.attend(q, view)
+        return
+    assert MOSAIC_CALL in [target for target, _ in custom_calls(lower(attention_mosaic.attend, q, view))]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("name", HEADS)
+def test_reductions_lower(name: str, work: str, dtype: str) -> None:
+    q, view = serving(MODELS[name], 64, work, dtype=dtype)
+    for call in reductions(q, view).values():
+        assert [target for target, _ in custom_calls(lower(*call)) if target == TRITON_CALL]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", MODELS)
+def test_training_lowers(name: str, dtype: str) -> None:
+    calls = training(MODELS[name], dtype=dtype)
+    assert len(kernels(lower(*calls["forward"]))) == 1
+    assert len(kernels(lower(*calls["backward"]))) == 2
+
+
+# ------------------------------------------------------------------------------------------ whole programs
+
+LLAMA = ModelConfig(
+    family="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
+    num_kv_heads=8, head_dim=128, rope_theta=5e5, rope_scaling=None, norm_eps=1e-5, tie_embeddings=False,
+    qkv_bias=False, qk_norm=False, context_length=8192, eos_ids=(128001,), bos_id=128000,
+)  # fmt: skip
+QWEN = replace(
+    LLAMA, family="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28,
+    num_kv_heads=4, rope_theta=1e6, norm_eps=1e-6, qkv_bias=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("want", "kernel"), [(None, []), (Want.KEY_MASS, ["key_mass"]), (Want.SEGMENT_MASS, ["row_segment_mass"])]
+)
+@pytest.mark.parametrize("bucket", [1, -1], ids=["decode", "prefill"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama-3-8b", "qwen2.5-7b"])
+def test_stage_of_a_model_lowers(
+    config: ModelConfig, bucket: int, want: Want | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scanned layers under shard_map, with the pool in the carry: one kernel serves them all."""
+    monkeypatch.setitem(attention.BACKENDS, "triton", attention.Backend(attention_triton.attend, lambda *_: None))  # type: ignore[arg-type]
+    monkeypatch.setattr(reductions_triton, "refusal", lambda *_: None)
+    rows, block = Grid.gpu_rows(config.num_heads // config.num_kv_heads)[bucket]
+    layers, slots, cells = 4, 1024, 64
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    step = {f"{n}_T": shape((rows,)) for n in ("token", "order", "position", "request", "cell")}
+    step |= {f"{n}_S": shape((slots,)) for n in ("page", "offset", "request")}
+    step |= {f"{n}_SC": shape((slots, cells)) for n in ("order", "hide_from", "hide_until")}
+    table = Rotation(*[jax.ShapeDtypeStruct((config.context_length, 64), jnp.float32)] * 2)  # type: ignore[arg-type]
+    pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, cells, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
+    decoder = Decoder.abstract(config)
+    layer, states = runner._split_layers(decoder)
+    ends_def, ends = nnx.split(runner._without_layers(decoder))
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), states[0])
+    spec = runner._Spec(config, layer, ends_def, hopper_mesh(), True, config.head_dim**-0.5)  # type: ignore[arg-type]
+    begin = partial(runner._begin, spec, block)
+    lower(begin, ends, table, step)
+    x_TE, inputs = jax.eval_shape(begin, ends, table, step)
+    measure = None if want is None else (want, 16)
+    sizes = {"T": (rows,), "S": (slots,), "SC": (slots, cells)}
+    probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[want] if want else ())}
+    chosen_L = jax.ShapeDtypeStruct((layers if want else 0,), jnp.bool_)
+    whole = partial(runner._stage, spec, block, "triton", layers, measure)
+    stage = lower(whole, weights, pool, x_TE, inputs, table, chosen_L, probe)
+    assert [one.name for one in kernels(stage)] == ["paged_interval_attention", *kernel]

@@ -1,0 +1,726 @@
+"""Layer-side sums against the float64 oracle: attention masses, KV deviation and neighbouring keys."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.pages import Pages, from_storage
+from ragjax.kernels.reductions import op as reductions
+from ragjax.kernels.reductions import triton as reductions_triton
+from ragjax.kernels.reductions.op import (
+    chunk_mass,
+    key_mass,
+    key_masses,
+    key_neighbours,
+    kv_deviation,
+    restrict,
+    row_segment_mass,
+    segment_mass,
+)
+from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.view import View
+from tests.support.cases import (
+    HOPPER,
+    LOCAL,
+    NARROW,
+    SEED,
+    SEEDS,
+    SHAPES,
+    WIDE,
+    Case,
+    Request,
+    Shape,
+    budget,
+    make_case,
+    requests_of,
+    rich_case,
+    rotation,
+)
+from tests.support.devices import assert_agreement
+from tests.support.oracle import store, turn
+
+SEGMENTS = 5
+
+
+class Labels(NamedTuple):
+    """Which rows count, and the segment of each row and cell; some are of none."""
+
+    chosen_T: np.ndarray
+    row_segment_T: np.ndarray
+    key_segment_SC: np.ndarray
+
+
+class Masses(NamedTuple):
+    """Key mass of all rows; of chosen rows, plain and times the value norm; by row and segment; by segments."""
+
+    all_SC: np.ndarray
+    plain_SC: np.ndarray
+    valued_SC: np.ndarray
+    row_TZ: np.ndarray
+    segment_ZZ: np.ndarray
+
+
+def labels_of(case: Case, seed: int) -> Labels:
+    """Random labels; half of the time segments are runs of orders, as in service, else they are mixed at will."""
+    rng = np.random.default_rng(seed)
+    t, s, c = case.shape.rows, case.shape.sizes.slots, case.shape.page_size
+    blocks = np.repeat(rng.random(t // case.shape.block_rows) < 0.7, case.shape.block_rows)
+    chosen_T = blocks & (rng.random(t) < 0.6)
+    if rng.random() < 0.5:
+        row_T, key_SC = (np.asarray(x) // 6 - 1 for x in (case.rows.order_T, case.layout.slots.order_ASC[0]))
+    else:
+        row_T, key_SC = rng.integers(-1, SEGMENTS + 1, t), rng.integers(-1, SEGMENTS + 1, (s, c))
+    return Labels(chosen_T, row_T.astype(np.int32), key_SC.astype(np.int32))
+
+
+def view_of(rows, pages, layer, slots, rotation, *, block_rows):  # type: ignore[no-untyped-def]
+    dim = pages.k_LPKCD.shape[-1]
+    return View.build(rows, pages, layer, slots, rotation, scale=dim**-0.5, block_rows=block_rows)
+
+
+view_at = jax.jit(view_of, static_argnames="block_rows")
+
+
+def measure(q, lse, view, labels, backend):  # type: ignore[no-untyped-def]
+    """All masses by the public ops."""
+    chosen_T, *segments = labels
+    return Masses(
+        key_mass(q, lse, view, backend=backend),
+        *key_masses(q, lse, view, chosen_T, backend=backend),
+        row_segment_mass(q, lse, view, *segments, SEGMENTS, backend=backend),
+        segment_mass(q, lse, view, *segments, SEGMENTS, backend=backend),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
+def compiled(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
+    view = view_of(*where, block_rows=block_rows)
+    return measure(q, paged_interval_attention(q, view)[1], view, labels, backend)
+
+
+def where_of(case: Case):  # type: ignore[no-untyped-def]
+    shape, layout = case.shape, case.layout
+    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+    return case.rows, layout.pages, jnp.int32(layout.layer), layout.slots, table
+
+
+def masses_of(case: Case, labels: Labels, backend: str = "xla") -> Masses:
+    found = compiled(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
+    return Masses(*(np.asarray(x) for x in found))
+
+
+def wanted(case: Case, labels: Labels) -> Masses:
+    """The masses from the oracle's probabilities, by loops over words of the definition."""
+    _, _, prob_THN = case.want()
+    slot_N, cell_N = case.layout.slot_N, case.layout.cell_N
+    norm_HN = np.repeat(np.linalg.norm(case.keys.v_NKD, axis=-1), case.shape.groups, axis=1).T
+    chosen_T = labels.chosen_T[case.place_T]
+
+    def scatter(mass_N: np.ndarray) -> np.ndarray:
+        mass_SC = np.zeros((case.shape.sizes.slots, case.shape.page_size))
+        np.add.at(mass_SC, (slot_N, cell_N), mass_N)
+        return mass_SC
+
+    row_TZ, segment_ZZ = np.zeros((case.shape.rows, SEGMENTS)), np.zeros((SEGMENTS, SEGMENTS))
+    prob_TN, key_segment_N = prob_THN.mean(1), labels.key_segment_SC[slot_N, cell_N]
+    for t, place in enumerate(case.place_T):
+        of_row = labels.row_segment_T[place]
+        if not 0 <= of_row < SEGMENTS:
+            continue
+        for n, of_key in enumerate(key_segment_N):
+            itself = case.queries.order_T[t] == case.keys.order_N[n]
+            if 0 <= of_key < SEGMENTS and not (itself and of_row == of_key):
+                row_TZ[place, of_key] += prob_TN[t, n]
+                segment_ZZ[of_row, of_key] += prob_TN[t, n]
+    return Masses(
+        scatter(prob_TN.sum(0)),
+        scatter(prob_TN[chosen_T].sum(0)),
+        scatter((prob_THN[chosen_T] * norm_HN).mean(1).sum(0)),
+        row_TZ,
+        segment_ZZ,
+    )
+
+
+def assert_near(found: Masses, want: Masses, dtype: str) -> None:
+    # in bfloat16 the LSE was formed from queries rotated otherwise (narrow blocks), so bits agree to its rounding alone
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    for name in Masses._fields:
+        got, right = getattr(found, name), getattr(want, name)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, right, rtol=tolerance, atol=tolerance, err_msg=name)
+        assert not got[right == 0].any(), name
+
+
+def far_apart(found: np.ndarray, want: np.ndarray) -> bool:
+    return not np.allclose(found, want, rtol=1e-2, atol=1e-2)
+
+
+# ---------------------------------------------------------------------------------------------- masses
+
+
+@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32", "d16-p8-g2-b1-bits"])
+def test_masses_equal_oracle(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(30)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        labels = labels_of(case, seed)
+        assert_near(masses_of(case, labels), wanted(case, labels), shape.dtype)
+
+    holds()
+
+
+@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits"])
+def test_reference_equals_oracle(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(15)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        labels = labels_of(case, seed)
+        assert_near(masses_of(case, labels, "reference"), wanted(case, labels), shape.dtype)
+
+    holds()
+
+
+@pytest.mark.parametrize("shape", [NARROW, WIDE])
+def test_every_row_gives_one(shape: Shape) -> None:
+    """To all keys, and to all segments less what it gives itself."""
+    case = rich_case(shape)
+    labels = labels_of(case, SEED)._replace(row_segment_T=np.zeros(48, np.int32))
+    labels.key_segment_SC[:] = 1
+    _, want_lse, _ = case.want()
+    live_T = np.zeros(48)
+    live_T[case.place_T] = (~np.isneginf(want_lse)).mean(1)
+    found = masses_of(case, labels)
+    assert found.all_SC.sum() == pytest.approx(live_T.sum(), rel=1e-5)
+    np.testing.assert_allclose(found.row_TZ[:, 1], live_T, rtol=1e-5)
+    labels.key_segment_SC[:] = 0
+    itself = masses_of(case, labels)
+    present_T = np.isin(case.queries.order_T, case.keys.order_N)  # the next token to come has no key yet
+    less_T = (live_T - itself.row_TZ[:, 0])[case.place_T]
+    assert (less_T[present_T] > 1e-4).all() and (abs(less_T[~present_T]) < 1e-5).all()
+
+
+def test_masses_are_shares_of_a_larger_context() -> None:
+    """An LSE merged with that of other keys makes them smaller by the factor it says."""
+    case = rich_case(WIDE)
+    labels = labels_of(case, SEED)
+
+    @jax.jit
+    def doubled(q, labels, where):  # type: ignore[no-untyped-def]
+        view = view_of(*where, block_rows=WIDE.block_rows)
+        return measure(q, paged_interval_attention(q, view)[1] + jnp.log(2.0), view, labels, "xla")
+
+    halves, wholes = doubled(case.q, labels, where_of(case)), masses_of(case, labels)
+    for half, whole in zip(halves, wholes, strict=True):
+        np.testing.assert_allclose(2 * half, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_row_blocks_that_do_not_count_visit_nothing() -> None:
+    """They would read pages for nothing: their lists are empty, and the rest of the view is as it was."""
+    case = rich_case(WIDE)
+    view = view_at(*where_of(case), block_rows=WIDE.block_rows)
+    chosen_T = np.zeros(48, bool)
+    chosen_T[9] = True
+    assert view.blocks.count_N[1] > 0
+    lse_TH, fewer = restrict(jnp.zeros((48, 3)), view, jnp.asarray(chosen_T))
+    only = np.arange(6) == 1
+    np.testing.assert_array_equal(fewer.blocks.count_N, np.where(only, view.blocks.count_N, 0))
+    np.testing.assert_array_equal(fewer.blocks.runs_N, np.where(only, view.blocks.runs_N, 0))
+    assert fewer.slots is view.slots and fewer.blocks.slot_NS is view.blocks.slot_NS
+    np.testing.assert_array_equal(np.isposinf(lse_TH).all(1), ~chosen_T)
+
+
+def rolled_values(case: Case) -> Case:
+    """Values under the wrong KV head."""
+    pages = case.layout.pages
+    return replace(case, layout=replace(case.layout, pages=Pages(pages.k_LPKCD, jnp.roll(pages.v_LPKCD, 1, axis=2))))
+
+
+def turned(case: Case) -> Case:
+    """Offsets of the wrong sign."""
+    slots = case.layout.slots
+    return replace(case, layout=replace(case.layout, slots=replace(slots, offset_AS=-slots.offset_AS)))
+
+
+def everybody(labels: Labels) -> Labels:
+    return labels._replace(chosen_T=np.ones_like(labels.chosen_T))
+
+
+FAULTS: dict[str, tuple[str, Callable[[Case, Labels], np.ndarray]]] = {
+    "sum over heads for the mean": ("all_SC", lambda case, labels: 4 * masses_of(case, labels).all_SC),
+    "slots out of place": ("all_SC", lambda case, labels: np.roll(masses_of(case, labels).all_SC, 1, axis=0)),
+    "offset sign": ("all_SC", lambda case, labels: masses_of(turned(case), labels).all_SC),
+    "rows not chosen": ("plain_SC", lambda case, labels: masses_of(case, everybody(labels)).plain_SC),
+    "rows not chosen, valued": ("valued_SC", lambda case, labels: masses_of(case, everybody(labels)).valued_SC),
+    "no value norm": ("valued_SC", lambda case, labels: masses_of(case, labels).plain_SC),
+    "value norm of the wrong head": (
+        "valued_SC",
+        lambda case, labels: masses_of(rolled_values(case), labels).valued_SC,
+    ),
+    "rows and keys swapped": ("segment_ZZ", lambda case, labels: masses_of(case, labels).segment_ZZ.T),
+    "own token counted": ("segment_ZZ", lambda case, labels: own_token(case, labels, add_own=True)),
+    "own token left out of all": ("segment_ZZ", lambda case, labels: own_token(case, labels, add_own=False)),
+}
+
+
+def own_token(case: Case, labels: Labels, *, add_own: bool) -> np.ndarray:
+    """Segment mass with the own token counted in the own segment, or left out of other segments too."""
+    _, _, prob_THN = case.want()
+    segment_ZZ = masses_of(case, labels).segment_ZZ.copy()
+    of_row_T = labels.row_segment_T[case.place_T]
+    of_key_N = labels.key_segment_SC[case.layout.slot_N, case.layout.cell_N]
+    for t, n in np.argwhere(case.queries.order_T[:, None] == case.keys.order_N):
+        a, b = of_row_T[t], of_key_N[n]
+        if 0 <= a < SEGMENTS and 0 <= b < SEGMENTS and (a == b) == add_own:
+            segment_ZZ[a, b] += prob_THN[t, :, n].mean() * (1 if add_own else -1)
+    return segment_ZZ
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_in_masses_is_found(fault: str) -> None:
+    case = rich_case(NARROW)
+    rng = np.random.default_rng(SEED)
+    labels = Labels(rng.random(48) < 0.5, rng.integers(0, 3, 48, np.int32), rng.integers(0, 3, (48, 8), np.int32))
+    want = wanted(case, labels)
+    assert_near(masses_of(case, labels), want, "float32")
+    name, broken = FAULTS[fault]
+    assert far_apart(broken(case, labels), getattr(want, name))
+
+
+@pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "chunk_SC", "row_TZ", "segment_ZZ"])
+def test_no_rows_by_keys_array(kind: str) -> None:
+    """Temporary memory stays below one byte per row and key."""
+    t, s, c, d = 512, 512, 64, 16
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def one(q, labels, where):  # type: ignore[no-untyped-def]
+        view = view_of(*where, block_rows=128)
+        if kind == "chunk_SC":
+            return chunk_mass(q, view, labels.key_segment_SC, SEGMENTS)
+        return getattr(measure(q, paged_interval_attention(q, view)[1], view, labels, "xla"), kind)
+
+    pool = jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32)
+    slots = Slots(ints(1, s), ints(1, s), ints(s), ints(1, s, c), ints(1, s, c), ints(1, s, c))
+    where = Rows(ints(t), ints(t), ints(t)), Pages(pool, pool), 0, slots, rotation(d, False, 100)
+    labels = Labels(jax.ShapeDtypeStruct((t,), jnp.bool_), ints(t), ints(s, c))
+    lowered = jax.jit(one).lower(jax.ShapeDtypeStruct((t, 2, d), jnp.float32), labels, where)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < t * s * c
+
+
+# ------------------------------------------------------------------------------------------ chunk mass
+
+
+@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
+def compiled_chunks(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
+    view = view_of(*where, block_rows=block_rows)
+    return chunk_mass(q, view, labels.key_segment_SC, SEGMENTS, labels.chosen_T, backend=backend)
+
+
+def chunk_mass_of(case: Case, labels: Labels, backend: str = "xla") -> np.ndarray:
+    return np.asarray(
+        compiled_chunks(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
+    )
+
+
+def chunk_mass_wanted(case: Case, labels: Labels) -> np.ndarray:
+    """Each row's and head's probabilities over one segment's keys, made to sum to one."""
+    _, _, prob_THN = case.want()
+    place = case.layout.slot_N, case.layout.cell_N
+    mass_SC, heads = np.zeros(labels.key_segment_SC.shape), prob_THN.shape[1]
+    for segment in range(SEGMENTS):
+        inside_N = labels.key_segment_SC[place] == segment
+        for prob_HN in prob_THN[labels.chosen_T[case.place_T]]:
+            for prob_N in prob_HN * inside_N:
+                if prob_N.any():
+                    np.add.at(mass_SC, place, prob_N / prob_N.sum() / heads)
+    return mass_SC
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits"])
+def test_chunk_mass_equals_oracle(name: str, backend: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(15)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        labels = labels_of(case, seed)
+        found, want = chunk_mass_of(case, labels, backend), chunk_mass_wanted(case, labels)
+        tolerance = 1e-5 if shape.dtype == "float32" else 5e-2
+        np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance)
+        assert found.dtype == np.float32 and not found[want == 0].any()
+
+    holds()
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_chunk_mass_of_a_segment_that_gets_next_to_nothing(backend: str) -> None:
+    """Its probability beside the others underflows; among its own keys it is as well shared out as any."""
+    view, q = _one_row(np.array([200.0, 199.0, -200.0, -201.0]))
+    chunk_SC = jnp.asarray([[0, 0, 1, 1]], jnp.int32)
+    _, lse = paged_interval_attention(q, view)
+    assert not np.asarray(key_mass(q, lse, view, backend=backend))[0, 2:].any()
+    found = np.asarray(chunk_mass(q, view, chunk_SC, 3, backend=backend))
+    share = 1 / (1 + np.exp(-1))
+    np.testing.assert_allclose(found, [[share, 1 - share, share, 1 - share]], rtol=1e-4)
+
+
+def _one_row(logits: np.ndarray) -> tuple[View, jax.Array]:
+    """A view of one row whose logits over the first cells of a page are these."""
+    n = len(logits)
+    k = np.zeros((1, 2, 1, n, 2), np.float32)
+    k[0, 1, 0, :, 0] = logits
+    ints = functools.partial(jnp.asarray, dtype=jnp.int32)
+    zero_SC = ints(np.zeros((1, 1, n)))
+    slots = Slots(ints([[1]]), ints([[0]]), ints([0]), ints(np.arange(n)[None, None]), zero_SC, zero_SC)
+    rows = Rows(ints([n]), ints([0]), ints([0]))
+    pages = Pages(jnp.asarray(k), jnp.zeros_like(jnp.asarray(k)))
+    view = View.build(rows, pages, 0, slots, rotation(2, False, 4), scale=1.0, block_rows=1)
+    return view, jnp.asarray([[[1.0, 0.0]]])
+
+
+@pytest.mark.parametrize("fault", ["joint softmax", "rows not chosen", "segments mixed up", "offset sign"])
+def test_fault_in_chunk_mass_is_found(fault: str) -> None:
+    case = rich_case(NARROW)
+    rng = np.random.default_rng(SEED)
+    labels = Labels(rng.random(48) < 0.5, np.zeros(48, np.int32), rng.integers(0, 3, (48, 8), np.int32))
+    want = chunk_mass_wanted(case, labels)
+    np.testing.assert_allclose(chunk_mass_of(case, labels), want, rtol=1e-5, atol=1e-5)
+    broken = {
+        "joint softmax": lambda: masses_of(case, labels).plain_SC,
+        "rows not chosen": lambda: chunk_mass_of(case, everybody(labels)),
+        "segments mixed up": lambda: chunk_mass_of(
+            case, labels._replace(key_segment_SC=np.roll(labels.key_segment_SC, 1, axis=1))
+        ),
+        "offset sign": lambda: chunk_mass_of(turned(case), labels),
+    }
+    assert far_apart(broken[fault](), want)
+
+
+# ------------------------------------------------------------------------------------------- deviation
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """New KV of tokens of a case, and where the cached KV lies; what the squared distances are."""
+
+    arguments: tuple[jax.Array, ...]
+    rows: Rows
+    want_k_T: np.ndarray
+    want_v_T: np.ndarray
+
+
+def recomputed(case: Case, seed: int) -> Recomputed:
+    """Tokens drawn from the keys. Some rows are padding, of NaN or at a cell of NaN; some have no cached KV."""
+    rng = np.random.default_rng(seed)
+    shape, layout, keys = case.shape, case.layout, case.keys
+    t = shape.rows
+    drawn = rng.integers(0, len(keys.order_N), t)
+    page_S, offset_S = (np.asarray(x[0]) for x in (layout.slots.page_AS, layout.slots.offset_AS))
+    slot_T, cell_T = layout.slot_N[drawn], layout.cell_N[drawn]
+    kept = [np.asarray(from_storage(pool), np.float64) for pool in vars(layout.pages).values()]
+    kept_k_TKD, kept_v_TKD = (pool[layout.layer, page_S[slot_T], :, cell_T] for pool in kept)
+    size = rng.exponential(size=(2, t, 1, 1)) * (rng.random((2, t, 1, 1)) < 0.8)
+    change = size * rng.standard_normal((2, t, shape.kv_heads, shape.dim))
+    new_k = turn(keys.k_NKD[drawn], keys.position_N[drawn], case.inv_freq_R) + change[0]
+    new_v = keys.v_NKD[drawn] + change[1]
+    want_k_T = ((new_k - turn(kept_k_TKD, offset_S[slot_T], case.inv_freq_R)) ** 2).sum((1, 2))
+    want_v_T = ((new_v - kept_v_TKD) ** 2).sum((1, 2))
+    padding_T, alone_T = rng.random(t) < 0.2, rng.random(t) < 0.2
+    new_k[padding_T] = np.nan
+    cells = page_S[slot_T] * shape.page_size + cell_T
+    unowned = np.argwhere(np.isnan(kept[0][layout.layer]).any((1, 3))) @ [shape.page_size, 1]  # [P, C] of NaN
+    cells = np.where(padding_T & (rng.random(t) < 0.5), rng.choice(unowned, t), cells)
+    cells = np.where(alone_T, -rng.integers(1, 99, t), cells)
+    order_T = np.where(padding_T, -1, np.arange(t))
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (order_T, np.zeros(t), np.zeros(t))))
+    arguments = (
+        jnp.asarray(new_k, jnp.float32), jnp.asarray(new_v, jnp.float32),
+        jnp.asarray(cells, jnp.int32), jnp.asarray(offset_S[slot_T], jnp.int32),
+    )  # fmt: skip
+    compared_T = ~padding_T & ~alone_T
+    return Recomputed(arguments, rows, np.where(compared_T, want_k_T, 0), np.where(compared_T, want_v_T, 0))
+
+
+@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
+def compiled_deviation(k, v, cell, offset, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
+    return kv_deviation(k, v, view_of(*where, block_rows=block_rows), cell, offset, backend=backend)
+
+
+def deviation(case: Case, new: Recomputed, backend: str = "xla", sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    *before, offset_T = new.arguments
+    where = (new.rows, *where_of(case)[1:])
+    found = compiled_deviation(
+        *before, sign * offset_T, where, block_rows=case.shape.block_rows, backend=backend
+    )  # fmt: skip
+    assert found.key_T.dtype == found.value_T.dtype == np.float32
+    return np.asarray(found.key_T), np.asarray(found.value_T)
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("name", ["d16-p16-g3-b8", "d16-p8-g2-b1-bits", "d16-p8-g1-b2-float16"])
+def test_deviation_equals_oracle(name: str, backend: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(25)
+    @given(requests_of(shape), SEEDS)
+    def holds(requests: list[Request], seed: int) -> None:
+        case = make_case(shape, requests, seed)
+        new = recomputed(case, seed)
+        for found, want in zip(deviation(case, new, backend), (new.want_k_T, new.want_v_T), strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-8)
+            assert not found[want == 0].any() or shape.dtype != "float32" or found[want == 0].max() < 1e-8
+
+    holds()
+
+
+def test_unchanged_token_deviates_by_nothing() -> None:
+    """At any offset: what is compared has been turned to the same place."""
+    case = rich_case(WIDE)
+    new = recomputed(case, SEED)
+    pages, layer = case.layout.pages, case.layout.layer
+    cell_T = np.maximum(np.asarray(new.arguments[2]), 0)
+    kept_v = pages.v_LPKCD[layer, cell_T // 16, :, cell_T % 16]
+    where = (new.rows, *where_of(case)[1:])
+    found = compiled_deviation(kept_v, kept_v, *new.arguments[2:], where, block_rows=8, backend="xla")
+    assert not np.asarray(found.value_T).any()
+
+
+@pytest.mark.parametrize("fault", ["offset sign", "no offset", "keys for values"])
+def test_fault_in_deviation_is_found(fault: str) -> None:
+    case = rich_case(WIDE)
+    new = recomputed(case, SEED)
+    key_T, _ = deviation(case, new, sign={"offset sign": -1, "no offset": 0}.get(fault, 1))
+    want_T = new.want_v_T if fault == "keys for values" else new.want_k_T
+    assert far_apart(key_T, want_T)
+    assert not far_apart(deviation(case, new)[0], new.want_k_T)
+
+
+# ------------------------------------------------------------------------------------------ neighbours
+
+
+def cosines(k_NKD: np.ndarray) -> np.ndarray:
+    flat = np.asarray(k_NKD, np.float64).reshape(len(k_NKD), -1)
+    length = np.linalg.norm(flat, axis=1)
+    unit = flat / np.where(length > 0, length, 1)[:, None]
+    return unit @ unit.T
+
+
+@functools.partial(jax.jit, static_argnames=("count", "backend", "tile"))
+def compiled_neighbours(k, valid, source, *, count, backend, tile):  # type: ignore[no-untyped-def]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reductions, "KEY_TILE", tile)
+        return key_neighbours(k, valid, source, count, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize(("dtype", "tile"), [("float32", 16), ("float32", 1024), ("bfloat16", 16), ("uint16", 16)])
+def test_neighbours_equal_sorted_cosines(backend: str, dtype: str, tile: int) -> None:
+    n, count = 41, 6
+
+    @budget(25)
+    @given(SEEDS, st.sampled_from([0.0, 0.1, 0.6, 0.9, 1.0]))
+    def holds(seed: int, valid_share: float) -> None:
+        rng = np.random.default_rng(seed)
+        k = rng.standard_normal((n, 2, 8)) + rng.choice([0.0, 1.0])  # a shared part, or negative cosines too
+        k = np.array(from_storage(store(k, dtype)), np.float32)
+        valid = rng.random(n) < valid_share
+        k[valid & (rng.random(n) < 0.1)] = 0
+        source = rng.integers(-1, n, 7)
+        cosine = cosines(k)
+        k[~valid] = np.nan
+        found = compiled_neighbours(
+            store(k, dtype), valid, jnp.asarray(source, jnp.int32), count=count, backend=backend, tile=tile
+        )
+        assert found.cosine_IY.dtype == np.float32 and found.index_IY.dtype == np.int32
+        for i, s in enumerate(source):
+            others = [j for j in range(n) if valid[j] and j != s] if s >= 0 and valid[s] else []
+            best = sorted(others, key=lambda j: -cosine[s, j])[:count]
+            index, value = np.asarray(found.index_IY[i]), np.asarray(found.cosine_IY[i])
+            np.testing.assert_array_equal(index[len(best) :], -1)
+            np.testing.assert_array_equal(value[len(best) :], 0)
+            assert len(set(index[: len(best)])) == len(best) and set(index[: len(best)]) <= set(others)
+            np.testing.assert_allclose(value[: len(best)], np.maximum(cosine[s, best], 0), atol=1e-6)
+            # cosines closer than rounding may change places
+            np.testing.assert_allclose(cosine[s, index[: len(best)]], cosine[s, best], atol=1e-6)
+
+    holds()
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_ties_go_to_the_lower_index(backend: str) -> None:
+    """Across tiles too: small whole numbers, so that equal cosines are equal bits."""
+    k = np.array([[3, 4], [4, 3], [0, 5], [4, 3]] * 10, np.float32)[:, None]
+    found = compiled_neighbours(
+        jnp.asarray(k), np.ones(40, bool), jnp.asarray([1, 4, 38], jnp.int32), count=12, backend=backend, tile=16
+    )
+    same = [j for j in range(40) if j % 2 and j != 1]
+    np.testing.assert_array_equal(found.index_IY[0], same[:12])
+    np.testing.assert_array_equal(found.index_IY[1], [0, *range(8, 40, 4), *[1, 3, 5]])
+    np.testing.assert_array_equal(found.index_IY[2], [*range(2, 38, 4), *[0, 4, 8]])
+
+
+def test_heads_are_one_vector() -> None:
+    """Not a mean of cosines per head, which would be 0 here, nor that of one head."""
+    k = np.zeros((2, 2, 4), np.float32)
+    k[0, 0, 0], k[0, 1, 0] = 3, 1
+    k[1, 0, 0], k[1, 1, 0] = 3, -1
+    found = key_neighbours(jnp.asarray(k), jnp.ones(2, bool), jnp.asarray([0], jnp.int32), 1)
+    assert float(found.cosine_IY[0, 0]) == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint16"])
+def test_no_sources_by_keys_array(dtype: str) -> None:
+    """Nor a copy of the keys: temporary memory stays below an eighth of a byte per source and key."""
+    sources, keys = 512, 2**17
+    shapes = (
+        jax.ShapeDtypeStruct((keys, 2, 64), jnp.dtype(dtype)),
+        jax.ShapeDtypeStruct((keys,), jnp.bool_),
+        jax.ShapeDtypeStruct((sources,), jnp.int32),
+    )
+    lowered = jax.jit(functools.partial(key_neighbours, count=64)).lower(*shapes)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < sources * keys / 8
+
+
+# ------------------------------------------------------------------------------------ heads on many devices
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from functools import partial
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.reductions.op import kv_deviation
+from tests.kernels import test_reductions as t
+
+case = t.rich_case(t.NARROW)
+labels = jax.tree.map(jnp.asarray, t.labels_of(case, 1))
+rows, pages, *where = t.where_of(case)
+new = t.recomputed(case, 1)
+k, v, cell, offset = new.arguments
+
+def masses(q, pages):
+    view = t.view_of(rows, pages, *where, block_rows=2)
+    found = t.measure(q, paged_interval_attention(q, view)[1], view, labels, "xla")
+    return found, jax.tree.map(lambda x: lax.pmean(x, "kv_heads"), found)
+
+def deviations(k, v, pages):
+    view = t.view_of(new.rows, pages, *where, block_rows=2)
+    return lax.psum(kv_deviation(k, v, view, cell, offset), "kv_heads")
+
+mesh = jax.make_mesh((2,), ("kv_heads",), axis_types=(AxisType.Auto,))
+heads, pool, own = P(None, "kv_heads", None), P(None, None, "kv_heads", None, None), P("kv_heads")
+sharded = partial(jax.shard_map, mesh=mesh, check_vma=False)
+own, means = jax.jit(sharded(masses, in_specs=(heads, pool), out_specs=(own, P())))(case.q, pages)
+want = t.wanted(case, t.labels_of(case, 1))
+t.assert_near(t.Masses(*map(np.asarray, means)), want, "float32")
+assert all(t.far_apart(x[: len(y)], y) for x, y in zip(own, want))
+found = jax.jit(sharded(deviations, in_specs=(heads, heads, pool), out_specs=P()))(k, v, pages)
+np.testing.assert_allclose(found.key_T, new.want_k_T, rtol=1e-4, atol=1e-8)
+np.testing.assert_allclose(found.value_T, new.want_v_T, rtol=1e-4, atol=1e-8)
+print("agree on", jax.device_count(), "devices")
+"""
+
+
+def test_devices_combine_as_the_docstrings_say() -> None:
+    """Masses by their mean, deviations by their sum; a device's own mass is another."""
+    assert_agreement(SHARDED, devices=2)
+
+
+# -------------------------------------------------------------------------------------------- bad input
+
+
+OPS: dict[Callable[..., object], tuple[str, ...]] = {
+    key_mass: ("q", "lse", "view", "chosen"),
+    segment_mass: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
+    chunk_mass: ("q", "view", "key_segment", "segments", "chosen"),
+    kv_deviation: ("k", "k", "view", "cell", "offset"),
+    key_neighbours: ("keys", "valid", "source", "count"),
+}
+
+
+def call(op: Callable[..., object], **changed: object) -> None:
+    """An op on a case, arguments replaced by name."""
+    case = rich_case(WIDE)
+    ints = jnp.zeros(48, jnp.int32)
+    given = {
+        "q": case.q, "lse": jnp.zeros((48, 3)), "view": view_at(*where_of(case), block_rows=8),
+        "chosen": ints == 0, "row_segment": ints, "key_segment": jnp.zeros((48, 16), jnp.int32), "segments": SEGMENTS,
+        "k": jnp.zeros((48, 1, 16)), "cell": ints, "offset": ints,
+        "keys": jnp.ones((48, 1, 16)), "valid": ints == 0, "source": ints, "count": 2, "backend": "xla",
+    } | changed  # fmt: skip
+    op(*(given[name] for name in OPS[op]), backend=given["backend"])
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "value", "said"),
+    [
+        (key_mass, "q", jnp.zeros((48, 3, 8)), "q_THD has 3 heads of 8"),
+        (key_mass, "lse", jnp.zeros((3, 48)), r"lse_TH has shape \(3, 48\), not \(48, 3\)"),
+        (key_mass, "lse", jnp.zeros((48, 3), jnp.bfloat16), "lse_TH is bfloat16, not float32"),
+        (key_mass, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
+        (key_mass, "chosen", jnp.zeros(24, bool), "chosen_T has shape"),
+        (key_mass, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
+        (segment_mass, "lse", jnp.zeros((48, 4)), "lse_TH has shape"),
+        (segment_mass, "row_segment", jnp.zeros(48), "row_segment_T is float32, not int32"),
+        (segment_mass, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
+        (segment_mass, "segments", 0, "segments is 0"),
+        (segment_mass, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
+        (chunk_mass, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
+        (chunk_mass, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
+        (chunk_mass, "segments", 0, "segments is 0"),
+        (chunk_mass, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
+        (kv_deviation, "k", jnp.zeros((48, 2, 16)), "k_TKD has shape"),
+        (kv_deviation, "k", jnp.zeros((48, 1, 16), jnp.int32), "k_TKD is int32, not float32 or bfloat16 or float16"),
+        (kv_deviation, "cell", jnp.full(48, 48 * 16, jnp.int32), "cell_T holds 768, outside of the 768 cells"),
+        (kv_deviation, "offset", jnp.zeros(9, jnp.int32), "offset_T has shape"),
+        (kv_deviation, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
+        (key_neighbours, "keys", jnp.zeros((48, 16)), "k_NKD has 2 axes"),
+        (key_neighbours, "valid", jnp.zeros(8, bool), "valid_N has shape"),
+        (key_neighbours, "source", jnp.full(2, 48, jnp.int32), "source_I holds 48, outside of the 48 keys"),
+        (key_neighbours, "source", jnp.zeros(2), "source_I is float32, not int32"),
+        (key_neighbours, "count", 0, "count is 0"),
+        (key_neighbours, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
+    ],
+)
+def test_bad_input_is_named(op: Callable[..., object], name: str, value: object, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call(op, **{name: value})
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_unknown_backend_is_refused(op: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="'cuda' is none of reference, xla, triton"):
+        call(op, backend="cuda")
+
+
+def test_triton_refuses_with_a_reason() -> None:
+    """Of shapes and dtypes alone, so that a caller can choose before there is data."""
+    shape = replace(SHAPES["d64-p16-g4-b8"], rows=48)
+    case = rich_case(shape)
+    view = view_at(*where_of(case), block_rows=8)
+    assert reductions_triton.refusal(case.q, view, HOPPER, 128) is None
+    assert reductions_triton.refusal(case.q, view, HOPPER, 129) == "129 segments are more than 128"
+    small = rich_case(replace(SHAPES["d16-p8-g2-b2"], rows=48))
+    reason = reductions_triton.refusal(small.q, view_at(*where_of(small), block_rows=2), HOPPER)
+    assert reason is not None and "head dimension 16" in reason

@@ -1,0 +1,645 @@
+"""`interval_attention` and its gradients against the dense definition and a float64 oracle, over random packed samples.
+
+Shapes are a fixed handful, so that each is compiled once; contents are random. Padding is NaN throughout, in what goes
+in and in the gradients that come back. A section plants bugs, to see that the comparison finds each of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+
+from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.device import Device
+from ragjax.kernels.pages import Pages
+from ragjax.kernels.rope import Rotation
+from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens, visible
+from ragjax.kernels.train_attention.op import BACKENDS, Backend, attend, choose, interval_attention
+from ragjax.kernels.view import View
+from tests.support.cases import HOPPER, KINDS, SEEDS, Writer, budget
+from tests.support.devices import assert_agreement
+from tests.support.oracle import NEVER, Float, Int, worst_error
+
+XLA, REFERENCE = BACKENDS["xla"], BACKENDS["reference"]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+# ------------------------------------------------------------------------------------------ random samples
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One compiled shape."""
+
+    dim: int
+    kv_heads: int
+    groups: int
+    block_rows: int
+    block_keys: int
+    tokens: int = 96
+    dtype: str = "float32"
+
+    @property
+    def scale(self) -> float:
+        return self.dim**-0.5
+
+
+SHAPES = {
+    "d16-g1": Shape(16, 2, 1, 8, 8),
+    "d24-g2": Shape(24, 2, 2, 16, 32),
+    "d64-g3": Shape(64, 1, 3, 32, 16),
+    "d64-g4": Shape(64, 2, 4, 32, 32),
+    "d128-g2-one-block": Shape(128, 1, 2, 96, 96),
+    "d16-g2-bfloat16": Shape(16, 2, 2, 16, 16, dtype="bfloat16"),
+    "d64-g4-bfloat16": Shape(64, 1, 4, 32, 16, dtype="bfloat16"),
+    "d64-g1-float16": Shape(64, 2, 1, 16, 32, dtype="float16"),
+}
+
+TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
+"""Largest error of any array, relative to its norm (see `errors`). Found: 9e-7, 4e-3 and 5e-4."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """How a packed sample is made: the lengths of its pieces, and the share of its tokens that are kept."""
+
+    kind: str
+    lengths: list[int]
+    kept: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """What goes in. Padding is NaN in q, k, v, dout and dlse, which are float64 that the dtype can hold.
+
+    tokens: order, request, hide_from, hide_until, int [T] each.
+    """
+
+    shape: Shape
+    tokens: dict[str, Int]
+    q_THD: Float
+    k_TKD: Float
+    v_TKD: Float
+    dout_THD: Float
+    dlse_TH: Float
+
+    @property
+    def live_T(self) -> np.ndarray:
+        return self.tokens["request"] >= 0
+
+    def to_kernel(self) -> Tokens:
+        return Tokens(*(jnp.asarray(x, jnp.int32) for x in self.tokens.values()))
+
+    def run(self, backend: Backend) -> list[np.ndarray]:
+        """out, lse, dq, dk and dv by this backend."""
+        shape = self.shape
+        dtype = jnp.dtype(shape.dtype)
+        arrays = (jnp.asarray(x, dtype) for x in (self.q_THD, self.k_TKD, self.v_TKD, self.dout_THD))
+        results = gradients(*arrays, jnp.asarray(self.dlse_TH, jnp.float32), self.to_kernel(), shape, backend)
+        assert [x.dtype for x in results] == [dtype, jnp.float32, dtype, dtype, dtype]
+        return [np.asarray(x.astype(jnp.float32)) for x in results]
+
+    def dense(self) -> list[np.ndarray]:
+        """The same by the definition in float32; autodiff alone would spread the NaN of padding's gradient."""
+        finite = {name: np.nan_to_num(x) for name, x in vars(self).items() if name.endswith(("D", "H"))}
+        return replace(self, shape=replace(self.shape, dtype="float32"), **finite).run(REFERENCE)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "backend"))
+def gradients(q, k, v, dout, dlse, tokens, shape, backend):  # type: ignore[no-untyped-def]
+    mask = Mask.build(tokens, block_rows=shape.block_rows, block_keys=shape.block_keys)
+    results, back = jax.vjp(lambda *qkv: attend(backend, shape.scale, *qkv, mask), q, k, v)
+    return *results, *back((dout, dlse))
+
+
+def make_case(shape: Shape, samples: list[Sample], shuffled: bool, seed: int) -> Case:
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[int, int, int, int]] = []
+    for number, sample in enumerate(samples):
+        writer = Writer(2 * number + 1, 0, 0)
+        KINDS[sample.kind](writer, sample.lengths, rng)
+        own = [(order, piece.request, *piece.hidden) for piece in writer.pieces for order in piece.orders]
+        rows += [row for row in own if row[0] < NEVER and rng.random() < sample.kept]
+    rows = rows[: shape.tokens]
+    gaps = rng.integers(-1, 5, (shape.tokens - len(rows), 4))
+    gaps[:, 1] = -1  # padding: request -1, all else at random
+    table = np.concatenate([np.asarray(rows, np.int64).reshape(-1, 4), gaps])
+    if shuffled:
+        table = table[rng.permutation(len(table))]
+    tokens = dict(zip(("order", "request", "hide_from", "hide_until"), table.T, strict=True))
+    heads, t = shape.kv_heads * shape.groups, shape.tokens
+    sizes = [(t, heads, shape.dim), *[(t, shape.kv_heads, shape.dim)] * 2, (t, heads, shape.dim), (t, heads)]
+    arrays = [rng.standard_normal(size) for size in sizes]
+    rounded = [np.asarray(jnp.asarray(x, shape.dtype).astype(jnp.float32), np.float64) for x in arrays]
+    for x in rounded:
+        x[tokens["request"] < 0] = np.nan
+    return Case(shape, tokens, *rounded)
+
+
+SAMPLES = st.lists(
+    st.builds(
+        Sample,
+        st.sampled_from(sorted(KINDS)),
+        st.lists(st.integers(1, 16), min_size=1, max_size=6),
+        st.sampled_from([1.0, 0.5]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+CASES = (SAMPLES, st.booleans(), SEEDS)
+"""What `make_case` takes beside the shape."""
+
+
+def rich_case(shape: Shape = SHAPES["d24-g2"]) -> Case:
+    """Trees and chunks of three samples, none of which begins where a block does, and padding."""
+    samples = [Sample("isolated", [7, 9, 8, 5], 1.0), Sample("tree", [4, 6, 5, 7, 6], 1.0), Sample("chain", [19], 1.0)]
+    return make_case(shape, samples, False, 5)
+
+
+# ---------------------------------------------------------------------------------------------- the oracle
+
+
+def is_visible(tokens: dict[str, Int], t: int, s: int) -> bool:
+    order = tokens["order"][t]
+    hidden = tokens["hide_from"][s] <= order < tokens["hide_until"][s]
+    same = tokens["request"][t] == tokens["request"][s] >= 0
+    return bool(same and tokens["order"][s] <= order and not hidden)
+
+
+def oracle(case: Case) -> list[Float]:
+    """out, lse, dq, dk and dv, float64, row by row and head by head."""
+    q, k, v, dout, dlse = case.q_THD, case.k_TKD, case.v_TKD, case.dout_THD, case.dlse_TH
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    lse = np.full(q.shape[:2], -np.inf)
+    scale, groups = case.shape.scale, case.shape.groups
+    for t in range(len(q)):
+        seen = [s for s in range(len(q)) if is_visible(case.tokens, t, s)]
+        for h in range(q.shape[1]) if seen else ():
+            kv = h // groups
+            logits = scale * (k[seen, kv] @ q[t, h])
+            lse[t, h] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
+            prob = np.exp(logits - lse[t, h])
+            out[t, h] = prob @ v[seen, kv]
+            # d out / d logits is the softmax's Jacobian, d lse / d logits the softmax
+            jacobian = np.diag(prob) - np.outer(prob, prob)
+            dlogits = jacobian @ (v[seen, kv] @ dout[t, h]) + prob * dlse[t, h]
+            dq[t, h] = scale * dlogits @ k[seen, kv]
+            dk[seen, kv] += scale * np.outer(dlogits, q[t, h])
+            dv[seen, kv] += np.outer(prob, dout[t, h])
+    return [out, lse, dq, dk, dv]
+
+
+def test_oracle_is_the_derivative() -> None:
+    """Central differences of the oracle's own forward, in directions at random."""
+    case = make_case(Shape(8, 1, 2, 4, 4, tokens=24), [Sample("tree", [3, 4, 3, 4], 1.0)] * 2, True, 3)
+
+    def loss(case: Case) -> float:
+        out, lse, *_ = oracle(case)
+        live = case.live_T & ~np.isneginf(lse[:, 0])
+        return float((out * case.dout_THD)[live].sum() + (lse * case.dlse_TH)[live].sum())
+
+    rng = np.random.default_rng(0)
+    for name, slope in zip(("q_THD", "k_TKD", "v_TKD"), oracle(case)[2:], strict=True):
+        x, way = getattr(case, name), rng.standard_normal(slope.shape)
+        up, down = (loss(replace(case, **{name: x + step * way})) for step in (1e-5, -1e-5))
+        np.testing.assert_allclose((up - down) / 2e-5, (slope * way).sum(), rtol=1e-8)
+
+
+def errors(got: list[np.ndarray], want: list[Float] | list[np.ndarray]) -> dict[str, float]:
+    """Error of each array, relative to its norm; infinite for NaN, and where what sees nothing is not exactly so."""
+    found = {}
+    blind = np.isneginf(want[1])
+    # of a row that sees a single token, dq and dk vanish; the terms that cancel to them do not, and round
+    floor = max(0.3 * float(np.linalg.norm(want[4])), 1.0)
+    for name, x, y in zip(NAMES, got, want, strict=True):
+        if name == "lse":
+            wrong = not np.array_equal(np.isneginf(x), blind)
+            x, y = np.where(blind, 0.0, x), np.where(blind, 0.0, y)
+        else:
+            wrong = bool(x[~y.any((1, 2))].any()) if name in ("out", "dv") else False
+        error = np.linalg.norm(x.astype(np.float64) - y) / max(np.linalg.norm(y), floor)
+        found[name] = float("inf") if wrong or np.isnan(error) else float(error)
+    return found
+
+
+def check(case: Case, got: list[np.ndarray], want: list[Float] | list[np.ndarray]) -> None:
+    found = errors(got, want)
+    assert max(found.values()) <= TOLERANCE[case.shape.dtype], found
+    assert worst_error(got[0], np.asarray(want[0], np.float64)) <= 4 * TOLERANCE[case.shape.dtype]
+    for x in (got[0], *got[2:]):
+        assert not x[~case.live_T].any(), "padding takes part"
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_xla_gradients_equal_the_dense_definition(name: str) -> None:
+    shape = SHAPES[name]
+
+    @budget(25)
+    @given(*CASES)
+    def holds(samples: list[Sample], shuffled: bool, seed: int) -> None:
+        case = make_case(shape, samples, shuffled, seed)
+        check(case, case.run(XLA), case.dense())
+
+    holds()
+
+
+@pytest.mark.parametrize("name", ["d24-g2", "d64-g3"])
+def test_gradients_equal_the_oracle(name: str) -> None:
+    @budget(10)
+    @given(*CASES)
+    def holds(samples: list[Sample], shuffled: bool, seed: int) -> None:
+        case = make_case(SHAPES[name], samples, shuffled, seed)
+        want = oracle(case)
+        check(case, case.dense(), want)
+        check(case, case.run(XLA), want)
+
+    holds()
+
+
+def test_rows_that_see_nothing_have_no_gradient() -> None:
+    """Not padding: live tokens hidden from all, themselves included."""
+    case = rich_case()
+    blind = case.tokens["request"] == 3
+    case.tokens["hide_from"][blind], case.tokens["hide_until"][blind] = 0, NEVER
+    case.dout_THD[blind] = np.nan
+    got = case.run(XLA)
+    for x in (got[0], *got[2:]):
+        assert not x[blind].any() and np.isfinite(x).all()
+    assert np.isneginf(got[1][blind]).all()
+    case.dout_THD[blind] = 1.0
+    check(case, got, oracle(case))
+
+
+def test_sample_is_the_same_packed_and_alone() -> None:
+    case = rich_case()
+    packed = case.run(XLA)
+    for number in (1, 3, 5):
+        others = case.tokens["request"] != number
+        tokens = case.tokens | {"request": np.where(others, -1, number)}
+        alone = replace(case, tokens=tokens).run(XLA)
+        for x, y in zip(packed, alone, strict=True):
+            np.testing.assert_allclose(x[~others], y[~others], atol=2e-6)
+
+
+def test_equals_the_op_that_serves() -> None:
+    """One sample seen as pages: the same output and LSE as `paged_interval_attention`."""
+    shape = Shape(16, 2, 2, 16, 16, tokens=64)
+    case = make_case(shape, [Sample("tree", [9, 13, 10, 12, 8, 12], 1.0)], False, 11)
+    assert case.live_T.all()
+    out, lse, *_ = case.run(XLA)
+    tokens = case.to_kernel()
+    page_1S = jnp.arange(4, dtype=jnp.int32)[None]
+    zero_1S, cells = jnp.zeros_like(page_1S), (1, 4, 16)
+    hidden = (x.reshape(cells) for x in (tokens.order_T, tokens.hide_from_T, tokens.hide_until_T))
+    slots = Slots(page_1S, zero_1S, zero_1S[0], *hidden)
+    pool = (jnp.asarray(x.reshape(1, 4, 16, 2, 16).swapaxes(2, 3), jnp.float32) for x in (case.k_TKD, case.v_TKD))
+    rows = Rows(tokens.order_T, jnp.zeros_like(tokens.order_T), jnp.zeros_like(tokens.order_T))
+    rotation = Rotation.table(np.ones(8), 1)
+    view = View.build(rows, Pages(*pool), 0, slots, rotation, scale=shape.scale, block_rows=16)
+    served_out, served_lse = paged_interval_attention(jnp.asarray(case.q_THD, jnp.float32), view)
+    np.testing.assert_allclose(out, served_out, atol=2e-6)
+    np.testing.assert_allclose(lse, served_lse, atol=2e-6)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["saved", "recomputed"])
+def test_layers_in_a_scan(remat: bool) -> None:
+    """Gradients of weights through three layers, under scan and checkpoint, as of a plain loop of dense attention."""
+    shape = SHAPES["d24-g2"]
+    case = rich_case(shape)
+    mask = Mask.build(case.to_kernel(), block_rows=shape.block_rows, block_keys=shape.block_keys)
+    rng = np.random.default_rng(1)
+    width, t = 20, shape.tokens
+    out_width, kv_width = shape.kv_heads * shape.groups * shape.dim, shape.kv_heads * shape.dim
+    sizes = [(width, out_width), (width, kv_width), (width, kv_width), (out_width, width)]
+    weights = [jnp.asarray(rng.standard_normal((3, *size)) / size[0] ** 0.5, jnp.float32) for size in sizes]
+    x_TE = jnp.asarray(rng.standard_normal((t, width)), jnp.float32)
+    goal_TE = jnp.where(case.live_T[:, None], jnp.asarray(rng.standard_normal((t, width)), jnp.float32), 0.0)
+
+    def layer(x_TE, weights, backend):  # type: ignore[no-untyped-def]
+        q, k, v = (jnp.dot(x_TE, w, precision="highest").reshape(t, -1, shape.dim) for w in weights[:3])
+        out, _ = interval_attention(q, k, v, mask, scale=shape.scale, backend=backend)
+        return x_TE + jnp.dot(out.reshape(t, -1), weights[3], precision="highest")
+
+    def scanned(weights):  # type: ignore[no-untyped-def]
+        step = functools.partial(layer, backend="xla")
+        step = jax.checkpoint(step) if remat else step
+        return (lax.scan(lambda x, w: (step(x, w), None), x_TE, weights)[0] * goal_TE).sum()
+
+    def looped(weights):  # type: ignore[no-untyped-def]
+        x = x_TE
+        for i in range(3):
+            x = layer(x, [w[i] for w in weights], "reference")
+        return (x * goal_TE).sum()
+
+    for got, want in zip(jax.jit(jax.grad(scanned))(weights), jax.jit(jax.grad(looped))(weights), strict=True):
+        assert np.linalg.norm(got - want) <= 4e-6 * np.linalg.norm(want)
+
+
+# ------------------------------------------------------------------------------------- memory and skipping
+
+
+def peak_bytes(t: int) -> int:
+    def grad(q, k, v, tokens):  # type: ignore[no-untyped-def]
+        mask = Mask.build(tokens)
+        return jax.grad(lambda *x: interval_attention(*x, mask, scale=0.2)[0].sum(), (0, 1, 2))(q, k, v)
+
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    tokens = Tokens(*[jax.ShapeDtypeStruct((t,), jnp.int32)] * 4)
+    analysis = jax.jit(grad).lower(of((t, 2, 32)), of((t, 1, 32)), of((t, 1, 32)), tokens).compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
+def test_memory_of_the_gradient_grows_linearly() -> None:
+    four, eight = peak_bytes(4 * 1024), peak_bytes(8 * 1024)
+    assert 1.7 < eight / four < 2.3
+    assert eight < (8 * 1024) ** 2 / 4
+
+
+def test_lists_are_made_without_a_table_of_tokens_by_tokens() -> None:
+    t = 32 * 1024
+    tokens = Tokens(*[jax.ShapeDtypeStruct((t,), jnp.int32)] * 4)
+    analysis = jax.jit(Mask.build).lower(tokens).compile().memory_analysis()
+    assert analysis.temp_size_in_bytes < t * t / 128
+
+
+def test_hidden_tiles_are_skipped() -> None:
+    """Keys that are NaN, though not padding, do not reach rows of other blocks, nor the gradients of those."""
+    shape = Shape(16, 2, 2, 16, 16, tokens=80)
+    order = np.arange(80)
+    tokens = {"order": order, "request": 0 * order, "hide_from": 0 * order, "hide_until": 0 * order}
+    case = replace(make_case(shape, [Sample("chain", [16] * 5, 1.0)], False, 0), tokens=tokens)
+    middle = slice(16, 48)
+    case.tokens["hide_from"][middle], case.tokens["hide_until"][middle] = 48, NEVER
+    clean = case.run(XLA)
+    for x in (case.k_TKD, case.v_TKD):
+        x[middle] = np.nan
+    case.dout_THD[middle] = case.dlse_TH[middle] = 0.0
+    others = np.r_[0:16, 48:80]
+    dirty = case.run(XLA)
+    for x, y in zip(clean[:3], dirty[:3], strict=True):
+        np.testing.assert_array_equal(x[others], y[others])
+    for x in dirty[3:]:
+        assert np.isfinite(x[48:]).all()
+
+
+def tiles_of(mask: Mask) -> tuple[np.ndarray, np.ndarray]:
+    """Which tiles `by_rows` and `by_keys` list: 0 no, 1 in part, 2 whole; each at most once."""
+
+    def table(tiles: Tiles, shape: tuple[int, int]) -> np.ndarray:
+        kind = np.zeros(shape, int)
+        for n, (blocks, full, count) in enumerate(
+            zip(*(np.asarray(x) for x in (tiles.block_NS, tiles.full_N, tiles.count_N)), strict=True)
+        ):
+            listed = blocks[:count]
+            assert len(set(listed.tolist())) == count and full <= count
+            kind[n, listed] = np.where(np.arange(count) < full, 2, 1)
+        return kind
+
+    shape = mask.by_rows.block_NS.shape
+    return table(mask.by_rows, shape), table(mask.by_keys, shape[::-1]).T
+
+
+@functools.partial(jax.jit, static_argnames=("block_rows", "block_keys"))
+def built(tokens: Tokens, block_rows: int, block_keys: int) -> Mask:
+    return Mask.build(tokens, block_rows=block_rows, block_keys=block_keys)
+
+
+def seen_tiles(tokens: Tokens, block_rows: int, block_keys: int) -> np.ndarray:
+    """Who sees whom, bool [N, B, S, C]."""
+    t = tokens.order_T.shape[0]
+    seen_TS = np.asarray(visible(jax.tree.map(lambda x: x[:, None], tokens), tokens))
+    return seen_TS.reshape(t // block_rows, block_rows, t // block_keys, block_keys)
+
+
+@pytest.mark.parametrize(("block_rows", "block_keys"), [(4, 2), (2, 4)])
+@budget(100)
+@given(st.integers(1, 3), st.integers(2, 12), st.booleans(), SEEDS)
+def test_lists_hold_every_visible_tile(
+    block_rows: int, block_keys: int, samples: int, orders: int, padded: bool, seed: int
+) -> None:
+    """Of tokens that are anything at all, in blocks so small that every edge of an interval is met."""
+    rng = np.random.default_rng(seed)
+    order, hide_from, hide_until = rng.integers(0, orders, (3, 48))
+    hide_until += rng.integers(2)
+    request = np.sort(rng.integers(-1 if padded else 0, samples, 48))
+    order, request = np.sort(order), rng.choice([request, rng.permutation(request)])
+    tokens = Tokens(*(jnp.asarray(x, jnp.int32) for x in (order, request, hide_from, hide_until)))
+    by_rows, by_keys = tiles_of(built(tokens, block_rows, block_keys))
+    np.testing.assert_array_equal(by_rows, by_keys)
+    tiles = seen_tiles(tokens, block_rows, block_keys)
+    assert (by_rows[tiles.any((1, 3))] > 0).all(), "a visible tile is left out"
+    assert tiles.all((1, 3))[by_rows == 2].all(), "a tile that needs a mask goes without"
+
+
+def test_lists_are_exact_where_blocks_are_of_one_sample() -> None:
+    shape = Shape(16, 1, 1, 16, 8, tokens=128)
+    case = make_case(
+        shape, [Sample("isolated", [16, 16, 32, 16, 16], 1.0), Sample("tree", [8, 8, 8, 8], 1.0)], False, 0
+    )
+    assert case.live_T.all()
+    by_rows, _ = tiles_of(built(case.to_kernel(), 16, 8))
+    tiles = seen_tiles(case.to_kernel(), 16, 8)
+    np.testing.assert_array_equal(by_rows, tiles.any((1, 3)).astype(int) + tiles.all((1, 3)))
+    assert (by_rows == 2).any() and (by_rows == 1).any() and (by_rows == 0).sum() > by_rows.size / 2
+
+
+# ------------------------------------------------------------------------------------- tests of the tests
+
+
+def with_backward(change: Callable[..., tuple]) -> Backend:  # type: ignore[type-arg]
+    """XLA with another backward pass: `change(correct, q, k, v, mask, scale, dout, lse, delta)`."""
+    return Backend(XLA.forward, functools.partial(change, XLA.backward))
+
+
+def forgets_delta(correct, q, k, v, mask, scale, dout, lse, delta):  # type: ignore[no-untyped-def]
+    return correct(q, k, v, mask, scale, dout, lse, 0 * delta)
+
+
+def forgets_scale_in_dk(correct, q, k, v, mask, scale, *rest):  # type: ignore[no-untyped-def]
+    dq, dk, dv = correct(q, k, v, mask, scale, *rest)
+    return dq, dk / scale, dv
+
+
+def ignores_intervals_in_dkv(correct, q, k, v, mask, *rest):  # type: ignore[no-untyped-def]
+    zero_T = jnp.zeros_like(mask.tokens.order_T)
+    open_tokens = replace(mask.tokens, hide_from_T=zero_T, hide_until_T=zero_T)
+    causal = Mask.build(open_tokens, block_rows=mask.block_rows, block_keys=mask.block_keys)
+    dq, _, _ = correct(q, k, v, mask, *rest)
+    _, dk, dv = correct(q, k, v, causal, *rest)
+    return dq, dk, dv
+
+
+def truncates_lists(correct, q, k, v, mask, *rest):  # type: ignore[no-untyped-def]
+    tiles = mask.by_rows
+    short = replace(tiles, count_N=jnp.minimum(tiles.count_N, 1), full_N=jnp.minimum(tiles.full_N, 1))
+    return correct(q, k, v, replace(mask, by_rows=short), *rest)
+
+
+def takes_one_head_of_a_group(correct, q, k, v, mask, scale, dout, lse, delta):  # type: ignore[no-untyped-def]
+    dq, _, _ = correct(q, k, v, mask, scale, dout, lse, delta)
+    first_H = jnp.arange(q.shape[1]) % (q.shape[1] // k.shape[1]) == 0
+    _, dk, dv = correct(q, k, v, mask, scale, jnp.where(first_H[:, None], dout, 0), lse, jnp.where(first_H, delta, 0))
+    return dq, dk, dv
+
+
+def orders_heads_by_group(correct, q, k, v, mask, scale, dout, lse, delta):  # type: ignore[no-untyped-def]
+    def swap(x):  # type: ignore[no-untyped-def]
+        return x.reshape(x.shape[0], k.shape[1], -1, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)
+
+    dq, _, _ = correct(q, k, v, mask, scale, dout, lse, delta)
+    return dq, *correct(swap(q), k, v, mask, scale, swap(dout), swap(lse), swap(delta))[1:]
+
+
+def masks_no_tile(correct, q, k, v, mask, *rest):  # type: ignore[no-untyped-def]
+    eager = replace(mask.by_rows, full_N=mask.by_rows.count_N)
+    return correct(q, k, v, replace(mask, by_rows=eager), *rest)
+
+
+def takes_base_two_for_e(correct, q, k, v, mask, scale, dout, lse, delta):  # type: ignore[no-untyped-def]
+    return correct(q, k, v, mask, scale, dout, lse / np.log(2), delta)
+
+
+BUGS = [
+    forgets_delta,
+    forgets_scale_in_dk,
+    ignores_intervals_in_dkv,
+    truncates_lists,
+    takes_one_head_of_a_group,
+    orders_heads_by_group,
+    masks_no_tile,
+    takes_base_two_for_e,
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_found(bug: Callable[..., tuple]) -> None:  # type: ignore[type-arg]
+    case = rich_case()
+    want = oracle(case)
+    assert max(errors(case.run(XLA), want).values()) <= TOLERANCE["float32"]
+    assert max(errors(case.run(with_backward(bug)), want).values()) > 1e-2
+
+
+def test_forgotten_padding_is_found() -> None:
+    """Without the zeros for padding, its NaN arrives."""
+    case = rich_case()
+    dtype = jnp.float32
+    arrays = [jnp.asarray(x, dtype) for x in (case.q_THD, case.k_TKD, case.v_TKD)]
+    mask = Mask.build(case.to_kernel(), block_rows=16, block_keys=32)
+    out, _ = XLA.forward(*arrays, mask, case.shape.scale)
+    assert np.isnan(np.asarray(out)[case.live_T]).any()
+
+
+# -------------------------------------------------------------------------------------- errors and dispatch
+
+
+def bad(**changes: jax.Array) -> Callable[[], object]:
+    def call() -> object:
+        tokens = Tokens(*(jnp.zeros(32, jnp.int32) for _ in range(4)))
+        arrays = {"q_THD": jnp.zeros((32, 4, 8)), "k_TKD": jnp.zeros((32, 2, 8)), "v_TKD": jnp.zeros((32, 2, 8))}
+        mask = Mask.build(
+            replace(tokens, **{k: v for k, v in changes.items() if k not in arrays}), block_rows=16, block_keys=16
+        )
+        given = arrays | {k: v for k, v in changes.items() if k in arrays}
+        return interval_attention(**given, mask=mask, scale=1.0)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (bad(q_THD=jnp.zeros((32, 8))), "q_THD has 2 axes, not 3"),
+        (bad(k_TKD=jnp.zeros((31, 2, 8))), "k_TKD has 31 tokens, mask has 32"),
+        (bad(v_TKD=jnp.zeros((32, 1, 8))), "v_TKD has shape"),
+        (bad(q_THD=jnp.zeros((32, 3, 8))), "q_THD has 3 heads of 8, k_TKD 2 of 8"),
+        (bad(q_THD=jnp.zeros((32, 4, 8), jnp.int32)), "q_THD is int32"),
+        (bad(v_TKD=jnp.zeros((32, 2, 8), jnp.bfloat16)), "v_TKD is bfloat16, not float32 as q_THD"),
+        (bad(order_T=jnp.zeros(32)), "tokens.order_T is float32, not int32"),
+        (bad(hide_from_T=jnp.zeros(16, jnp.int32)), "tokens.hide_from_T has shape"),
+        (bad(order_T=jnp.full(32, -3, jnp.int32)), "tokens.order_T holds -3"),
+        (bad(order_T=jnp.full(24, 0, jnp.int32)), "tokens.request_T has shape"),
+    ],
+)
+def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        call()
+
+
+def test_blocks_and_backends_are_named() -> None:
+    tokens = Tokens(*(jnp.zeros(32, jnp.int32) for _ in range(4)))
+    with pytest.raises(ValueError, match="block_rows 24 does not divide the 32 tokens"):
+        Mask.build(tokens, block_rows=24, block_keys=16)
+    mask = Mask.build(tokens, block_rows=16, block_keys=16)
+    x = jnp.zeros((32, 1, 8))
+    with pytest.raises(ValueError, match="backend 'cuda' is none of reference, xla, triton"):
+        interval_attention(x, x, x, mask, scale=1.0, backend="cuda")
+
+
+def test_backend_by_device(caplog: pytest.LogCaptureFixture) -> None:
+    mask = Mask.build(Tokens(*(jnp.zeros(128, jnp.int32) for _ in range(4))))
+    wide, odd = (jax.ShapeDtypeStruct((128, 4, dim), jnp.bfloat16) for dim in (128, 80))
+    assert choose(wide, mask, HOPPER) == "triton"
+    assert choose(wide, mask, Device("cpu")) == "xla"
+    assert not caplog.records
+    assert choose(odd, mask, HOPPER) == "xla"
+    assert "head dimension 80" in caplog.text
+    assert choose(wide, mask, Device("gpu", (7, 5))) == "xla"
+    assert "compute capability 8.0, the device has 7.5" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ the mesh
+
+
+SHARDED = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import PartitionSpec as P
+from ragjax.kernels.train_attention.op import interval_attention
+from ragjax.kernels.train_attention.mask import Mask, Tokens
+
+rng = np.random.default_rng(0)
+t = 64
+order, request = np.r_[0:40, 0:24], np.r_[np.zeros(40), np.ones(20), -np.ones(4)]
+numbers = order, request, rng.integers(0, 40, t), rng.integers(0, 40, t)
+mask = Mask.build(Tokens(*(jnp.asarray(x, jnp.int32) for x in numbers)), block_rows=16, block_keys=16)
+q, k, v, goal = (jnp.asarray(rng.standard_normal((t, heads, 8)), jnp.float32) for heads in (16, 8, 8, 16))
+heads = P(None, "kv_heads", None)
+
+def attend(q, k, v, mask):
+    return interval_attention(q, k, v, mask, scale=0.3)[0]
+
+def loss(attend, q, k, v):
+    return (attend(q, k, v, mask) * goal).sum()
+
+results = []
+for devices in (1, 8):
+    mesh = jax.make_mesh((devices,), ("kv_heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = dict(in_specs=(heads, heads, heads, P()), out_specs=heads, check_vma=False)
+    sharded = jax.shard_map(attend, mesh=mesh, **specs)
+    put = [jax.device_put(x, jax.NamedSharding(mesh, heads)) for x in (q, k, v)]
+    got = jax.jit(jax.value_and_grad(functools.partial(loss, sharded), (0, 1, 2)))(*put)
+    assert len(got[1][1].addressable_shards) == devices
+    results.append(jax.tree.leaves(got))
+results.append(jax.tree.leaves(jax.jit(jax.value_and_grad(functools.partial(loss, attend), (0, 1, 2)))(q, k, v)))
+for other in results[1:]:
+    for x, y in zip(results[0], other, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+print("agree on", jax.device_count(), "devices")
+"""
+
+
+def test_eight_devices_agree_with_one() -> None:
+    assert_agreement(SHARDED, devices=8)

@@ -1,0 +1,238 @@
+"""The sentence encoder against reference embeddings (data/make_encoder_goldens.py), and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from ragjax.core import ConfigError, RequestError
+from ragjax.models import encoder as module
+from ragjax.models.encoder import GRID, Encoder, EncoderConfig
+from ragjax.models.hub import resolve
+
+GOLDENS = Path(__file__).parents[1] / "data" / "encoder_goldens.npz"
+CONFIG = {
+    "model_type": "bert",
+    "vocab_size": 30522,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 40,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+}
+
+
+@pytest.fixture(scope="module")
+def directory() -> Path:
+    return Path(resolve("all-minilm-l6-v2").path)
+
+
+@pytest.fixture(scope="module")
+def encoder(directory: Path) -> Encoder:
+    return Encoder.load(directory)
+
+
+@pytest.fixture
+def tiny(directory: Path, tmp_path: Path) -> Path:
+    """A random encoder of two narrow layers with the real tokenizer."""
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.normal(0, 0.5, shape).astype(np.float32) for name, shape in _shapes(CONFIG).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shutil.copy(directory / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def _shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    shapes = {
+        "embeddings.word_embeddings.weight": (config["vocab_size"], hidden),
+        "embeddings.position_embeddings.weight": (config["max_position_embeddings"], hidden),
+        "embeddings.token_type_embeddings.weight": (config["type_vocab_size"], hidden),
+        "embeddings.LayerNorm.weight": (hidden,),
+        "embeddings.LayerNorm.bias": (hidden,),
+        "embeddings.position_ids": (1, config["max_position_embeddings"]),
+        "pooler.dense.weight": (hidden, hidden),
+        "pooler.dense.bias": (hidden,),
+    }
+    for i in range(config["num_hidden_layers"]):
+        for name, n_out, n_in in (
+            ("attention.self.query", hidden, hidden),
+            ("attention.self.key", hidden, hidden),
+            ("attention.self.value", hidden, hidden),
+            ("attention.output.dense", hidden, hidden),
+            ("intermediate.dense", inner, hidden),
+            ("output.dense", hidden, inner),
+        ):
+            shapes[f"encoder.layer.{i}.{name}.weight"] = (n_out, n_in)
+            shapes[f"encoder.layer.{i}.{name}.bias"] = (n_out,)
+        for name in ("attention.output.LayerNorm", "output.LayerNorm"):
+            shapes[f"encoder.layer.{i}.{name}.weight"] = shapes[f"encoder.layer.{i}.{name}.bias"] = (hidden,)
+    return shapes
+
+
+# ------------------------------------------------------------------------------------------- embeddings
+
+
+def test_embeddings_equal_the_reference(encoder: Encoder) -> None:
+    with np.load(GOLDENS) as goldens:
+        texts, wanted = goldens["texts"].tolist(), goldens["embeddings"]
+    got = encoder.encode(texts)
+    assert got.dtype == np.float32 and got.shape == (len(texts), 384)
+    assert (got * wanted).sum(axis=1).min() >= 0.9999
+    np.testing.assert_allclose(got, wanted, atol=2e-6)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-6)
+
+
+def test_batched_equals_single(encoder: Encoder) -> None:
+    texts = [f"The keeper of lamp {i} wrote {'many words ' * (i % 13)}in the ledger." for i in range(40)]
+    batched = encoder.encode(texts)
+    for i in (0, 1, 5, 12, 39):
+        np.testing.assert_allclose(encoder.encode([texts[i]])[0], batched[i], atol=1e-6)
+
+
+def test_padding_changes_nothing(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["a short question", "another one, somewhat longer than the first"]
+    usual = encoder.encode(texts)
+    monkeypatch.setattr(module, "GRID", {256: (1, 4)})
+    np.testing.assert_allclose(encoder.encode(texts), usual, atol=1e-6)
+
+
+def test_texts_keep_their_order(tiny: Path) -> None:
+    encoder = Encoder.load(tiny)
+    texts = ["long " * 30, "a", "middling text of some words", "b", "long " * 29]
+    backwards = encoder.encode(texts[::-1])[::-1]
+    np.testing.assert_allclose(encoder.encode(texts), backwards, atol=1e-6)
+    assert encoder.encode([]).shape == (0, 24)
+
+
+def test_long_texts_are_cut_at_the_limit(tiny: Path) -> None:
+    encoder = Encoder.load(tiny)
+    assert encoder.max_tokens == 40  # as many as there are positions
+    words = "river " * 38
+    np.testing.assert_array_equal(*encoder.encode([words, words + "mountain " * 500]))
+    assert not np.allclose(*encoder.encode([words, "river " * 37]))
+
+
+def test_warmup_compiles_the_whole_grid(tiny: Path) -> None:
+    encoder, seen = Encoder.load(tiny), []
+    encoder.warmup(lambda done, total: seen.append((done, total)))
+    assert seen == [(i + 1, 4) for i in range(4)]  # lengths 32 and 64 hold its 40 tokens
+    assert encoder._embed._cache_size() == 4
+    for n in (1, 2, 7, 70):
+        encoder.encode(["word"] * n)
+        encoder.encode(["word " * 60] * n)
+    assert encoder._embed._cache_size() == 4
+
+
+def test_grid_offers_one_text_or_many() -> None:
+    assert list(GRID) == sorted(GRID)
+    assert all(batches[0] == 1 < batches[1] for batches in GRID.values())
+
+
+def test_a_lone_surrogate_is_refused(tiny: Path) -> None:
+    with pytest.raises(RequestError, match="Unicode"):
+        Encoder.load(tiny).encode(["fine", "not \ud83d fine"])
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+def test_config_is_derived_from_shapes(encoder: Encoder, directory: Path, tmp_path: Path) -> None:
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).symlink_to(directory / name)
+    bare = Encoder.load(tmp_path)
+    np.testing.assert_array_equal(bare.encode(["a question"]), encoder.encode(["a question"]))
+    assert bare.identity == encoder.identity
+
+
+def test_identity_tells_weights_apart(tiny: Path) -> None:
+    before = Encoder.load(tiny).identity
+    assert Encoder.load(tiny).identity == before
+    _change_tensor(tiny, "embeddings.LayerNorm.bias", lambda value: value + 1)
+    assert Encoder.load(tiny).identity != before
+
+
+def test_every_config_field_matters(tiny: Path) -> None:
+    """The fields that no shape tells are read: heads and epsilon change the embedding."""
+    before = Encoder.load(tiny).encode(["a question"])
+    for change in ({"num_attention_heads": 6}, {"layer_norm_eps": 0.5}):
+        (tiny / "config.json").write_text(json.dumps(CONFIG | change))
+        assert not np.allclose(Encoder.load(tiny).encode(["a question"]), before, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "roberta"}, "model_type 'roberta' is not supported"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ({"num_attention_heads": 5}, "no multiple of num_attention_heads"),
+        ({"hidden_size": 48}, "has shape"),
+        ({"vocab_size": 30000}, "the two are of different models"),
+        ({"num_hidden_layers": 3}, r"encoder\.layer\.2\..* is missing"),
+        ({"num_hidden_layers": 1}, r"encoder\.layer\.1\..* has no place"),
+        ({"layer_norm_eps": "tiny"}, "layer_norm_eps must be a number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be positive"),
+    ],
+)
+def test_unsupported_config_is_refused(tiny: Path, change: dict, message: str) -> None:
+    (tiny / "config.json").write_text(json.dumps(CONFIG | change))
+    with pytest.raises(ConfigError, match=message):
+        Encoder.load(tiny)
+
+
+@pytest.mark.parametrize("field", list(EncoderConfig.__dataclass_fields__))
+def test_missing_config_field_is_named(tiny: Path, field: str) -> None:
+    (tiny / "config.json").write_text(json.dumps({name: value for name, value in CONFIG.items() if name != field}))
+    with pytest.raises(ConfigError, match=f"{field} is missing"):
+        Encoder.load(tiny)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_missing_and_truncated_files_are_named(tiny: Path, name: str) -> None:
+    data = (tiny / name).read_bytes()
+    (tiny / name).write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match=name):
+        Encoder.load(tiny)
+    (tiny / name).unlink()
+    with pytest.raises(ConfigError, match=f"{name}: not found"):
+        Encoder.load(tiny)
+
+
+def test_missing_and_misshapen_tensors_are_named(tiny: Path) -> None:
+    name = "encoder.layer.1.output.dense.weight"
+    _change_tensor(tiny, name, lambda value: np.ascontiguousarray(value.T))
+    with pytest.raises(ConfigError, match=f"{name} has shape"):
+        Encoder.load(tiny)
+    _change_tensor(tiny, name, lambda value: None)
+    with pytest.raises(ConfigError, match=f"{name} is missing"):
+        Encoder.load(tiny)
+
+
+def test_other_pooling_and_modules_are_refused(tiny: Path) -> None:
+    (tiny / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Dense"}]))
+    with pytest.raises(ConfigError, match="Dense is not supported"):
+        Encoder.load(tiny)
+    (tiny / "modules.json").unlink()
+    (tiny / "1_Pooling").mkdir()
+    (tiny / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
+    with pytest.raises(ConfigError, match="pooling_mode_cls_token is not supported"):
+        Encoder.load(tiny)
+
+
+def test_max_seq_length_is_read(tiny: Path) -> None:
+    (tiny / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
+    assert Encoder.load(tiny).max_tokens == 16
+
+
+def _change_tensor(directory: Path, name: str, change) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    changed = change(tensors.pop(name))
+    save_file(tensors if changed is None else tensors | {name: changed}, path)

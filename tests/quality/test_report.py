@@ -1,0 +1,765 @@
+"""The quality contract: report, budget, monitor; planted faults are found by the gate and by shadow replay."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragjax.cache.match import Lease
+from ragjax.commands import gate
+from ragjax.commands.flags import knowledge
+from ragjax.core import (
+    Answer,
+    ConfigError,
+    Conversation,
+    Divergence,
+    Document,
+    Graph,
+    Kind,
+    Plan,
+    Prompt,
+    RequestError,
+    Span,
+    Tokens,
+)
+from ragjax.engine import build as loading
+from ragjax.engine import Engine
+from ragjax.quality.alpha import Alpha
+from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
+from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
+from ragjax.reuse import strategies
+from ragjax.reuse.base import Holding
+from ragjax.reuse.full import Full
+from ragjax.reuse.naive import Naive
+from ragjax.reuse.prefix import Prefix
+from tests.support import tiny
+
+NAIVE = Setting("naive")
+SYSTEM = 20
+SOUND, FAULTY = 0.0073, 0.0132
+"""KL of naive on the miniature's prompts, as it should be and with keys turned by 7 positions too much."""
+
+
+def measurement(setting: Setting, kl: float, ttft_ms: float, top1: float = 0.9, margin: float = 0.01) -> Measurement:
+    return Measurement(setting, 10, kl, kl + margin, top1, top1 - margin, ttft_ms, setting.ratio or 0.0)
+
+
+def report(*measurements: Measurement, **fields: Any) -> Report:
+    return Report("ab12", "tiny", "float32", "2026-01-01T00:00:00+00:00", "cd", 3, measurements, **fields)
+
+
+BLEND = tuple(Setting("blend", ratio) for ratio in (0.0, 0.15, 0.3))
+REPORT = report(
+    measurement(PREFIX, 0.0, 100.0, 1.0, 0.0),
+    measurement(BLEND[0], 0.4, 20.0, 0.5),
+    measurement(BLEND[1], 0.09, 40.0, 0.8),
+    measurement(BLEND[2], 0.05, 60.0, 0.9),
+    measurement(Setting("random", 0.3), 0.3, 55.0, 0.6),
+    measurement(Setting("craft"), 0.03, 80.0, 0.95),
+)
+
+
+# ---------------------------------------------------------------------------------------- divergence
+
+
+def test_divergence_is_that_of_the_definition() -> None:
+    random = np.random.default_rng(0)
+    full, other = (random.normal(0, 4, (5, 30)).astype(np.float32) for _ in range(2))
+    other[1] = full[1] + 3  # the same distribution
+    expected, same = 0.0, 0
+    for a, b in zip(full, other, strict=True):
+        p = [math.exp(x) / sum(math.exp(y) for y in a) for x in a]
+        q = [math.exp(x) / sum(math.exp(y) for y in b) for x in b]
+        expected += sum(x * math.log(x / y) for x, y in zip(p, q, strict=True)) / 5
+        same += int(max(range(30), key=lambda i: p[i]) == max(range(30), key=lambda i: q[i]))
+    found = divergence(full, other)
+    assert found.kl == pytest.approx(expected, rel=1e-5) and found.top1 == same / 5
+    assert divergence(full, full) == Divergence(0.0, 1.0)
+
+
+def test_logits_that_are_no_numbers_are_far_away() -> None:
+    full = np.zeros((2, 4), np.float32)
+    assert divergence(full, np.full((2, 4), np.nan, np.float32)) == Divergence(math.inf, 0.0)
+    for other in (np.zeros((3, 4), np.float32), np.zeros((2, 5), np.float32)):
+        with pytest.raises(ValueError, match="cannot be compared"):
+            divergence(full, other)
+    with pytest.raises(ValueError, match="cannot be compared"):
+        divergence(full[:0], full[:0])
+
+
+def test_bounds_hold_the_mean_19_times_of_20() -> None:
+    random = np.random.default_rng(1)
+    for draw in (lambda: random.exponential(1.0, 60), lambda: random.normal(1.0, 0.5, 60)):
+        found = [bounds(list(draw())) for _ in range(2000)]
+        assert 0.03 < np.mean([low > 1.0 for low, _ in found]) < 0.07
+        assert 0.03 < np.mean([high < 1.0 for _, high in found]) < 0.08
+    assert bounds([3.0]) == (-math.inf, math.inf) and bounds([2.0, 2.0]) == (2.0, 2.0)
+    assert bounds([1.0, math.inf])[1] == math.inf
+
+
+# -------------------------------------------------------------------------------------------- budget
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("KL=0.05", Budget(0.05)),
+        ("top1 = 0.95", Budget(None, 0.95)),
+        ("KL=0, TOP1=1", Budget(0.0, 1.0)),
+    ],
+)
+def test_budgets(text: str, budget: Budget) -> None:
+    assert Budget.parse(text) == budget and Budget.parse(str(budget)) == budget
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0.05", "KL", "KL=", "KL=-1", "KL=nan", "KL=inf", "F1=0.9", "TOP1=2", "KL=1,KL=2", "KL=1,"]
+)
+def test_bad_budgets_say_what_to_write(text: str) -> None:
+    with pytest.raises(ConfigError, match=r'write "KL=0\.05"'):
+        Budget.parse(text)
+
+
+def test_the_cheapest_setting_inside_by_its_bounds() -> None:
+    cheapest = REPORT.cheapest
+    assert cheapest(Budget(0.5)) == BLEND[0]
+    assert cheapest(Budget(0.1)) == BLEND[1]
+    assert cheapest(Budget(0.0999)) == BLEND[2], "the bound decides, not the mean"
+    assert cheapest(Budget(None, 0.79)) == BLEND[1] and cheapest(Budget(0.5, 0.85)) == BLEND[2]
+    assert cheapest(Budget(0.001)) == PREFIX
+    assert replace(REPORT, measurements=REPORT.measurements[1:]).cheapest(Budget(0.001)) is None
+
+
+def test_the_ladder_rises_in_cost_and_falls_in_divergence() -> None:
+    assert REPORT.ladder(Budget(0.5)) == (*BLEND, Setting("craft"), PREFIX)
+    assert REPORT.ladder(Budget(0.1)) == (*BLEND[1:], Setting("craft"), PREFIX)
+    assert REPORT.ladder(Budget(0.001)) == (PREFIX,)
+
+
+def test_predictions_are_of_the_nearest_ratio_not_above() -> None:
+    assert REPORT.predicted(Setting("blend", 0.2)) == Divergence(0.09, 0.8)
+    assert REPORT.predicted(Setting("blend", 1.0)) == Divergence(0.05, 0.9)
+    assert REPORT.predicted(Setting("craft")) == Divergence(0.03, 0.95)
+    for unknown in (Setting("blend"), Setting("craft", 0.3), Setting("random", 0.1), Setting("fusion", 0.3)):
+        assert REPORT.predicted(unknown) is None
+
+
+# -------------------------------------------------------------------------------------------- report
+
+
+def test_a_report_comes_back_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "ab12.json"
+    REPORT.save(path)
+    assert Report.load(path, "ab12") == REPORT
+    assert [file.name for file in path.parent.iterdir()] == ["ab12.json"]
+
+
+def ratio_of(row: dict[str, Any], ratio: Any) -> dict[str, Any]:
+    return {**row, "setting": {**row["setting"], "ratio": ratio}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: {**data, "version": 0}, "not version 1"),
+        (lambda data: {**data, "identity": "ff"}, "of another model, tiny in float32"),
+        (lambda data: {**data, "surplus": 1}, "no quality report"),
+        (lambda data: {k: v for k, v in data.items() if k != "top_k"}, "no quality report"),
+        (lambda data: {**data, "top_k": "3"}, "no quality report"),
+        (lambda data: {**data, "measurements": [ratio_of(data["measurements"][1], "0.1")]}, "no quality report"),
+        (lambda data: {**data, "measurements": [ratio_of(data["measurements"][1], 1.5)]}, "no quality report"),
+        (lambda data: [data], "no quality report"),
+        (lambda data: {**data, "measurements": [{**data["measurements"][0], "kl": math.nan}]}, "no finite figures"),
+        (lambda data: {**data, "measurements": [{**data["measurements"][0], "n": 1}]}, "two questions"),
+    ],
+)
+def test_a_report_that_cannot_be_used(change: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    REPORT.save(path)
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(ConfigError, match=message) as caught:
+        Report.load(path, "ab12")
+    assert "python -m ragjax.reuse.gate" in str(caught.value)
+
+
+def test_a_report_that_is_damaged_or_missing(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with pytest.raises(ConfigError, match="there is no quality report"):
+        Report.load(path, "ab12")
+    REPORT.save(path)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ConfigError, match="no quality report"):
+        Report.load(path, "ab12")
+
+
+# ------------------------------------------------------------------------------------------- monitor
+
+
+def watch(monitor: Monitor, kl: float, times: int, top1: float = 1.0, wobble: float = 0.0) -> list[Verdict]:
+    return [monitor.add(monitor.setting, Divergence(kl + wobble * (-1) ** i, top1)) for i in range(times)]
+
+
+def test_inside_the_budget_nothing_happens() -> None:
+    monitor = Monitor(Budget(0.1, 0.9), REPORT.ladder(Budget(0.1)))
+    assert set(watch(monitor, 0.08, 300, 0.95, 0.02)) == {Verdict.KEEP}
+    assert monitor.setting == BLEND[1]
+
+
+def test_outside_the_next_rung_begins_with_a_new_window() -> None:
+    monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
+    assert watch(monitor, 0.12, LEAST) == [Verdict.KEEP] * (LEAST - 1) + [Verdict.RAISE]
+    assert monitor.setting == BLEND[2]
+    assert watch(monitor, 0.12, LEAST) == [Verdict.KEEP] * (LEAST - 1) + [Verdict.RAISE]
+    assert monitor.setting == Setting("craft")
+    assert watch(monitor, 0.12, LEAST)[-1] == Verdict.EXACT
+    assert monitor.setting == PREFIX
+    assert set(watch(monitor, 9.0, 100)) == {Verdict.KEEP}, "nothing is above the last rung"
+
+
+def test_the_bound_decides_and_not_the_mean() -> None:
+    monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
+    assert Verdict.RAISE in watch(monitor, 0.09, 2 * LEAST, wobble=0.085)
+
+
+def test_far_outside_is_no_matter_of_ratios() -> None:
+    for kl in (0.1 * FAR * 1.5, math.inf):
+        monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
+        assert watch(monitor, kl, LEAST)[-1] == Verdict.EXACT
+        assert monitor.setting == PREFIX
+
+
+def test_agreement_has_a_budget_too() -> None:
+    monitor = Monitor(Budget(None, 0.7), REPORT.ladder(Budget(None, 0.7)))
+    first = monitor.setting
+    assert set(watch(monitor, 5.0, 50, 0.75)) == {Verdict.KEEP}
+    doubtful = Monitor(Budget(None, 0.7), REPORT.ladder(Budget(None, 0.7)))
+    seen = [doubtful.add(first, Divergence(0.0, 0.75 + 0.2 * (-1) ** i)) for i in range(LEAST)]
+    assert seen[-1] == Verdict.RAISE, "the lower bound decides"
+    assert Verdict.RAISE in watch(monitor, 0.0, WINDOW, 0.6) and monitor.setting != first
+
+
+def test_what_is_long_past_is_forgotten_and_other_settings_tell_nothing() -> None:
+    monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
+    watch(monitor, 0.0, 1000)
+    assert Verdict.RAISE in watch(monitor, 0.15, WINDOW)
+    monitor = Monitor(Budget(0.1), REPORT.ladder(Budget(0.1)))
+    assert {monitor.add(NAIVE, Divergence(9.0, 0.0)) for _ in range(50)} == {Verdict.KEEP}
+
+
+# ------------------------------------------------------------------------------------------ contract
+
+
+def test_a_budget_picks_what_requests_get() -> None:
+    contract = Contract(PREFIX, "float32", report=REPORT, budget=Budget(0.1))
+    assert contract.setting == BLEND[1] and contract.notices == ()
+    assert contract.predicted(BLEND[1], False, 3) == Divergence(0.09, 0.8)
+    assert contract.predicted(BLEND[1], True, 9) == Divergence(0.0, 1.0)
+    assert contract.predicted(BLEND[1], False, 4) is None, "no question had so many chunks"
+    assert Contract(PREFIX, "float32").predicted(NAIVE, False, 1) is None
+
+
+def test_without_a_setting_inside_it_refuses_or_runs_full(caplog: pytest.LogCaptureFixture) -> None:
+    approximate = replace(REPORT, measurements=REPORT.measurements[1:])
+    with pytest.raises(ConfigError, match=r"budget KL=0.01 \(least KL 0.04\).*--quality-fallback full"):
+        Contract(PREFIX, "float32", report=approximate, budget=Budget(0.01))
+    contract = Contract(PREFIX, "float32", report=approximate, budget=Budget(0.01), fallback="full")
+    assert contract.setting == Setting("full") and contract.stats()["quality_fallback"] == 1
+    assert "run full attention" in contract.notices[0] and "QUALITY BUDGET MISSED" in caplog.text
+    for wrong in ({"fallback": "prefix"}, {"shadow_rate": 1.5}, {"budget": Budget(0.1)}):
+        with pytest.raises(ConfigError):
+            Contract(PREFIX, "float32", **wrong)  # type: ignore[arg-type]
+
+
+def test_what_replay_sees_changes_the_setting_once(caplog: pytest.LogCaptureFixture) -> None:
+    contract = Contract(PREFIX, "float32", report=REPORT, budget=Budget(0.1))
+    seen: list[tuple[str, Divergence]] = []
+    contract.observer = lambda strategy, one: seen.append((strategy, one))
+    for _ in range(LEAST):
+        assert contract.notices == ()
+        contract.observe(BLEND[1], False, Divergence(0.2, 0.5))
+    assert seen == [("blend", Divergence(0.2, 0.5))] * LEAST
+    assert contract.setting == BLEND[2] and len(caplog.records) == 1
+    assert (
+        "found blend at 0.15 outside the quality budget KL=0.1; the recompute ratio was raised" in contract.notices[0]
+    )
+    stats = contract.stats()
+    assert stats["shadow_escalations_total"] == {"raise": 1, "exact": 0, "fault": 0}
+    assert stats["shadow_replays_total"] == {"replayed": LEAST, "dropped": 0, "failed": 0}
+
+
+def test_an_exact_answer_that_is_not_ends_all_reuse() -> None:
+    contract = Contract(PREFIX, "float32", report=REPORT, budget=Budget(0.1))
+    contract.observe(PREFIX, True, Divergence(1e-9, 1.0))
+    assert contract.setting == BLEND[1]
+    contract.observe(PREFIX, True, Divergence(0.01, 1.0))
+    contract.observe(BLEND[1], False, Divergence(9.0, 0.0))
+    assert contract.setting == Setting("full") and "labelled exact and is not" in contract.notices[0]
+    assert contract.stats()["shadow_faults_total"] == 1
+    assert contract.stats()["shadow_escalations_total"] == {"raise": 0, "exact": 0, "fault": 1}
+
+
+def test_a_fault_counts_where_full_attention_is_the_default() -> None:
+    contract = Contract(Setting("full"), "float32")
+    assert not contract.faulted
+    for _ in range(2):
+        contract.observe(PREFIX, True, Divergence(0.01, 1.0))
+    assert contract.faulted and "labelled exact and is not" in contract.notices[0]
+    assert contract.stats()["shadow_escalations_total"] == {"raise": 0, "exact": 0, "fault": 1}
+
+
+def test_the_share_of_requests_drawn() -> None:
+    contract = Contract(PREFIX, "float32", shadow_rate=0.2)
+    assert 300 < sum(contract.draws() for _ in range(2000)) < 500
+    assert not any(Contract(PREFIX, "float32").draws() for _ in range(10))
+
+
+# ----------------------------------------------------------------------------------- planted faults
+
+
+class Crooked(Naive):
+    """Naive, but cached chunks are read 7 positions off."""
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        def bent(spans: tuple[Span, ...]) -> tuple[Span, ...]:
+            cached = [s.orders[0] >= SYSTEM and not holding.own_pages.issuperset(s.run.pages) for s in spans]
+            return tuple(replace(s, offset=s.offset + 7) if c else s for s, c in zip(spans, cached, strict=True))
+
+        talk = super().carry_out(prompt, holding, ratio)
+        try:
+            step = next(talk)
+            while True:
+                step = talk.send((yield replace(step, spans=bent(step.spans))))
+        except StopIteration as stop:
+            plan: Plan = stop.value
+            return replace(plan, spans=bent(plan.spans))
+
+
+class Selective(Naive):
+    """Computes everything from a ratio of one half on, and nothing below: selective in name."""
+
+    name = "selective"
+    selective = True
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        return Full().carry_out(prompt, holding) if (ratio or 0) >= 0.5 else super().carry_out(prompt, holding)
+
+
+def question(seed: int, chunks: tuple[int, ...] = (40, 40)) -> gate.Question:
+    reference = np.random.default_rng(seed + 99).integers(0, 256, 6).astype(np.int32)
+    return gate.Question(tiny.prompt(seed, chunks=chunks), reference)
+
+
+QUESTIONS = tuple(question(seed) for seed in range(4))
+
+
+def overwrite(engine: Engine, tokens: Tokens) -> None:
+    """A stale page: cells of the node that holds `tokens` get the KV of others."""
+
+    def run() -> None:
+        nodes = [node for node in engine._cache.tree.nodes() if node.run is not None]
+        (hit,) = [node for node in nodes if np.array_equal(node.tokens, tokens)][:1]
+        other = next(node for node in nodes if node is not hit and len(node.tokens) >= 16)
+        assert hit.run is not None and other.run is not None
+        target, source = hit.run.cells(tiny.PAGE)[:16], other.run.cells(tiny.PAGE)[:16]
+        engine._runner.move(source, target, np.zeros(16, np.int32), (0, tiny.CONFIG.num_layers))
+
+    engine._loop.call(run)
+
+
+def exchange(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    """Another chunk's KV: look-ups of a chunk find one of equal length, if there is one."""
+    match = engine._cache._match
+
+    def wrong(context: Lease, tokens: Tokens, *args: Any, **options: Any) -> Lease | None:
+        nodes = [n for n in engine._cache.tree.nodes() if len(n.tokens) == len(tokens) and n.run is not None]
+        others = [n.tokens for n in nodes if not np.array_equal(n.tokens, tokens)]
+        found = [match(context, other, *args, **options) for other in others[:3]]
+        return next((lease for lease in found if lease is not None), None) or match(context, tokens, *args, **options)
+
+    monkeypatch.setattr(engine._cache, "_match", wrong)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with tiny.engine(extra=[Selective()]) as made:
+        yield made
+
+
+def measure(engine: Engine, *settings: Setting) -> list[Measurement]:
+    return list(gate.measure(engine, QUESTIONS, settings, lambda: None))
+
+
+def test_the_gate_measures_what_is_there(engine: Engine) -> None:
+    settings = gate.settings_of({s.name: s for s in (Full(), Prefix(), Naive(), Selective())}, None, (0.2, 0.7))
+    assert settings == (PREFIX, NAIVE, *(Setting("selective", ratio) for ratio in (None, 0.2, 0.7)))
+    steps: list[None] = []
+    prefix, naive, own, low, high = gate.measure(engine, QUESTIONS, settings, lambda: steps.append(None))
+    assert len(steps) == gate.answers_of(len(QUESTIONS), settings)
+    assert (prefix.n, prefix.top1) == (4, 1.0) and prefix.kl < 1e-9 and prefix.share == 1.0
+    assert naive.kl == own.kl == low.kl and 0.001 < naive.kl < naive.kl_hi and naive.share == 0.0
+    assert high.kl < 1e-9 and high.share == 1.0
+    assert all(one.ttft_ms > 0 for one in (prefix, naive, own, low, high))
+
+
+def test_the_gate_finds_a_wrong_offset() -> None:
+    with tiny.engine(extra=[Crooked()]) as engine, pytest.raises(gate.BrokenCache, match="naive is labelled exact"):
+        measure(engine, NAIVE)
+
+
+class Void(Naive):
+    """Naive, whose last logits are no numbers where it is not exact."""
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        plan = yield from super().carry_out(prompt, holding)
+        return plan if plan.exact_to else replace(plan, logits=np.full_like(plan.logits, np.nan))
+
+
+def test_the_gate_finds_logits_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny.engine(extra=[Void()]) as engine:
+        with pytest.raises(gate.BrokenCache, match="an answer of naive are no finite numbers"):
+            measure(engine, NAIVE)
+        monkeypatch.setattr(gate, "_ask", lambda engine, question, *_, **__: engine.answer_prompt(
+            question.prompt, strategy="naive", continuation=question.reference, max_tokens=1))  # fmt: skip
+        with pytest.raises(ConfigError, match="full attention are no finite numbers"):
+            measure(engine, PREFIX)
+
+
+def test_a_wrong_offset_costs_the_budget_even_where_nothing_is_exact(engine: Engine) -> None:
+    """As the gate sees methods that are never exact: by what they do to the answers."""
+    sound = Measurement.of(NAIVE, *seen(engine))
+    with tiny.engine(extra=[Crooked()]) as crooked:
+        faulty = Measurement.of(NAIVE, *seen(crooked))
+    budget = Budget((SOUND + FAULTY) / 2)
+    assert report(sound).cheapest(budget) == NAIVE and report(faulty).cheapest(budget) is None
+
+
+def seen(engine: Engine) -> tuple[list[Divergence], list[float], list[float]]:
+    found = []
+    for one in [question(seed, (40, 33, 57)) for seed in range(8)]:
+        full, _, warm = (gate._ask(engine, one, setting) for setting in (Setting("full"), NAIVE, NAIVE))
+        assert full.scores is not None and warm.scores is not None
+        found.append(divergence(full.scores, warm.scores))
+    return found, [1.0] * 8, [0.0] * 8
+
+
+@pytest.mark.parametrize("setting", [PREFIX, NAIVE], ids=str)
+def test_the_gate_finds_a_stale_page(engine: Engine, setting: Setting) -> None:
+    measure(engine, setting)
+    part = 0 if setting == PREFIX else 1
+    overwrite(engine, QUESTIONS[0].prompt.segments[part].tokens)
+    with pytest.raises(gate.BrokenCache, match=f"{setting} is labelled exact"):
+        measure(engine, setting)
+
+
+def test_the_gate_finds_another_chunks_kv(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange(monkeypatch, engine)
+    with pytest.raises(gate.BrokenCache):
+        measure(engine, NAIVE)
+
+
+def test_prompts_of_the_gate() -> None:
+    one = question(0, (4, 5, 6))
+    assert [s.id for s in one.turned.segments] == ["system", "chunk2", "chunk1", "chunk0", "question"]
+    assert [s.id for s in one.alone.prompt.segments] == ["system", "chunk0", "question"]
+    assert gate.digest([one]) == gate.digest([question(0, (4, 5, 6))]) != gate.digest([one.alone])
+    assert Kind.CHUNK in {s.kind for s in one.alone.prompt.segments}
+
+
+# ------------------------------------------------------------------------------------ shadow replay
+
+
+def live(engine: Engine, rounds: int, prompts: tuple[Prompt, ...], **options: Any) -> Answer:
+    """Requests one after the other, each replayed before the next; the last answer."""
+    for i in range(rounds):
+        before = replays(engine)
+        answer = engine.answer_prompt(prompts[i % len(prompts)], max_tokens=6, **options)
+        end = time.monotonic() + 10
+        while replays(engine) == before:
+            assert time.monotonic() < end, "no replay came"
+            time.sleep(0.001)
+    return answer
+
+
+def replays(engine: Engine) -> float:
+    found = engine.stats()["shadow_replays_total"]
+    assert isinstance(found, dict)
+    return sum(found.values())
+
+
+def shadowed(**options: Any) -> Contract:
+    """A contract that picks naive by a budget between sound and faulty, and replays every request."""
+    measured = report(measurement(NAIVE, SOUND, 1.0, margin=0.0), measurement(PREFIX, 0.0, 9.0, 1.0, 0.0))
+    budget = Budget((SOUND + FAULTY) / 2)
+    return Contract(PREFIX, "float32", report=measured, budget=budget, shadow_rate=1.0, **options)
+
+
+PROMPTS = tuple(tiny.prompt(seed, chunks=(40, 33, 57)) for seed in range(5))
+
+
+def test_replays_of_sound_requests_change_nothing() -> None:
+    with tiny.engine(contract=shadowed(), extra=[Selective()]) as engine:
+        found: list[tuple[str, Divergence]] = []
+        engine.observe_shadows(lambda strategy, one: found.append((strategy, one)))
+        answer = live(engine, LEAST + 5, PROMPTS)
+        exact = live(engine, 2, PROMPTS[:1], strategy="prefix")
+        assert (answer.strategy, answer.exact_to, answer.predicted) == ("naive", None, Divergence(SOUND, 0.9))
+        assert answer.notices == () and exact.predicted == Divergence(0.0, 1.0)
+        assert engine.default_setting == NAIVE
+        stats = engine.stats()
+        assert stats["shadow_replays_total"] == {"replayed": LEAST + 7, "dropped": 0, "failed": 0}
+        assert stats["requests_total"] == {"naive": LEAST + 5, "prefix": 2}, "replays are not counted"
+        assert stats["shadow_faults_total"] == 0
+        assert [name for name, _ in found] == ["naive"] * (LEAST + 5) + ["prefix"] * 2
+        assert np.mean([one.kl for _, one in found[:-2]]) == pytest.approx(SOUND, rel=0.2)
+        assert found[-1][1].kl < 1e-9
+        engine.audit()
+
+
+def test_replay_finds_a_wrong_offset(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny.engine(contract=shadowed(), extra=[Crooked()]) as engine:
+        for prompt in PROMPTS:
+            engine.answer_prompt(prompt, max_tokens=1, background=True)  # chunks are warm, and bent when read
+        live(engine, LEAST, PROMPTS)
+        assert engine.default_setting == PREFIX
+        later = engine.answer_prompt(PROMPTS[0], max_tokens=1)
+        asked = engine.answer_prompt(PROMPTS[0], strategy="naive", max_tokens=1)
+    assert (later.strategy, later.exact_to) == ("prefix", "full")
+    assert "shadow replay found naive outside the quality budget" in later.notices[0]
+    assert asked.strategy == "naive" and asked.notices == ()
+    assert sum("shadow replay found" in record.message for record in caplog.records) == 1
+
+
+def test_replay_finds_another_chunks_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = tuple(tiny.prompt(seed, chunks=(40, 40, 40)) for seed in range(3))
+    with tiny.engine(contract=shadowed()) as engine:
+        for prompt in prompts:
+            engine.answer_prompt(prompt, max_tokens=1, background=True)
+        exchange(monkeypatch, engine)
+        live(engine, LEAST, prompts)
+        assert engine.default_setting == PREFIX
+
+
+def test_replay_finds_a_stale_page_behind_an_exact_label() -> None:
+    with tiny.engine(contract=Contract(PREFIX, "float32", shadow_rate=1.0)) as engine:
+        engine.answer_prompt(PROMPTS[0], max_tokens=1)  # nothing was reused: nothing to replay
+        assert live(engine, 1, PROMPTS[:1]).exact_to == "full" and engine.stats()["shadow_faults_total"] == 0
+        (node,) = [n for n in engine._cache.tree.nodes() if n.run is not None and len(n.tokens) == 20]
+        overwrite(engine, node.tokens)
+        live(engine, 1, PROMPTS[:1])
+        later = engine.answer_prompt(PROMPTS[0], max_tokens=1)
+        assert engine.stats()["shadow_faults_total"] == 1
+    assert later.strategy == "full" and "labelled exact and is not" in later.notices[0]
+
+
+def test_only_a_fault_concerns_requests_for_a_graph() -> None:
+    approximate = replace(REPORT, measurements=REPORT.measurements[1:])
+    contract = Contract(PREFIX, "float32", report=approximate, budget=Budget(0.01), fallback="full")
+    graph = Graph(relation_paths=(("A", "likes", "B"),))
+    with tiny.engine(contract=contract) as engine:
+        plain, facts = engine.answer("Who?", max_tokens=1), engine.answer("Who?", graph=graph, max_tokens=1)
+        assert (plain.strategy, plain.notices) == ("full", contract.notices)
+        assert (facts.strategy, facts.notices) == ("dependency", ())
+        contract.observe(PREFIX, True, Divergence(0.01, 1.0))
+        later = engine.answer("Who?", graph=graph, max_tokens=1)
+        named = engine.answer("Who?", graph=graph, strategy="dependency", max_tokens=1)
+    assert later.strategy == "full" and "labelled exact and is not" in later.notices[0]
+    assert (named.strategy, named.notices) == ("dependency", ())
+
+
+def test_replays_wait_for_others_and_not_without_end() -> None:
+    contract = Contract(NAIVE, "float32", shadow_rate=1.0)
+    with tiny.engine(contract=contract) as engine:
+        futures = [engine.begin_prompt(PROMPTS[i % 5], max_tokens=2 + STEPS) for i in range(QUEUE + 6)]
+        for future in futures:
+            future.result()
+        end = time.monotonic() + 20
+        while replays(engine) < len(futures):
+            assert time.monotonic() < end
+            time.sleep(0.002)
+        stats = engine.stats()["shadow_replays_total"]
+        engine.audit()
+    assert isinstance(stats, dict) and stats["failed"] == 0
+    assert stats["replayed"] >= QUEUE and stats["replayed"] + stats["dropped"] == len(futures)
+
+
+def test_a_replay_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny.engine(contract=Contract(NAIVE, "float32", shadow_rate=1.0)) as engine:
+
+        def fail(strategy: str, seen: Divergence) -> None:
+            raise ZeroDivisionError
+
+        engine.observe_shadows(fail)
+        live(engine, 2, PROMPTS)
+        stats = engine.stats()["shadow_replays_total"]
+        assert isinstance(stats, dict) and stats["failed"] == 2
+        engine.audit()
+
+
+# ----------------------------------------------------------------------------- what requests may say
+
+
+def test_ratios_of_requests(engine: Engine) -> None:
+    prompt = PROMPTS[0]
+    chosen = engine.answer_prompt(prompt, strategy="selective", recompute_ratio=0.5, max_tokens=1)
+    assert (chosen.recompute_ratio, chosen.exact_to, chosen.predicted) == (0.5, "full", Divergence(0.0, 1.0))
+    own = engine.answer_prompt(prompt, strategy="selective", max_tokens=1)
+    assert (own.recompute_ratio, own.exact_to, own.predicted) == (None, None, None)
+    with pytest.raises(RequestError, match=r"naive takes no recompute_ratio; these do: .*selective"):
+        engine.answer_prompt(prompt, strategy="naive", recompute_ratio=0.5)
+    with pytest.raises(RequestError, match=r"\[0, 1\]"):
+        engine.answer_prompt(prompt, strategy="selective", recompute_ratio=1.5)
+
+
+def test_the_default_ratio_goes_with_its_strategy() -> None:
+    default = Contract(Setting("selective", 0.75), "float32")
+    with tiny.engine(contract=default, extra=[Selective()]) as engine:
+        ratios = [
+            engine.answer_prompt(PROMPTS[0], max_tokens=1, **options).recompute_ratio
+            for options in ({}, {"strategy": "selective"}, {"recompute_ratio": 0.25}, {"strategy": "naive"})
+        ]
+    assert ratios == [0.75, 0.75, 0.25, None]
+
+
+def test_settings_of_a_start() -> None:
+    known = {strategy.name: strategy for strategy in (Full(), Prefix(), Naive(), Selective())}
+    setting = loading._setting
+    assert setting(None, None, None, known) == PREFIX
+    assert setting("selective", 0.3, None, known) == Setting("selective", 0.3)
+    for message, *wrong in (
+        ("picks strategy", "naive", None, "KL=1"),
+        ("picks strategy", None, 0.2, "KL=1"),
+        ("unknown strategy 'magic'", "magic", None, None),
+        ("naive takes no recompute ratio", "naive", 0.2, None),
+        (r"\[0, 1\]", "selective", 1.2, None),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            setting(*wrong, known)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="full and prefix"):
+        setting(None, None, "KL=1", {"naive": Naive()})
+
+
+def test_the_report_that_a_start_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
+    identity, known = bytes.fromhex("ab12"), {"prefix": Prefix()}
+    assert loading._report(identity, None, known, 9) is None
+    with pytest.raises(ConfigError, match=r"python -m ragjax\.reuse\.gate"):
+        loading._report(identity, Budget(0.1), known, 3)
+    REPORT.save(loading.report_path(identity))
+    found = loading._report(identity, Budget(0.1), known, 3)
+    assert found is not None and [one.setting for one in found.measurements] == [PREFIX], "others are not known here"
+    with pytest.raises(ConfigError, match="--top-k 4"):
+        loading._report(identity, Budget(0.1), known, 4)
+    assert loading._report(identity, None, known, 4) is not None
+
+
+def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
+    at_ratio = measurement(Setting("craft", 0.15), 0.02, 70.0)
+    rows = (*REPORT.measurements, at_ratio)
+    replace(REPORT, alpha=0.4, measurements=rows).save(loading.report_path(b"\xab\x12"))
+    for alpha, found in ((0.4, rows), (1.0, tuple(one for one in rows if one.setting != Setting("craft")))):
+        report = loading._report(b"\xab\x12", Budget(0.1), strategies(alpha=alpha), 3)
+        assert report is not None and report.measurements == found
+
+
+# ------------------------------------------------------------------------------------------- command
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ([], "--budget"),
+        (["--budget", "0.05"], 'write "KL=0.05"'),
+        (["--budget", "KL=1", "--ratios", "0,2"], "--ratios"),
+        (["--budget", "KL=1", "--limit", "1"], "--limit"),
+        (["--budget", "KL=1", "--strategies", "naive,magic"], "magic"),
+        (["--budget", "KL=1", "--strategies", "full"], "another strategy"),
+        (["--budget", "KL=1", "--frobnicate"], "--frobnicate"),
+        (["--budget", "KL=1", "--device-cache-gb", "0"], "--device-cache-gb"),
+        (["--budget", "KL=1", "--top-k", "0"], "--top-k"),
+        (["--budget", "KL=1", "--json", "nowhere/out.json"], "--json"),
+        (["--budget", "KL=1", "--json", "."], "--json"),
+    ],
+)
+def test_bad_flag_of_the_gate_is_one_line_and_code_2(
+    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gate.main(flags) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and word in err
+
+
+def test_what_is_named_twice_is_measured_once() -> None:
+    options = gate._options(["--budget", "KL=1", "--strategies", "naive, selective,naive", "--ratios", "0.2,0.20,0"])
+    known = {strategy.name: strategy for strategy in (Full(), Prefix(), Naive(), Selective())}
+    settings = gate.settings_of(known, options.strategies, options.ratios)
+    assert settings == (NAIVE, *(Setting("selective", ratio) for ratio in (None, 0.2, 0.0)))
+
+
+@pytest.mark.parametrize(("budget", "code", "chosen"), [("KL=0.1", 0, "blend at 0.15"), ("KL=0.1,TOP1=1", 0, "prefix")])
+def test_the_command_says_what_the_budget_picks(
+    budget: str,
+    code: int,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(gate, "_measured", lambda options: REPORT)
+    assert gate.main(["--budget", budget, "--json", str(tmp_path / "out.json")]) == code
+    out = capsys.readouterr().out
+    assert f"picks {chosen}" in out and sum("<- chosen" in line for line in out.splitlines()) == 1
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert Setting(**written["chosen"]) == REPORT.cheapest(Budget.parse(budget))
+
+
+def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(gate, "DEMO", tmp_path)
+    documents = [
+        Document(name, f"The {name} of Marn is {i} miles off.", name) for i, name in enumerate(("mill", "inn"))
+    ]
+    Alpha(0.3, "ab12", "tiny", "float32", "F1=0.9", 0.93, 60, 0.2).save(loading.alpha_path(b"\xab\x12"))
+    asked = [
+        {"question": f"Where is the {d.id} of Marn?", "answers": [f"{i} miles off"]} for i, d in enumerate(documents)
+    ]
+    (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps(one) for one in asked))
+    loaded: dict[str, Any] = {}
+
+    def load(model: str, **options: Any) -> Engine:
+        loaded.update(options, model=model)
+        made = tiny.engine(identity=b"\xab\x12", top_k=options["top_k"])
+        made.add_documents(documents)
+        return made
+
+    monkeypatch.setattr(gate.Engine, "load", load)
+    assert gate.main(["--budget", "KL=0.5", "--strategies", "prefix,naive", "--top-k", "2", "--dtype", "float32"]) == 0
+    assert loaded["knowledge"] == knowledge("demo") and loaded["dtype"] == "float32"
+    found = loading._report(b"\xab\x12", Budget(0.5), {"prefix": Prefix(), "naive": Naive()}, 2)
+    assert found is not None and (found.model, found.dtype, found.top_k) == ("tiny", "float32", 2)
+    assert found.alpha == 0.3
+    prefix, naive = found.measurements
+    assert (prefix.setting, prefix.n, naive.setting) == (PREFIX, 2, NAIVE)
+    assert prefix.kl < 1e-9 < naive.kl
+
+
+def test_the_command_tells_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    approximate = replace(REPORT, measurements=REPORT.measurements[1:])
+    monkeypatch.setattr(gate, "_measured", lambda options: approximate)
+    assert gate.main(["--budget", "KL=0"]) == 1
+    assert "nothing lies inside" in capsys.readouterr().out
+
+    def broken(options: object) -> Report:
+        raise gate.BrokenCache("an answer of prefix is labelled exact")
+
+    monkeypatch.setattr(gate, "_measured", broken)
+    assert gate.main(["--budget", "KL=1"]) == 1
+    assert "THE CACHE IS BROKEN" in capsys.readouterr().err

@@ -1,0 +1,518 @@
+"""The knowledge base: what goes in is found, also after a restart or a kill, and nothing is embedded twice."""
+
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reportlab.pdfgen.canvas import Canvas
+
+from ragjax.core import ConfigError, Document, RequestError, Tokens
+from ragjax.retrieval import knowledge as module
+from ragjax.retrieval.document import load
+from ragjax.retrieval.index import TRAIN_AT, IndexKind, VectorIndex
+from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
+from tests.support.fakes import WordEncoder
+
+KINDS = pytest.mark.parametrize("kind", list(IndexKind))
+ISLANDS = [
+    Document(f"isle/{n}", f"The island of {name} exports {goods} in {colour} boxes.", name)
+    for n, (name, goods, colour) in enumerate(
+        [("Tolva", "salt", "blue"), ("Merrin", "honey", "red"), ("Oske", "copper", "grey"), ("東京", "絹", "白い")]
+    )
+]
+
+
+def encode_bytes(text: str) -> Tokens:
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def _open(directory: Path | None = None, **changes) -> KnowledgeBase:
+    settings = {"encode_tokens": encode_bytes, "encoder": WordEncoder(), "model_key": "bytes"}
+    return KnowledgeBase.open(directory, **settings | changes)
+
+
+def _found(base: KnowledgeBase, question: str, k: int = 1) -> list[str]:
+    return [hit.chunk.document_id for hit in base.search(question, k)]
+
+
+# ------------------------------------------------------------------------------------ adding and finding
+
+
+@KINDS
+@pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
+def test_add_replace_delete(kind: IndexKind, stored: bool, tmp_path: Path) -> None:
+    encoder = WordEncoder()
+    with _open(tmp_path / "new" / "base" if stored else None, index_kind=kind, encoder=encoder) as base:
+        assert base.add(ISLANDS) == AddReport(added=4, replaced=0, unchanged=0)
+        assert _found(base, "Who exports honey?") == ["isle/1"]
+        assert _found(base, "絹") == ["isle/3"]
+
+        encoder.encoded.clear()
+        changed = Document("isle/1", "The island of Merrin exports feathers now.", "Merrin")
+        assert base.add([ISLANDS[0], changed, Document("new", "A lighthouse burns oil.")]) == AddReport(1, 1, 1)
+        assert len(encoder.encoded) == 2  # the unchanged one is not embedded again
+        assert _found(base, "feathers now") == ["isle/1"]
+        assert all("honey" not in hit.chunk.text for hit in base.search("honey in red boxes", 10))
+        assert _found(base, "lighthouse oil") == ["new"]
+
+        assert base.delete(["isle/0", "new"]) == 2
+        assert not {"isle/0", "new"} & set(_found(base, "salt lighthouse", 10))
+        assert base.document_ids == {"isle/1", "isle/2", "isle/3"}
+        assert base.delete([]) == 0
+        assert base.add([ISLANDS[0]]) == AddReport(1, 0, 0)
+        assert _found(base, "Who exports salt?") == ["isle/0"]
+
+
+def test_hits_are_whole_chunks_with_their_similarity() -> None:
+    with _open() as base:
+        base.add(ISLANDS)
+        hits = base.search("The island of Oske exports copper", 3)
+        assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
+        chunk = hits[0].chunk
+        assert (chunk.id, chunk.document_id, chunk.title) == ("isle/2#0", "isle/2", "Oske")
+        assert chunk.text == "Oske\nThe island of Oske exports copper in grey boxes.\n\n"
+        assert chunk.tokens.dtype == np.int32
+        np.testing.assert_array_equal(chunk.tokens, encode_bytes(chunk.text))
+        question, passage = base._encoder.encode(["The island of Oske exports copper", chunk.text])
+        assert hits[0].score == pytest.approx(question @ passage, abs=1e-6)
+        assert base.search("copper", 0) == ()
+        assert len(base.search("copper", 50)) == len(base.search("copper", 10**19)) == 4  # faiss counts in int64
+        assert base.search("copper", 1)[0].chunk is base.search("copper", 1)[0].chunk  # read from the store once
+
+
+def test_title_alone_makes_a_change() -> None:
+    with _open() as base:
+        base.add([Document("d", "text", "old")])
+        assert base.add([Document("d", "text", "new")]).replaced == 1
+        assert base.document("d")[0].title == "new"
+
+
+def test_stored_chunks_are_what_the_chunker_cuts() -> None:
+    document = Document("d", "The keeper climbed. " * 60, "Log")
+    with _open(max_tokens=100) as base:
+        cut = base._chunker.chunks(document)
+        base.add([document])
+        stored = base.document("d")
+        assert len(stored) == len(base) > 5
+        assert [chunk.id for chunk in stored] == [f"d#{n}" for n in range(len(stored))]
+        for a, b in zip(stored, cut, strict=True):
+            assert (a.id, a.title, a.text, a.tokens.tolist()) == (b.id, b.title, b.text, b.tokens.tolist())
+
+
+def test_progress_and_the_end_of_exactness() -> None:
+    seen: list[tuple[int, int]] = []
+    with _open(index_kind="ivf") as base:
+        base.add(ISLANDS[:2])
+        base.add(ISLANDS, lambda done, total: seen.append((done, total)))
+        assert seen == [(4, 4)]
+        assert len(base.document_ids) == len(base) == 4
+        assert base._index.kind == IndexKind.IVF and base._index.exact
+        base.add([Document(str(n), f"word{n} and more") for n in range(TRAIN_AT)])
+        assert not base._index.exact
+        assert _found(base, "word700") == ["700"]
+
+
+def test_huge_document() -> None:
+    text = "\n\n".join(f"Entry {n}: the lamp of watch{n} burned all night." for n in range(8000))
+    with _open() as base:
+        base.add([Document("log", text, "Log")])
+        assert len(base) > 1500
+        (hit,) = base.search("watch7777", 1)
+        assert "watch7777" in hit.chunk.text
+
+
+def test_folder_with_a_real_pdf(tmp_path: Path) -> None:
+    canvas = Canvas(str(tmp_path / "survey.pdf"))
+    canvas.drawString(72, 720, "The survey found copper under the northern ridge.")
+    canvas.save()
+    (tmp_path / "cook.md").write_text("# The Cook\n\nThe cook baked seaweed bread.")
+    (tmp_path / "empty.txt").write_text(" ")
+    with _open() as base:
+        loaded = load(tmp_path)
+        assert base.add(loaded.documents).added == 2 and loaded.skipped == 1
+        assert _found(base, "copper under the ridge") == ["survey"]
+        assert _found(base, "seaweed bread") == ["cook"]
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def test_empty_base_and_question_are_refused() -> None:
+    with _open(name="lore") as base:
+        with pytest.raises(RequestError, match="knowledge base 'lore' is empty: add documents first"):
+            base.search("anything", 3)
+        base.add(ISLANDS)
+        with pytest.raises(RequestError, match="question is empty"):
+            base.search(" \n", 3)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([Document("", "text")], "empty id"),
+        ([Document("d", " \n\t")], "'d' has no text"),
+        ([Document("d", "one"), Document("d", "two")], "'d' is given twice"),
+        ([Document("d", "half a pair \ud83d")], "'d' is not valid Unicode"),
+    ],
+)
+def test_bad_documents_are_refused_and_nothing_is_stored(documents: list[Document], message: str) -> None:
+    with _open() as base:
+        with pytest.raises(RequestError, match=message):
+            base.add([ISLANDS[0], *documents])
+        assert len(base.document_ids) == len(base) == 0
+
+
+def test_unknown_ids_are_refused_and_nothing_is_removed() -> None:
+    with _open() as base:
+        base.add(ISLANDS)
+        with pytest.raises(RequestError, match="no document 'nowhere'"):
+            base.delete(["isle/0", "nowhere"])
+        assert len(base) == 4
+        with pytest.raises(RequestError, match="no document 'nowhere'") as caught:
+            base.document("nowhere")
+        assert caught.value.code == "document_not_found"
+
+
+def test_other_models_and_sizes_are_refused(tmp_path: Path) -> None:
+    with _open(tmp_path) as base:
+        base.add(ISLANDS)
+    for changes, message in (
+        ({"encoder": WordEncoder("other")}, "encoder 'words', not 'other'"),
+        ({"model_key": "other"}, "tokenizer 'bytes', not 'other'"),
+        ({"max_tokens": 99}, "tokens per chunk '192', not '99'"),
+    ):
+        with pytest.raises(ConfigError, match=f"{message}; choose another directory, or delete this one"):
+            _open(tmp_path, **changes)
+    with _open(tmp_path) as base:
+        assert len(base) == 4
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with _open(tmp_path), pytest.raises(ConfigError, match="another process has it open"):
+        _open(tmp_path)
+    _open(tmp_path).close()
+
+
+def test_broken_store_and_bad_settings_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "chunks.sqlite").write_bytes(b"not a database at all" * 100)
+    with pytest.raises(ConfigError, match=r"delete .* and add the documents again"):
+        _open(tmp_path)
+    with pytest.raises(ConfigError, match="unknown index 'tree'"):
+        _open(None, index_kind="tree")
+    with pytest.raises(ConfigError, match="too small"):
+        _open(None, max_tokens=3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        _open(tmp_path / "file")
+
+
+# ----------------------------------------------------------------------------------- neighbours and marks
+
+
+def _numbers(base: KnowledgeBase) -> dict[str, int]:
+    """Numbers of the chunks, by id."""
+    return {chunk.id: number for number, chunk in base.chunks(range(1, 10_000)).items()}
+
+
+def _nearest_by_hand(base: KnowledgeBase, n: int) -> dict[int, tuple[int, ...]]:
+    """Every pair compared, one by one; of equal texts the first alone, and none of the chunk's own."""
+    chunks = base.chunks(range(1, 10_000))
+    vectors = {number: WordEncoder().encode([chunk.text])[0].astype(float) for number, chunk in chunks.items()}
+    found = {}
+    for number, chunk in chunks.items():
+        taken, texts = [], {chunk.text}
+        for other in sorted(chunks, key=lambda other: (-float((vectors[number] * vectors[other]).sum()), other)):
+            if chunks[other].text not in texts and len(taken) < n:
+                taken.append(other)
+                texts.add(chunks[other].text)
+        found[number] = tuple(taken)
+    return found
+
+
+WORDS = ["salt", "honey", "copper", "silk", "amber", "wool", "wax", "tin", "oil", "rope"]
+
+
+def _some_documents(seed: int, count: int) -> list[Document]:
+    """Short texts over few words: many are equal, and many equally near."""
+    random = np.random.default_rng(seed)
+    return [Document(f"d{n}", " ".join(random.choice(WORDS, random.integers(1, 4)))) for n in range(count)]
+
+
+@KINDS
+@pytest.mark.parametrize("n", [1, 3, 10, 200])
+def test_neighbours_are_the_nearest_others(kind: IndexKind, n: int) -> None:
+    with _open(index_kind=kind) as base:
+        base.add(_some_documents(0, 150))
+        base.delete([f"d{i}" for i in range(0, 150, 7)])
+        found, expected = base.neighbours(n), _nearest_by_hand(base, n)
+        if kind is not IndexKind.HNSW:
+            assert found == expected
+            return
+        assert found.keys() == expected.keys()  # a graph may miss some, and finds few others
+        assert sum(found[i] == expected[i] for i in found) > 0.8 * len(found)
+
+
+def test_neighbours_leave_out_the_chunk_and_its_duplicates() -> None:
+    with _open() as base:
+        texts = {"a": "blue salt", "b": "blue salt", "c": "blue salt boxes", "d": "blue salt boxes", "e": "red honey"}
+        base.add([Document(name, text) for name, text in texts.items()])
+        number = _numbers(base)
+        named = {key[0]: value for key, value in number.items()}
+        found = base.neighbours(3)
+        assert found[named["a"]] == found[named["b"]] == (named["c"], named["e"])
+        assert found[named["c"]] == found[named["d"]] == (named["a"], named["e"])
+
+
+def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _open() as base:
+        base.add(_some_documents(1, 100))
+        found = base.neighbours(5)
+        monkeypatch.setattr(module, "_QUERIES", 7)
+        assert base.neighbours(5) == found
+        base.add([Document("far", "zebra")])
+        assert {k: v for k, v in base.neighbours(5).items() if k in found} == found
+
+
+def test_neighbours_of_few() -> None:
+    with _open() as base:
+        assert base.neighbours(3) == {}
+        base.add(ISLANDS[:1])
+        assert base.neighbours(3) == {1: ()}
+        with pytest.raises(ValueError, match="at least 1"):
+            base.neighbours(0)
+
+
+def _marks(base: KnowledgeBase) -> dict[str, bytes]:
+    """Digests by document, as a search sees them; `document` and `chunks` must agree."""
+    marks = {hit.chunk.document_id: hit.chunk.behind for hit in base.search("island", 50)}
+    assert marks == {name: base.document(name)[0].behind for name in base.document_ids}
+    assert marks == {chunk.document_id: chunk.behind for chunk in base.chunks(range(1, 10_000)).values()}
+    return marks
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
+def test_marks_go_with_any_of_the_neighbours(stored: bool, tmp_path: Path) -> None:
+    place = tmp_path if stored else None
+    with _open(place) as base:
+        base.add(ISLANDS)
+        zero, one, two, three = (_numbers(base)[f"isle/{n}#0"] for n in range(4))
+        assert set(_marks(base).values()) == {b""}
+        assert base.mark_fused(zero, (one, two), b"behind one and two")
+        assert base.mark_fused(two, (three,), b"three")
+        assert base.mark_fused(three, (two, zero), b"two and zero")
+        assert base.mark_fused(three, (zero, two), b"zero and two")  # takes the earlier one's place
+        marks = {"isle/0": b"behind one and two", "isle/1": b"", "isle/2": b"three", "isle/3": b"zero and two"}
+        assert _marks(base) == marks
+        if stored:
+            base.close()
+            base = _open(place)
+            assert _marks(base) == marks
+        base.add([Document("isle/1", "The island of Merrin exports feathers now.")])
+        assert _marks(base) == marks | {"isle/0": b""}
+        base.delete(["isle/2"])
+        assert _marks(base) == {"isle/0": b"", "isle/1": b"", "isle/3": b""}
+        assert not base.mark_fused(zero, (two,), b"gone") and not base.mark_fused(two, (zero,), b"gone")
+        assert set(_marks(base).values()) == {b""}
+        base.add([ISLANDS[2]])  # it comes back under another number
+        assert set(_marks(base).values()) == {b""}
+        base.close()
+
+
+def test_a_failed_write_takes_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _open() as base:
+        base.add(ISLANDS)
+        base.mark_fused(1, (2,), b"two")
+        monkeypatch.setattr(module, "_insert", _refuse)
+        with pytest.raises(AssertionError):
+            base.add([Document("isle/1", "other")])
+        assert _marks(base)["isle/0"] == b"two"
+
+
+def test_a_directory_of_before_there_were_marks(tmp_path: Path) -> None:
+    with _open(tmp_path) as base:
+        base.add(ISLANDS)
+    database = sqlite3.connect(tmp_path / "chunks.sqlite")
+    database.executescript("drop table neighbours; drop table fused;")
+    database.close()
+    with _open(tmp_path) as base:
+        assert set(_marks(base).values()) == {b""}
+        assert base.mark_fused(1, (2,), b"two") and _marks(base)["isle/0"] == b"two"
+
+
+# ------------------------------------------------------------------------------------ restarts and kills
+
+
+@KINDS
+def test_restart(kind: IndexKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _open(tmp_path, index_kind=kind) as base:
+        base.add(ISLANDS)
+        base.delete(["isle/2"])
+        before = [(hit.chunk.id, hit.chunk.text, hit.score) for hit in base.search("honey", 9)]
+    encoder = WordEncoder()
+    with monkeypatch.context() as patch:
+        patch.setattr(VectorIndex, "add", _refuse)  # the saved index is used as it is
+        base = _open(tmp_path, index_kind=kind, encoder=encoder)
+    with base:
+        assert base.add([document for document in ISLANDS if document.id != "isle/2"]) == AddReport(0, 0, 3)
+        assert encoder.encoded == []
+        assert [(hit.chunk.id, hit.chunk.text, hit.score) for hit in base.search("honey", 9)] == before
+        base.add([ISLANDS[2]])
+        assert _found(base, "copper") == ["isle/2"]
+
+
+def _refuse(*_: object) -> None:
+    raise AssertionError("built again")
+
+
+@KINDS
+@pytest.mark.parametrize("writing", ["add", "replace", "delete"])
+def test_kill_between_commit_and_save(kind: IndexKind, writing: str, tmp_path: Path) -> None:
+    """The saved index is older than the database: it is built again, and nothing is embedded again."""
+    _run_and_die(tmp_path, kind, "base.add(ISLANDS[:3])", die_in="")
+    line = {
+        "add": "base.add([ISLANDS[3]])",
+        "replace": "base.add([Document('isle/1', 'Merrin sells feathers.')])",
+        "delete": "base.delete(['isle/1'])",
+    }[writing]
+    _run_and_die(tmp_path, kind, line, die_in="KnowledgeBase._save_index")
+    encoder = WordEncoder()
+    with _open(tmp_path, index_kind=kind, encoder=encoder) as base:
+        assert encoder.encoded == []
+        assert len(base) == {"add": 4, "replace": 3, "delete": 2}[writing]
+        texts = [hit.chunk.text for hit in base.search("honey feathers 絹", 9)]
+        assert len(texts) == len(base)
+        assert any("絹" in text for text in texts) is (writing == "add")
+        assert any("feathers" in text for text in texts) is (writing == "replace")
+        assert any("honey" in text for text in texts) is (writing == "add")
+
+
+def test_kill_before_commit_changes_nothing(tmp_path: Path) -> None:
+    _run_and_die(tmp_path, IndexKind.FLAT, "base.add(ISLANDS[:2])", die_in="")
+    _run_and_die(tmp_path, IndexKind.FLAT, "base.add([Document('isle/1', 'x')])", die_in="_insert")
+    with _open(tmp_path) as base:
+        assert _found(base, "honey") == ["isle/1"]
+        assert base.document("isle/1")[0].text.startswith("Merrin")
+
+
+def _run_and_die(directory: Path, kind: IndexKind, line: str, die_in: str) -> None:
+    """Run a line on the base in a process of its own, which ends without any clean-up once it gets to `die_in`."""
+    program = f"""
+        import os, sys
+        sys.path[:0] = {sys.path!r}
+        import ragjax.retrieval.knowledge as module
+        from ragjax.retrieval.knowledge import KnowledgeBase
+        from tests.retrieval.test_knowledge import ISLANDS, Document, Path, _open
+        base = _open(Path({str(directory)!r}), index_kind={str(kind)!r})
+        if {die_in!r}:
+            owner = module.KnowledgeBase if "." in {die_in!r} else module
+            setattr(owner, {die_in.rpartition(".")[2]!r}, lambda *_: os._exit(9))
+        {line}
+        os._exit(0 if not {die_in!r} else 1)
+    """
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n{textwrap.dedent(program)}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == (9 if die_in else 0), done.stderr
+
+
+def test_index_is_rebuilt_when_lost_broken_or_of_another_kind(tmp_path: Path) -> None:
+    with _open(tmp_path) as base:
+        base.add(ISLANDS)
+    (path,) = tmp_path.glob("index*")
+    for spoil, kind in (
+        (path.unlink, "flat"),
+        (lambda: path.write_bytes(b"junk"), "flat"),
+        (lambda: None, "hnsw"),
+        (lambda: None, "ivf"),
+    ):
+        spoil()
+        encoder = WordEncoder()
+        with _open(tmp_path, index_kind=kind, encoder=encoder) as base:
+            assert base._index.kind == kind and encoder.encoded == []
+            assert _found(base, "copper") == ["isle/2"]
+        assert VectorIndex.load(path).kind == kind
+
+
+def test_failed_encoding_leaves_the_base_as_it_was(tmp_path: Path) -> None:
+    encoder = WordEncoder()
+    with _open(tmp_path, encoder=encoder) as base:
+        base.add(ISLANDS[:2])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(encoder, "encode", lambda _: (_ for _ in ()).throw(MemoryError))
+            with pytest.raises(MemoryError):
+                base.add(ISLANDS)
+        assert len(base) == 2 and base.add(ISLANDS).added == 2
+
+
+def test_numbers_are_never_used_twice(tmp_path: Path) -> None:
+    """An index of the same numbers must hold the same vectors."""
+    for round_ in range(3):
+        with _open(tmp_path) as base:
+            base.add([Document("d", f"text {round_}")])
+            (number,) = base._index.ids
+            base.delete(["d"])
+        assert number == round_ + 1
+
+
+# ------------------------------------------------------------------------------------- threads and speed
+
+
+@KINDS
+def test_readers_while_one_writes(kind: IndexKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BATCH_CHUNKS", 8)
+    stop, failures = threading.Event(), []
+
+    def read(base: KnowledgeBase) -> None:
+        while not stop.is_set():
+            try:
+                assert _found(base, "Who exports honey?") == ["isle/1"]
+                assert base.document("isle/2")[0].title == "Oske"
+            except Exception as error:
+                failures.append(error)
+
+    with _open(tmp_path, index_kind=kind) as base:
+        base.add(ISLANDS)
+        readers = [threading.Thread(target=read, args=(base,)) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for round_ in range(4):
+            base.add([Document(f"other/{n}", f"Passage {n} of round {round_}.") for n in range(30)])
+        base.delete([f"other/{n}" for n in range(30)])
+        stop.set()
+        for reader in readers:
+            reader.join()
+        assert not failures
+        assert len(base) == 4
+
+
+def test_search_adds_little_to_encoder_and_index() -> None:
+    with _open() as base:
+        base.add([Document(str(n), f"word{n} and more") for n in range(2000)])
+        vector = base._encoder.encode(["word7"])
+        base._encoder.encode = lambda _: vector
+        base.search("word7", 10)  # the chunks are cached from here on
+        whole, inner = [], []
+        for _ in range(200):
+            start = time.perf_counter()
+            base._index.search(vector[0], 10)
+            middle = time.perf_counter()
+            base.search("word7", 10)
+            whole.append(time.perf_counter() - middle)
+            inner.append(middle - start)
+        assert np.median(whole) - np.median(inner) < 1e-3
+
+
+def test_the_store_is_plain_sqlite(tmp_path: Path) -> None:
+    with _open(tmp_path) as base:
+        base.add(ISLANDS[:1])
+        chunk = base.document("isle/0")[0]
+    database = sqlite3.connect(tmp_path / "chunks.sqlite")
+    tokens, embedding = database.execute("select tokens, embedding from chunks").fetchone()
+    database.close()
+    np.testing.assert_array_equal(np.frombuffer(tokens, np.int32), chunk.tokens)
+    np.testing.assert_array_equal(np.frombuffer(embedding, np.float32), WordEncoder().encode([chunk.text])[0])

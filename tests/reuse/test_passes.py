@@ -1,0 +1,521 @@
+"""Layer ranges, measurements, moves and given tokens on real pages, against a literal executor that knows no runner.
+
+Requests run side by side, in shared steps and in several; each must get what it gets alone in the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import ragjax.runner.runner
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.policy.lru import LRU
+from ragjax.cache.pool import PagePool
+from ragjax.core import (
+    NEVER,
+    Conversation,
+    Grid,
+    Move,
+    Pass,
+    Plan,
+    Prompt,
+    Results,
+    Run,
+    Span,
+    Tokens,
+    Visibility,
+    Want,
+)
+from ragjax.reuse.base import Holding, orders
+from ragjax.runner.runner import OUTSIDE, Runner
+from ragjax.schedule.scheduler import Scheduler, Task
+from tests.support import tiny
+from tests.support.executor import Executor, model
+
+Int = NDArray[np.int32]
+
+PAGE, PAGES = tiny.PAGE, 80
+GRID = Grid(rows=((4, 1), (64, 16)), slots=(64,), logits=(2,))
+ALL, FINE, COARSE = (0, 3), (0, 1, 2, 3), (0, 3)
+LOGITS = frozenset({Want.LOGITS})
+KV = {Want.KEY_MASS, Want.VALUED_MASS}
+
+
+@cache
+def runner(layers: int = 1, *, scanned: bool = False, dtype: str = "float32") -> Runner:
+    """The tiny decoder in stages of so many layers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragjax.runner, "STAGE_LAYERS", layers)
+        return Runner(tiny.decoder(dtype), pages=PAGES, page_size=PAGE, grid=GRID, scanned=scanned)
+
+
+def prompts() -> tuple[Prompt, ...]:
+    """Two that go hand in hand, of different numbers of segments, and one of more rows than a step takes."""
+    return (
+        tiny.prompt(1, system=8, chunks=(11, 9), question=12),
+        tiny.prompt(2, system=7, chunks=(5, 10, 6), question=7),
+        tiny.prompt(3, chunks=(21, 17, 30), question=12),
+    )
+
+
+# ----------------------------------------------------------------------------------------- scripted passes
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What passes of a script stand on: chunks computed alone behind the system prompt, moved to their places."""
+
+    prompt: Prompt
+    kept: tuple[Span, ...]
+    own: Run
+    page_size: int
+
+    @property
+    def system(self) -> int:
+        return self.prompt.starts[1]
+
+    @property
+    def joined(self) -> int:
+        return self.prompt.starts[-2]
+
+    @property
+    def question(self) -> Int:
+        return orders(self.joined, len(self.prompt))
+
+    @property
+    def chunks(self) -> Int:
+        return orders(self.system, self.joined)
+
+    def new(self, *parts: Int) -> tuple[Span, ...]:
+        """Cells of the request's own for these orders: order i lies in cell i of the run."""
+        runs = (part for whole in parts for part in np.split(whole, np.flatnonzero(np.diff(whole) != 1) + 1))
+        return tuple(
+            Span.consecutive(int(part[0]), self.own.slice(int(part[0]), int(part[-1]) + 1, self.page_size))
+            for part in runs
+            if len(part)
+        )
+
+    def without(self, hidden: Int) -> tuple[Span, ...]:
+        """What was kept, less some orders."""
+        return tuple(replace(s, orders=np.where(np.isin(s.orders, hidden), NEVER, s.orders)) for s in self.kept)
+
+
+@dataclass
+class Script:
+    """A strategy that computes the chunks alone and then does as told."""
+
+    acts: Callable[[Ground], Iterator[Pass | Move]]
+    name: str = "script"
+    wants: frozenset[Want] = frozenset(Want)
+    selective: bool = False
+    results: list[Results] = field(default_factory=list)
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        return ()
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        system, joined, size = prompt.starts[1], prompt.starts[-2], len(prompt)
+        run = holding.reserve(joined)
+        own = holding.reserve(size + holding.decode_tokens)
+        hidden = Visibility.isolated(prompt).hidden
+        alone, kept, positions = [], [], []
+        for i, segment in enumerate(prompt.segments[:-1]):
+            begin, end = prompt.starts[i], prompt.starts[i + 1]
+            cells, offset = run.slice(begin, end, holding.page_size), begin - system if i else 0
+            alone.append(Span.consecutive(begin, cells, 0, hidden[i]))
+            kept.append(Span.consecutive(begin, cells, offset))
+            positions.append(orders(begin, end) - offset)
+            assert len(segment)
+        yield Pass(orders(0, joined), np.concatenate(positions), tuple(alone))
+        ground = Ground(prompt, tuple(kept), own, holding.page_size)
+        last: Pass | Move | None = None
+        for last in self.acts(ground):
+            self.results.append((yield last))
+        assert isinstance(last, Pass)
+        tail = own.slice(size, own.length, holding.page_size)
+        return Plan(last.spans, tail, None, (), self.results[-1][Want.LOGITS][-1])
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        return
+
+
+def measuring(wants: set[Want], measured: tuple[int, int] | None = None) -> Callable[[Ground], Iterator[Pass]]:
+    """The question over what is kept, half of it asking; then most chunk tokens and the question anew."""
+
+    def acts(ground: Ground) -> Iterator[Pass]:
+        question = ground.question
+        asked = frozenset(wants)
+        spans = (*ground.kept, *ground.new(question))
+        yield Pass(question, question, spans, asked, measured=measured, asking=question[::2])
+        chosen = np.setdiff1d(ground.chunks, ground.chunks[::9]).astype(np.int32)
+        rows = np.concatenate([chosen, question])
+        spans = (*ground.without(chosen), *ground.new(chosen, question))
+        yield Pass(rows, rows, spans, asked | LOGITS, (len(ground.prompt) - 1,), measured=measured, stale=ground.kept)
+
+    return acts
+
+
+def narrowing(wants: set[Want], cuts: tuple[int, ...], *, drop: bool) -> Callable[[Ground], Iterator[Pass | Move]]:
+    """Everything behind the system prompt anew; at each cut a third of the chunk tokens goes on as it was kept."""
+
+    def acts(ground: Ground) -> Iterator[Pass | Move]:
+        rows = orders(ground.system, len(ground.prompt))
+        spans = (ground.kept[0], *ground.new(rows))
+        for begin, end in zip((0, *cuts), (*cuts, 3), strict=True):
+            if begin and drop:
+                dropped = rows[:-12:3]
+                rows = np.setdiff1d(rows, dropped).astype(np.int32)
+                yield Move(dropped, ground.kept, spans, (begin, 3))
+            last = end == 3
+            logits = (len(ground.prompt) - 1,) if last else ()
+            asked = frozenset(wants) | (LOGITS if last else frozenset())
+            yield Pass(rows, rows, spans, asked, logits, layers=(begin, end), stale=ground.kept)
+
+    return acts
+
+
+# --------------------------------------------------------------------------------------------- both sides
+
+
+class Bench:
+    """The engine's loop in small, over a real runner."""
+
+    def __init__(self, made: Runner):
+        self.runner = made
+        self.cache = KnowledgeCache(b"tiny", PagePool(PAGES, PAGE), LRU())
+        self.scheduler = Scheduler(made.grid, PAGE)
+        self.shared: set[bool] = set()  # whether steps of several tasks measured, and steps within a pass
+        self.split: set[bool] = set()
+
+    def start(self, script: Script, prompt: Prompt, ratio: float | None = None) -> Task:
+        label = f"task {len(self.scheduler.tasks)}"
+        holding = Holding(
+            self.cache, tenant="", label=label, decode_tokens=8, slots=GRID.slots[-1], stages=self.runner.stages
+        )
+        task = Task(prompt, script, holding, label, ratio)
+        task.start()
+        self.scheduler.tasks.append(task)
+        return task
+
+    def run(self) -> None:
+        """Until every task waits to be told its next token."""
+        while True:
+            for task in self.scheduler.moving():
+                while (move := task.moving) is not None:
+                    self.runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
+                    task.pass_done()
+            batch = self.scheduler.next_batch()
+            if batch is None:
+                return
+            if len(batch.pieces) > 1:
+                self.shared.add(batch.step.probe is not None)
+            if any(piece.begin for piece in batch.pieces):
+                self.split.add(batch.step.probe is not None)
+            outcome = self.runner.step(batch.step)
+            logits = self.runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
+            for task in batch.deliver(logits, outcome.measured, outcome.residual):
+                if task.plan is None:
+                    task.pass_done()
+
+    def continued(self, task: Task, tokens: Tokens) -> NDArray[np.float32]:
+        """Logits behind each token, decoded one by one."""
+        found = []
+        for token in tokens:
+            task.decode(int(token))
+            self.run()
+            assert task.work is not None
+            found.append(task.work.logits[0])
+        return np.stack(found)
+
+
+def both(
+    made: Runner, acts: Callable[[Ground], Iterator[Pass | Move]], stages: tuple[int, ...]
+) -> Iterator[tuple[Results, Results]]:
+    """Results of every act: of the prompts side by side on the runner, and of each alone in the executor."""
+    assert made.stages == stages
+    bench = Bench(made)
+    scripts = [Script(acts) for _ in prompts()]
+    for script, prompt in zip(scripts, prompts(), strict=True):
+        bench.start(script, prompt)
+    bench.run()
+    measures = any(set(result) - LOGITS for script in scripts for result in script.results)
+    assert measures in bench.shared and measures in bench.split
+    for script, prompt in zip(scripts, prompts(), strict=True):
+        done = Executor(model(), pages=PAGES, slots=64, stages=stages).run(Script(acts), prompt)
+        yield from zip(script.results, done.results[1:], strict=True)
+
+
+def assert_near(found: Results, want: Results, tolerance: float = 1e-4) -> None:
+    assert set(found) == set(want)
+    for name in want:
+        assert found[name].dtype == np.float32 and found[name].shape == want[name].shape, name
+        scale = np.abs(want[name]).max()
+        np.testing.assert_allclose(found[name], want[name], atol=tolerance * scale, err_msg=name)
+        assert scale > 0
+
+
+# ------------------------------------------------------------------------------------------- measurements
+
+
+@pytest.mark.parametrize(
+    "wants",
+    [{Want.KEY_MASS}, {Want.VALUED_MASS}, KV, {Want.CHUNK_MASS}, {Want.SEGMENT_MASS}],
+    ids=lambda wants: "+".join(sorted(wants)),
+)
+def test_masses_are_those_of_literal_attention(wants: set[Want]) -> None:
+    for found, want in both(runner(), measuring(wants, (1, 3)), FINE):
+        assert_near(found, want)
+
+
+def test_deviation_is_at_equal_rotation() -> None:
+    pairs = list(both(runner(), measuring({Want.DEVIATION}, (0, 2)), FINE))
+    for found, want in pairs[1::2]:  # the first pass has nothing stale
+        assert_near(found, want)
+        key, value = found[Want.DEVIATION]
+        assert (key[0, :-12] < 1e-8).all() and (value[0, :-12] < 1e-8).all()  # the first layer looks at the token alone
+        assert (key[1, :-12].max() > 0.1) and not key[:, -7:].any()  # the question has no stale KV
+    assert not any(found[Want.DEVIATION].any() for found, _ in pairs[::2])
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("want", [Want.SEGMENT_MASS, Want.DEVIATION])
+def test_a_layer_within_a_stage_is_measured_by_itself(scanned: bool, want: Want) -> None:
+    made = runner(3, scanned=scanned)
+    some, whole = (alone(made, measuring({want}, cut)) for cut in ((1, 2), None))
+    axis = 1 if want is Want.DEVIATION else 0
+    for one, three in zip(some, whole, strict=True):
+        np.testing.assert_allclose(one[want], np.take(three[want], [1], axis), rtol=1e-6)
+    assert whole[1][want].any()
+
+
+def alone(made: Runner, acts: Callable[[Ground], Iterator[Pass | Move]]) -> list[Results]:
+    """Results on the runner, one request by itself."""
+    bench, script = Bench(made), Script(acts)
+    bench.start(script, prompts()[2])
+    bench.run()
+    return script.results
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_measuring_copies_no_pool(scanned: bool) -> None:
+    """Nor is one copied for the layers that are not measured."""
+    grid = Grid(rows=((16, 16),), slots=(8,), logits=(2,))
+
+    def temporary(pages: int) -> int:
+        made = Runner(tiny.decoder(), pages=pages, page_size=PAGE, grid=grid, scanned=scanned)
+        plan = made._program("stage", 16, 8, 3, Want.DEVIATION if scanned else Want.KEY_MASS, 0).memory_analysis()
+        return int(plan.temp_size_in_bytes)
+
+    assert temporary(800) == temporary(200)
+
+
+# ------------------------------------------------------------------------------------------- layer ranges
+
+
+@pytest.mark.parametrize("cuts", [(1,), (1, 2)])
+@pytest.mark.parametrize("drop", [False, True])
+def test_passes_over_some_layers_go_on_where_the_last_one_ended(cuts: tuple[int, ...], drop: bool) -> None:
+    for found, want in both(runner(), narrowing(set(), cuts, drop=drop), FINE):
+        if want:
+            assert_near(found, want)
+
+
+def test_layers_in_turn_are_all_layers_at_once() -> None:
+    whole, parts = (alone(runner(), narrowing(set(), cuts, drop=False))[-1][Want.LOGITS] for cuts in ((), (1, 2)))
+    np.testing.assert_array_equal(whole, parts)
+
+
+def test_every_pass_of_a_narrowing_measures() -> None:
+    pairs = [pair for pair in both(runner(), narrowing({Want.DEVIATION}, (1, 2), drop=True), FINE) if pair[1]]
+    assert len(pairs) == 9
+    for i, (found, want) in enumerate(pairs):
+        if i % 3:
+            assert_near(found, want)
+        else:  # the first layer's KV depends on the token alone
+            assert found[Want.DEVIATION].max() < 1e-8
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_pass_may_end_within_a_stage(scanned: bool) -> None:
+    def acts(ground: Ground) -> Iterator[Pass]:
+        rows = orders(ground.system, len(ground.prompt))
+        spans = (ground.kept[0], *ground.new(rows))
+        yield Pass(rows, rows, spans, frozenset({Want.DEVIATION}), layers=(0, 2), stale=ground.kept)
+        yield Pass(rows, rows, spans, LOGITS, (len(ground.prompt) - 1,))
+
+    for found, want in both(runner(3, scanned=scanned), acts, COARSE):
+        assert_near(found, want)
+
+
+# -------------------------------------------------------------------------------------------------- moves
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 16, 200])
+def test_a_move_is_a_turned_copy(dtype: str, count: int) -> None:
+    made = runner(dtype=dtype)
+    random = np.random.default_rng(count)
+    k, v = (random.standard_normal((3, PAGES, 2, PAGE, 16)) for _ in "kv")
+    fill(made, k, v)
+    cells = random.permutation(np.arange(PAGE, PAGES * PAGE)).astype(np.int32)
+    source, target, others = cells[:count], cells[count : 2 * count], cells[2 * count :]
+    offset = random.integers(-50, 50, count).astype(np.int32)
+    offset[0] = 0
+    before = [made.read(part) for part in (source, target, others)]
+    where = made._pools[1].k_LPKCD.unsafe_buffer_pointer()
+    made.move(source, target, offset, (1, 3))
+    assert made._pools[1].k_LPKCD.unsafe_buffer_pointer() == where
+    after = [made.read(part) for part in (source, target, others)]
+    for i in (0, 2):
+        np.testing.assert_array_equal(after[i], before[i])
+    np.testing.assert_array_equal(after[1][0][0], before[1][0][0])  # layer 0 is left alone
+    np.testing.assert_array_equal(after[1][1][1:], before[0][1][1:])  # values, bit for bit
+    np.testing.assert_array_equal(after[1][0][1:, 0], before[0][0][1:, 0])  # and keys that are not turned
+    for layer in (1, 2):
+        turned = model().turn(before[0][0][layer].astype(np.float64), offset)
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        np.testing.assert_allclose(after[1][0][layer], turned, atol=tolerance)
+
+
+def fill(made: Runner, k: NDArray[np.float64], v: NDArray[np.float64]) -> None:
+    """Put keys and values [L, P, K, C, D] into the pool."""
+    kind = jnp.dtype(made.dtype)
+    stored = (np.asarray(x.astype(kind)).view(made.storage_dtype) for x in (k, v))
+    made.insert(np.arange(PAGES, dtype=np.int32), made.upload(*stored))
+
+
+def test_moving_no_cells_does_nothing() -> None:
+    none = np.zeros(0, np.int32)
+    runner().move(none, none, none, (0, 3))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "offset", "layers", "named"),
+    [
+        ([16, PAGES * PAGE], [40, 41], [0, 0], ALL, "source holds cells"),
+        ([16, 17], [-1, 41], [0, 0], ALL, "target holds cells"),
+        ([16, 17], [40, 40], [0, 0], ALL, "target names a cell twice"),
+        ([16, 17], [17, 40], [0, 0], ALL, "or one of the source"),
+        ([16, 17], [40, 41], [0, 1024], ALL, "offset is outside"),
+        ([16, 17], [40, 41], [0, 0], (1, 4), "not between two of"),
+        ([16, 17], [40, 41], [0, 0], (2, 1), "not between two of"),
+    ],
+)
+def test_bad_moves_are_refused(
+    source: list[int], target: list[int], offset: list[int], layers: tuple[int, int], named: str
+) -> None:
+    assert OUTSIDE > PAGES * PAGE
+    arrays = (np.array(x, np.int32) for x in (source, target, offset))
+    with pytest.raises(ValueError, match=named):
+        runner().move(*arrays, layers)
+
+
+# ------------------------------------------------------------------------------------------- given tokens
+
+
+def test_given_tokens_are_as_if_decoded_one_by_one() -> None:
+    bench = Bench(runner())
+    tokens = np.array([7, 200, 31, 31, 99], np.int32)
+    tasks = [bench.start(Script(measuring({Want.KEY_MASS})), prompt) for prompt in prompts()]
+    bench.run()
+    given = []
+    for task in tasks:
+        task.force(tokens)
+    bench.run()
+    for task in tasks:
+        assert task.work is not None and not task.work.left and not task.generated
+        given.append(np.stack([task.work.logits[i] for i in range(len(tokens))]))
+        task.work = None
+    for task, prompt, found in zip(tasks, prompts(), given, strict=True):
+        assert task.plan is not None
+        np.testing.assert_allclose(bench.continued(task, tokens), found, atol=1e-4)
+        executor = Executor(model(), pages=PAGES, slots=64)
+        talk = executor.talk(Script(measuring({Want.KEY_MASS})), prompt)
+        while talk.step():
+            pass
+        want = talk.score(np.append(tokens, 0).astype(np.int32))
+        np.testing.assert_allclose(np.concatenate([task.plan.logits[None], found]), want, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [0, 9])
+def test_tokens_that_have_no_cells_are_refused(count: int) -> None:
+    bench = Bench(runner())
+    task = bench.start(Script(measuring(set())), prompts()[0])
+    bench.run()
+    with pytest.raises(ValueError, match=f"{count} tokens were given; there are cells for 8"):
+        task.force(np.zeros(count, np.int32))
+
+
+# ------------------------------------------------------------------------------------------ passes refused
+
+
+def test_the_ratio_reaches_the_strategy() -> None:
+    told = []
+
+    class Told(Script):
+        def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+            told.append(ratio)
+            return super().carry_out(prompt, holding, ratio)
+
+    for ratio in (None, 0.25):
+        Bench(runner()).start(Told(measuring(set())), prompts()[0], ratio)
+    assert told == [None, 0.25]
+
+
+REFUSED: dict[str, Callable[[Ground, Pass], Pass]] = {
+    "without rows": lambda ground, one: replace(one, rows=one.rows[:0], logits=()),
+    r"over layers \(0, 4\)": lambda ground, one: replace(one, layers=(0, 4)),
+    r"over layers \(2, 2\)": lambda ground, one: replace(one, layers=(2, 2)),
+    "logits of a pass that ends before": lambda ground, one: replace(one, layers=(0, 2)),
+    "orders in logits": lambda ground, one: replace(one, logits=(0,)),
+    "orders in asking": lambda ground, one: replace(one, asking=ground.chunks),
+    "measures layers": lambda ground, one: replace(one, measured=(1, 4)),
+    "chunk_mass, key_mass": lambda ground, one: replace(one, wants=frozenset({Want.KEY_MASS, Want.CHUNK_MASS})),
+    "where no pass ended": lambda ground, one: replace(one, layers=(1, 3)),
+    "cached pages": lambda ground, one: replace(one, spans=ground.kept),
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_bad_passes_are_refused(named: str) -> None:
+    def acts(ground: Ground) -> Iterator[Pass]:
+        rows = ground.question
+        good = Pass(rows, rows, (*ground.kept, *ground.new(rows)), LOGITS, (len(ground.prompt) - 1,))
+        yield REFUSED[named](ground, good)
+
+    bench = Bench(runner())
+    bench.start(Script(acts), prompts()[0])
+    with pytest.raises((ValueError, RuntimeError), match=f"script .*{named}"):
+        bench.run()
+
+
+def test_a_pass_goes_on_with_rows_of_the_one_before() -> None:
+    def acts(ground: Ground) -> Iterator[Pass]:
+        rows = ground.question
+        spans = (*ground.kept, *ground.new(ground.chunks, rows))
+        yield Pass(rows, rows, spans, layers=(0, 1))
+        more = np.append(ground.chunks[-1:], rows)
+        yield Pass(more, more, (*ground.without(more), *ground.new(more)), layers=(1, 2))
+
+    bench = Bench(runner())
+    bench.start(Script(acts), prompts()[0])
+    with pytest.raises(ValueError, match="rows that the pass before did not have"):
+        bench.run()
+
+
+def test_a_move_keeps_to_own_cells_and_to_what_is_there() -> None:
+    def acts(sources: int, own: int, ground: Ground) -> Iterator[Move]:
+        yield Move(ground.chunks[:3], ground.kept[:sources], ground.new(ground.chunks[own:]), (0, 3))
+
+    for sources, own, said in ((2, 1, "write into cached pages"), (1, 0, "does not hold")):
+        bench = Bench(runner())
+        bench.start(Script(partial(acts, sources, own)), prompts()[0])
+        with pytest.raises((ValueError, RuntimeError), match=said):
+            bench.run()

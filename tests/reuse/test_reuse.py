@@ -1,0 +1,377 @@
+"""Every strategy against dense computations that know nothing of pages, offsets or caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.tree import Provenance
+from ragjax.core import NEVER, Answer, Conversation, Kind, Pass, Plan, Prompt, Segment, Span, Tokens, Want
+from ragjax.engine import Engine
+from ragjax.kernels.rope import rotate
+from ragjax.models.decoder import rotation_table
+from ragjax.reuse import strategies
+from ragjax.reuse.base import Holding, lease_spans, orders, report, segments_of
+from ragjax.reuse.naive import Naive
+from tests.support import tiny
+from tests.support.executor import Executor
+
+TOLERANCE = 2e-4
+
+
+class Repair:
+    """Two passes, for tests: naive with the question's attention measured, then the likeliest share recomputed."""
+
+    name = "repair"
+    wants = frozenset({Want.LOGITS, Want.KEY_MASS})
+    selective = False
+    ratio = 0.2
+    mass: NDArray[np.float32] | None = None
+    chosen: NDArray[np.int32] = np.zeros(0, np.int32)
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        return Naive().keys(prompt, cache, tenant)
+
+    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        system = prompt.starts[1]
+        warm = holding.prefix(prompt.tokens[:system])
+        assert warm.complete, "the test warms the cache by naive first"
+        chunks = segments_of(prompt, Kind.CHUNK)
+        leases = [holding.segment(warm, prompt.segments[i].tokens, Provenance.ISOLATED, Naive.name) for i in chunks]
+        joined = len(prompt) - len(prompt.segments[-1])
+        question = orders(joined, len(prompt))
+        own = holding.reserve(len(question) + holding.decode_tokens)
+        spans = list(lease_spans(warm, 0))
+        for i, lease in zip(chunks, leases, strict=True):
+            assert lease is not None
+            spans += lease_spans(lease, prompt.starts[i])
+        question_span = Span.consecutive(joined, own.slice(0, len(question), holding.page_size))
+        first = yield Pass(question, question, (*spans, question_span), self.wants, (len(prompt) - 1,))
+        self.mass = first[Want.KEY_MASS]
+        count = round(self.ratio * (joined - system))
+        chosen = np.sort(np.argsort(-self.mass.sum(0)[system:joined], kind="stable")[:count]).astype(np.int32) + system
+        self.chosen = chosen
+        if not count:
+            return self._plan(prompt, (*spans, question_span), own, len(question), holding, first[Want.LOGITS][0])
+        fresh = holding.reserve(count)
+        stale = [replace(s, orders=np.where(np.isin(s.orders, chosen), NEVER, s.orders)) for s in spans]
+        rows = np.concatenate([chosen, question])
+        final = (*stale, Span(chosen, fresh), question_span)
+        second = yield Pass(rows, rows, final, frozenset({Want.LOGITS}), (len(prompt) - 1,))
+        return self._plan(prompt, final, own, len(question), holding, second[Want.LOGITS][0])
+
+    def _plan(
+        self, prompt: Prompt, spans: tuple[Span, ...], own: object, used: int, holding: Holding, logits: object
+    ) -> Plan:
+        tail = own.slice(used, own.length, holding.page_size)  # type: ignore[attr-defined]
+        return Plan(spans, tail, None, report(prompt, {}), logits)  # type: ignore[arg-type]
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+        return
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with tiny.engine(extra=[Repair()]) as made:
+        yield made
+        made.audit()
+
+
+def logits(engine: Engine, prompt: Prompt, strategy: str) -> NDArray[np.float32]:
+    answer = engine.answer_prompt(prompt, strategy=strategy, max_tokens=1, want_logits=True)
+    assert answer.logits is not None
+    return answer.logits
+
+
+def dense(prompt: Prompt) -> NDArray[np.float32]:
+    return np.asarray(tiny.decoder().logits(jnp.asarray(prompt.tokens)))[-1]
+
+
+def dense_naive(prompt: Prompt) -> NDArray[np.float32]:
+    """Isolated chunks at the position behind the system prompt, moved; joins attend to all; float32, dense."""
+    decoder = tiny.decoder()
+    table = rotation_table(decoder.config, 4096)
+    starts, segments = prompt.starts, prompt.segments
+    keys: list[dict[int, tuple[object, object]]] = [{} for _ in decoder.layers]
+
+    def forward(index: int, position: NDArray[np.int32], sees: list[int], moved: bool) -> object:
+        x_TE = decoder.embed(jnp.asarray(segments[index].tokens))
+        cos, sin = table.at(jnp.asarray(position))
+        for store, layer in zip(keys, decoder.layers, strict=True):
+            q, k, v = layer.project(x_TE, cos, sin)
+            store[index] = (k, v)
+            parts_k, parts_v = [], []
+            for i in sees:
+                ki, vi = store[i]
+                if moved and segments[i].kind is Kind.CHUNK:
+                    c, s = table.at(jnp.full(len(segments[i]), starts[i] - len(segments[0])))
+                    ki = rotate(ki, c[:, None], s[:, None])
+                parts_k.append(ki)
+                parts_v.append(vi)
+            all_k, all_v = jnp.concatenate([*parts_k, k]), jnp.concatenate([*parts_v, v])
+            past = all_k.shape[0] - k.shape[0]
+            seen = np.tril(np.ones((k.shape[0], all_k.shape[0]), bool), past)
+            groups = q.shape[1] // k.shape[1]
+            scores = jnp.einsum("thd,shd->hts", q * q.shape[-1] ** -0.5, jnp.repeat(all_k, groups, 1))
+            prob = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+            prob = prob / prob.sum(-1, keepdims=True)
+            out = jnp.einsum("hts,shd->thd", prob, jnp.repeat(all_v, groups, 1))
+            x_TE = layer.finish(x_TE, out)
+        return decoder.unembed(x_TE)
+
+    out: object = None
+    for i, segment in enumerate(segments):
+        n = np.arange(len(segment), dtype=np.int32)
+        if segment.kind is Kind.CHUNK:
+            forward(i, n + len(segments[0]), [0], moved=False)
+        else:
+            out = forward(i, n + starts[i], list(range(i)), moved=True)
+    return np.asarray(out)[-1]
+
+
+def dense_repair(prompt: Prompt, chosen: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Chosen tokens and the question computed anew over everything before them; all other keys stay isolated ones."""
+    decoder = tiny.decoder()
+    table = rotation_table(decoder.config, 4096)
+    system, joined = prompt.starts[1], prompt.starts[-2]
+    rows = np.concatenate([chosen, np.arange(joined, len(prompt))])
+    isolated = isolated_states(prompt)
+    x_TE = decoder.embed(jnp.asarray(prompt.tokens[rows]))
+    cos, sin = table.at(jnp.asarray(rows))
+    seen = np.arange(len(prompt)) <= rows[:, None]
+    for layer, (old_k, old_v) in zip(decoder.layers, isolated, strict=True):
+        q, k, v = layer.project(x_TE, cos, sin)
+        all_k, all_v = (old.at[rows].set(new) for old, new in ((old_k, k), (old_v, v)))
+        groups = q.shape[1] // k.shape[1]
+        scores = jnp.einsum("thd,shd->hts", q * q.shape[-1] ** -0.5, jnp.repeat(all_k, groups, 1))
+        prob = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+        prob = prob / prob.sum(-1, keepdims=True)
+        x_TE = layer.finish(x_TE, jnp.einsum("hts,shd->thd", prob, jnp.repeat(all_v, groups, 1)))
+    assert system <= rows[0]
+    return np.asarray(decoder.unembed(x_TE))[-1]
+
+
+def isolated_states(prompt: Prompt) -> list[tuple[jnp.ndarray, jnp.ndarray]]:
+    """Per layer keys (at their place in the prompt) and values of system and chunks computed alone; zeros behind."""
+    decoder = tiny.decoder()
+    table = rotation_table(decoder.config, 4096)
+    system = prompt.starts[1]
+    size, (heads, dim) = len(prompt), (tiny.CONFIG.num_kv_heads, tiny.CONFIG.head_dim)
+    states = [(np.zeros((size, heads, dim), np.float32), np.zeros((size, heads, dim), np.float32)) for _ in range(3)]
+    for i, segment in enumerate(prompt.segments[:-1]):
+        tokens = prompt.segments[0].tokens if i == 0 else np.concatenate([prompt.segments[0].tokens, segment.tokens])
+        position = jnp.arange(len(tokens))
+        cos, sin = table.at(position)
+        moved_cos, moved_sin = table.at(jnp.full(len(tokens), prompt.starts[i] - (system if i else 0)))
+        causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
+        x_TE = decoder.embed(jnp.asarray(tokens))
+        begin = 0 if i == 0 else system
+        place = slice(prompt.starts[i], prompt.starts[i + 1])
+        for layer, (keys, values) in zip(decoder.layers, states, strict=True):
+            q, k, v = layer.project(x_TE, cos, sin)
+            keys[place] = np.asarray(rotate(k, moved_cos[:, None], moved_sin[:, None]))[begin:]
+            values[place] = np.asarray(v)[begin:]
+            groups = q.shape[1] // k.shape[1]
+            scores = jnp.einsum("thd,shd->hts", q * q.shape[-1] ** -0.5, jnp.repeat(k, groups, 1))
+            prob = jnp.where(causal, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+            prob = prob / prob.sum(-1, keepdims=True)
+            x_TE = layer.finish(x_TE, jnp.einsum("hts,shd->thd", prob, jnp.repeat(v, groups, 1)))
+    return [(jnp.asarray(k), jnp.asarray(v)) for k, v in states]
+
+
+def two_turns(seed: int = 3) -> Prompt:
+    """system, A, B, question, answer, C, D, question."""
+    first, second = tiny.prompt(seed, chunks=(30, 41)), tiny.prompt(seed + 1, chunks=(25, 37))
+    again = [replace(s, id=f"second {s.id}") for s in second.segments[1:]]
+    answer = Segment("answer", Kind.JOIN, np.arange(60, 75, dtype=np.int32))
+    return Prompt((*first.segments, answer, *again))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_full_is_dense_causal_attention(engine: Engine, seed: int) -> None:
+    prompt = tiny.prompt(seed)
+    np.testing.assert_allclose(logits(engine, prompt, "full"), dense(prompt), atol=TOLERANCE)
+
+
+def test_full_leaves_nothing(engine: Engine) -> None:
+    engine.answer_prompt(tiny.prompt(), strategy="full", max_tokens=4)
+    answer = engine.answer_prompt(tiny.prompt(), strategy="prefix", max_tokens=4)
+    assert answer.cached_tokens == 0
+
+
+def test_prefix_cold_warm_and_shuffled(engine: Engine) -> None:
+    prompt = tiny.prompt(5)
+    cold = engine.answer_prompt(prompt, strategy="prefix", max_tokens=20, want_logits=True)
+    warm = engine.answer_prompt(prompt, strategy="prefix", max_tokens=20, want_logits=True)
+    full = engine.answer_prompt(prompt, strategy="full", max_tokens=20, want_logits=True)
+    assert cold.tokens == warm.tokens == full.tokens
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, len(prompt) - 1)
+    np.testing.assert_allclose(cold.logits, warm.logits, atol=TOLERANCE)
+    a, b, *rest = prompt.segments[1:]
+    shuffled = Prompt((prompt.segments[0], b, a, *rest))
+    answer = engine.answer_prompt(shuffled, strategy="prefix", max_tokens=20, want_logits=True)
+    # the common prefix ends somewhere in the first swapped chunk: equal leading tokens count too
+    assert len(prompt.segments[0]) <= answer.cached_tokens < len(prompt.segments[0]) + 5
+    np.testing.assert_allclose(answer.logits, dense(shuffled), atol=TOLERANCE)
+
+
+def test_prefix_finds_the_finished_turn(engine: Engine) -> None:
+    prompt = tiny.prompt(6)
+    answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=12)
+    assert answer.finish_reason == "length"
+    turn = Segment("answer", Kind.JOIN, np.array(answer.tokens, np.int32))
+    more = Segment("more", Kind.JOIN, np.arange(9, dtype=np.int32))
+    follow = Prompt((*prompt.segments, turn, more))
+    second = engine.answer_prompt(follow, strategy="prefix", max_tokens=1, want_logits=True)
+    assert second.cached_tokens == len(prompt) + 11  # the last token's KV was never computed
+    np.testing.assert_allclose(second.logits, dense(follow), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_naive_is_isolated_dense_attention_at_any_position(engine: Engine, seed: int) -> None:
+    prompt = tiny.prompt(seed)
+    expected = dense_naive(prompt)
+    cold = engine.answer_prompt(prompt, strategy="naive", max_tokens=8, want_logits=True)
+    warm = engine.answer_prompt(prompt, strategy="naive", max_tokens=8, want_logits=True)
+    np.testing.assert_allclose(cold.logits, expected, atol=TOLERANCE)
+    np.testing.assert_array_equal(cold.logits, warm.logits)
+    assert cold.tokens == warm.tokens
+    assert warm.cached_tokens == len(prompt) - len(prompt.segments[-1])
+    assert np.abs(expected - dense(prompt)).max() > 100 * TOLERANCE, "isolation must matter for this test to tell"
+    system, a, b, c, question = prompt.segments
+    moved = Prompt((system, c, a, b, question))
+    answer = engine.answer_prompt(moved, strategy="naive", max_tokens=1, want_logits=True)
+    assert answer.cached_tokens == len(moved) - len(question)
+    np.testing.assert_allclose(answer.logits, dense_naive(moved), atol=TOLERANCE)
+
+
+def test_naive_with_one_chunk_is_full(engine: Engine) -> None:
+    prompt = tiny.prompt(8, chunks=(50,))
+    for _ in range(2):
+        answer = engine.answer_prompt(prompt, strategy="naive", max_tokens=1, want_logits=True)
+        assert answer.exact_to == "full"
+        np.testing.assert_allclose(answer.logits, dense(prompt), atol=TOLERANCE)
+    assert engine.answer_prompt(tiny.prompt(8), strategy="naive", max_tokens=1).exact_to is None
+
+
+def test_naive_equal_chunks_in_one_prompt(engine: Engine) -> None:
+    prompt = tiny.prompt(9)
+    twice = Prompt((*prompt.segments[:2], replace(prompt.segments[1], id="again"), prompt.segments[-1]))
+    np.testing.assert_allclose(logits(engine, twice, "naive"), dense_naive(twice), atol=TOLERANCE)
+
+
+def test_second_turn_chunks_see_neither_first_turn_nor_each_other(engine: Engine) -> None:
+    prompt = two_turns()
+    np.testing.assert_allclose(logits(engine, prompt, "naive"), dense_naive(prompt), atol=TOLERANCE)
+    # the second turn's chunks are what they are alone: a prompt with another first turn reuses them
+    other = two_turns(30)
+    mixed = Prompt((prompt.segments[0], *other.segments[1:5], *prompt.segments[5:]))
+    answer = engine.answer_prompt(mixed, strategy="naive", max_tokens=1, want_logits=True)
+    reused = {r.id: r.reused for r in answer.segments}
+    assert reused["second chunk0"] == 25 and reused["second chunk1"] == 37
+    np.testing.assert_allclose(answer.logits, dense_naive(mixed), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("ratio", "like"), [(0.0, "naive"), (1.0, "full"), (0.3, None)])
+def test_a_strategy_of_two_passes_measures_and_repairs(engine: Engine, ratio: float, like: str | None) -> None:
+    prompt = tiny.prompt(11)
+    naive = logits(engine, prompt, "naive")
+    repair = engine._strategies["repair"]
+    assert isinstance(repair, Repair)
+    repair.ratio = ratio
+    answer = engine.answer_prompt(prompt, strategy="repair", max_tokens=10, want_logits=True)
+    assert repair.mass is not None
+    rows = len(prompt.segments[-1])
+    np.testing.assert_allclose(repair.mass.sum(1), rows, rtol=1e-4)  # each row gives a mass of one in every layer
+    full = dense(prompt)
+    if like == "naive":
+        np.testing.assert_allclose(answer.logits, naive, atol=TOLERANCE)
+    elif like == "full":
+        np.testing.assert_allclose(answer.logits, full, atol=TOLERANCE)
+        assert answer.tokens == engine.answer_prompt(prompt, strategy="full", max_tokens=10).tokens
+    else:
+        assert 0 < len(repair.chosen) < len(prompt) // 2
+        np.testing.assert_allclose(answer.logits, dense_repair(prompt, repair.chosen), atol=TOLERANCE)
+        assert np.abs(answer.logits - naive).max() > 100 * TOLERANCE, "the repair must matter for this test to tell"
+    # the originals are intact for everybody else
+    np.testing.assert_array_equal(logits(engine, prompt, "naive"), naive)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [
+        ("blend", 0.2),
+        ("blend-gradual", 0.2),
+        ("fusion", 0.2),
+        ("fusion", 0.0),
+        ("fusion+blend", 0.3),
+        ("random", 0.2),
+        ("h2o", 0.2),
+        ("unmoved", None),
+        ("set-cache", None),
+    ],
+)
+def test_engine_does_what_the_literal_executor_does(engine: Engine, name: str, ratio: float | None) -> None:
+    prompt, shuffled = shuffle(tiny.prompt(14, chunks=(30, 41, 25)))
+    literal = Executor(stages=engine._runner.stages)
+    continuation = np.array([7, 99, 200, 31], np.int32)
+    for asked in (prompt, shuffled, shuffled):
+        talk = literal.talk(strategies()[name], asked, ratio)
+        while talk.step():
+            pass
+        answer = engine.answer_prompt(
+            asked, strategy=name, recompute_ratio=ratio, max_tokens=2, want_logits=True, continuation=continuation
+        )
+        assert talk.plan is not None and answer.scores is not None and answer.logits is not None
+        assert answer.exact_to == talk.plan.exact_to
+        assert [(r.reused, r.recomputed) for r in answer.segments] == [
+            (r.reused, r.recomputed) for r in talk.plan.reports
+        ]
+        np.testing.assert_allclose(answer.logits, talk.plan.logits, atol=TOLERANCE)
+        np.testing.assert_allclose(answer.scores, talk.score(continuation), atol=TOLERANCE)
+        talk.close()
+
+
+def shuffle(prompt: Prompt) -> tuple[Prompt, Prompt]:
+    """The prompt, and another with its chunks in another order."""
+    system, a, b, c, question = prompt.segments
+    return prompt, Prompt((system, c, a, b, question))
+
+
+def test_concurrent_requests_that_share_chunks_are_served_as_alone(engine: Engine) -> None:
+    prompt, shuffled = shuffle(tiny.prompt(15, chunks=(30, 41, 25)))
+    engine.answer_prompt(prompt, strategy="naive", max_tokens=1)
+    settings = [
+        (asked, name, ratio)
+        for asked in (prompt, shuffled)
+        for name, ratio in (("fusion", 0.1), ("fusion", 0.5), ("blend", 0.2), ("blend-gradual", 0.3), ("naive", None))
+    ]
+
+    def begin(asked: Prompt, name: str, ratio: float | None) -> Future[Answer]:
+        return engine.begin_prompt(asked, strategy=name, recompute_ratio=ratio, max_tokens=3, want_logits=True)
+
+    alone = [begin(*setting).result() for setting in settings]
+    together = [future.result() for future in [begin(*setting) for setting in settings]]
+    for one, other in zip(alone, together, strict=True):
+        assert one.logits is not None and other.logits is not None
+        np.testing.assert_allclose(one.logits, other.logits, atol=TOLERANCE)
+        assert one.tokens == other.tokens and one.cached_tokens == other.cached_tokens
+
+
+def test_bfloat16_exactness_within_tolerance() -> None:
+    prompt = tiny.prompt(12)
+    with tiny.engine(tiny.runner("bfloat16")) as engine:
+        full = logits(engine, prompt, "full")
+        cold = logits(engine, prompt, "prefix")
+        warm = logits(engine, prompt, "prefix")
+        engine.audit()
+    tolerance = 0.05 * np.abs(full).max()
+    assert np.abs(cold - full).max() <= tolerance and np.abs(warm - full).max() <= tolerance
+    assert np.abs(full - dense(prompt)).max() > 0, "bfloat16 is not float32"

@@ -1,0 +1,625 @@
+"""Selective strategies and baselines against their formulas, transcribed over dense float64 attention.
+
+Strategies run by `tests.executor`, which knows no more of the papers than what a pass is. The transcriptions know no
+pages, offsets or caches: KV of whole prompts as arrays, `sorted` for the top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import neighbours_digest
+from ragjax.cache.tree import Provenance
+from ragjax.core import Kind, Move, OutOfPages, Pass, Prompt, Run, Segment, Want
+from ragjax.reuse import setcache, strategies
+from ragjax.reuse.base import Holding, segments_of
+from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
+from ragjax.reuse.fusion import Fused, QueryGuided
+from ragjax.reuse.repair import Selective
+from ragjax.reuse.select import budgets, share, top, top_each
+from ragjax.reuse.stitch import Isolated
+from tests.support import tiny
+from tests.support.executor import Array, Dense, Done, Executor, model, softmax
+
+MODEL = model()
+SELECTIVE = sorted(name for name, strategy in strategies().items() if strategy.selective)
+STITCHED = [name for name in SELECTIVE if "craft" not in name]  # Cache-Craft's have a test of their own
+
+
+# ------------------------------------------------------------------------------- what the papers say, over arrays
+
+
+def isolated(prompt: Prompt, *, moved: bool = True) -> tuple[Array, Array]:
+    """K and V [L, T, K, D] of every chunk computed behind the system prompt alone, at its place; zeros for joins."""
+    system = prompt.segments[0].tokens
+    parts = []
+    for i, segment in enumerate(prompt.segments):
+        if segment.kind is Kind.CHUNK:
+            shift = prompt.starts[i] - len(system) if moved else 0
+            parts.append(shifted(MODEL.dense(np.concatenate([system, segment.tokens])), len(system), shift))
+        elif segment.kind is Kind.SYSTEM:
+            parts.append(shifted(MODEL.dense(segment.tokens), 0, 0))
+        else:
+            parts.append(shifted(MODEL.dense(segment.tokens * 0), 0, 0))
+    return np.concatenate([k for k, _ in parts], 1), np.concatenate([v for _, v in parts], 1)
+
+
+def shifted(dense: Dense, begin: int, shift: int) -> tuple[Array, Array]:
+    """K and V from token `begin` on, K turned further."""
+    n = dense.k.shape[1]
+    k = np.stack([MODEL.turn(k, np.full(n, shift)) for k in dense.k])
+    return k[:, begin:], dense.v[:, begin:]
+
+
+def fused(prompt: Prompt, i: int, behind: Sequence[Segment]) -> Dense:
+    """FusionRAG eq. 10: chunk i computed behind the isolated KV of its neighbours; the last tokens are the chunk's."""
+    context = Prompt((prompt.segments[0], *behind, prompt.segments[i]))
+    rows = np.arange(context.starts[-2], len(context))
+    return MODEL.dense(context.tokens, rows=rows, kept=isolated(context))
+
+
+def joins(prompt: Prompt) -> NDArray[np.int64]:
+    return orders_of(prompt, Kind.JOIN)
+
+
+def orders_of(prompt: Prompt, kind: Kind) -> NDArray[np.int64]:
+    parts = [np.arange(prompt.starts[i], prompt.starts[i + 1]) for i in segments_of(prompt, kind)]
+    return np.concatenate(parts)
+
+
+def repaired(prompt: Prompt, kept: tuple[Array, Array], chosen: Sequence[int]) -> Array:
+    """FusionRAG eq. 9: logits of the last token, chosen tokens and joins computed over everything before them."""
+    rows = np.array(sorted({*chosen, *joins(prompt)}))
+    return MODEL.dense(prompt.tokens, rows=rows, kept=kept).logits[-1]
+
+
+def highest(scores: dict[int, float], count: int) -> list[int]:
+    """The `count` orders of highest score, lower orders first among equals."""
+    return sorted(sorted(scores, key=lambda order: (-scores[order], order))[:count])
+
+
+def deviations(prompt: Prompt, kept: tuple[Array, Array], layer: int = 1) -> tuple[dict[int, float], dict[int, float]]:
+    """Eq. 7 at one layer (the second), of keys and of values, for every chunk token."""
+    full = MODEL.dense(prompt.tokens)
+    key, value = {}, {}
+    for order in map(int, orders_of(prompt, Kind.CHUNK)):
+        key[order] = float(((full.k[layer, order] - kept[0][layer, order]) ** 2).sum())
+        value[order] = float(((full.v[layer, order] - kept[1][layer, order]) ** 2).sum())
+    return key, value
+
+
+def chosen_of(done: Done, prompt: Prompt) -> list[int]:
+    """Chunk tokens among the rows of the last pass."""
+    last = done.passes[-1]
+    assert isinstance(last, Pass)
+    return [int(order) for order in last.rows if order not in set(joins(prompt))]
+
+
+def results_of(done: Done, want: Want) -> NDArray[np.float32]:
+    found = [results[want] for results in done.results if want in results]
+    assert len(found) == 1
+    return found[0]
+
+
+def counted(prompt: Prompt, ratio: float) -> int:
+    return math.ceil(round(ratio * len(orders_of(prompt, Kind.CHUNK)), 9))
+
+
+def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment]) -> bytes:
+    """Keep chunk i as preprocessed behind these neighbours, as offline preprocessing would; its digest."""
+    dense, cache = fused(prompt, i, behind), executor.cache
+    n, system = len(prompt.segments[i]), len(prompt.segments[0])
+    run = cache.reserve(n)
+    cells = run.cells(executor.page_size)
+    executor.k[:, cells], executor.v[:, cells] = dense.k[:, -n:], dense.v[:, -n:]
+    digest = neighbours_digest([segment.tokens for segment in behind])
+    with cache.match_prefix(prompt.segments[0].tokens) as context:
+        assert context.complete, "run a strategy first, so that the system prompt is kept"
+        local_start = system + sum(len(segment) for segment in behind)
+        cache.admit_segment(
+            context, prompt.segments[i].tokens, run, local_start, Provenance.APPROXIMATE, "fusion", behind=digest
+        )
+    cache.free(run)
+    return digest
+
+
+def two_turns(seed: int = 3) -> Prompt:
+    """system, A, B, question, answer, C, D, question."""
+    first, second = tiny.prompt(seed, chunks=(30, 41)), tiny.prompt(seed + 1, chunks=(25, 37))
+    answer = Segment("answer", Kind.JOIN, np.arange(60, 75, dtype=np.int32))
+    return Prompt((*first.segments, answer, *(replace(s, id=f"second {s.id}") for s in second.segments[1:])))
+
+
+# ------------------------------------------------------------------------------------------- pure selection
+
+
+def test_share_counts_what_the_ratio_says_in_decimal():
+    assert [share(ratio, 100) for ratio in (0, 0.07, 0.15, 0.29, 0.151, 1)] == [0, 7, 15, 29, 16, 100]
+    assert share(0.15, 130) == 20 and share(0.001, 10) == 1 and share(0.5, 0) == 0
+
+
+def test_top_breaks_ties_by_the_lower_order():
+    candidates = np.array([3, 5, 8, 9], np.int32)
+    assert list(top(np.array([1.0, 2.0, 2.0, 1.0]), candidates, 1)) == [5]
+    assert list(top(np.array([1.0, 2.0, 2.0, 1.0]), candidates, 3)) == [3, 5, 8]
+    assert list(top(np.zeros(4), candidates, 2)) == [3, 5]
+    assert list(top_each(np.array([1.0, 2.0, 2.0, 1.0]), candidates, (2, 2), (1, 1))) == [5, 8]
+
+
+def test_budgets_are_proportional_and_add_up():
+    assert budgets((40, 33, 57), 20) == (6, 5, 9)
+    assert budgets((10, 10, 10), 2) == (1, 1, 0)
+    assert budgets((3, 0, 5), 8) == (3, 0, 5)
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        lengths = (*map(int, random.integers(0, 50, 5)), 1)
+        count = int(random.integers(0, sum(lengths) + 1))
+        given = budgets(lengths, count)
+        assert sum(given) == count and all(0 <= part <= length for part, length in zip(given, lengths, strict=True))
+
+
+# -------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.parametrize("name", STITCHED)
+def test_limits_of_the_ratio(name):
+    prompt, executor, strategy = tiny.prompt(11), Executor(), strategies()[name]
+    full = MODEL.dense(prompt.tokens).logits[-1]
+    for _ in ("cold", "warm"):
+        done = executor.run(strategy, prompt, 1.0)
+        np.testing.assert_allclose(done.logits, full, atol=1e-5)
+        assert done.plan.exact_to == "full"
+    none = executor.run(strategy, prompt, 0.0)
+    np.testing.assert_allclose(none.logits, repaired(prompt, isolated(prompt), ()), atol=1e-5)
+    assert none.plan.exact_to is None and len(none.passes) == 1
+    half = executor.run(strategy, prompt, 0.5)
+    assert half.plan.exact_to is None and np.abs(half.logits - full).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", [*STITCHED, "unmoved", "set-cache", "naive"])
+def test_one_chunk_alone_is_full(name):
+    prompt, executor, strategy = tiny.prompt(12, chunks=(50,)), Executor(), strategies()[name]
+    full = MODEL.dense(prompt.tokens).logits[-1]
+    for ratio in (None, 0.0, 0.3) if strategy.selective else (None,):
+        done = executor.run(strategy, prompt, ratio)
+        np.testing.assert_allclose(done.logits, full, atol=1e-5)
+        assert done.plan.exact_to == "full"
+
+
+@pytest.mark.parametrize("name", STITCHED)
+def test_two_turns(name):
+    prompt, executor, strategy = two_turns(), Executor(), strategies()[name]
+    done = executor.run(strategy, prompt, 1.0)
+    np.testing.assert_allclose(done.logits, MODEL.dense(prompt.tokens).logits[-1], atol=1e-5)
+    done = executor.run(strategy, prompt, 0.2)
+    if name != "blend-gradual":
+        assert len(chosen_of(done, prompt)) == counted(prompt, 0.2)
+        expected = repaired(prompt, isolated(prompt), chosen_of(done, prompt))
+        np.testing.assert_allclose(done.logits, expected, atol=1e-5)
+
+
+def test_what_lost_precision_at_rest_is_exact_only_where_it_was_computed_anew():
+    prompt, executor, strategy = tiny.prompt(12, chunks=(50,)), Executor(), strategies()["blend"]
+    executor.run(strategy, prompt)
+    chunk = next(node for node in executor.cache.tree.nodes() if node.method == "naive")
+    chunk.lossy = True
+    assert [executor.run(strategy, prompt, ratio).plan.exact_to for ratio in (0.0, 0.5, 1.0)] == [None, None, "full"]
+    assert chunk.parent is not None
+    chunk.parent.lossy = True
+    assert executor.run(strategy, prompt, 1.0).plan.exact_to is None
+
+
+def test_fused_chunk_alone_is_full_too():
+    prompt, executor = tiny.prompt(13, chunks=(50, 30)), Executor()
+    executor.run(strategies()["naive"], prompt)
+    digest = plant(executor, prompt, 1, prompt.segments[2:3])
+    single = Prompt((prompt.segments[0], replace(prompt.segments[1], behind=digest), prompt.segments[-1]))
+    done = executor.run(strategies()["fusion"], single, 0.0)
+    np.testing.assert_allclose(done.logits, MODEL.dense(single.tokens).logits[-1], atol=1e-5)
+    assert done.plan.exact_to == "full"
+
+
+# ------------------------------------------------------------------------------------------------- methods
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("of", ["key", "value", "both"])
+def test_blend_takes_the_highest_deviation_at_the_second_layer(of: Of, seed: int):
+    prompt, executor = tiny.prompt(20 + seed), Executor()
+    kept = isolated(prompt)
+    key, value = deviations(prompt, kept)
+    means = np.mean(list(key.values())), np.mean(list(value.values()))
+    scores = {"key": key, "value": value, "both": {o: key[o] / means[0] + value[o] / means[1] for o in key}}[of]
+    strategy = Selective("blend", Isolated(), Deviation(of))
+    for ratio in (0.15, 0.4):
+        done = executor.run(strategy, prompt, ratio)
+        measured = results_of(done, Want.DEVIATION)[:, -1]
+        np.testing.assert_allclose(measured, [list(key.values()), list(value.values())], rtol=1e-5, atol=1e-5)
+        assert chosen_of(done, prompt) == highest(scores, counted(prompt, ratio))
+        np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
+        assert sum(r.recomputed for r in done.plan.reports) >= counted(prompt, ratio)
+
+
+def literal_gradual(
+    prompt: Prompt, kept: tuple[Array, Array], ratio: float, stages: Sequence[int]
+) -> tuple[Array, Array, Array]:
+    """Layer after layer: at each stage's end the rows that deviate least fall out, with their old KV from there on.
+
+    Logits of the last token, and K and V [L, T, K, D] as generated tokens see them.
+    """
+    k, v = kept[0].copy(), kept[1].copy()
+    total, count = len(orders_of(prompt, Kind.CHUNK)), counted(prompt, ratio)
+    key, _ = deviations(prompt, kept)
+    chosen = highest(key, min(2 * count, total))
+    numbers = [round(len(chosen) + (count - len(chosen)) * s / (len(stages) - 2)) for s in range(1, len(stages) - 1)]
+    rows = np.array(sorted({*chosen, *joins(prompt)}))
+    x = MODEL.embedding[prompt.tokens[rows]]
+    for layer in range(len(MODEL.layers)):
+        q, k[layer, rows], v[layer, rows] = MODEL.project(layer, x, rows)
+        seen = np.arange(len(prompt)) <= rows[:, None]
+        x = MODEL.finish(layer, x, MODEL.mix(softmax(MODEL.scores(q, k[layer]), seen[:, None]), v[layer]))
+        if layer + 1 in stages[:-1]:
+            scores = {o: float(((k[layer, o] - kept[0][layer, o]) ** 2).sum()) for o in chosen}
+            chosen = highest(scores, numbers.pop(0))
+            staying = np.isin(rows, [*chosen, *joins(prompt)])
+            rows, x = rows[staying], x[staying]
+    return MODEL.unembed(x)[-1], k, v
+
+
+def test_gradual_narrows_at_stage_boundaries():
+    prompt, executor = tiny.prompt(23), Executor()
+    logits, k, v = literal_gradual(prompt, isolated(prompt), 0.15, (0, 1, 2, 3))
+    done = executor.run(Gradual(), prompt, 0.15)
+    np.testing.assert_allclose(done.logits, logits, atol=1e-5)
+    talk, continuation = executor.talk(Gradual(), prompt, 0.15), np.array([5, 77, 130], np.int32)
+    while talk.step():
+        pass
+    tokens, rows = np.concatenate([prompt.tokens, continuation]), np.arange(len(prompt), len(prompt) + 3)
+    room = np.zeros((3, 3, 2, 16))
+    behind = MODEL.dense(tokens, rows=rows, kept=(np.concatenate([k, room], 1), np.concatenate([v, room], 1)))
+    np.testing.assert_allclose(talk.score(continuation)[1:], behind.logits[rows[:-1]], atol=1e-5)
+    talk.close()
+    kinds = ["move" if isinstance(item, Move) else item.layers for item in done.passes]
+    assert kinds == [None, (0, 2), (0, 1), "move", (1, 2), "move", (2, 3)]
+    assert len(chosen_of(done, prompt)) == counted(prompt, 0.15)
+    plain = executor.run(strategies()["blend"], prompt, 0.15)
+    assert np.abs(plain.logits - done.logits).max() > 1e-3, "narrowing must matter for this test to tell"
+    wide = executor.run(Gradual(), prompt, 0.6)
+    assert wide.plan.exact_to is None, "all tokens were computed anew in the first stage, and not in the last"
+
+
+def test_narrowing_ends_at_the_target():
+    assert narrowing(20, 130, 3) == (40, 30, 20)
+    assert narrowing(100, 130, 3) == (130, 115, 100)
+    assert narrowing(20, 130, 1) == (20,)
+    assert narrowing(0, 130, 4) == (0, 0, 0, 0) and narrowing(130, 130, 2) == (130, 130)
+
+
+def preprocessed(executor: Executor, prompt: Prompt) -> tuple[Prompt, tuple[Array, Array]]:
+    """The prompt with every chunk but the last fused behind the others; the KV that its chunks then have."""
+    executor.run(strategies()["naive"], prompt)
+    k, v = isolated(prompt)
+    marked = list(prompt.segments)
+    chunks = segments_of(prompt, Kind.CHUNK)
+    for i in chunks[:-1]:
+        behind = [prompt.segments[j] for j in reversed(chunks) if j != i]
+        begin, n = prompt.starts[i], len(prompt.segments[i])
+        local_start = len(prompt.segments[0]) + sum(len(segment) for segment in behind)
+        fresh_k, fresh_v = shifted(fused(prompt, i, behind), local_start, begin - local_start)
+        k[:, begin : begin + n], v[:, begin : begin + n] = fresh_k, fresh_v
+        marked[i] = replace(prompt.segments[i], behind=plant(executor, prompt, i, behind))
+    return Prompt(tuple(marked)), (k, v)
+
+
+@pytest.mark.parametrize("softmax_over", ["joint", "chunk"])
+@pytest.mark.parametrize("source", ["isolated", "fused"])
+def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, softmax_over):
+    executor, prompt = Executor(stages=(0, 3) if source == "isolated" else (0, 1, 2, 3)), tiny.prompt(24)
+    kept = isolated(prompt)
+    if source == "fused":
+        prompt, kept = preprocessed(executor, prompt)
+    dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
+    scores: dict[int, float] = {}
+    for i in segments_of(prompt, Kind.CHUNK):
+        inside = np.arange(prompt.starts[i], prompt.starts[i + 1])
+        prob = dense.prob[-1][joins(prompt)][:, :, inside]  # rows of the question, heads, tokens of the chunk
+        if softmax_over == "chunk":
+            prob = prob / prob.sum(-1, keepdims=True)
+        scores |= {int(order): float(prob[:, :, j].sum(0).mean()) for j, order in enumerate(inside)}
+    strategy = Selective("fusion", Fused(), QueryGuided(softmax_over))
+    zero = executor.run(strategy, prompt, 0.0)
+    np.testing.assert_allclose(zero.logits, dense.logits[-1], atol=1e-5)
+    done = executor.run(strategy, prompt, 0.15)
+    want = Want.KEY_MASS if softmax_over == "joint" else Want.CHUNK_MASS
+    np.testing.assert_allclose(results_of(done, want)[-1, list(scores)], list(scores.values()), atol=1e-5)
+    assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.15))
+    np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
+    assert done.plan.exact_to is None
+    assert sum(r.recomputed for r in done.plan.reports[1:4]) == counted(prompt, 0.15)
+
+
+def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
+    executor = Executor(stages=(0, 1, 2, 3))
+    prompt, kept = preprocessed(executor, tiny.prompt(24))
+    first = np.arange(prompt.starts[1], prompt.starts[2])
+    kept = tuple(x.copy() for x in kept)
+    for mixed, alone in zip(kept, isolated(prompt), strict=True):
+        mixed[:, first] = alone[:, first]
+    dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
+    group = dense.prob.shape[2] // dense.v.shape[2]
+    scores = dict.fromkeys(map(int, orders_of(prompt, Kind.CHUNK)), 0.0)
+    for layer, prob in list(enumerate(dense.prob))[2:]:  # the later of stages (0, 1), (1, 2), (2, 3)
+        for head in range(prob.shape[1]):
+            for order in scores:
+                value = np.linalg.norm(dense.v[layer, order, head // group])
+                scores[order] += float(prob[joins(prompt), head, order].sum() * value) / prob.shape[1]
+    strategy = strategies()["ragjax"]
+    np.testing.assert_allclose(executor.run(strategy, prompt, 0.0).logits, dense.logits[-1], atol=1e-5)
+    done = executor.run(strategy, prompt, 0.15)
+    found = results_of(done, Want.VALUED_MASS).sum(0)
+    np.testing.assert_allclose(found[list(scores)], list(scores.values()), atol=1e-5)
+    others = {order: score for order, score in scores.items() if order not in set(first)}
+    assert chosen_of(done, prompt) == highest(others, counted(prompt, 0.15))
+    assert set(highest(scores, counted(prompt, 0.15))) & set(map(int, first)), "the anchor would have been chosen from"
+    np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
+    near_all = executor.run(strategy, prompt, 0.99)
+    assert set(chosen_of(near_all, prompt)) == set(others)
+    np.testing.assert_allclose(near_all.logits, MODEL.dense(prompt.tokens).logits[-1], atol=1e-5)
+
+
+def test_an_anchor_that_lost_precision_is_repaired_like_others():
+    executor, prompt = Executor(), tiny.prompt(24)
+    strategy = strategies()["ragjax"]
+    executor.run(strategy, prompt, 0.2)
+    for node in executor.cache.tree.nodes():
+        node.lossy = node.provenance is Provenance.ISOLATED
+    chosen = chosen_of(executor.run(strategy, prompt, 0.99), prompt)
+    assert set(range(prompt.starts[1], prompt.starts[2])) & set(chosen)
+
+
+def test_fusion_asks_the_last_question_only():
+    prompt, executor = two_turns(), Executor()
+    kept = isolated(prompt)
+    prob = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept).prob[-1, prompt.starts[-2] :].sum(0).mean(0)
+    done = executor.run(strategies()["fusion"], prompt, 0.2)
+    scores = {int(order): float(prob[order]) for order in orders_of(prompt, Kind.CHUNK)}
+    assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.2))
+
+
+def test_blend_sees_earlier_turns_in_the_probe():
+    prompt, executor = two_turns(), Executor()
+    done = executor.run(strategies()["blend"], prompt, 0.2)
+    assert chosen_of(done, prompt) == highest(deviations(prompt, isolated(prompt))[0], counted(prompt, 0.2))
+
+
+def test_blend_of_preprocessed_chunks():
+    executor = Executor()
+    prompt, kept = preprocessed(executor, tiny.prompt(25))
+    done = executor.run(strategies()["fusion+blend"], prompt, 0.2)
+    assert chosen_of(done, prompt) == highest(deviations(prompt, kept)[0], counted(prompt, 0.2))
+    np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
+
+
+def test_alternative_path_drops_earlier_chunks_one_by_one():
+    executor, base = Executor(), tiny.prompt(26, chunks=(20, 24, 28))
+    system, a, b, c, question = base.segments
+    executor.run(strategies()["naive"], base)
+    plant(executor, base, 2, [a])  # b behind a, and nobody marked b
+
+    def source_of(*chunks: Segment) -> str:
+        prompt = Prompt((system, *chunks, question))
+        talk = executor.talk(strategies()["fusion"], prompt, 0.0)
+        while talk.step():
+            pass
+        last = talk.passes[-1]
+        assert isinstance(last, Pass)
+        begin = prompt.starts[1 + [chunk.id for chunk in chunks].index(b.id)]
+        offset = next(span.offset for span in last.spans if span.orders[0] == begin)
+        talk.close()
+        computed_at = begin - offset - len(system)
+        return {0: "isolated", len(a): "behind a", len(c) + len(a): "behind c, a"}[computed_at]
+
+    assert source_of(a, b) == "behind a"
+    assert source_of(c, a, b) == "behind a"
+    assert source_of(a, c, b) == source_of(b, a) == "isolated"
+    mark = plant(executor, base, 2, [c, a])
+    assert source_of(c, a, b) == "behind c, a", "the longest prefix first"
+    assert source_of(a, replace(b, behind=mark)) == "behind c, a", "its own neighbours first of all"
+    assert source_of(c, replace(b, behind=b"elsewhere")) == "isolated"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_h2o_takes_what_its_own_chunk_attended_to(seed):
+    prompt, executor = tiny.prompt(30 + seed), Executor()
+    system, scores = prompt.segments[0].tokens, {}
+    for i in segments_of(prompt, Kind.CHUNK):
+        prob = MODEL.dense(np.concatenate([system, prompt.segments[i].tokens])).prob
+        for j in range(len(prompt.segments[i])):
+            at = len(system) + j
+            scores[prompt.starts[i] + j] = float(sum(prob[layer, at:, :, at].mean(1).sum() for layer in range(3)))
+    for _ in ("cold", "warm"):
+        done = executor.run(strategies()["h2o"], prompt, 0.15)
+        assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.15))
+        np.testing.assert_allclose(done.logits, repaired(prompt, isolated(prompt), chosen_of(done, prompt)), atol=1e-5)
+    assert len(done.passes) == 1, "selecting costs no pass"
+
+
+def test_random_takes_the_same_share_of_every_chunk_and_is_reproducible():
+    prompt, strategy = tiny.prompt(32), strategies()["random"]
+    first, again = (chosen_of(Executor().run(strategy, prompt, 0.2), prompt) for _ in range(2))
+    assert first == again
+    inside = [sum(b <= o < e for o in first) for b, e in zip(prompt.starts[1:4], prompt.starts[2:5], strict=True)]
+    assert inside == list(budgets((40, 33, 57), counted(prompt, 0.2)))
+    other = tiny.prompt(33)
+    assert first != chosen_of(Executor().run(strategy, other, 0.2), other)
+
+
+def test_unmoved_reads_keys_where_they_were_computed():
+    prompt, executor = tiny.prompt(34), Executor()
+    expected = repaired(prompt, isolated(prompt, moved=False), ())
+    done = executor.run(strategies()["unmoved"], prompt)
+    np.testing.assert_allclose(done.logits, expected, atol=1e-5)
+    assert np.abs(done.logits - executor.run(strategies()["naive"], prompt).logits).max() > 1e-2
+
+
+# ----------------------------------------------------------------------------------------------- set-cache
+
+
+def test_set_cache_takes_the_first_chunks_in_any_order():
+    executor, strategy, base = Executor(), strategies()["set-cache"], tiny.prompt(35)
+    system, a, b, c, question = base.segments
+    cold = executor.run(strategy, Prompt((system, c, a, b, question)))
+    assert cold.plan.exact_to == "full" and cold.plan.reports[1].reused == 0
+    prompt = Prompt((system, a, c, replace(b, tokens=b.tokens[::-1].copy()), question))
+    path = MODEL.dense(np.concatenate([system.tokens, c.tokens, a.tokens]))
+    n, size = len(system), len(prompt)
+    k, v = np.zeros((3, size, 2, 16)), np.zeros((3, size, 2, 16))
+    k[:, :n], v[:, :n] = path.k[:, :n], path.v[:, :n]
+    for i, at in ((1, n + len(c)), (2, n)):
+        begin, length = prompt.starts[i], len(prompt.segments[i])
+        moved_k, moved_v = shifted(path, at, begin - at)
+        k[:, begin : begin + length], v[:, begin : begin + length] = moved_k[:, :length], moved_v[:, :length]
+    done = executor.run(strategy, prompt)
+    expected = MODEL.dense(prompt.tokens, rows=np.arange(prompt.starts[3], size), kept=(k, v)).logits[-1]
+    np.testing.assert_allclose(done.logits, expected, atol=1e-5)
+    assert done.plan.exact_to is None and [r.reused for r in done.plan.reports] == [20, 40, 57, 0, 0]
+    again = executor.run(strategy, prompt)
+    np.testing.assert_array_equal(again.logits, done.logits)
+
+
+def test_set_cache_wants_the_first_chunks_and_prefers_their_own_order():
+    executor, strategy, base = Executor(), strategies()["set-cache"], tiny.prompt(36)
+    system, a, b, c, question = base.segments
+    executor.run(strategy, Prompt((system, c, a, question)))
+    other = executor.run(strategy, Prompt((system, a, b, c, question)))  # {a, c} is no set of first chunks
+    assert other.plan.exact_to == "full" and other.plan.reports[1].reused == 0
+    warm = executor.run(strategy, Prompt((system, a, b, c, question)))
+    np.testing.assert_allclose(warm.logits, MODEL.dense(base.tokens).logits[-1], atol=1e-5)
+    assert warm.plan.exact_to == "full" and len(warm.passes[0].rows) == 1
+    part = executor.run(strategy, Prompt((system, b, a, question)))  # a, b are kept in the other order
+    assert part.plan.exact_to is None and [r.reused for r in part.plan.reports] == [20, 33, 40, 0]
+
+
+def test_set_cache_tries_equal_chunks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, strategy, base = Executor(), strategies()["set-cache"], tiny.prompt(37, chunks=(9, 12))
+    system, a, b, question = base.segments
+    executor.run(strategy, Prompt((system, a, a, b, a, a, a, question)))
+    asked: list[tuple[int, ...]] = []
+    holds = setcache._holds
+
+    def noted(prompt: Prompt, order: tuple[int, ...], holding: Holding) -> bool:
+        asked.append(order)
+        return holds(prompt, order, holding)
+
+    monkeypatch.setattr(setcache, "_holds", noted)
+    done = executor.run(strategy, Prompt((system, b, a, a, a, a, a, question)))
+    assert [r.reused for r in done.plan.reports] == [20, 12, 9, 9, 9, 9, 9, 0]
+    assert len(asked) < 30
+
+
+# --------------------------------------------------------------------------------------- sharing, running out
+
+
+@pytest.mark.parametrize("name", ["blend", "blend-gradual", "fusion", "h2o", "unmoved", "set-cache"])
+def test_waiting_requests_name_the_nodes_they_will_use(name):
+    prompt, executor, strategy = tiny.prompt(43), Executor(), strategies()[name]
+    if name == "fusion":
+        prompt, _ = preprocessed(executor, prompt)
+    executor.run(strategy, prompt)
+    kept = {node.key for node in executor.cache.tree.nodes() if node.parent is not None}
+    assert len(kept) >= 4 and set(strategy.keys(prompt, executor.cache, "")) >= kept
+
+
+@pytest.mark.parametrize("name", ["blend", "blend-gradual"])
+def test_cells_of_the_probe_are_given_back(name):
+    prompt, executor = tiny.prompt(44), Executor()
+    executor.run(strategies()["naive"], prompt)
+    talk = executor.talk(strategies()[name], prompt, 0.15, decode_tokens=1)
+    held = []
+    while talk.step():
+        held.append(len(talk.holding.own_pages))
+    assert held[0] - held[-1] == -(-130 // executor.page_size)
+    talk.close()
+
+
+def test_requests_with_different_sets_share_chunks():
+    base = tiny.prompt(40, chunks=(30, 24, 28))
+    system, a, b, c, question = base.segments
+    other = replace(question, tokens=question.tokens[::-1].copy())
+    asked = [
+        ("fusion", Prompt((system, a, b, c, question)), 0.2),
+        ("blend", Prompt((system, c, b, a, other)), 0.3),
+        ("blend-gradual", Prompt((system, b, a, question)), 0.2),
+        ("random", Prompt((system, a, b, c, other)), 0.4),
+        ("naive", Prompt((system, b, c, question)), None),
+    ]
+
+    def warmed() -> Executor:
+        executor = Executor()
+        executor.run(strategies()["naive"], base)
+        return executor
+
+    alone = [warmed().run(strategies()[name], prompt, ratio).logits for name, prompt, ratio in asked]
+    executor = warmed()
+    kept = [node.run for node in executor.cache.tree.nodes()]
+    cells = np.concatenate([run.cells(executor.page_size) for run in kept if isinstance(run, Run)])
+    before = executor.k[:, cells].tobytes(), executor.v[:, cells].tobytes()
+    talks = [executor.talk(strategies()[name], prompt, ratio) for name, prompt, ratio in asked]
+    running = list(talks)
+    while running:
+        running = [talk for talk in running if talk.step()]
+    for talk, expected in zip(talks, alone, strict=True):
+        assert talk.plan is not None
+        np.testing.assert_allclose(talk.plan.logits, expected, atol=1e-6)
+    assert (executor.k[:, cells].tobytes(), executor.v[:, cells].tobytes()) == before, "cached pages stay as they are"
+    for talk in talks:
+        talk.close()
+    executor.cache.audit(live=())
+
+
+@pytest.mark.parametrize("name", [*STITCHED, "set-cache", "unmoved"])
+def test_running_out_of_pages_shows_before_the_first_pass(name):
+    prompt, failed, done = tiny.prompt(41, chunks=(20, 24)), 0, 0
+    for pages in range(4, 26, 3):
+        executor = Executor(pages=pages)
+        talk = executor.talk(strategies()[name], prompt, 0.4)
+        try:
+            more = talk.step()
+        except OutOfPages:
+            failed += 1
+        else:
+            while more:
+                more = talk.step()
+            done += 1
+        talk.close()
+        executor.cache.audit(live=())
+    assert failed and done
+
+
+def test_generated_tokens_see_the_repaired_prompt():
+    prompt, executor = tiny.prompt(42), Executor()
+    continuation = np.array([5, 77, 130, 4], np.int32)
+    for ratio, expected in ((1.0, None), (0.3, "chosen")):
+        talk = executor.talk(strategies()["fusion"], prompt, ratio)
+        while talk.step():
+            pass
+        scores = talk.score(continuation)
+        tokens = np.concatenate([prompt.tokens, continuation])
+        if expected is None:
+            logits = MODEL.dense(tokens).logits
+        else:
+            k, v = isolated(prompt)
+            rest = np.zeros((3, 4, 2, 16))
+            last = talk.passes[-1]
+            assert isinstance(last, Pass)
+            rows = np.concatenate([last.rows, np.arange(len(prompt), len(tokens))])
+            kept = np.concatenate([k, rest], 1), np.concatenate([v, rest], 1)
+            logits = MODEL.dense(tokens, rows=rows, kept=kept).logits
+        np.testing.assert_allclose(scores, logits[len(prompt) - 1 : -1], atol=1e-5)
+        talk.close()

@@ -1,0 +1,790 @@
+"""`Mover`: whatever way KV takes between the tiers it is the same bytes, or an error; against a plain dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from threading import Event, Lock, Timer
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ragjax.runner.runner
+from ragjax.core import Run
+from ragjax.core.tiers import Carrier, Copy, Done, Load, Record, Save, Write
+from ragjax.kernels.pages import Pages
+from ragjax.runner.runner import Runner
+from ragjax.store import device as page_store
+from ragjax.store import host
+from ragjax.store.transfer import Mover
+from tests.support import tiny
+from tests.support.compiler import custom_calls, hopper_mesh, lower
+
+PAGE = tiny.PAGE
+LAYERS, HEADS, DIM = tiny.CONFIG.num_layers, tiny.CONFIG.num_kv_heads, tiny.CONFIG.head_dim
+TOTAL = 40
+"""Pages of the pool."""
+
+KV = tuple[np.ndarray, np.ndarray]
+"""Keys and values of some tokens, [L, K, n, D] each."""
+
+
+@dataclass
+class FakeDisk:
+    """Entries in a dictionary, as copies; reads and writes can be made to fail, or to wait."""
+
+    entries: dict[bytes, dict[str, np.ndarray]] = field(default_factory=dict)
+    failures: list[Exception] = field(default_factory=list)
+    reads: int = 0
+    open: Event = field(default_factory=Event)
+    reached: Event = field(default_factory=Event)
+    lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.open.set()
+
+    def pass_through(self) -> None:
+        self.reached.set()
+        self.open.wait()
+        with self.lock:
+            if self.failures:
+                raise self.failures.pop(0)
+
+    def write(self, record: Record, arrays: Mapping[str, np.ndarray]) -> int:
+        self.pass_through()
+        self.entries[record.key] = {name: x.copy() for name, x in arrays.items()}
+        return sum(x.nbytes for x in arrays.values())
+
+    def read(self, key: bytes, expected: Record | None = None) -> Mapping[str, np.ndarray]:
+        self.reads += 1
+        self.pass_through()
+        return self.entries[key]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    """In float32 one stage; in bfloat16 a stage per layer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragjax.runner, "STAGE_LAYERS", 8 if request.param == "float32" else 1)
+        return tiny.runner(request.param, pages=TOTAL)
+
+
+@pytest.fixture
+def disk() -> FakeDisk:
+    return FakeDisk()
+
+
+Start = Callable[..., Mover]
+
+
+@pytest.fixture
+def start(runner: Runner, disk: FakeDisk) -> Iterator[Start]:
+    """Make movers of this runner and disk; each is closed at the end."""
+    made: list[Mover] = []
+
+    def start_one(kind: Any = "raw", **options: Any) -> Mover:
+        made.append(Mover(runner, kind, **({"disk": disk} | options)))
+        return made[-1]
+
+    yield start_one
+    disk.open.set()
+    for mover in made:
+        mover.close()
+
+
+@pytest.fixture
+def mover(start: Start) -> Mover:
+    return start()
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def fill(runner: Runner, pages: Sequence[int], seed: int) -> KV:
+    """Random numbers into whole pages; what is there now, [L, P, K, C, D]."""
+    shape = (2, LAYERS, len(pages), HEADS, PAGE, DIM)
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    if runner.storage_dtype == np.uint16:
+        values = values.astype(ml_dtypes.bfloat16).view(np.uint16)
+    k, v = values
+    runner.insert(np.asarray(pages, np.int32), runner.upload(k, v))
+    return k, v
+
+
+copied = jax.jit(partial(jax.tree.map, jnp.copy))
+
+
+def pool_of(runner: Runner) -> KV:
+    """The whole pool, [L, P, K, C, D], read without the code under test."""
+    pools = [copied(pool) for pool in runner._pools]
+    return np.concatenate([p.k_LPKCD for p in pools]), np.concatenate([p.v_LPKCD for p in pools])
+
+
+def at(pool: KV, run: Run) -> KV:
+    """What a run holds, by its cells."""
+    cells = run.cells(PAGE)
+    k, v = (np.moveaxis(x[:, cells // PAGE, :, cells % PAGE], 0, 2) for x in pool)
+    return k, v
+
+
+def join(parts: Sequence[KV]) -> KV:
+    k, v = (np.concatenate([part[i] for part in parts], axis=2) for i in range(2))
+    return k, v
+
+
+def sliced(kv: KV, begin: int, end: int) -> KV:
+    return kv[0][:, :, begin:end], kv[1][:, :, begin:end]
+
+
+def same(one: KV, other: KV) -> bool:
+    return all(x.tobytes() == y.tobytes() for x, y in zip(one, other, strict=True))
+
+
+def finish(mover: Mover) -> list[Done]:
+    """Everything begun so far, finished."""
+    mover.flush()
+    return list(mover.poll())
+
+
+def succeed(mover: Mover) -> list[Done]:
+    done = finish(mover)
+    assert [d.error for d in done] == [None] * len(done)
+    return done
+
+
+def record(name: int, tokens: int) -> Record:
+    return Record(name.to_bytes(32, "big"), b"p" * 32, b"t" * 4 * tokens, "exact", "full", 0)
+
+
+def fresh(first: int, length: int) -> Run:
+    """A run from a page's first cell on."""
+    return Run(tuple(range(first, first - (-length // PAGE))), 0, length)
+
+
+MIDDLE = Run((9, 4, 5, 17), 11, 48)
+"""From the middle of a page on, over pages in no order."""
+
+
+# ------------------------------------------------------------------------------------------ round trips
+
+
+def test_it_is_a_carrier(mover: Mover) -> None:
+    carrier: Carrier = mover
+    assert not carrier.lossy and carrier.poll() == []
+
+
+@pytest.mark.parametrize(
+    "run",
+    [Run((3,), 0, 1), Run((3,), 15, 1), Run((3,), 2, 9), Run((3, 8), 15, 2), Run((3, 8), 0, 2 * PAGE), MIDDLE,
+     Run(tuple(range(1, 20)), 5, 18 * PAGE + 2)],
+    ids=lambda run: f"{run.start}+{run.length}",
+)  # fmt: skip
+@pytest.mark.parametrize("through", ["host", "disk"])
+def test_round_trip_is_bit_for_bit(runner: Runner, mover: Mover, run: Run, through: str) -> None:
+    fill(runner, range(1, TOTAL), 1)
+    kept = at(pool_of(runner), run)
+    mover.save([Save(7, run)])
+    mover.write([Write(record(1, run.length), Copy(7, 0, run.length))])
+    fill(runner, range(1, TOTAL), 2)
+    mover.flush()
+    if through == "disk":
+        mover.forget([7])
+    before = pool_of(runner)
+    target = fresh(20, run.length)
+    mover.load([Load(1, target, (Copy(7 if through == "host" else record(1, 0).key, 0, run.length),))])
+    mover.flush()
+    assert same(pool_of(runner), before)  # the pool changes in poll() alone
+    done = mover.poll()
+    assert [type(d.job) for d in done] == [Save, Write, Load] and all(d.error is None for d in done)
+    after = pool_of(runner)
+    assert same(at(after, target), kept)
+    others = np.setdiff1d(np.arange(TOTAL), target.pages)
+    assert same((after[0][:, others], after[1][:, others]), (before[0][:, others], before[1][:, others]))
+
+
+def test_saved_bytes_are_those_of_the_moment(runner: Runner, mover: Mover) -> None:
+    """The pages may be written again as soon as save() returns."""
+    run = Run(tuple(range(1, 20)), 5, 18 * PAGE + 2)
+    for seed in range(10):
+        fill(runner, range(1, TOTAL), seed)
+        kept = at(pool_of(runner), run)
+        mover.save([Save(seed, run)])
+        fill(runner, range(1, TOTAL), seed + 100)
+        mover.load([Load(seed, fresh(20, run.length), (Copy(seed, 0, run.length),))])
+        succeed(mover)
+        assert same(at(pool_of(runner), fresh(20, run.length)), kept)
+
+
+def test_runs_of_one_batch_share_pages(runner: Runner, mover: Mover) -> None:
+    """Neighbours cut in the middle of a page, each page of which moves once."""
+    fill(runner, range(1, TOTAL), 1)
+    pool = pool_of(runner)
+    cuts = (0, 10, 11, 30, 48)
+    runs = [MIDDLE.slice(a, b, PAGE) for a, b in pairwise(cuts)]
+    mover.save([Save(i, run) for i, run in enumerate(runs)])
+    assert mover.traffic()["device_to_host"].bytes == 4 * 2 * LAYERS * HEADS * PAGE * DIM * pool[0].itemsize
+    order = (2, 0, 3, 1)
+    mover.load([Load(1, fresh(20, 48), tuple(Copy(i, 0, runs[i].length) for i in order))])
+    succeed(mover)
+    assert same(at(pool_of(runner), fresh(20, 48)), join([at(pool, runs[i]) for i in order]))
+
+
+def test_slices_of_entries_from_everywhere_fill_one_run(runner: Runner, mover: Mover) -> None:
+    fill(runner, range(1, TOTAL), 1)
+    pool = pool_of(runner)
+    other = Run((30, 31), 3, 20)
+    mover.save([Save(1, MIDDLE), Save(2, other)])
+    mover.write([Write(record(5, 30), Copy(1, 12, 30))])  # a slice is what is written
+    mover.flush()
+    key = record(5, 0).key
+    pieces = (Copy(key, 20, 5), Copy(2, 4, 13), Copy(1, 0, 1), Copy(key, 0, 4), Copy(1, 40, 8))
+    mover.load([Load(1, fresh(20, 31), pieces)])
+    succeed(mover)
+    first, second = at(pool, MIDDLE), at(pool, other)
+    want = [sliced(first, 32, 37), sliced(second, 4, 17), sliced(first, 0, 1), sliced(first, 12, 16)]
+    assert same(at(pool_of(runner), fresh(20, 31)), join([*want, sliced(first, 40, 48)]))
+    assert mover.traffic()["disk_to_host"].jobs == 1  # once for both its pieces
+
+
+def test_unused_cells_of_loaded_pages_are_finite(runner: Runner, mover: Mover) -> None:
+    fill(runner, range(1, TOTAL), 1)
+    mover.save([Save(1, MIDDLE)])
+    mover.load([Load(1, fresh(20, 5), (Copy(1, 0, 5),))])
+    succeed(mover)
+    assert not any(x[:, 20, :, 5:].any() for x in pool_of(runner))
+
+
+def test_nothing_is_moved_for_no_tokens(runner: Runner, mover: Mover) -> None:
+    mover.save([])
+    mover.save([Save(1, Run((), 0, 0))])
+    mover.load([Load(1, Run((), 0, 0), (Copy(1, 0, 0),))])
+    assert len(succeed(mover)) == 2
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), ("float8", 0.03)])
+def test_lossy_kinds_say_so(runner: Runner, start: Start, kind: str, bound: float) -> None:
+    mover = start(kind)
+    assert mover.lossy
+    fill(runner, range(1, TOTAL), 1)
+    run = Run(tuple(range(1, 14)), 0, 13 * PAGE)
+    kept = at(pool_of(runner), run)
+    mover.save([Save(1, run)])
+    mover.write([Write(record(1, run.length), Copy(1, 0, run.length))])
+    saved, written = succeed(mover)
+    assert 0.2 * bound < saved.loss < bound
+    assert saved.bytes == written.bytes == mover.size(run.length) == mover.host.bytes
+    mover.load([Load(1, fresh(20, 20), (Copy(1, 30, 20),)), Load(2, fresh(30, 20), (Copy(record(1, 0).key, 30, 20),))])
+    succeed(mover)
+    pool = pool_of(runner)
+    assert same(at(pool, fresh(20, 20)), at(pool, fresh(30, 20)))
+    for got, want in zip(at(pool, fresh(20, 20)), sliced(kept, 30, 50), strict=True):
+        got, want = (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x for x in (got, want))
+        got, want = got.astype(np.float64), want.astype(np.float64)
+        assert 0 < np.linalg.norm(got - want) < 1.5 * bound * np.linalg.norm(want)
+
+
+def test_an_entry_of_another_kind_is_read(runner: Runner, start: Start) -> None:
+    one, other = start("int8"), start("raw")
+    fill(runner, range(1, TOTAL), 1)
+    one.save([Save(1, MIDDLE)])
+    one.write([Write(record(1, 48), Copy(1, 0, 48))])
+    succeed(one)
+    for mover, number, first in ((one, 1, 20), (other, 2, 30)):
+        mover.load([Load(number, fresh(first, 48), (Copy(record(1, 0).key, 0, 48),))])
+        succeed(mover)
+    pool = pool_of(runner)
+    assert same(at(pool, fresh(20, 48)), at(pool, fresh(30, 48)))
+    assert not same(at(pool, fresh(20, 48)), at(pool, MIDDLE))
+
+
+# ------------------------------------------------------------------------------------------ order of things
+
+
+def test_a_load_waits_for_its_save_and_is_reported_after_it(
+    runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(runner, range(1, TOTAL), 1)
+    kept = at(pool_of(runner), MIDDLE)
+    real, gate = host.to_numpy, Event()
+
+    def slow(*args: Any) -> np.ndarray:
+        gate.wait()
+        return real(*args)
+
+    monkeypatch.setattr(host, "to_numpy", slow)
+    mover.save([Save(1, MIDDLE)])
+    mover.load([Load(i, fresh(20 + 4 * i, 48), (Copy(1, 0, 48),)) for i in range(4)])
+    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
+    mover.forget([1])
+    assert not mover.poll()
+    gate.set()
+    done = succeed(mover)
+    assert isinstance(done[0].job, Save) and len(done) == 6
+    pool = pool_of(runner)
+    assert all(same(at(pool, fresh(20 + 4 * i, 48)), kept) for i in range(4))
+    assert (mover.host.bytes, len(mover.host)) == (0, 0)
+
+
+def test_loads_pass_slow_writes(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
+    fill(runner, range(1, TOTAL), 1)
+    mover.save([Save(1, MIDDLE)])
+    succeed(mover)
+    disk.open.clear()
+    mover.write([Write(record(i, 48), Copy(1, 0, 48)) for i in range(5)])
+    disk.reached.wait()
+    loaded = Event()
+    mover.notify = loaded.set
+    mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
+    loaded.wait()
+    assert [type(d.job) for d in mover.poll()] == [Load]
+    disk.open.set()
+    assert len(succeed(mover)) == 5
+
+
+def test_an_entry_forgotten_during_a_write_is_written_and_freed(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
+    fill(runner, range(1, TOTAL), 1)
+    kept = at(pool_of(runner), MIDDLE)
+    mover.save([Save(1, MIDDLE)])
+    succeed(mover)
+    disk.open.clear()
+    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
+    disk.reached.wait()
+    mover.forget([1])
+    assert mover.host.bytes == mover.size(48) and 1 not in mover.host
+    mover.save([Save(1, Run((30,), 0, 3))])  # the number is free
+    disk.open.set()
+    succeed(mover)
+    assert mover.host.bytes == mover.size(3)
+    mover.load([Load(1, fresh(20, 48), (Copy(record(1, 0).key, 0, 48),))])
+    succeed(mover)
+    assert same(at(pool_of(runner), fresh(20, 48)), kept)
+
+
+def test_notice_is_given_for_all_that_can_be_polled(runner: Runner, start: Start) -> None:
+    """A loop that sleeps until it is told hears of every job."""
+    notice = Event()
+    mover = start(notify=notice.set)
+    fill(runner, range(1, TOTAL), 1)
+    mover.save([Save(1, MIDDLE), Save(2, Run((1,), 0, 2))])
+    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
+    mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),)), Load(2, fresh(30, 2), (Copy(b"missing", 0, 2),))])
+    seen: list[Done] = []
+    while len(seen) < 5:
+        notice.wait()
+        notice.clear()
+        seen += mover.poll()
+    assert [d.job for d in seen if d.error] == [Load(2, fresh(30, 2), (Copy(b"missing", 0, 2),))]
+    assert all(d.seconds > 0 for d in seen)
+    mover.flush()
+    notice.clear()
+    mover.load([Load(3, fresh(30, 2), (Copy(b"missing", 0, 2),))])
+    mover.flush()
+    assert notice.is_set()  # also where a failure is all there is to hear of
+
+
+# ------------------------------------------------------------------------------------------ failures
+
+
+def on_disk(runner: Runner, mover: Mover) -> KV:
+    """Entry 1 with MIDDLE's KV, in host memory and on disk."""
+    fill(runner, range(1, TOTAL), 1)
+    mover.save([Save(1, MIDDLE)])
+    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
+    succeed(mover)
+    return at(pool_of(runner), MIDDLE)
+
+
+FROM_DISK = Load(1, fresh(20, 48), (Copy(record(1, 0).key, 0, 48),))
+PIECES = Load(2, fresh(20, 58), (Copy(1, 0, 10), Copy(record(1, 0).key, 0, 48)))
+
+
+def test_a_failed_read_is_tried_again(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
+    kept = on_disk(runner, mover)
+    disk.failures = [OSError("disk is tired")]
+    mover.load([FROM_DISK])
+    succeed(mover)
+    assert same(at(pool_of(runner), FROM_DISK.run), kept)
+    traffic = mover.traffic()["disk_to_host"]
+    assert (traffic.jobs, traffic.retries, traffic.failures, disk.reads) == (1, 1, 0, 2)
+
+
+@pytest.mark.parametrize("job", [FROM_DISK, PIECES], ids=["alone", "one piece"])
+def test_a_load_that_fails_for_good_changes_nothing(runner: Runner, mover: Mover, disk: FakeDisk, job: Load) -> None:
+    on_disk(runner, mover)
+    before = pool_of(runner)
+    disk.failures = [OSError("checksum differs"), KeyError("missing")]
+    mover.load([job])
+    (done,) = finish(mover)
+    assert (done.job, done.error, done.bytes) == (job, "OSError: checksum differs", 0)
+    assert same(pool_of(runner), before)
+    traffic = mover.traffic()
+    assert (traffic["disk_to_host"].failures, traffic["disk_to_host"].bytes) == (1, 0)
+    mover.load([job])  # and the next one is fine
+    succeed(mover)
+
+
+@pytest.mark.parametrize(
+    ("harm", "named"),
+    [
+        (lambda a: {name: x[:, :, :-1] for name, x in a.items()}, "47 tokens, of which 48"),
+        (lambda a: a | {"v": a["v"][:, :, :-1]}, "array v"),
+        (lambda a: {name: x[1:] for name, x in a.items()}, "array k"),
+        (lambda a: {name: x[..., :8] for name, x in a.items()}, "array k"),
+        (lambda a: {name: x.astype(np.int64) for name, x in a.items()}, "int64"),
+        (lambda a: {"k": a["k"]}, "no known encoding"),
+        (lambda a: {f"{name}.int4": x for name, x in a.items()}, "no known encoding"),
+    ],
+)
+def test_a_foreign_entry_is_an_error(
+    runner: Runner, mover: Mover, disk: FakeDisk, harm: Callable[[dict[str, np.ndarray]], Any], named: str
+) -> None:
+    on_disk(runner, mover)
+    before = pool_of(runner)
+    reads = disk.reads
+    disk.entries[record(1, 0).key] = harm(disk.entries[record(1, 0).key])
+    mover.load([PIECES])
+    (done,) = finish(mover)
+    assert done.error is not None and done.error.startswith("ValueError: ") and named in done.error
+    assert same(pool_of(runner), before)
+    assert disk.reads == reads + 1  # it would be no better the second time
+
+
+def test_a_failed_write_is_reported_once(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
+    on_disk(runner, mover)
+    disk.failures = [OSError("no space left")]
+    mover.write([Write(record(i, 48), Copy(1, 0, 48)) for i in (2, 3)])
+    first, second = finish(mover)
+    assert (first.error, second.error) == ("OSError: no space left", None)
+    assert record(2, 0).key not in disk.entries
+    assert mover.traffic()["host_to_disk"].failures == 1
+
+
+@pytest.mark.parametrize("where", ["extract", "to_numpy"])
+def test_a_failed_save_fails_what_waits_for_it(
+    runner: Runner, mover: Mover, disk: FakeDisk, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    fill(runner, range(1, TOTAL), 1)
+    before = pool_of(runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(*((runner, where) if where == "extract" else (host, where)), fail)
+        mover.save([Save(1, MIDDLE), Save(2, Run((1,), 0, 2))])
+        mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
+        mover.write([Write(record(1, 48), Copy(1, 0, 48))])
+        errors = {d.job: d.error for d in finish(mover)}
+    assert len(errors) == 4 and all("device lost" in str(error) for error in errors.values())
+    assert same(pool_of(runner), before) and not disk.entries
+    assert mover.traffic()["device_to_host"].failures == 2
+    mover.forget([1, 2])
+    assert (mover.host.bytes, len(mover.host)) == (0, 0)
+    mover.save([Save(1, MIDDLE)])
+    succeed(mover)
+
+
+@pytest.mark.parametrize("where", ["upload", "insert"])
+def test_a_load_that_the_device_refuses_is_an_error(
+    runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    on_disk(runner, mover)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, where, fail)
+        mover.load([FROM_DISK])
+        (done,) = finish(mover)
+    assert done.error == "RuntimeError: out of memory" and done.bytes == 0
+    assert mover.traffic()["host_to_device"].failures == 1
+
+
+def test_kv_outlives_the_pool(runner: Runner, mover: Mover) -> None:
+    """The device loses everything, also what was on its way; host and disk bring back theirs."""
+    kept = on_disk(runner, mover)
+    for pool in runner._pools:
+        pool.k_LPKCD.delete()
+    assert runner.lost
+    mover.save([Save(2, MIDDLE)])
+    mover.load([Load(3, fresh(30, 48), (Copy(1, 0, 48),))])
+    saved, loaded = finish(mover)
+    assert saved.error and loaded.error
+    runner.reset()
+    mover.load([FROM_DISK, Load(3, fresh(30, 48), (Copy(1, 0, 48),))])
+    succeed(mover)
+    assert all(same(at(pool_of(runner), run), kept) for run in (FROM_DISK.run, fresh(30, 48)))
+
+
+@pytest.mark.parametrize(
+    ("order", "named"),
+    [
+        (lambda m: m.save([Save(2, MIDDLE), Save(1, MIDDLE)]), "there is a host entry 1 already"),
+        (lambda m: m.save([Save(2, MIDDLE), Save(2, MIDDLE)]), "there is a host entry 2 already"),
+        (lambda m: m.forget([9]), "there is no host entry 9"),
+        (lambda m: m.load([Load(1, fresh(20, 4), (Copy(9, 0, 4),))]), "there is no host entry 9"),
+        (lambda m: m.load([Load(1, fresh(20, 4), (Copy(1, 46, 4),))]), "outside of its entry of 48"),
+        (lambda m: m.load([Load(1, fresh(20, 5), (Copy(1, 0, 4),))]), "pieces of load 1 do not fill"),
+        (lambda m: m.load([Load(1, Run((20,), 3, 4), (Copy(1, 0, 4),))]), "pieces of load 1 do not fill"),
+        (lambda m: m.load([Load(1, Run((20, 21), 0, 4), (Copy(1, 0, 4),))]), "pieces of load 1 do not fill"),
+        (lambda m: m.write([Write(record(2, 3), Copy(1, 0, 4))]), "record of 3 tokens"),
+        (lambda m: m.write([Write(record(2, 4), Copy(b"key", 0, 4))]), "takes a host entry"),
+    ],
+)
+def test_orders_that_cannot_be_are_refused_before_anything_begins(
+    runner: Runner, mover: Mover, disk: FakeDisk, order: Callable[[Mover], None], named: str
+) -> None:
+    on_disk(runner, mover)
+    with pytest.raises(ValueError, match=named):
+        order(mover)
+    assert not finish(mover) and len(mover.host) == 1 and len(disk.entries) == 1
+
+
+def test_without_a_disk_none_is_used(runner: Runner, start: Start) -> None:
+    mover = start(disk=None)
+    fill(runner, range(1, TOTAL), 1)
+    mover.save([Save(1, MIDDLE)])
+    for order in (
+        lambda: mover.write([Write(record(1, 48), Copy(1, 0, 48))]),
+        lambda: mover.load([FROM_DISK]),
+    ):
+        with pytest.raises(ValueError, match="disk"):
+            order()
+    assert len(succeed(mover)) == 1
+
+
+# ------------------------------------------------------------------------------------------ end, counters
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_close_finishes_or_drops_what_has_begun(runner: Runner, mover: Mover, disk: FakeDisk, wait: bool) -> None:
+    on_disk(runner, mover)
+    disk.open.clear()
+    disk.reached.clear()
+    mover.write([Write(record(i, 48), Copy(1, 0, 48)) for i in range(2, 9)])
+    disk.reached.wait()
+    later = Timer(0.1, disk.open.set)
+    later.start()
+    mover.close(wait)
+    mover.flush()
+    mover.close()
+    later.join()
+    assert len(disk.entries) == (8 if wait else 2)
+    for order in (
+        lambda: mover.save([Save(2, MIDDLE)]),
+        lambda: mover.load([FROM_DISK]),
+        lambda: mover.write([Write(record(2, 48), Copy(1, 0, 48))]),
+    ):
+        with pytest.raises(RuntimeError, match="the mover is closed"):
+            order()
+    assert len(mover.host) == 1
+
+
+def test_what_waits_for_a_save_when_the_mover_closes_is_dropped(
+    runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(runner, range(1, TOTAL), 1)
+    real, reached, gate = host.to_numpy, Event(), Event()
+
+    def slow(*args: Any) -> np.ndarray:
+        reached.set()
+        gate.wait()
+        return real(*args)
+
+    monkeypatch.setattr(host, "to_numpy", slow)
+    mover.save([Save(1, MIDDLE)])
+    mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
+    reached.wait()
+    mover.close(wait=False)
+    gate.set()
+    mover.close()
+    assert [type(d.job) for d in mover.poll()] == [Save]
+    assert not caplog.records
+
+
+def test_counters_add_up(runner: Runner, mover: Mover) -> None:
+    on_disk(runner, mover)
+    mover.load([FROM_DISK, replace(PIECES, number=3)])
+    done = succeed(mover)
+    page = 2 * LAYERS * HEADS * PAGE * DIM * runner.storage_dtype.itemsize
+    traffic = mover.traffic()
+    assert {name: (t.jobs, t.bytes) for name, t in traffic.items()} == {
+        "device_to_host": (1, 4 * page),
+        "host_to_device": (2, 7 * page),
+        "host_to_disk": (1, 3 * page),
+        "disk_to_host": (2, 6 * page),
+    }
+    assert sorted(d.bytes for d in done) == [3 * page, 4 * page]
+    assert all(t.seconds > 0 and not t.failures and not t.retries for t in traffic.values())
+    assert mover.size(48) == 3 * page == mover.host.bytes
+
+
+# ------------------------------------------------------------------------------------------ pinned memory
+
+
+def test_arrays_go_through_pinned_memory(runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: JAX knows pinned memory on CPU too, where it is of no use."""
+    kinds: list[str] = []
+    put = jax.device_put
+
+    def watched(x: Any, sharding: Any) -> Any:
+        kinds.append(sharding.memory_kind)
+        return put(x, sharding)
+
+    monkeypatch.setattr(host, "staging", lambda sharding: sharding.with_memory_kind(host.PINNED))
+    monkeypatch.setattr(jax, "device_put", watched)
+    kept = on_disk(runner, mover)
+    # 39 pages went up in parts of 16, 16, 2, 1 and 4, keys and values; four came down in one
+    arrays = 2 * len(runner._pools)
+    assert kinds == ["pinned_host", "device"] * arrays * 5 + ["pinned_host"] * arrays
+    mover.load([FROM_DISK])
+    succeed(mover)
+    assert same(at(pool_of(runner), FROM_DISK.run), kept)
+    assert runner._pools[0].k_LPKCD.sharding.memory_kind == "device"
+
+
+def test_cpu_needs_no_staging(runner: Runner) -> None:
+    assert host.staging(runner._pools[0].k_LPKCD.sharding) is None
+
+
+@pytest.mark.parametrize("device", ["gpu with pinned memory", "gpu without"])
+def test_gpu_stages_where_it_can(device: str) -> None:
+    @dataclass(frozen=True)
+    class Fake:
+        platform: str
+        kinds: tuple[str, ...]
+
+        def addressable_memories(self) -> list[Any]:
+            return [type("Memory", (), {"kind": kind}) for kind in self.kinds]
+
+    class Sharding:
+        device_set = (Fake("gpu", ("device", "pinned_host") if device.endswith("memory") else ("device",)),)
+
+        def with_memory_kind(self, kind: str) -> str:
+            return kind
+
+    assert host.staging(Sharding()) == ("pinned_host" if device.endswith("memory") else None)  # type: ignore[arg-type]
+
+
+def test_programs_lower_for_cuda() -> None:
+    """And what device_put asks for in pinned memory is what a GPU program calls host placement."""
+    pool = jax.ShapeDtypeStruct((6, 100, 3, 64, 64), jnp.bfloat16)
+    part = jax.ShapeDtypeStruct((6, 4, 3, 64, 64), jnp.bfloat16)
+    page_P = jax.ShapeDtypeStruct((4,), jnp.int32)
+    taken = lower(page_store.extract, Pages(pool, pool), page_P)
+    assert taken.out_info.k_LPKCD.shape == part.shape
+    assert lower(page_store.insert, Pages(pool, pool), page_P, Pages(part, part)).out_info.k_LPKCD.shape == pool.shape
+    pinned = NamedSharding(hopper_mesh(), P(), memory_kind=host.PINNED)
+    calls = custom_calls(lower(lambda x: jax.device_put(x, pinned), part))
+    assert [target for target, _ in calls] == ["annotate_device_placement"]
+
+
+# ------------------------------------------------------------------------------------------ the model
+
+
+def random_run(random: np.random.Generator, pages: Sequence[int]) -> Run:
+    start, length = int(random.integers(PAGE)), int(random.integers(1, 3 * PAGE))
+    return Run(tuple(int(p) for p in pages[: (start + length - 1) // PAGE + 1]), start, length)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: FakeDisk, seed: int) -> None:
+    """Any order of jobs, failures among them, polled at any time: what a load brings is what was saved."""
+    random = np.random.default_rng(seed)
+    mover = start(retries=0)
+    fill(runner, range(TOTAL), seed)
+    pool = [x.copy() for x in pool_of(runner)]
+    entries: dict[int, KV] = {}
+    files: dict[bytes, KV] = {}
+    written: dict[Write, KV] = {}
+    wanted: dict[Load, KV] = {}
+    busy: set[int] = set()
+    failed = loaded = 0
+
+    def settle(done: Sequence[Done]) -> None:
+        nonlocal failed, loaded
+        for one in done:
+            failed += one.error is not None
+            if isinstance(one.job, Write) and one.error is None:
+                files[one.job.record.key] = written[one.job]
+            if isinstance(one.job, Load):
+                busy.difference_update(one.job.run.pages)
+                loaded += one.error is None
+                if one.error is None:
+                    # a load writes whole pages: the cells after its tokens are zeros
+                    kv, run = wanted.pop(one.job), one.job.run
+                    for x, new in zip(pool, kv, strict=True):
+                        x[:, run.pages] = 0
+                        cells = run.cells(PAGE)
+                        x[:, cells // PAGE, :, cells % PAGE] = np.moveaxis(new, 2, 0)
+
+    def free() -> list[int]:
+        return [int(p) for p in random.permutation(np.setdiff1d(np.arange(1, TOTAL), sorted(busy)))]
+
+    def save(step: int) -> None:
+        jobs = [Save(10 * step + i, random_run(random, free())) for i in range(int(random.integers(1, 4)))]
+        entries.update({job.entry: at((pool[0], pool[1]), job.run) for job in jobs})
+        mover.save(jobs)
+
+    def piece(source: dict[Any, KV]) -> tuple[Copy, KV]:
+        name = list(source)[int(random.integers(len(source)))]
+        begin, end = sorted(int(x) for x in random.integers(0, source[name][0].shape[2] + 1, 2))
+        return Copy(name, begin, end - begin), sliced(source[name], begin, end)
+
+    def write(step: int) -> None:
+        if entries:
+            copy, kv = piece(entries)
+            job = Write(record(step, copy.length), copy)
+            written[job] = kv
+            mover.write([job])
+
+    def load(step: int) -> None:
+        sources = [source for source in (entries, files) if source]
+        if not sources:
+            return
+        parts = [piece(sources[int(random.integers(len(sources)))]) for _ in range(int(random.integers(1, 4)))]
+        kv = join([kv for _, kv in parts])
+        pages = free()[: -(-kv[0].shape[2] // PAGE)]
+        if len(pages) * PAGE < kv[0].shape[2]:
+            return
+        job = Load(step, Run(tuple(pages), 0, kv[0].shape[2]), tuple(copy for copy, _ in parts))
+        wanted[job] = kv
+        busy.update(pages)
+        mover.load([job])
+
+    def overwrite(step: int) -> None:
+        pages = free()[:3]
+        for x, new in zip(pool, fill(runner, pages, 1000 * seed + step), strict=True):
+            x[:, pages] = new
+
+    def forget(step: int) -> None:
+        if entries:
+            number = list(entries)[int(random.integers(len(entries)))]
+            del entries[number]
+            mover.forget([number])
+
+    def poll(step: int) -> None:
+        settle(mover.poll())
+
+    def harm(step: int) -> None:
+        with disk.lock:
+            disk.failures.append(OSError(f"injected at {step}"))
+
+    actions = [save, save, write, load, load, overwrite, forget, poll, harm]
+    for step in range(150):
+        actions[int(random.integers(len(actions)))](step)
+        if step % 30 == 29:
+            settle(finish(mover))
+            assert same(pool_of(runner), (pool[0], pool[1])), f"seed {seed}, step {step}"
+            assert mover.host.bytes == sum(k.nbytes + v.nbytes for k, v in entries.values())
+    assert failed > 2 and loaded > 10
+    mover.forget(list(entries))
+    settle(finish(mover))
+    assert (mover.host.bytes, len(mover.host), len(busy)) == (0, 0, 0)

@@ -1,0 +1,91 @@
+"""Entries whose content follows from their key, so that whoever reads one knows what it must hold; and processes that
+write and read them until they are done, or killed (`python -m tests.shelves DIRECTORY SEED STEPS LIMIT`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from ragjax.core.tiers import Record
+from ragjax.store.disk import DiskStore, Missing
+
+IDENTITY = bytes(range(32))
+ABOUT = {"model": "tiny", "dtype": "bfloat16"}
+NAMES = 60
+"""Entries the processes take turns to write: few, so that they meet."""
+
+
+def digest(name: object) -> bytes:
+    return blake2b(str(name).encode(), digest_size=32).digest()
+
+
+def record_of(name: object, *, place: object = "root", first: int = 7, provenance: str = "causal") -> Record:
+    length = 5 + digest(name)[0] % 40
+    tokens = np.concatenate([[first], np.frombuffer(digest(name), np.uint8)[: length - 1]]).astype("<i4")
+    return Record(digest(name), digest(place), tokens.tobytes(), provenance, "prefix", 3, meta=b"note")
+
+
+def arrays_of(key: bytes, scale: int = 1) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(int.from_bytes(key, "little"))
+    shape = (2, 2, scale * int(rng.integers(8, 64)), 16)
+    return {
+        "k": rng.integers(0, 2**16, shape, np.uint16),
+        "v": rng.integers(0, 2**16, shape, np.uint16),
+        "scale": rng.random((2, 16), np.float32),
+    }
+
+
+def same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> bool:
+    """Equal names, dtypes, shapes and bits."""
+    return got.keys() == want.keys() and all(
+        got[name].dtype == want[name].dtype
+        and got[name].shape == want[name].shape
+        and got[name].tobytes() == want[name].tobytes()
+        for name in want
+    )
+
+
+def open_store(directory: Path, limit: int = 2**40, identity: bytes = IDENTITY) -> DiskStore:
+    return DiskStore.open(directory, identity, about=ABOUT, max_bytes=limit)
+
+
+def files(store: DiskStore) -> dict[str, int]:
+    """Bytes of each file among the entries, hidden ones too."""
+    return {path.name: path.stat().st_size for path in (store.folder / "entries").rglob("*") if path.is_file()}
+
+
+def work(directory: Path, seed: int, steps: int, limit: int) -> dict[str, int]:
+    """Write, read, touch and forget entries at random; whatever is read must be right."""
+    rng = np.random.default_rng(seed)
+    counts = dict.fromkeys(("written", "read", "missing", "evicted"), 0)
+    with open_store(directory, limit) as store:
+        print("ready", flush=True)
+        for _ in range(steps):
+            record = record_of(int(rng.integers(NAMES)))
+            action = rng.random()
+            if action < 0.5:
+                store.write(record, arrays_of(record.key, scale=4))
+                counts["written"] += 1
+            elif action < 0.53:
+                store.forget(record.key)
+            else:
+                found = store.find(record.key)
+                assert found in (None, record)
+                store.touch([record.key])
+                try:
+                    assert same(store.read(record.key), arrays_of(record.key, scale=4))
+                    counts["read"] += 1
+                except Missing:
+                    counts["missing"] += 1
+        assert store.stats().set_aside == 0
+        counts["evicted"] = store.stats().evicted
+    return counts
+
+
+if __name__ == "__main__":
+    print(json.dumps(work(Path(sys.argv[1]), *map(int, sys.argv[2:]))))

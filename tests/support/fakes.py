@@ -1,0 +1,253 @@
+"""A fake engine: the interface of `ragjax.engine.Engine`, with canned tokens, delays and errors instead of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ragjax import core
+from ragjax.quality.report import Setting
+
+
+@dataclass
+class FakeEngine:
+    """Answers every request with `tokens`.
+
+    delay: seconds before each token.
+    error: raised instead of the first event.
+    breakdown: raised after `sound` tokens.
+    """
+
+    tokens: tuple[str, ...] = ("The", " light", "house", " is", " red", ".")
+    delay: float = 0.0
+    error: BaseException | None = None
+    breakdown: BaseException | None = None
+    sound: int = 2
+    max_queue: int = 64
+    context_length: int = 64
+    model_name: str = "fake"
+    strategies: tuple[str, ...] = ("full", "prefix", "naive")
+    default_strategy: str = "prefix"
+    knowledge_names: tuple[str, ...] = ("demo",)
+    graph_names: tuple[str, ...] = ("facts",)
+    requests: list[core.Request] = field(default_factory=list)
+    running: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    closed: bool = False
+    observers: list[Callable[[str, core.Divergence], None]] = field(default_factory=list)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        knowledge: dict[str, str | Path] | None = None,
+        strategy: str | None = None,
+        recompute_ratio: float | None = None,
+        quality_budget: str | None = None,
+        quality_fallback: str = "refuse",
+        shadow_rate: float = 0.0,
+        dtype: str = "bfloat16",
+        top_k: int = 3,
+        device_cache_gb: float = 0.5,
+        max_queue: int = 64,
+        max_context: int | None = None,
+        index: str = "flat",
+        index_dir: str | Path | None = None,
+        storage: Any = None,
+        record_trace: str | None = None,
+        graph: str | None = None,
+        graph_dir: str | None = None,
+        progress: bool = True,
+    ) -> FakeEngine:
+        """An engine with these settings; `slow` is a model that takes 50 ms per token."""
+        if model == "missing":
+            raise core.ConfigError("no model is called 'missing'")
+        return cls(
+            model_name=model,
+            default_strategy=strategy or "prefix",
+            knowledge_names=tuple(knowledge or ()),
+            max_queue=max_queue,
+            delay=0.05 if model == "slow" else 0.0,
+        )
+
+    @property
+    def default_setting(self) -> Setting:
+        """The default strategy, with its own choice of a ratio."""
+        return Setting(self.default_strategy)
+
+    def strategy_of(self, rag: core.Rag | None) -> str:
+        """What the request names, or the default."""
+        return (rag and rag.strategy) or self.default_strategy
+
+    def observe_shadows(self, observer: Callable[[str, core.Divergence], None]) -> None:
+        """Tests call it."""
+        self.observers.append(observer)
+
+    async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
+        """Deltas of one token each, then the answer."""
+        self._check(request)
+        self.requests.append(request)
+        self.running += 1
+        try:
+            async for event in self._generate(request):
+                yield event
+            self.finished += 1
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+    def _check(self, request: core.Request) -> None:
+        if self.error is not None:
+            raise self.error
+        if self.running >= self.max_queue:
+            raise core.OverloadError("the queue is full; try again later")
+        strategy = request.rag and request.rag.strategy
+        if strategy and strategy not in self.strategies:
+            message = f"unknown strategy {strategy!r}; there are {', '.join(self.strategies)}"
+            raise core.RequestError(message, param="rag.strategy", code="invalid_value")
+        wanted = self._prompt_tokens(request) + request.sampling.max_tokens
+        if request.sampling.max_tokens != core.Sampling().max_tokens and wanted > self.context_length:
+            message = f"prompt and answer need {wanted} tokens; the context has {self.context_length}"
+            raise core.RequestError(message, param="messages", code="context_length_exceeded")
+
+    async def _generate(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
+        begin = time.perf_counter()
+        shown = self.tokens[: request.sampling.max_tokens]
+        logprobs: list[core.TokenLogprob] = []
+        for i, token in enumerate(shown):
+            await asyncio.sleep(self.delay)
+            if self.breakdown is not None and i == self.sound:
+                raise self.breakdown
+            logprobs.append(self._logprob(i, request.sampling.logprobs or 0))
+            yield core.Delta(token, self._wanted(request, logprobs[-1:]))
+        approximate = request.rag is not None and request.rag.strategy == "naive"
+        ttft = 1e3 * (time.perf_counter() - begin)
+        yield core.Answer(
+            text="".join(shown),
+            finish_reason="stop" if len(shown) == len(self.tokens) else "length",
+            tokens=tuple(range(len(shown))),
+            prompt_tokens=self._prompt_tokens(request),
+            cached_tokens=7,
+            strategy=(request.rag and request.rag.strategy) or self.default_strategy,
+            exact_to=None if approximate else "full",
+            segments=(
+                core.SegmentReport("system", "", 5, 5, 0, "device", None),
+                core.SegmentReport("harbour#0", "The harbour", 4, 2, 1, None, 0.75),
+            ),
+            timings=core.Timings(1.0, 2.0, 3.0, ttft, ttft),
+            logprobs=self._wanted(request, logprobs),
+            recompute_ratio=request.rag and request.rag.recompute_ratio,
+            predicted=core.Divergence(0.25, 0.75) if approximate else core.Divergence(0.0, 1.0),
+            figures={"focus_ideal": 0.5} if approximate else {},
+            notices=("attention not by triton: no such kernel",),
+        )
+
+    def _logprob(self, i: int, alternatives: int) -> core.TokenLogprob:
+        token, begin = self.tokens[i], len("".join(self.tokens[:i]))
+        top = ((token, i, -0.25), ("other", 99, float("-inf")))
+        return core.TokenLogprob(token, i, -0.25, top[:alternatives], begin)
+
+    @staticmethod
+    def _wanted(request: core.Request, logprobs: list[core.TokenLogprob]) -> tuple[core.TokenLogprob, ...]:
+        return () if request.sampling.logprobs is None else tuple(logprobs)
+
+    def _prompt_tokens(self, request: core.Request) -> int:
+        text = request.prompt or " ".join(message.content for message in request.messages)
+        return self.count_tokens(text)
+
+    def count_tokens(self, text: str) -> int:
+        """Words."""
+        return len(text.split())
+
+    def stats(self) -> Mapping[str, Any]:
+        """Counters and gauges in the engine's names."""
+        by_strategy: dict[str, int] = {}
+        for request in self.requests:
+            name = (request.rag and request.rag.strategy) or self.default_strategy
+            by_strategy[name] = by_strategy.get(name, 0) + 1
+        count = len(self.requests)
+        return {
+            "requests_total": by_strategy,
+            "prompt_tokens_total": 9 * count,
+            "reused_tokens_total": 7 * count,
+            "recomputed_tokens_total": count,
+            "generated_tokens_total": len(self.tokens) * self.finished,
+            "cancelled_total": self.cancelled,
+            "errors_total": 0,
+            "steps_total": len(self.tokens) * self.finished,
+            "overhead_ms_last": 0.0,
+            "lookups_total": 0,
+            "exact_hit_tokens_total": 0,
+            "approximate_hit_tokens_total": 0,
+            "missed_tokens_total": 0,
+            "admitted_tokens_total": 0,
+            "evicted_tokens_total": 0,
+            "unwritten_tokens_total": 0,
+            "tier_hit_tokens_total": {"device": 7 * count},
+            "transfers_total": {"save": 1, "write": 1, "load": 1},
+            "transfer_bytes_total": {"save": 100, "write": 100, "load": 100},
+            "transfer_seconds_total": {"save": 0.1, "write": 0.1, "load": 0.1},
+            "transfer_failures_total": {"load": 0},
+            "load_fallbacks_total": {"slow": 0},
+            "device_losses_total": 0,
+            "rest_error_max": 0.0,
+            "host_bytes": 100,
+            "nodes": 3,
+            "disk_entries": 3,
+            "disk_bytes": 300,
+            "disk_set_aside_total": 0,
+            "disk_evicted_total": 0,
+            "quality_fallback": 0,
+            "shadow_replays_total": {"replayed": 1, "dropped": 0, "failed": 0},
+            "shadow_escalations_total": {"raise": 0, "exact": 0, "fault": 0},
+            "shadow_faults_total": 0,
+            "queue_depth": 0,
+            "running": self.running,
+            "pages_used": self.running,
+            "pages_total": 128,
+            "attention_calls_total": {"xla": 30 * count},
+            "attention_fallbacks_total": {"triton: no such kernel": 30 * count},
+        }
+
+    def audit(self) -> None:
+        """Nothing to audit but that no request is left."""
+        assert self.running == 0
+
+    def close(self) -> None:
+        """Remembers that it was closed; twice is a mistake."""
+        assert not self.closed
+        self.closed = True
+
+
+class WordEncoder:
+    """Embeds a text as the normalised sum of its words' random vectors, and counts what it was given."""
+
+    dim = 48
+
+    def __init__(self, identity: str = "words"):
+        self.identity = identity
+        self.encoded: list[str] = []
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.encoded += texts
+        return np.stack([self._embed(text) for text in texts]).astype(np.float32)
+
+    def _embed(self, text: str) -> np.ndarray:
+        total = np.sum([self._word(word) for word in re.findall(r"\w+", text.lower()) or [text]], axis=0)
+        return total / np.linalg.norm(total)
+
+    def _word(self, word: str) -> np.ndarray:
+        seed = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8])
+        return np.random.default_rng(seed).normal(size=self.dim)

@@ -1,0 +1,200 @@
+"""A complete engine in miniature: random decoder, byte tokenizer, hashed embeddings. For tests of everything above."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.hierarchy import Storage
+from ragjax.cache.policy import POLICIES
+from ragjax.cache.pool import PagePool
+from ragjax.cache.profile import Profile
+from ragjax.core import AtRest, Grid, Prompt, Segment
+from ragjax.core import Kind as SegmentKind
+from ragjax.engine import Engine
+from ragjax.models.config import ModelConfig
+from ragjax.models.decoder import Decoder
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.reuse import strategies as all_strategies
+from ragjax.reuse.base import Strategy
+from ragjax.runner.runner import Runner
+from ragjax.store.disk import DiskStore
+from ragjax.store.transfer import Mover
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=260,
+    hidden_size=48,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    qkv_bias=False,
+    qk_norm=False,
+    context_length=1024,
+    eos_ids=(257,),
+    bos_id=None,
+)
+GRID = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), slots=(320,), logits=(2, 4))
+PAGE = 16
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def decoder(dtype: str = "float32", config: ModelConfig = CONFIG, seed: int = 0) -> Decoder:
+    """Random weights, scaled up so that attention is far from uniform."""
+    made = Decoder(config, jnp.dtype(dtype), rngs=nnx.Rngs(seed))
+    for layer in made.layers:
+        layer.qkv.set_value(layer.qkv[...] * 3)
+    return made
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and three control tokens."""
+    alphabet = _byte_alphabet()
+    special = {"<|start|>": 256, "<|end|>": 257, "<|pad|>": 258}
+    definition: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": i,
+                "content": text,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for text, i in special.items()
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {**{c: i for i, c in enumerate(alphabet)}, **special},
+            "merges": [],
+        },
+    }
+    return Tokenizer(definition, special={"eos_token": 257}, eos_ids=(257,), add_bos=False, chat_template=TEMPLATE)
+
+
+def _byte_alphabet() -> list[str]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    table = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    return [table[b] for b in range(256)]
+
+
+class HashedEncoder:
+    """Embeds a text as the sum of its words' hashes."""
+
+    identity = "hashed"
+    dim = 32
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """float32 [n, 32], rows of length one."""
+        out = np.zeros((len(texts), self.dim), np.float32)
+        for i, text in enumerate(texts):
+            for word in text.lower().split() or [""]:
+                seed = int.from_bytes(hashlib.sha256(word.strip(".,?!").encode()).digest()[:4], "little")
+                out[i] += np.random.default_rng(seed).standard_normal(self.dim)
+        return out / np.linalg.norm(out, axis=1, keepdims=True)
+
+
+@cache
+def runner(dtype: str = "float32", *, pages: int = 200) -> Runner:
+    """A runner, shared by all tests: one engine at a time may use it. Its programs are compiled when first used."""
+    return Runner(decoder(dtype), pages=pages, page_size=PAGE, grid=GRID)
+
+
+def engine(
+    made: Runner | None = None,
+    *,
+    pages: int = 200,
+    extra: Sequence[Strategy] = (),
+    strategy: str = "prefix",
+    policy: str = "lru",
+    host_bytes: int = 0,
+    disk: DiskStore | None = None,
+    at_rest: AtRest = "raw",
+    quota: Callable[[str], int | None] = lambda tenant: None,
+    **options: Any,
+) -> Engine:
+    """An engine around a runner (the shared float32 one by default) of which it uses `pages` pages."""
+    made = made or runner()
+    tokenizer = byte_tokenizer()
+    mover = Mover(made, at_rest, disk=disk)
+    profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
+    storage = Storage(mover, host_bytes, disk, quota)
+    return Engine(
+        made,
+        tokenizer,
+        KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy](profile), storage),
+        mover=mover,
+        disk=disk,
+        model_name="tiny",
+        context_length=CONFIG.context_length,
+        strategies=all_strategies() | {s.name: s for s in extra},
+        default_strategy=strategy,
+        chunker=Chunker(partial(tokenizer.encode, special=False), 64),
+        open_knowledge=opener(tokenizer),
+        **options,
+    )
+
+
+def opener(tokenizer: Tokenizer) -> Callable[[str], KnowledgeBase]:
+    """Knowledge bases in memory."""
+
+    def open_base(name: str) -> KnowledgeBase:
+        return KnowledgeBase.open(
+            None,
+            encode_tokens=partial(tokenizer.encode, special=False),
+            encoder=HashedEncoder(),
+            model_key="tiny",
+            max_tokens=64,
+            name=name,
+        )
+
+    return open_base
+
+
+def prompt(seed: int = 0, system: int = 20, chunks: Sequence[int] = (40, 33, 57), question: int = 18) -> Prompt:
+    """A random prompt: system, chunks, question. Chunks of equal seed and index are equal."""
+    random = np.random.default_rng(seed)
+
+    def segment(name: str, kind: SegmentKind, n: int) -> Segment:
+        return Segment(name, kind, random.integers(0, 256, n).astype(np.int32), title=name)
+
+    return Prompt(
+        (
+            segment("system", SegmentKind.SYSTEM, system),
+            *(segment(f"chunk{i}", SegmentKind.CHUNK, n) for i, n in enumerate(chunks)),
+            segment("question", SegmentKind.JOIN, question),
+        )
+    )

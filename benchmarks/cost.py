@@ -37,11 +37,11 @@ def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
     random, times = np.random.default_rng(cached * 100_003 + new), []
     for _ in range(rounds):
         ids = random.integers(5, 1000, cached + new).astype(np.int32)
-        head = (Segment("cached", Kind.JOIN, ids[:cached]),) if cached else ()
+        head = (Segment("cached", Kind.QUERY, ids[:cached]),) if cached else ()
         if head:
             engine.answer_prompt(Prompt(head), strategy="prefix", max_tokens=1)
         began = time.perf_counter()
-        prompt = Prompt((*head, Segment("new", Kind.JOIN, ids[cached:])))
+        prompt = Prompt((*head, Segment("new", Kind.QUERY, ids[cached:])))
         answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=1)
         times.append(time.perf_counter() - began)
         # the last token of the cached part is computed for its logits, so it is cached as well

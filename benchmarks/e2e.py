@@ -30,7 +30,7 @@ from ragjax.core import NEVER, Grid, Run, Span, Step
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Weight
 from ragjax.runner.runner import Runner
-from ragjax.schedule.scheduler import SlotTable
+from ragjax.schedule.scheduler import PageTable
 
 Int = NDArray[np.int32]
 
@@ -65,7 +65,7 @@ TINY = replace(_config("llama", 8, 2, 4, 64, 96, 320, False), context_length=102
 
 @dataclass(frozen=True)
 class Setting:
-    """What is run. rows: buckets; slots: of every step, and pages of the pool."""
+    """What is run. rows: buckets; entries: of every step, and pages of the pool."""
 
     models: Mapping[str, ModelConfig]
     contexts: tuple[int, ...]
@@ -74,16 +74,16 @@ class Setting:
     page: int
     dtype: str
     rows: tuple[int, ...]
-    slots: int
+    entries: int
     batch_context: int
     runs: int
     decoded: int
 
     def grid(self, config: ModelConfig) -> Grid:
-        """Row buckets that fit the passes measured here; one slot bucket, to compile few programs."""
+        """Row buckets that fit the passes measured here; one entry bucket, to compile few programs."""
         # with its padded group a block fills the 128 rows of a kernel
         block = 128 // (1 << (config.num_groups - 1).bit_length())
-        return Grid(rows=((8, 1), *((n, block) for n in self.rows)), slots=(self.slots,), logits=(8,))
+        return Grid(rows=((8, 1), *((n, block) for n in self.rows)), entries=(self.entries,), logits=(8,))
 
 
 FULL = Setting(
@@ -94,7 +94,7 @@ FULL = Setting(
     page=PAGE,
     dtype="bfloat16",
     rows=(64, 1280, 2560, 4096, 5120),
-    slots=640,
+    entries=640,
     batch_context=4096,
     runs=3,
     decoded=DECODED,
@@ -107,7 +107,7 @@ REHEARSAL = Setting(
     page=16,
     dtype="float32",
     rows=(32, 64),
-    slots=24,
+    entries=24,
     batch_context=32,
     runs=1,
     decoded=4,
@@ -139,7 +139,7 @@ def make_runner(config: ModelConfig, setting: Setting) -> Runner:
     context = max(setting.contexts) + 2 * setting.page
     runner = Runner(
         random_decoder(config, setting.dtype),
-        pages=setting.slots + 1,
+        pages=setting.entries + 1,
         page_size=setting.page,
         context=context,
         grid=setting.grid(config),
@@ -153,11 +153,11 @@ def make_runner(config: ModelConfig, setting: Setting) -> Runner:
 
 @dataclass(frozen=True)
 class Pass:
-    """Rows to compute over spans of keys, for one request; cell: where each row's KV goes."""
+    """Rows to compute over spans of keys, for one request; slot: where each row's KV goes."""
 
     order: Int
     position: Int
-    cell: Int
+    slot: Int
     spans: tuple[Span, ...]
 
 
@@ -165,7 +165,7 @@ class Pass:
 class Layout:
     """A prompt of system, chunks and question on pages of its own, and the passes over it.
 
-    tail: cells behind the question, for decoding. fresh: pages for what is computed anew.
+    tail: slots behind the question, for decoding. fresh: pages for what is computed anew.
     """
 
     context: int
@@ -186,7 +186,7 @@ class Layout:
 
     @property
     def runs(self) -> list[Run]:
-        """Cells of the system prompt, of each chunk and of the question with its tail; each on pages of its own."""
+        """Slots of the system prompt, of each chunk and of the question with its tail; each on pages of its own."""
         lengths = [*np.diff(self.starts).tolist(), self.question + self.page]
         found, page = [], self.first_page
         for length in lengths:
@@ -207,31 +207,31 @@ class Layout:
 
     def _asked(self) -> tuple[Int, Span]:
         run = self.runs[-1].slice(0, self.question, self.page)
-        return orders(self.join, self.context), Span.consecutive(self.join, run)
+        return indices(self.join, self.context), Span.consecutive(self.join, run)
 
     def full(self) -> Pass:
         """Plain causal attention over everything."""
         spans = [Span.consecutive(start, run) for start, run in zip(self.starts, self.runs[:-1], strict=False)]
-        order = orders(0, self.context)
+        order = indices(0, self.context)
         every = (*spans, self._asked()[1])
-        return Pass(order, order, np.concatenate([s.run.cells(self.page) for s in every]), every)
+        return Pass(order, order, np.concatenate([s.run.slots(self.page) for s in every]), every)
 
     def chunks(self) -> Pass:
         """System prompt and chunks, each chunk at the position right behind the system prompt, hidden from others."""
         starts, system = self.starts, self.starts[1]
         spans = [Span.consecutive(0, self.runs[0])]
-        position = [orders(0, system)]
+        position = [indices(0, system)]
         for begin, end, run in zip(starts[1:], starts[2:], self.runs[1:], strict=False):
             spans.append(Span.consecutive(begin, run, 0, (end, self.join)))
-            position.append(orders(system, system + end - begin))
-        cell = np.concatenate([s.run.cells(self.page) for s in spans])
-        return Pass(orders(0, self.join), np.concatenate(position), cell, tuple(spans))
+            position.append(indices(system, system + end - begin))
+        slot = np.concatenate([s.run.slots(self.page) for s in spans])
+        return Pass(indices(0, self.join), np.concatenate(position), slot, tuple(spans))
 
     def _cached(self, stale: Int | None = None) -> list[Span]:
         """Keys of the chunks at their places in the prompt."""
         system, spans = self.starts[1], []
         for begin, run in zip(self.starts, self.runs[:-1], strict=False):
-            order = orders(begin, begin + run.length)
+            order = indices(begin, begin + run.length)
             if stale is not None:
                 order = np.where(np.isin(order, stale), NEVER, order)
             spans.append(Span(order, run, 0 if begin == 0 else begin - system))
@@ -240,7 +240,7 @@ class Layout:
     def naive(self) -> Pass:
         """The question over cached chunks."""
         order, asked = self._asked()
-        return Pass(order, order, asked.run.cells(self.page), (*self._cached(), asked))
+        return Pass(order, order, asked.run.slots(self.page), (*self._cached(), asked))
 
     def recompute(self, share: float, seed: int = 0) -> Pass:
         """The question and `share` of the context, which goes to fresh pages; what it replaces is hidden."""
@@ -250,17 +250,17 @@ class Layout:
         fresh = Span(stale, Run(tuple(range(first, first + -(-count // self.page))), 0, count))
         question, asked = self._asked()
         order = np.concatenate([stale, question])
-        cell = np.concatenate([fresh.run.cells(self.page), asked.run.cells(self.page)])
-        return Pass(order, order, cell, (*self._cached(stale), fresh, asked))
+        slot = np.concatenate([fresh.run.slots(self.page), asked.run.slots(self.page)])
+        return Pass(order, order, slot, (*self._cached(stale), fresh, asked))
 
-    def table(self, spans: Sequence[Span]) -> tuple[SlotTable, Int]:
-        """Slots of the prompt's spans and of a tail for generated tokens, not shown yet; and the tail's cells."""
+    def table(self, spans: Sequence[Span]) -> tuple[PageTable, Int]:
+        """Entries of the prompt's spans and of a tail for generated tokens, not shown yet; and the tail's slots."""
         tail = self.runs[-1].slice(self.question, self.runs[-1].length, self.page)
         hidden = Span(np.full(tail.length, NEVER, np.int32), tail)
-        return SlotTable([*spans, hidden], self.page), tail.cells(self.page)
+        return PageTable([*spans, hidden], self.page), tail.slots(self.page)
 
 
-def orders(begin: int, end: int) -> Int:
+def indices(begin: int, end: int) -> Int:
     """Consecutive orders."""
     return np.arange(begin, end, dtype=np.int32)
 
@@ -281,49 +281,49 @@ def cut(n: int, buckets: tuple[int, ...]) -> list[int]:
     return list(best(n)[1])
 
 
-def prefill_steps(grid: Grid, one: Pass, table: SlotTable, tokens: Int, page: int) -> Iterator[tuple[Step, int]]:
+def prefill_steps(grid: Grid, one: Pass, table: PageTable, tokens: Int, page: int) -> Iterator[tuple[Step, int]]:
     """Steps that carry out a pass of one request, and how many rows each computes."""
     begin, n = 0, len(one.order)
     for rows in cut(n, tuple(n for n, block in grid.rows if block > 1)):
-        step = empty_step(rows, grid.slots[0], page)
+        step = empty_step(rows, grid.entries[0], page)
         take = min(rows, n - begin)
         _put_rows(step, slice(0, take), 0, one, slice(begin, begin + take), tokens)
-        _put_slots(step, 0, 0, table)
+        _put_entries(step, 0, 0, table)
         yield step, take
         begin += take
 
 
-def decode_step(grid: Grid, parts: Sequence[tuple[Pass, SlotTable, Int]], page: int) -> Step:
+def decode_step(grid: Grid, parts: Sequence[tuple[Pass, PageTable, Int]], page: int) -> Step:
     """One step of a row for each of several requests."""
-    step = empty_step(grid.rows[0][0], grid.slots[0], page)
-    slot = 0
+    step = empty_step(grid.rows[0][0], grid.entries[0], page)
+    entry = 0
     for number, (one, table, tokens) in enumerate(parts):
         _put_rows(step, slice(number, number + 1), number, one, slice(0, 1), tokens)
-        _put_slots(step, slot, number, table)
-        slot += len(table)
+        _put_entries(step, entry, number, table)
+        entry += len(table)
     return step
 
 
 def _put_rows(step: Step, at: slice, request: int, one: Pass, part: slice, tokens: Int) -> None:
-    step.token_T[at], step.order_T[at], step.position_T[at] = tokens[part], one.order[part], one.position[part]
-    step.request_T[at], step.cell_T[at] = request, one.cell[part]
+    step.token_T[at], step.index_T[at], step.position_T[at] = tokens[part], one.order[part], one.position[part]
+    step.request_T[at], step.slot_T[at] = request, one.slot[part]
 
 
-def _put_slots(step: Step, slot: int, request: int, table: SlotTable) -> None:
-    here = slice(slot, slot + len(table))
+def _put_entries(step: Step, entry: int, request: int, table: PageTable) -> None:
+    here = slice(entry, entry + len(table))
     step.page_S[here], step.offset_S[here], step.request_S[here] = table.page_S, table.offset_S, request
-    step.order_SC[here] = table.order_SC
+    step.index_SC[here] = table.index_SC
     step.hide_from_SC[here], step.hide_until_SC[here] = table.hide_from_SC, table.hide_until_SC
 
 
-def empty_step(rows: int, slots: int, page: int) -> Step:
+def empty_step(rows: int, entries: int, page: int) -> Step:
     """A step of padding."""
     return Step(
-        token_T=np.zeros(rows, np.int32), order_T=np.full(rows, -1, np.int32), position_T=np.zeros(rows, np.int32),
-        request_T=np.full(rows, -1, np.int32), cell_T=np.zeros(rows, np.int32), page_S=np.zeros(slots, np.int32),
-        offset_S=np.zeros(slots, np.int32), request_S=np.full(slots, -1, np.int32),
-        order_SC=np.full((slots, page), NEVER, np.int32), hide_from_SC=np.zeros((slots, page), np.int32),
-        hide_until_SC=np.zeros((slots, page), np.int32),
+        token_T=np.zeros(rows, np.int32), index_T=np.full(rows, -1, np.int32), position_T=np.zeros(rows, np.int32),
+        request_T=np.full(rows, -1, np.int32), slot_T=np.zeros(rows, np.int32), page_S=np.zeros(entries, np.int32),
+        offset_S=np.zeros(entries, np.int32), request_S=np.full(entries, -1, np.int32),
+        index_SC=np.full((entries, page), NEVER, np.int32), hide_from_SC=np.zeros((entries, page), np.int32),
+        hide_until_SC=np.zeros((entries, page), np.int32),
     )  # fmt: skip
 
 
@@ -342,10 +342,10 @@ class Ours:
         """Random weights and an empty pool."""
         return make_runner(self.config, self.setting)
 
-    def carry_out(self, one: Pass, tokens: Int | None = None) -> NDArray[np.float32]:
+    def prefill(self, one: Pass, tokens: Int | None = None) -> NDArray[np.float32]:
         """Logits behind the last row of a pass, [1, V]."""
         ids = self.tokens(len(one.order), 0) if tokens is None else tokens
-        table = SlotTable(one.spans, self.setting.page)
+        table = PageTable(one.spans, self.setting.page)
         for step, taken in prefill_steps(self.runner.grid, one, table, ids, self.setting.page):
             outcome, last = self.runner.step(step), taken - 1
         return self.runner.logits(outcome, [last])
@@ -373,7 +373,7 @@ class Ours:
 
     def _all(self, work: Sequence[Pass]) -> NDArray[np.float32]:
         for one in work:
-            logits = self.carry_out(one)
+            logits = self.prefill(one)
         return logits
 
     def decode(self, layouts: Sequence[Layout], spans: Sequence[Sequence[Span]]) -> float:
@@ -388,14 +388,14 @@ class Ours:
         return self.setting.decoded * len(layouts) / (time.perf_counter() - began)
 
     def next_tokens(
-        self, layouts: Sequence[Layout], tails: Sequence[tuple[SlotTable, Int]], chosen: Sequence[Int], i: int
+        self, layouts: Sequence[Layout], tails: Sequence[tuple[PageTable, Int]], chosen: Sequence[Int], i: int
     ) -> NDArray[np.float32]:
         """Logits behind the generated token i of each request."""
         parts = []
-        for layout, (table, cells), token in zip(layouts, tails, chosen, strict=True):
+        for layout, (table, slots), token in zip(layouts, tails, chosen, strict=True):
             order = np.array([layout.context + i], np.int32)
             table.show(i, int(order[0]))
-            parts.append((Pass(order, order, cells[i : i + 1], ()), table, token))
+            parts.append((Pass(order, order, slots[i : i + 1], ()), table, token))
         outcome = self.runner.step(decode_step(self.runner.grid, parts, self.setting.page))
         return self.runner.logits(outcome, range(len(parts)))
 
@@ -416,7 +416,7 @@ def visible_pairs(one: Pass) -> int:
     for span in one.spans:
         low, high = span.hidden
         rows = one.order[(one.order < low) | (one.order >= high)]
-        total += int(np.searchsorted(np.sort(span.orders), rows, side="right").sum())
+        total += int(np.searchsorted(np.sort(span.indices), rows, side="right").sum())
     return total
 
 
@@ -449,13 +449,13 @@ def measure_ours(record: gpu.Record, name: str, setting: Setting, limits: gpu.Ce
 
 def _first_pages(setting: Setting) -> list[int]:
     each = Layout(setting.batch_context, setting.chunk, setting.question, setting.page).pages
-    # the question's last page and the tail's first are one page in two slots
-    return [1 + i * each for i in range(min(8, setting.slots // (each + 1)))]
+    # the question's last page and the tail's first are one page in two entries
+    return [1 + i * each for i in range(min(8, setting.entries // (each + 1)))]
 
 
 def _decode(ours: Ours, layouts: Sequence[Layout], spans: Sequence[Sequence[Span]]) -> dict[str, Any]:
     for layout in layouts:
-        ours.carry_out(layout.full())
+        ours.prefill(layout.full())
     before = Counter(ours.runner.calls)
     rate = ours.decode(layouts, spans)
     return {"decode_tokens_per_s": rate, "attention": " ".join(sorted(ours.runner.calls - before))}

@@ -304,7 +304,11 @@ def plain(row: Mapping[str, Any]) -> dict[str, Any]:
 def code_digest() -> str:
     """Digest of the sources that a figure depends on."""
     whole = hashlib.sha256()
-    files = [*(ROOT / "ragjax").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), ROOT / "tests" / "support" / "oracle.py"]
+    files = [
+        *(ROOT / "ragjax").rglob("*.py"),
+        *(ROOT / "benchmarks").rglob("*.py"),
+        ROOT / "tests" / "support" / "oracle.py",
+    ]
     for file in sorted(f for f in files if ".envs" not in f.parts):
         whole.update(os.fsencode(file.name) + file.read_bytes())
     return whole.hexdigest()

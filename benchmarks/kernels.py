@@ -3,7 +3,7 @@
     python -m benchmarks.kernels [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
 
 First every backend that serves on the device against a float64 oracle: small random prompts over head dimension,
-dtype, group, page size, prefill and decode, NaN in all unused cells. Then timings at 16K and 32K rows, each with a spot
+dtype, group, page size, prefill and decode, NaN in all unused slots. Then timings at 16K and 32K rows, each with a spot
 check of its result; TFLOP/s count the tiles that the block lists name, and nothing else. Exit code 1 if a result is
 wrong or one of the cases could not be run.
 """
@@ -87,8 +87,8 @@ class Shape:
 
     @property
     def sizes(self) -> Any:
-        """Of the pool and the slots; many slots, so that decode splits its lists."""
-        return oracle.Sizes(page_size=self.page_size, pages=48, slots=48)
+        """Of the pool and the entries; many entries, so that decode splits its lists."""
+        return oracle.Sizes(page_size=self.page_size, pages=48, entries=48)
 
 
 def _prefill(dim: int, dtype: str, groups: int, page: int, block: int, q: str = "float32") -> Shape:
@@ -170,7 +170,7 @@ def pieces_of(kind: str, request: int, lengths: Sequence[int], base: int, rng: n
     if kind != "stale":
         return pieces
     stale = sorted(int(n) for n in rng.choice(starts[-1], min(starts[-1], 12), replace=False))
-    dead = [replace(p, orders=tuple(NEVER if o in stale else o for o in p.orders)) for p in pieces]
+    dead = [replace(p, indices=tuple(NEVER if o in stale else o for o in p.indices)) for p in pieces]
     return [*dead, oracle.Piece(request, tuple(stale), base + 7, (0, 0), 100 * request + 99)]
 
 
@@ -186,7 +186,7 @@ def rotation(dim: int, length: int) -> Rotation:
 
 
 def make_case(shape: Shape, requests: Sequence[tuple[str, bool]], seed: int) -> Case:
-    """A random case; every cell that no key owns holds NaN."""
+    """A random case; every slot that no key owns holds NaN."""
     rng = np.random.default_rng(seed)
     pieces: list[Any] = []
     for number, (kind, _) in enumerate(requests):
@@ -201,7 +201,7 @@ def make_case(shape: Shape, requests: Sequence[tuple[str, bool]], seed: int) -> 
     q, rows, place_T = oracle.lay_rows(queries, freq, shape.block_rows, shape.rows, seed)
     want_THD, want_TH, _ = oracle.attend(queries, keys, freq, shape.dim**-0.5)
     arguments = (
-        q.astype(shape.q_dtype), rows, layout.pages, jnp.int32(layout.layer), layout.slots,
+        q.astype(shape.q_dtype), rows, layout.pages, jnp.int32(layout.layer), layout.entries,
         rotation(shape.dim, MAX_OFFSET + LOCAL),
     )  # fmt: skip
     return Case(arguments, place_T, want_THD, want_TH)
@@ -210,34 +210,36 @@ def make_case(shape: Shape, requests: Sequence[tuple[str, bool]], seed: int) -> 
 def _queries(shape: Shape, requests: Sequence[tuple[str, bool]], keys: Any, rng: np.random.Generator) -> Any:
     most = shape.rows // shape.block_rows // len(requests) * shape.block_rows
     request_T: list[int] = []
-    order_T: list[int] = []
+    index_T: list[int] = []
     position_T: list[int] = []
     for number, (_, dense) in enumerate(requests):
-        own = (keys.request_N == number) & (keys.order_N < NEVER)
-        position = dict(zip(keys.order_N[own].tolist(), keys.position_N[own].tolist(), strict=True))
-        orders = sorted(position)
-        count = min(len(orders), most, 96)
-        chosen = orders[-count:] if dense else sorted(rng.choice(orders, count, replace=False).tolist())
+        own = (keys.request_N == number) & (keys.index_N < NEVER)
+        position = dict(zip(keys.index_N[own].tolist(), keys.position_N[own].tolist(), strict=True))
+        indices = sorted(position)
+        count = min(len(indices), most, 96)
+        chosen = indices[-count:] if dense else sorted(rng.choice(indices, count, replace=False).tolist())
         request_T += [number] * count
-        order_T += chosen
+        index_T += chosen
         position_T += [position[o] for o in chosen]
-    q_THD = rng.standard_normal((len(order_T), shape.kv_heads * shape.groups, shape.dim))
-    return oracle.Queries(np.asarray(request_T), np.asarray(order_T), np.asarray(position_T), q_THD)
+    q_THD = rng.standard_normal((len(index_T), shape.kv_heads * shape.groups, shape.dim))
+    return oracle.Queries(np.asarray(request_T), np.asarray(index_T), np.asarray(position_T), q_THD)
 
 
 def attend_case(
-    backend: str, block_rows: int, q: Any, rows: Any, pages: Any, layer: Any, slots: Any, table: Rotation
+    backend: str, block_rows: int, q: Any, rows: Any, pages: Any, layer: Any, entries: Any, table: Rotation
 ) -> Any:
     """Lists and attention in one program."""
     scale = float(q.shape[-1] ** -0.5)
-    view = View.build(rows, pages, layer, slots, table, scale=scale, block_rows=block_rows)
+    view = View.build(rows, pages, layer, entries, table, scale=scale, block_rows=block_rows)
     return paged_interval_attention(q, view, backend=backend)
 
 
 def why_not(backend: str, shape: Shape, case: Case) -> str | None:
     """Why a backend does not serve a shape on this device."""
-    q, rows, pages, layer, slots, table = case.arguments
-    view = jax.eval_shape(partial(View.build, scale=1.0, block_rows=shape.block_rows), rows, pages, layer, slots, table)
+    q, rows, pages, layer, entries, table = case.arguments
+    view = jax.eval_shape(
+        partial(View.build, scale=1.0, block_rows=shape.block_rows), rows, pages, layer, entries, table
+    )
     return BACKENDS[backend].refusal(q, view, Device.of(jax.devices()[0]))
 
 
@@ -398,15 +400,15 @@ class Bench:
 
     def view(self, mask: Mask, page_size: int, block_rows: int) -> View:
         """The mask over a pool."""
-        key = (mask.name, len(mask.order_N), page_size, block_rows)
+        key = (mask.name, len(mask.index_N), page_size, block_rows)
         if key not in self._views:
-            pages = self.pages(len(mask.order_N) // page_size, page_size)
+            pages = self.pages(len(mask.index_N) // page_size, page_size)
             self._views = {key: masks.view_of(mask, pages, self.table, self.scale, block_rows)}
         return self._views[key]
 
     def program(self, backend: str, q: jax.Array, view: View, times: int) -> Any:
         """Attention by a backend; with `times`, that many calls one after the other, output alone."""
-        key = (backend, q.shape, view.slots.order_ASC.shape, view.block_rows, times)
+        key = (backend, q.shape, view.entries.index_ASC.shape, view.block_rows, times)
         if key not in self._programs:
 
             def attend(q: jax.Array, view: View) -> Any:
@@ -427,13 +429,13 @@ class Bench:
             groups = 1 << (self.model.heads // self.model.kv_heads - 1).bit_length()
             choices = (128 // groups, 64 // groups)
         for block in choices:
-            if len(mask.order_T) % block == 0 and self.refusal(backend, mask, page_size, block) is None:
+            if len(mask.index_T) % block == 0 and self.refusal(backend, mask, page_size, block) is None:
                 return block
         return None
 
     def refusal(self, backend: str, mask: Mask, page_size: int, block_rows: int) -> str | None:
         """Why the backend does not serve the mask here."""
-        q = jax.ShapeDtypeStruct((len(mask.order_T), self.model.heads, self.model.dim), jnp.dtype(self.model.dtype))
+        q = jax.ShapeDtypeStruct((len(mask.index_T), self.model.heads, self.model.dim), jnp.dtype(self.model.dtype))
         return BACKENDS[backend].refusal(q, abstract_view(self.model, mask, page_size, block_rows), self.device)
 
     def backends(self, mask: Mask, page_size: int) -> list[str]:
@@ -445,7 +447,7 @@ class Bench:
         """Time a backend on a mask, with a spot check of what it computed."""
         block = self.block_rows(backend, mask, page_size)
         assert block is not None
-        view, q = self.view(mask, page_size, block), self.queries(len(mask.order_T))
+        view, q = self.view(mask, page_size, block), self.queries(len(mask.index_T))
         single = self.program(backend, q, view, 0)
         error = spot_error(mask, q, single(q, view)[0], view)
         limit = SPOT_TOLERANCE[self.model.dtype]
@@ -458,8 +460,8 @@ class Bench:
 
     def figures(self, mask: Mask, view: View, ms: float) -> dict[str, Any]:
         """What follows from a time and the lists."""
-        m, cells = self.model, view.pages.page_size
-        pairs, whole = masks.visited_tiles(view.blocks) * view.block_rows * cells, masks.pairs(mask)
+        m, slots = self.model, view.pages.page_size
+        pairs, whole = masks.visited_tiles(view.blocks) * view.block_rows * slots, masks.pairs(mask)
         found: dict[str, Any] = {
             "ms": ms,
             "tflops": 4 * pairs * m.dim * m.heads / ms / 1e9,
@@ -468,7 +470,7 @@ class Bench:
             "block_rows": view.block_rows,
         }
         if mask.name.startswith("decode"):
-            bytes_read = 2 * len(mask.order_N) * m.kv_heads * m.dim * jnp.dtype(m.dtype).itemsize
+            bytes_read = 2 * len(mask.index_N) * m.kv_heads * m.dim * jnp.dtype(m.dtype).itemsize
             found["gb_s"] = bytes_read / ms / 1e6
         return found
 
@@ -476,14 +478,14 @@ class Bench:
         """What a row says before it is measured."""
         return {
             "case": mask.name, "backend": backend, "dtype": self.model.dtype, "head_dim": self.model.dim,
-            "rows": len(mask.order_T), "keys": len(mask.order_N), "page_size": page_size, "peer": None, "ratio": None,
+            "rows": len(mask.index_T), "keys": len(mask.index_N), "page_size": page_size, "peer": None, "ratio": None,
         }  # fmt: skip
 
 
 def abstract_view(model: Model, mask: Mask, page_size: int, block_rows: int) -> View:
     """The view of a mask, shapes alone."""
-    slots = jax.eval_shape(lambda: masks.slots_of(mask, page_size))
-    total = len(mask.order_N) // page_size
+    entries = jax.eval_shape(lambda: masks.entries_of(mask, page_size))
+    total = len(mask.index_N) // page_size
     pages = jax.eval_shape(
         lambda: masks.random_pages(jax.random.key(0), total, page_size, model.kv_heads, model.dim, model.dtype)
     )
@@ -491,19 +493,19 @@ def abstract_view(model: Model, mask: Mask, page_size: int, block_rows: int) -> 
     table = jax.eval_shape(lambda: Rotation(*(jnp.zeros((model.context, model.dim // 2)) for _ in range(2))))
     scale = float(model.dim**-0.5)
     return jax.eval_shape(partial(View.build, layer=0, scale=scale, block_rows=block_rows), rows, pages,
-                          slots=slots, rotation=table)  # fmt: skip
+                          entries=entries, rotation=table)  # fmt: skip
 
 
 def spot_error(mask: Mask, q_THD: jax.Array, out_THD: jax.Array, view: View) -> float:
     """Relative error of a few rows, in the first and the last KV head, against float64."""
     m_heads, kv_heads = q_THD.shape[1], view.pages.k_LPKCD.shape[2]
     groups = m_heads // kv_heads
-    page_S = view.slots.page_AS[0]
-    live = np.flatnonzero(mask.order_T >= 0)
+    page_S = view.entries.page_AS[0]
+    live = np.flatnonzero(mask.index_T >= 0)
     rows = live[np.linspace(0, len(live) - 1, SPOT_ROWS).astype(int)]
     q, out = (np.asarray(x[rows].astype(jnp.float32), np.float64) for x in (q_THD, out_THD))
     freq = frequencies(q_THD.shape[2])
-    got, want = [], []
+    got, what = [], []
     for kv_head in dict.fromkeys((0, kv_heads - 1)):
         k_ND, v_ND = (
             np.asarray(x[0, page_S, kv_head].astype(jnp.float32), np.float64).reshape(-1, q.shape[-1])
@@ -511,15 +513,15 @@ def spot_error(mask: Mask, q_THD: jax.Array, out_THD: jax.Array, view: View) -> 
         )
         k_ND = oracle.turn(k_ND, mask.offset_N.astype(np.int64), freq)
         for i, t in enumerate(rows):
-            order = mask.order_T[t]
+            order = mask.index_T[t]
             hidden = (mask.hide_from_N <= order) & (order < mask.hide_until_N)
-            seen = (mask.request_N == mask.request_T[t]) & (mask.order_N <= order) & ~hidden
+            seen = (mask.request_N == mask.request_T[t]) & (mask.index_N <= order) & ~hidden
             own = slice(kv_head * groups, (kv_head + 1) * groups)
             logits = view.scale * (q[i, own] @ k_ND[seen].T)
             prob = np.exp(logits - logits.max(axis=1, keepdims=True))
-            want.append(prob / prob.sum(axis=1, keepdims=True) @ v_ND[seen])
+            what.append(prob / prob.sum(axis=1, keepdims=True) @ v_ND[seen])
             got.append(out[i, own])
-    return float(oracle.worst_error(np.concatenate(got), np.concatenate(want)))
+    return float(oracle.worst_error(np.concatenate(got), np.concatenate(what)))
 
 
 def temporary_bytes(program: Any) -> int | None:
@@ -536,11 +538,11 @@ def list_bytes(blocks: Blocks) -> tuple[int, int]:
 
 def measure_lists(bench: Bench, mask: Mask, page_size: int, block_rows: int) -> dict[str, Any]:
     """Time to build the block lists of a mask, once a step for all layers, and their size."""
-    rows, slots = masks.rows_of(mask), masks.slots_of(mask, page_size)
-    program = masks.build_lists.lower(rows, slots, block_rows=block_rows).compile()
-    total, largest = list_bytes(program(rows, slots))
+    rows, entries = masks.rows_of(mask), masks.entries_of(mask, page_size)
+    program = masks.build_lists.lower(rows, entries, block_rows=block_rows).compile()
+    total, largest = list_bytes(program(rows, entries))
     return {
-        "ms": gpu.milliseconds(lambda: program(rows, slots), samples=bench.samples),
+        "ms": gpu.milliseconds(lambda: program(rows, entries), samples=bench.samples),
         "block_rows": block_rows,
         "list_bytes": total,
         "largest_list_bytes": largest,
@@ -582,7 +584,7 @@ def timings(record: gpu.Record, bench: Bench) -> None:
         for mask in (*plan(model), extra):
             for backend in bench.backends(mask, page_size):
                 known = bench.known(mask, backend, page_size)
-                key = f"{mask.name}/{len(mask.order_N)}/{backend}/{page_size}"
+                key = f"{mask.name}/{len(mask.index_N)}/{backend}/{page_size}"
                 record.row(key, known, lambda: bench.measure(backend, mask, page_size))  # noqa: B023
 
 
@@ -598,8 +600,8 @@ def measure_backward(bench: Bench, mask: Mask, backend: str) -> dict[str, Any]:
     """Forward and backward together; the gradients of a shorter prompt beside those of the dense definition."""
     m = bench.model
     short = masks.chunks(512, low=32, high=128, join=32)
-    got, want = (_gradients(m, short, name)[0] for name in (backend, "reference"))
-    pairs_of = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(got(), want(), strict=True)]
+    got, what = (_gradients(m, short, name)[0] for name in (backend, "reference"))
+    pairs_of = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(got(), what(), strict=True)]
     error = max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs_of)
     if not error <= SPOT_TOLERANCE[m.dtype]:
         raise ArithmeticError(f"wrong result: relative error of a gradient {error:.3g}")
@@ -613,17 +615,17 @@ def _gradients(m: Model, mask: Mask, backend: str) -> tuple[Callable[[], Any], i
     """The gradients of q, k and v as a call, the pairs that its tiles cover, and its temporary memory."""
     from ragjax.kernels.train_attention.mask import Mask as Tiled
     from ragjax.kernels.train_attention.mask import Tokens
-    from ragjax.kernels.train_attention.op import interval_attention
+    from ragjax.kernels.train_attention.op import train_attention
 
-    tokens = Tokens(*(jnp.asarray(x) for x in (mask.order_T, mask.request_T, mask.hide_from_N, mask.hide_until_N)))
+    tokens = Tokens(*(jnp.asarray(x) for x in (mask.index_T, mask.request_T, mask.hide_from_N, mask.hide_until_N)))
     tiled = jax.jit(Tiled.build)(tokens)
-    rows, dtype = len(mask.order_T), jnp.dtype(m.dtype)
+    rows, dtype = len(mask.index_T), jnp.dtype(m.dtype)
     heads = (m.heads, m.kv_heads, m.kv_heads, m.heads)
     q, k, v, dout = (jax.random.normal(jax.random.key(i), (rows, h, m.dim), dtype) for i, h in enumerate(heads))
 
     def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, tiled: Tiled) -> Any:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            return interval_attention(q, k, v, tiled, scale=float(m.dim**-0.5), backend=backend)[0]
+            return train_attention(q, k, v, tiled, scale=float(m.dim**-0.5), backend=backend)[0]
 
         return jax.vjp(attend, q, k, v)[1](dout)
 
@@ -698,12 +700,12 @@ def _memory_gates(rows: Sequence[report.Row], model: Model) -> list[report.Row]:
     most = max((float(r["temp_bytes"]) for r in (*whole, *lists) if r.get("temp_bytes") is not None), default=None)
     # an array of one byte a pair would be the least one
     share = None if most is None else most / long**2
-    entries = [r["largest_list_bytes"] / (r["rows"] / r["block_rows"] * r["keys"] / r["page_size"]) for r in lists]
+    items = [r["largest_list_bytes"] / (r["rows"] / r["block_rows"] * r["keys"] / r["page_size"]) for r in lists]
     return [
         gpu.gate("no n x n array", f"temporary memory at {long} rows < 1 byte a pair", share, lambda x: x < 1.0,
                  "bytes a pair"),
-        gpu.gate("block lists", "<= rows/block x slots x int32", max(entries, default=None), lambda x: x <= 4.0,
-                 "bytes an entry"),
+        gpu.gate("block lists", "<= rows/block x entries x int32", max(items, default=None), lambda x: x <= 4.0,
+                 "bytes an item"),
     ]  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Who sees whom in the prompts that attention is timed on, token by token, and the same laid out in pages.
 
-Sizes: T rows, N keys (cells), S slots, C cells of a page.
+Sizes: T rows, N keys (slots), S entries, C slots of a page.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ragjax.core import NEVER
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 
 Int = NDArray[np.int32]
 
 ALIGN = 128
-"""Chunks that are moved by an offset begin on pages of their own, of this many cells at most."""
+"""Chunks that are moved by an offset begin on pages of their own, of this many slots at most."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Mask:
     """
 
     name: str
-    order_T: Int
+    index_T: Int
     request_T: Int
-    order_N: Int
+    index_N: Int
     request_N: Int
     hide_from_N: Int
     hide_until_N: Int
@@ -46,9 +46,9 @@ class Mask:
     @property
     def is_causal(self) -> bool:
         """Whether it is plain causal attention of all tokens."""
-        n = len(self.order_N)
-        whole = len(self.order_T) == n and np.array_equal(self.order_T, np.arange(n, dtype=np.int32))
-        return whole and np.array_equal(self.order_N, self.order_T) and not (self.hide_from_N < self.hide_until_N).any()
+        n = len(self.index_N)
+        whole = len(self.index_T) == n and np.array_equal(self.index_T, np.arange(n, dtype=np.int32))
+        return whole and np.array_equal(self.index_N, self.index_T) and not (self.hide_from_N < self.hide_until_N).any()
 
 
 def causal(n: int) -> Mask:
@@ -100,7 +100,7 @@ def recompute(n: int, rows: int, *, moved: bool, low: int = 256, high: int = 102
     order = np.sort(chosen).astype(np.int32)
     name = f"recompute-{'moved' if moved else 'in-place'}"
     offset = _offsets(n, low, high, seed) if moved else mask.offset_N
-    return replace(mask, name=name, order_T=order, request_T=np.zeros(rows, np.int32), offset_N=offset)
+    return replace(mask, name=name, index_T=order, request_T=np.zeros(rows, np.int32), offset_N=offset)
 
 
 def patched(n: int, rows: int, page: int, *, low: int = 256, high: int = 1024, seed: int = 0) -> Mask:
@@ -113,12 +113,12 @@ def patched(n: int, rows: int, page: int, *, low: int = 256, high: int = 1024, s
         tail[:rows] = new
         return np.concatenate([x, tail])
 
-    old = mask.order_N.copy()
-    old[mask.order_T] = NEVER
-    order = more(old, mask.order_T)
+    old = mask.index_N.copy()
+    old[mask.index_T] = NEVER
+    order = more(old, mask.index_T)
     order[n + rows :] = NEVER
     return Mask(
-        "recompute-patched", mask.order_T, mask.request_T, order, more(mask.request_N, 0),
+        "recompute-patched", mask.index_T, mask.request_T, order, more(mask.request_N, 0),
         more(mask.hide_from_N, 0), more(mask.hide_until_N, 0), more(mask.offset_N, 0),
     )  # fmt: skip
 
@@ -131,7 +131,7 @@ def decode(batch: int, context: int, *, moved: bool, low: int = 256, high: int =
     zero = np.zeros(batch * context, np.int32)
     return Mask(
         f"decode-{'moved' if moved else 'in-place'}",
-        np.full(batch, context - 1, np.int32), request, np.tile(one.order_N, batch), np.repeat(request, context),
+        np.full(batch, context - 1, np.int32), request, np.tile(one.index_N, batch), np.repeat(request, context),
         zero, zero, np.concatenate(offsets),
     )  # fmt: skip
 
@@ -160,9 +160,9 @@ def visible_pairs(mask: Mask) -> int:
     """How many pairs of a row and a key see each other, counted key by key."""
     total = 0
     for request in np.unique(mask.request_T):
-        rows = np.sort(mask.order_T[(mask.request_T == request) & (mask.order_T >= 0)])
-        own = (mask.request_N == request) & (mask.order_N < NEVER)
-        order, low, high = (x[own] for x in (mask.order_N, mask.hide_from_N, mask.hide_until_N))
+        rows = np.sort(mask.index_T[(mask.request_T == request) & (mask.index_T >= 0)])
+        own = (mask.request_N == request) & (mask.index_N < NEVER)
+        order, low, high = (x[own] for x in (mask.index_N, mask.hide_from_N, mask.hide_until_N))
         seen = len(rows) - np.searchsorted(rows, order)
         first, last = np.maximum(low, order), np.maximum(high, order)
         hidden = np.maximum(np.searchsorted(rows, last) - np.searchsorted(rows, first), 0)
@@ -175,36 +175,36 @@ def pairs(mask: Mask) -> int:
     return sum(int((mask.request_T == r).sum()) * int((mask.request_N == r).sum()) for r in np.unique(mask.request_T))
 
 
-def slots_of(mask: Mask, page_size: int, seed: int = 0) -> Slots:
+def entries_of(mask: Mask, page_size: int, seed: int = 0) -> PageTable:
     """The keys page by page, on physical pages in random order."""
-    total = len(mask.order_N) // page_size
+    total = len(mask.index_N) // page_size
     page_S = np.random.default_rng(seed).permutation(total).astype(np.int32)
 
-    def cells(x: Int) -> jax.Array:
+    def slots(x: Int) -> jax.Array:
         return jnp.asarray(x.reshape(1, total, page_size))
 
     offset_S, request_S = mask.offset_N[::page_size], mask.request_N[::page_size]
-    return Slots(
+    return PageTable(
         jnp.asarray(page_S[None]), jnp.asarray(offset_S[None]), jnp.asarray(request_S),
-        cells(mask.order_N), cells(mask.hide_from_N), cells(mask.hide_until_N),
+        slots(mask.index_N), slots(mask.hide_from_N), slots(mask.hide_until_N),
     )  # fmt: skip
 
 
 def rows_of(mask: Mask) -> Rows:
     """The rows; positions are not used by attention itself, which gets rotated queries."""
-    order = jnp.asarray(mask.order_T)
+    order = jnp.asarray(mask.index_T)
     return Rows(order, jnp.maximum(order, 0), jnp.asarray(mask.request_T))
 
 
 build_lists = jax.jit(visible_blocks, static_argnames="block_rows")
-"""The block lists of rows over slots, compiled."""
+"""The block lists of rows over entries, compiled."""
 
 
 def view_of(mask: Mask, pages: Pages, rotation: Rotation, scale: float, block_rows: int) -> View:
     """The mask as the kernels take it."""
-    rows, slots = rows_of(mask), slots_of(mask, pages.page_size)
-    blocks = build_lists(rows, slots, block_rows=block_rows)
-    return View(rows, pages, 0, slots, rotation, blocks, scale, block_rows)
+    rows, entries = rows_of(mask), entries_of(mask, pages.page_size)
+    blocks = build_lists(rows, entries, block_rows=block_rows)
+    return View(rows, pages, 0, entries, rotation, blocks, scale, block_rows)
 
 
 @partial(jax.jit, static_argnames=("pages", "page_size", "kv_heads", "dim", "dtype"))
@@ -215,5 +215,5 @@ def random_pages(key: jax.Array, pages: int, page_size: int, kv_heads: int, dim:
 
 
 def visited_tiles(blocks: Blocks) -> int:
-    """Pairs of a row block and a slot that the lists name."""
+    """Pairs of a row block and an entry that the lists name."""
     return int(np.asarray(blocks.count_N, np.int64).sum())

@@ -70,7 +70,7 @@ class Peers:
 
     def flash(self, mask: Mask) -> dict[str, Any]:
         """FlashAttention over all rows."""
-        found = self.ask("flash", rows=len(mask.order_T), **self.sizes())
+        found = self.ask("flash", rows=len(mask.index_T), **self.sizes())
         return {**found, "tflops": self._tflops(masks.visible_pairs(mask), found["ms"])}
 
     def flex(self, mask: Mask) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Peers:
 
     def cudnn(self, mask: Mask) -> dict[str, Any]:
         """CuDNN's attention through JAX over all rows (XLA's own where there is no GPU)."""
-        m, n = self.bench.model, len(mask.order_T)
+        m, n = self.bench.model, len(mask.index_T)
         kind = "cudnn" if self.device == "cuda" else "xla"
         q, k, v = (
             jax.random.normal(jax.random.key(i), (1, n, heads, m.dim), jnp.dtype(m.dtype))
@@ -100,9 +100,9 @@ class Peers:
 
 def save_mask(mask: Mask, folder: Path, **more: Any) -> Path:
     """The mask's numbers (and arrays beside them) as a .npz file."""
-    file = folder / f"{mask.name}-{len(mask.order_N)}.npz"
+    file = folder / f"{mask.name}-{len(mask.index_N)}.npz"
     np.savez(
-        file, order_T=mask.order_T, order_N=mask.order_N, hide_from_N=mask.hide_from_N,
+        file, index_T=mask.index_T, index_N=mask.index_N, hide_from_N=mask.hide_from_N,
         hide_until_N=mask.hide_until_N, **more,
     )  # fmt: skip
     return file
@@ -138,14 +138,14 @@ def measure(record: gpu.Record, peers: Peers) -> None:
     for mask, rivals in cases(bench):
         for page_size in bench.model.page_sizes:
             for backend in bench.backends(mask, page_size):
-                key = f"{mask.name}/{len(mask.order_N)}/{backend}/{page_size}"
+                key = f"{mask.name}/{len(mask.index_N)}/{backend}/{page_size}"
                 if key not in record.rows:
                     known = bench.known(mask, backend, page_size)
                     record.row(key, known, partial(bench.measure, backend, mask, page_size))
         for rival in rivals:
             work = {FLASH: peers.flash, FLEX: peers.flex, CUDNN: peers.cudnn}[rival]
             known = bench.known(mask, rival, 0) | {"page_size": None}
-            record.row(f"{mask.name}/{len(mask.order_N)}/{rival}", known, partial(work, mask))
+            record.row(f"{mask.name}/{len(mask.index_N)}/{rival}", known, partial(work, mask))
 
 
 def check_equal(record: gpu.Record, peers: Peers) -> bool:
@@ -164,17 +164,17 @@ def check_equal(record: gpu.Record, peers: Peers) -> bool:
     return right
 
 
-def _difference(peers: Peers, mask: Mask, kv_heads: int, dim: int, cells: int = 64) -> dict[str, Any]:
+def _difference(peers: Peers, mask: Mask, kv_heads: int, dim: int, slots: int = 64) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    heads, total = peers.bench.model.heads, len(mask.order_N) // cells
-    q = rng.standard_normal((len(mask.order_T), heads, dim)).astype(np.float32)
-    k, v = (rng.standard_normal((len(mask.order_N), kv_heads, dim)).astype(np.float32) for _ in range(2))
+    heads, total = peers.bench.model.heads, len(mask.index_N) // slots
+    q = rng.standard_normal((len(mask.index_T), heads, dim)).astype(np.float32)
+    k, v = (rng.standard_normal((len(mask.index_N), kv_heads, dim)).astype(np.float32) for _ in range(2))
     out = peers.scratch / "out.npy"
     file = save_mask(mask, peers.scratch, q_THD=q, k_NKD=k, v_NKD=v)
     peers.ask("flex_output", file=str(file), device=peers.device, dtype="float32", out=str(out))
-    place = np.argsort(np.asarray(masks.slots_of(mask, cells).page_AS[0]))
-    pools = (jnp.asarray(x.reshape(total, cells, kv_heads, dim)[place].swapaxes(1, 2)[None]) for x in (k, v))
-    table = Rotation(jnp.ones((len(mask.order_N), dim // 2)), jnp.zeros((len(mask.order_N), dim // 2)))
+    place = np.argsort(np.asarray(masks.entries_of(mask, slots).page_AS[0]))
+    pools = (jnp.asarray(x.reshape(total, slots, kv_heads, dim)[place].swapaxes(1, 2)[None]) for x in (k, v))
+    table = Rotation(jnp.ones((len(mask.index_N), dim // 2)), jnp.zeros((len(mask.index_N), dim // 2)))
     view = masks.view_of(mask, Pages(*pools), table, float(dim**-0.5), 32)
     ours, _ = jax.jit(partial(paged_interval_attention, backend="xla"))(jnp.asarray(q), view)
     return {"error": float(oracle.worst_error(np.load(out), np.asarray(ours, np.float64)))}

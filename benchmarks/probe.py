@@ -14,12 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import NEVER, Conversation, Kind, Move, Pass, Plan, Prompt, Results, Tokens
-from ragjax.reuse.base import Holding, Strategy
+from ragjax.core import NEVER, Kind, Move, Pass, Plan, Prefill, Prompt, Results, Tokens
+from ragjax.reuse.base import Allocation, Strategy
 
 Floats = NDArray[np.float32]
 Reader = Callable[[NDArray[np.int32]], tuple[Floats, Floats]]
-"""Keys and values of cells, float32 [layers, cells, KV heads, head dim] each: `Runner.read`."""
+"""Keys and values of slots, float32 [layers, slots, KV heads, head dim] each: `Runner.read`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Probe:
     def __init__(self, inner: Strategy, read: Reader | None = None, inv_freq_R: NDArray[np.float64] | None = None):
         """read: how KV is read when decoding has ended; then inv_freq_R, the model's RoPE frequencies, are needed."""
         self._inner, self._read, self._inv_freq_R = inner, read, inv_freq_R
-        self.name, self.wants, self.selective = inner.name, inner.wants, inner.selective
+        self.name, self.measures, self.selective = inner.name, inner.measures, inner.selective
         self.laps: list[Lap] = []
         self.recomputed: NDArray[np.int32] = np.zeros(0, np.int32)
         self.kv: tuple[Floats, Floats] | None = None
@@ -56,10 +56,10 @@ class Probe:
         """The strategy's."""
         return self._inner.keys(prompt, cache, tenant)
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """The strategy's conversation, timed."""
         self.laps = []
-        conversation = self._inner.carry_out(prompt, holding, ratio)
+        conversation = self._inner.prefill(prompt, allocation, ratio)
         try:
             item = next(conversation)
             while True:
@@ -73,15 +73,15 @@ class Probe:
         finally:
             conversation.close()
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Look at what the plan's spans hold while they are still there."""
-        order_N, cell_N, offset_N, own_N = _cells(prompt, plan, holding)
-        self.recomputed = order_N[own_N]
+        index_N, slot_N, offset_N, own_N = _slots(prompt, plan, allocation)
+        self.recomputed = index_N[own_N]
         if self._read is not None:
             assert self._inv_freq_R is not None
-            k_LNKD, v_LNKD = self._read(cell_N)
+            k_LNKD, v_LNKD = self._read(slot_N)
             self.kv = rotated(k_LNKD, offset_N, self._inv_freq_R), v_LNKD
-        self._inner.finish(prompt, plan, generated, holding)
+        self._inner.finish(prompt, plan, generated, allocation)
 
     @property
     def selection_seconds(self) -> float:
@@ -90,18 +90,18 @@ class Probe:
         return opening[-1].began - self.laps[0].began
 
 
-def _cells(prompt: Prompt, plan: Plan, holding: Holding) -> tuple[NDArray[Any], ...]:
-    """Of each chunk token, by order: order, physical cell, RoPE offset, and whether the request computed it itself."""
-    orders, cells, offsets, own = [], [], [], []
-    pages = np.asarray(sorted(holding.own_pages), np.int32)
+def _slots(prompt: Prompt, plan: Plan, allocation: Allocation) -> tuple[NDArray[Any], ...]:
+    """Of each chunk token, by order: order, physical slot, RoPE offset, and whether the request computed it itself."""
+    indices, slots, offsets, own = [], [], [], []
+    pages = np.asarray(sorted(allocation.own_pages), np.int32)
     for span in plan.spans:
-        seen = span.orders != NEVER
-        cell = span.run.cells(holding.page_size)[seen]
-        orders.append(span.orders[seen])
-        cells.append(cell)
-        offsets.append(np.full(len(cell), span.offset, np.int32))
-        own.append(np.isin(cell // holding.page_size, pages))
-    columns = [np.concatenate(column) for column in (orders, cells, offsets, own)]
+        seen = span.indices != NEVER
+        slot = span.run.slots(allocation.page_size)[seen]
+        indices.append(span.indices[seen])
+        slots.append(slot)
+        offsets.append(np.full(len(slot), span.offset, np.int32))
+        own.append(np.isin(slot // allocation.page_size, pages))
+    columns = [np.concatenate(column) for column in (indices, slots, offsets, own)]
     chunk = np.zeros(len(prompt), bool)
     for i, segment in enumerate(prompt.segments):
         chunk[prompt.starts[i] : prompt.starts[i + 1]] = segment.kind is Kind.CHUNK

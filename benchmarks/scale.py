@@ -47,15 +47,15 @@ def filled(policy: str, nodes: int) -> tuple[KnowledgeCache, list[Tokens]]:
 def compute(cache: KnowledgeCache, tokens: Tokens) -> tuple[float, ...]:
     """One request's life; when each part of it was done."""
     began = time.perf_counter()
-    lease = cache.match_prefix(tokens)
+    match = cache.match_prefix(tokens)
     matched = time.perf_counter()
-    run = cache.reserve(len(tokens) - lease.length) if lease.length < len(tokens) else None
+    run = cache.reserve(len(tokens) - match.length) if match.length < len(tokens) else None
     reserved = time.perf_counter()
     if run is not None:
-        cache.admit_prefix(lease, tokens, lease.length, run, CUTS)
+        cache.admit_prefix(match, tokens, match.length, run, CUTS)
         cache.free(run)
     admitted = time.perf_counter()
-    lease.release()
+    match.release()
     return (began, matched, reserved, admitted, time.perf_counter())
 
 

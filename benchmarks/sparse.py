@@ -23,7 +23,7 @@ from benchmarks.masks import Mask
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, to_storage
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import visible
+from ragjax.kernels.table import visible
 from ragjax.kernels.view import View
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE, BLOCK_ROWS = 9, 3, 64, 64, 128
@@ -38,7 +38,7 @@ def tree(rows: int) -> Mask:
 
 def view_of(mask: Mask, dtype: str) -> View:
     """The mask over random pages in the form a CPU keeps them."""
-    total = len(mask.order_N) // PAGE_SIZE
+    total = len(mask.index_N) // PAGE_SIZE
     pages = masks.random_pages(jax.random.key(1), total, PAGE_SIZE, KV_HEADS, DIM, "float32")
     stored = jnp.dtype("uint16" if dtype == "bfloat16" else dtype)
     pages = Pages(to_storage(pages.k_LPKCD, stored), to_storage(pages.v_LPKCD, stored))
@@ -49,7 +49,9 @@ def view_of(mask: Mask, dtype: str) -> View:
 @partial(jax.jit, static_argnames="block_rows")
 def blockwise(q_THD: jax.Array, view: View, block_rows: int = BLOCK_ROWS) -> jax.Array:
     """Ours, block lists included."""
-    made = View.build(view.rows, view.pages, view.layer, view.slots, view.rotation, scale=SCALE, block_rows=block_rows)
+    made = View.build(
+        view.rows, view.pages, view.layer, view.entries, view.rotation, scale=SCALE, block_rows=block_rows
+    )
     return paged_interval_attention(q_THD, made)[0]
 
 
@@ -63,7 +65,7 @@ def contiguous(view: View, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Keys and values token by token."""
 
     def gathered(pool: jax.Array) -> jax.Array:
-        x = pool[0][view.slots.page_AS[0]].swapaxes(1, 2).reshape(-1, KV_HEADS, DIM)
+        x = pool[0][view.entries.page_AS[0]].swapaxes(1, 2).reshape(-1, KV_HEADS, DIM)
         return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if dtype == "bfloat16" else x
 
     return gathered(view.pages.k_LPKCD), gathered(view.pages.v_LPKCD)
@@ -88,8 +90,8 @@ def compare(rows: int, dtype: str, rounds: int) -> dict[str, Any]:
     view = view_of(mask, dtype)
     q = jax.random.normal(jax.random.key(0), (rows, HEADS, DIM))
     keys, values = contiguous(view, dtype)
-    order = jnp.argsort(view.slots.order_ASC[0].reshape(-1))
-    seen = visible(view.rows, view.slots).reshape(rows, -1)[:, order]
+    order = jnp.argsort(view.entries.index_ASC[0].reshape(-1))
+    seen = visible(view.rows, view.entries).reshape(rows, -1)[:, order]
     cast = q.astype(keys.dtype)
     ours, theirs = (lambda: blockwise(q, view)), (lambda: dense(cast, keys[order], values[order], seen))
     difference = np.asarray(ours(), np.float64) - np.asarray(theirs().astype(jnp.float32), np.float64)

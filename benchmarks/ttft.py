@@ -113,7 +113,7 @@ def workload(tokenizer: Tokenizer) -> Workload:
         Segment(f"chunk-{i}", Kind.CHUNK, words[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS]) for i in range(CHUNKS)
     ]
     first, second = (
-        Segment(f"question-{i}", Kind.JOIN, words[end + i * QUESTION_TOKENS : end + (i + 1) * QUESTION_TOKENS])
+        Segment(f"question-{i}", Kind.QUERY, words[end + i * QUESTION_TOKENS : end + (i + 1) * QUESTION_TOKENS])
         for i in range(2)
     )
     order = np.random.default_rng(0).permutation(CHUNKS)

@@ -141,7 +141,7 @@ class Batch:
 
     token_T: jax.Array
     position_T: jax.Array
-    order_T: jax.Array
+    index_T: jax.Array
     request_T: jax.Array
     hide_from_T: jax.Array
     hide_until_T: jax.Array

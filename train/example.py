@@ -99,7 +99,7 @@ def _example(name: str, prompt: Prompt, answer: Tokens, positions: Positions) ->
 
 def _chained(prompt: Prompt) -> Prompt:
     """The same prompt as one causal chain, in which everything depends on all before it."""
-    return Prompt(tuple(replace(s, kind=Kind.JOIN) if s.kind is Kind.CHUNK else s for s in prompt.segments))
+    return Prompt(tuple(replace(s, kind=Kind.QUERY) if s.kind is Kind.CHUNK else s for s in prompt.segments))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.train_attention.mask import Mask, Tokens
-from ragjax.kernels.train_attention.op import interval_attention
+from ragjax.kernels.train_attention.op import train_attention
 from ragjax.models.adapter import INPUTS, Pair
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, rotation_table
@@ -134,7 +134,7 @@ class Model:
 
     def _logits(self, weights: Tree, adapters: Tree, rotation: Rotation, batch: Batch) -> jax.Array:
         """Next-token logits of the rows that have a target, float32 [N, V]."""
-        mask = Mask.build(Tokens(batch.order_T, batch.request_T, batch.hide_from_T, batch.hide_until_T))
+        mask = Mask.build(Tokens(batch.index_T, batch.request_T, batch.hide_from_T, batch.hide_until_T))
         cos_TR, sin_TR = rotation.at(batch.position_T)
         trained, frozen = self.specs()
         specs = trained if self.lora is None else frozen
@@ -144,7 +144,7 @@ class Model:
         def body(x_TE: jax.Array, layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
             block = self._block(*layer, specs["layers"], trained)
             q_THD, k_TKD, v_TKD = (x.astype(self._attention) for x in block.project(x_TE, cos_TR, sin_TR))
-            out_THD, _ = interval_attention(q_THD, k_TKD, v_TKD, mask, scale=self.config.head_dim**-0.5)
+            out_THD, _ = train_attention(q_THD, k_TKD, v_TKD, mask, scale=self.config.head_dim**-0.5)
             return block.finish(x_TE, out_THD.astype(jnp.float32)), None
 
         x_TE, _ = lax.scan(_rematerialised(body, self.remat), x_TE, (weights["layers"], adapters))

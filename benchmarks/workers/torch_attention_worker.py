@@ -49,25 +49,25 @@ def flex(
     file: str, heads: int, kv_heads: int, dim: int, device: str, dtype: str, samples: int, compiled: bool
 ) -> Mapping[str, Any]:
     """FlexAttention under the mask of a .npz file; the making of its block mask is timed apart."""
-    orders = load(file, device)
-    q, k, v = tensors(len(orders["order_T"]), len(orders["order_N"]), heads, kv_heads, dim, device, dtype)
+    indices = load(file, device)
+    q, k, v = tensors(len(indices["index_T"]), len(indices["index_N"]), heads, kv_heads, dim, device, dtype)
     attend = torch.compile(flex_attention, dynamic=False, fullgraph=True) if compiled else flex_attention
     note = None
     with torch.no_grad():
         began = time.perf_counter()
         make = torch.compile(create_block_mask, dynamic=False) if compiled else create_block_mask
         try:
-            mask = block_mask(orders, device, make)
+            mask = block_mask(indices, device, make)
         except Exception as error:
             make, note = create_block_mask, f"the mask is made uncompiled: {type(error).__name__}: {error}"[:200]
-            mask = block_mask(orders, device, make)
+            mask = block_mask(indices, device, make)
         work = lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)  # noqa: E731
         work()
         finish(device)
         first_s = time.perf_counter() - began
         return {
             "ms": milliseconds(work, device, samples),
-            "mask_ms": milliseconds(lambda: block_mask(orders, device, make), device, samples),
+            "mask_ms": milliseconds(lambda: block_mask(indices, device, make), device, samples),
             "first_s": first_s,
             "visited_pairs": visited_pairs(mask),
             "note": note,
@@ -76,10 +76,10 @@ def flex(
 
 def flex_output(file: str, device: str, dtype: str, out: str) -> Mapping[str, Any]:
     """What FlexAttention computes, uncompiled, for q, k and v of the file; written to the .npy file `out`."""
-    orders = load(file, device)
-    q, k, v = (orders[n].to(getattr(torch, dtype)).transpose(0, 1)[None] for n in ("q_THD", "k_NKD", "v_NKD"))
+    indices = load(file, device)
+    q, k, v = (indices[n].to(getattr(torch, dtype)).transpose(0, 1)[None] for n in ("q_THD", "k_NKD", "v_NKD"))
     with torch.no_grad():
-        mask = block_mask(orders, device, create_block_mask)
+        mask = block_mask(indices, device, create_block_mask)
         result = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     np.save(out, result[0].transpose(0, 1).float().cpu().numpy())
     return {}
@@ -100,10 +100,10 @@ def tensors(
     return tuple(torch.randn(1, h, n, dim, device=device, dtype=kind) for h, n in shapes)
 
 
-def block_mask(orders: Mapping[str, torch.Tensor], device: str, make: Callable[..., BlockMask]) -> BlockMask:
+def block_mask(indices: Mapping[str, torch.Tensor], device: str, make: Callable[..., BlockMask]) -> BlockMask:
     """The rule of visibility in FlexAttention's terms."""
-    row, key = orders["order_T"], orders["order_N"]
-    low, high = orders["hide_from_N"], orders["hide_until_N"]
+    row, key = indices["index_T"], indices["index_N"]
+    low, high = indices["hide_from_N"], indices["hide_until_N"]
 
     def visible(_b: torch.Tensor, _h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         hidden = (low[k] <= row[q]) & (row[q] < high[k])

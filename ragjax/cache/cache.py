@@ -1,6 +1,6 @@
 """The one facade of the cache: match and pin, reserve pages, admit, release, audit.
 
-One thread owns it. What a request uses it holds by a lease (nodes it reads) or a reservation (pages it
+One thread owns it. What a request uses it holds by a match (nodes it reads) or a reservation (pages it
 writes); what neither holds may leave, leaves of the tree first, in the policy's order. A node never leaves
 before its children do (RAGCache, section 5.1): they are useless without it.
 """
@@ -15,7 +15,7 @@ from itertools import takewhile
 import numpy as np
 
 from ragjax.cache.hierarchy import Hierarchy, Steps, Storage
-from ragjax.cache.match import EXACT, Lease, Metrics
+from ragjax.cache.match import EXACT, Match, Metrics
 from ragjax.cache.policy.base import Access, Policy
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import (
@@ -60,7 +60,7 @@ class KnowledgeCache:
         self._metrics = Metrics()
         self._hierarchy = Hierarchy(self.tree, pool, policy, self._metrics, storage)
         self._variants = Variants(variants)
-        self._leases: dict[Lease, None] = {}
+        self._matches: dict[Match, None] = {}
         self._reserved: dict[Run, str] = {}
 
     @property
@@ -81,20 +81,20 @@ class KnowledgeCache:
 
     # ------------------------------------------------------------------------------------------- match
 
-    def match_prefix(self, tokens: Tokens, tenant: str = PUBLIC, label: str = "", *, cold: bool = True) -> Lease:
+    def match_prefix(self, tokens: Tokens, tenant: str = PUBLIC, label: str = "", *, cold: bool = True) -> Match:
         """Pin the longest prefix of `tokens` (int32 [n]) whose causal KV is kept; it may be empty.
 
-        cold: look below the device too. What lies there is ordered; the lease is `ready` when it has arrived.
+        cold: look below the device too. What lies there is ordered; the match is `ready` when it has arrived.
         """
         raw = _raw(tokens)
         steps = self.tree.walk(raw, tenant)
         steps = self._hierarchy.bring(self.tree.root, steps, raw, tenant) if cold else _present(steps)
         found = sum(used for _, used in steps)
-        return self._lease(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0)
+        return self._pinned(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0)
 
     def match_segment(
         self,
-        context: Lease,
+        context: Match,
         tokens: Tokens,
         provenance: Provenance,
         method: str,
@@ -103,48 +103,48 @@ class KnowledgeCache:
         cold: bool = True,
         variant: bool = False,
         cfo: float = 1.0,
-    ) -> Lease | None:
-        """Pin the KV of `tokens` (int32 [n], all of them) as computed by `method` on exactly the leased context.
+    ) -> Match | None:
+        """Pin the KV of `tokens` (int32 [n], all of them) as computed by `method` on exactly the matched context.
 
         behind: digest of the neighbours it was computed behind, besides. variant: whether it is one of a limited number
         (`admit_segment`); cfo: cache fixing overhead of reusing it then.
         None if it is not kept, or if the context itself was not found whole.
         """
         self._require_context(context, provenance)
-        lease = self._match(context, tokens, provenance, method, behind, cold, variant, cfo)
-        if lease is None:
+        match = self._match(context, tokens, provenance, method, behind, cold, variant, cfo)
+        if match is None:
             self._count_miss(tokens)
-        return lease
+        return match
 
     def match_variant(
-        self, context: Lease, tokens: Tokens, method: str, tries: Iterable[tuple[bytes, float]], *, cold: bool = True
-    ) -> Lease | None:
-        """Pin the first of a chunk's variants on exactly the leased context that is kept, if there is one.
+        self, context: Match, tokens: Tokens, method: str, tries: Iterable[tuple[bytes, float]], *, cold: bool = True
+    ) -> Match | None:
+        """Pin the first of a chunk's variants on exactly the matched context that is kept, if there is one.
 
         tries: what it was computed behind (`neighbours_digest`), and the overhead of mending it, best first.
         """
         self._require_context(context)
         kind = Provenance.APPROXIMATE
-        leases = (self._match(context, tokens, kind, method, behind, cold, True, cfo) for behind, cfo in tries)
-        return self._first(leases, tokens)
+        matches = (self._match(context, tokens, kind, method, behind, cold, True, cfo) for behind, cfo in tries)
+        return self._first(matches, tokens)
 
     def match_first(
-        self, context: Lease, tokens: Tokens, places: Iterable[tuple[Provenance, str, bytes]], *, cold: bool = True
-    ) -> Lease | None:
+        self, context: Match, tokens: Tokens, places: Iterable[tuple[Provenance, str, bytes]], *, cold: bool = True
+    ) -> Match | None:
         """As `match_segment` with the first (provenance, method, behind) that is kept; at most one miss is counted."""
         self._require_context(context)
-        leases = (self._match(context, tokens, *place, cold, False, 1.0) for place in places)
-        return self._first(leases, tokens)
+        matches = (self._match(context, tokens, *place, cold, False, 1.0) for place in places)
+        return self._first(matches, tokens)
 
-    def _first(self, leases: Iterable[Lease | None], tokens: Tokens) -> Lease | None:
-        found = next((lease for lease in leases if lease is not None), None)
+    def _first(self, matches: Iterable[Match | None], tokens: Tokens) -> Match | None:
+        found = next((match for match in matches if match is not None), None)
         if found is None:
             self._count_miss(tokens)
         return found
 
     def _match(
         self,
-        context: Lease,
+        context: Match,
         tokens: Tokens,
         provenance: Provenance,
         method: str,
@@ -152,16 +152,16 @@ class KnowledgeCache:
         cold: bool,
         variant: bool,
         cfo: float,
-    ) -> Lease | None:
+    ) -> Match | None:
         node = self._find(context, _raw(tokens), provenance, method, behind, cold) if _usable(context) else None
         if node is None:
             return None
         if variant:
             self._variants.use(node, cfo)
-        return self._lease([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
+        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
 
     def _find(
-        self, context: Lease, raw: bytes, provenance: Provenance, method: str, behind: bytes, cold: bool
+        self, context: Match, raw: bytes, provenance: Provenance, method: str, behind: bytes, cold: bool
     ) -> Node | None:
         """The keyed node, on the device or on its way there: the tenant's own, or a public one."""
         storage = self._storage if cold else None
@@ -186,15 +186,15 @@ class KnowledgeCache:
 
     def match_dependency(
         self,
-        context: Lease,
+        context: Match,
         tokens: Tokens,
         method: str,
         *,
         seen: int = 0,
         exact: bool = True,
         cold: bool = True,
-    ) -> Lease:
-        """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the leased context.
+    ) -> Match:
+        """Pin the longest prefix of a dependency path (int32 [n]) that is kept behind exactly the matched context.
 
         Siblings share what their paths share (DepCache, section 4.2.1): the first `seen` tokens are those that another
         path of the request asked for before, and count once. exact: whether what is found counts as exact to
@@ -208,7 +208,7 @@ class KnowledgeCache:
             steps = self.tree.walk(raw, context.tenant, end, method)
             steps = self._hierarchy.bring(end, steps, raw, context.tenant, method) if cold else _present(steps)
         found = sum(used for _, used in steps)
-        return self._lease(
+        return self._pinned(
             steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node, seen, exact
         )
 
@@ -231,7 +231,7 @@ class KnowledgeCache:
         shelved = [r for t in tenants for r in shelf.chunks(self.tree.chunk_place(t, method, on, raw))] if shelf else []
         return (*nodes, *(record for record in shelved if self.tree.find(record.key) is None))
 
-    def _lease(
+    def _pinned(
         self,
         steps: Steps,
         tokens: Tokens,
@@ -242,7 +242,7 @@ class KnowledgeCache:
         anchor: Node | None = None,
         seen: int = 0,
         exact: bool = True,
-    ) -> Lease:
+    ) -> Match:
         found = len(tokens)
         lossy, at = False, 0
         access = Access(True, found, asked - found, cfo)
@@ -255,12 +255,12 @@ class KnowledgeCache:
         node = steps[-1][0] if steps else anchor or self.tree.root
         self._hierarchy.device.discard(node)
         self.tree.pin(node)
-        lease = Lease(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
-        lease.origins = self._hierarchy.wait(lease, steps)
-        self._leases[lease] = None
-        self._count_lookup(steps, lease, seen, exact)
+        match = Match(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
+        match.origins = self._hierarchy.wait(match, steps)
+        self._matches[match] = None
+        self._count_lookup(steps, match, seen, exact)
         self._touch(steps)
-        return lease
+        return match
 
     def _touch(self, steps: Steps) -> None:
         shelf = self._storage.shelf if self._storage is not None else None
@@ -282,13 +282,13 @@ class KnowledgeCache:
             spans.append((run, node.local_start))
         return tuple(spans)
 
-    def _release(self, lease: Lease) -> None:
-        if lease.released:
-            raise RuntimeError(f"the lease of {lease.label!r} on {lease.length} tokens was released before")
-        lease.released = True
-        del self._leases[lease]
-        self._hierarchy.let_go(lease.node)
-        for tenant in {lease.tenant, PUBLIC}:
+    def _release(self, match: Match) -> None:
+        if match.released:
+            raise RuntimeError(f"the match of {match.label!r} on {match.length} tokens was released before")
+        match.released = True
+        del self._matches[match]
+        self._hierarchy.let_go(match.node)
+        for tenant in {match.tenant, PUBLIC}:
             self._hierarchy.enforce(tenant)
 
     # ----------------------------------------------------------------------------------------- reserve
@@ -324,30 +324,30 @@ class KnowledgeCache:
         self.pool.release(run)
 
     def clear(self) -> None:
-        """Drop everything that no lease pins, on the device and in host memory."""
+        """Drop everything that no match pins, on the device and in host memory."""
         self._hierarchy.clear()
 
     # ------------------------------------------------------------------------------------------- admit
 
     def admit_prefix(
-        self, context: Lease, tokens: Tokens, from_: int, run: Run, cuts: Sequence[int], public: int | None = None
+        self, context: Match, tokens: Tokens, from_: int, run: Run, cuts: Sequence[int], public: int | None = None
     ) -> None:
         """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to orders.
 
         What the tree holds already stays as it is, and that part of `run` is not kept. The cache takes
         references of its own: the caller still frees its reservation.
 
-        context: lease that covers at least `tokens[:from_]`.
+        context: match that covers at least `tokens[:from_]`.
         tokens: the whole prefix from order 0 on, int32 [n]; run: n - from_ tokens.
         cuts: orders at which segments begin or end (all of the prompt's will do); nodes are cut there.
         public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
 
         Raises:
-            ValueError: if the arguments do not fit each other or the lease.
+            ValueError: if the arguments do not fit each other or the match.
         """
         self._require_context(context)
         if not 0 <= from_ <= context.length or not np.array_equal(tokens[:from_], context.tokens[:from_]):
-            raise ValueError(f"the lease of {context.length} tokens does not cover the {from_} before the new ones")
+            raise ValueError(f"the match of {context.length} tokens does not cover the {from_} before the new ones")
         if from_ and context.broken is not None:
             raise ValueError(f"the {from_} tokens before the new ones never arrived: {context.broken}")
         if run.length != len(tokens) - from_:
@@ -369,8 +369,8 @@ class KnowledgeCache:
         self._hierarchy.device.discard(parent)
         self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, from_, len(tokens) - from_))
 
-    def _resume(self, context: Lease) -> Node:
-        """Where to walk on from: there is one path of public nodes alone, and the lease's node is on it."""
+    def _resume(self, context: Match) -> Node:
+        """Where to walk on from: there is one path of public nodes alone, and the match's node is on it."""
         node = context.node
         return node if context.tenant == PUBLIC and node.end == context.length and not node.dead else self.tree.root
 
@@ -378,7 +378,7 @@ class KnowledgeCache:
         """Nodes of a path that are in host memory alone come back with the KV that a request has computed anew."""
         cold = [step for step in node.path() if step.run is None and step.parent is not None]
         if self._storage is None or not cold or cold[-1].start < from_:
-            return  # the lease lies on another path, of the same tokens
+            return  # the match lies on another path, of the same tokens
         for step in reversed(cold):
             assert step.parent is not None
             self.tree.land(step, run.slice(step.start - from_, step.end - from_, self.pool.page_size))
@@ -416,7 +416,7 @@ class KnowledgeCache:
 
     def admit_segment(
         self,
-        context: Lease,
+        context: Match,
         tokens: Tokens,
         run: Run,
         local_start: int,
@@ -428,7 +428,7 @@ class KnowledgeCache:
         variant: bool = False,
         public: bool | None = None,
     ) -> None:
-        """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the leased context.
+        """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the matched context.
 
         A node that is there already stays, and takes over `meta` if it has none. The cache takes a reference of its
         own to `run` (n tokens, the first one's K rotated at `local_start`).
@@ -465,7 +465,7 @@ class KnowledgeCache:
 
     def admit_dependency(
         self,
-        context: Lease,
+        context: Match,
         tokens: Tokens,
         from_: int,
         run: Run,
@@ -481,7 +481,7 @@ class KnowledgeCache:
         Every token was computed on the context and its ancestors on the path alone. What the tree holds already stays
         as it is; if the path's first tokens have left meanwhile, nothing can hang below them, and nothing is kept.
 
-        context: lease of exactly the tokens before the path. tokens: the path, int32 [n]; run: n - from_ tokens.
+        context: match of exactly the tokens before the path. tokens: the path, int32 [n]; run: n - from_ tokens.
         cuts: offsets in the path at which the tree is to branch, though it could branch anywhere.
         local_start: RoPE position of token `from_` (None: the one that follows its ancestors, `path` positions).
         meta, public: as in `admit_segment`.
@@ -534,14 +534,14 @@ class KnowledgeCache:
         """The node that ends after the first `used` tokens of `node`."""
         return node if used == len(node) else self._hierarchy.split(node, used)
 
-    def _end_of(self, lease: Lease) -> Node:
-        """The node that ends exactly where the lease does (its own node may lie deeper)."""
-        node = next(step for step in lease.node.path() if step.start < lease.length or step.parent is None)
-        return node if node.parent is None else self._cut_after(node, lease.length - node.start)
+    def _end_of(self, match: Match) -> Node:
+        """The node that ends exactly where the match does (its own node may lie deeper)."""
+        node = next(step for step in match.node.path() if step.start < match.length or step.parent is None)
+        return node if node.parent is None else self._cut_after(node, match.length - node.start)
 
-    def _require_context(self, context: Lease, provenance: Provenance | None = None) -> None:
-        if context.released or context not in self._leases:
-            raise ValueError("the context's lease was released, or is another cache's")
+    def _require_context(self, context: Match, provenance: Provenance | None = None) -> None:
+        if context.released or context not in self._matches:
+            raise ValueError("the context's match was released, or is another cache's")
         if context.node.provenance is not Provenance.CAUSAL:
             raise ValueError("the context must be a causal prefix")
         if provenance in RADIX:
@@ -551,16 +551,16 @@ class KnowledgeCache:
         self._metrics.lookups += 1
         self._metrics.missed_tokens += len(tokens)
 
-    def _count_lookup(self, steps: Steps, lease: Lease, seen: int, exact: bool) -> None:
-        metrics, hit = self._metrics, max(lease.length - seen, 0)
+    def _count_lookup(self, steps: Steps, match: Match, seen: int, exact: bool) -> None:
+        metrics, hit = self._metrics, max(match.length - seen, 0)
         metrics.lookups += 1
-        metrics.missed_tokens += lease.asked - max(lease.length, seen)
-        if lease.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):
+        metrics.missed_tokens += match.asked - max(match.length, seen)
+        if match.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):
             metrics.approximate_hit_tokens += hit
         else:
             metrics.exact_hit_tokens += hit
         at = 0
-        for tokens, tier in lease.origins:
+        for tokens, tier in match.origins:
             metrics.tier_hit_tokens[tier.label] += max(at + tokens - max(at, seen), 0)
             at += tokens
 
@@ -633,9 +633,9 @@ class KnowledgeCache:
         """Take note of bytes that have arrived, or never will; whether there was anything."""
         return self._hierarchy.poll()
 
-    def tend(self) -> bool:
+    def replicate(self) -> bool:
         """Copy hot nodes to the tiers below while there is time; whether there were any."""
-        return self._hierarchy.tend()
+        return self._hierarchy.replicate()
 
     @property
     def loading(self) -> int:
@@ -654,10 +654,10 @@ class KnowledgeCache:
         """The device's pool is empty again: keep what host memory holds.
 
         Raises:
-            ValueError: if a lease, a reservation or a load is outstanding.
+            ValueError: if a match, a reservation or a load is outstanding.
         """
-        if self._leases or self._reserved:
-            raise ValueError(f"{len(self._leases)} leases and {len(self._reserved)} reservations are outstanding")
+        if self._matches or self._reserved:
+            raise ValueError(f"{len(self._matches)} matches and {len(self._reserved)} reservations are outstanding")
         self._hierarchy.lose_device()
 
     # ------------------------------------------------------------------------------------------- audit
@@ -665,10 +665,10 @@ class KnowledgeCache:
     def audit(self, live: Collection[str] | None = None) -> None:
         """Check every book against every other; O(everything).
 
-        live: labels that may hold leases and reservations now (none: `()`); None accepts all labels.
+        live: labels that may hold matches and reservations now (none: `()`); None accepts all labels.
 
         Raises:
-            AuditError: naming the page, node, lease or reservation that is wrong.
+            AuditError: naming the page, node, match or reservation that is wrong.
         """
         self._audit_holders(live)
         self.tree.audit()
@@ -690,22 +690,22 @@ class KnowledgeCache:
     def _audit_holders(self, live: Collection[str] | None) -> None:
         if live is None:
             return
-        for lease in self._leases:
-            if lease.label not in live:
-                raise AuditError(f"the lease of {lease.label!r} on {lease.length} tokens was never released")
+        for match in self._matches:
+            if match.label not in live:
+                raise AuditError(f"the match of {match.label!r} on {match.length} tokens was never released")
         for run, label in self._reserved.items():
             if label not in live:
                 raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
 
     def _audit_pins(self, known: Collection[Node]) -> None:
-        holders = [lease.node for lease in self._leases] + list(self._hierarchy.pinned_by_loads())
+        holders = [match.node for match in self._matches] + list(self._hierarchy.pinned_by_loads())
         pins = Counter(step for node in holders for step in node.path())
-        for lease in self._leases:
-            if lease.node not in known:
-                raise AuditError(f"the node under the lease of {lease.label!r} left the tree")
+        for match in self._matches:
+            if match.node not in known:
+                raise AuditError(f"the node under the match of {match.label!r} left the tree")
         for node in known:
             if node.pins != pins[node]:
-                raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} leases and loads need it")
+                raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} matches and loads need it")
 
 
 def neighbours_digest(chunks: Iterable[Tokens]) -> bytes:
@@ -724,7 +724,7 @@ def _stops(cuts: Iterable[int], at: int, end: int) -> list[int]:
     return sorted({cut for cut in (*cuts, end) if at < cut <= end})
 
 
-def _usable(context: Lease) -> bool:
+def _usable(context: Match) -> bool:
     """Whether other nodes may be looked for behind it."""
     return context.complete and context.broken is None
 

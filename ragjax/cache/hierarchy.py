@@ -7,7 +7,7 @@ A node on the device has its parent there; one that is only in host memory has i
 KV that is only on disk has no node: the shelf finds it, and a look-up attaches it while it is loaded. Bytes travel
 asynchronously: pages of an evicted node may be written again at once, since the carrier reads them first; the pages
 of a loading node are pinned until its bytes are there. What never arrives is condemned: taken out of the tree with
-all that depends on it, and the leases on it are broken.
+all that depends on it, and the matches on it are broken.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ragjax.cache.match import Lease, Metrics
+from ragjax.cache.match import Match, Metrics
 from ragjax.cache.policy.base import Policy, Victims
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import (
@@ -28,7 +28,7 @@ from ragjax.cache.tree import (
     name,
 )
 from ragjax.core import Run
-from ragjax.core.tiers import Carrier, Copy, Done, Load, Record, Save, Shelf, Tier, Write
+from ragjax.core.tiers import Copy, DiskIndex, Done, Load, Record, Save, Tier, TransferEngine, Write
 
 REPLICATE = 2
 """Requests that must have matched a node before it is copied to host memory and disk ahead of its eviction."""
@@ -51,19 +51,19 @@ class Storage:
     quota: bytes that a tenant may hold on the device, and in host memory (None: no limit).
     """
 
-    carrier: Carrier
+    carrier: TransferEngine
     host_bytes: int = 0
-    shelf: Shelf | None = None
+    shelf: DiskIndex | None = None
     quota: Callable[[str], int | None] = lambda tenant: None
 
 
 @dataclass
 class _Loading:
-    """A load under way: the nodes it brings (parents first) and the leases that wait for it."""
+    """A load under way: the nodes it brings (parents first) and the matches that wait for it."""
 
     nodes: list[Node]
     tier: Tier
-    leases: list[Lease] = field(default_factory=list)
+    matches: list[Match] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Hierarchy:
         self.dispatch()
 
     def clear(self) -> None:
-        """Drop everything that no lease pins, from the device and from host memory; what is on disk stays."""
+        """Drop everything that no match pins, from the device and from host memory; what is on disk stays."""
         while (node := self.device.pop()) is not None:
             self._metrics.evicted_tokens += len(node)
             self._drop(node)
@@ -429,7 +429,7 @@ class Hierarchy:
         return found
 
     def _entries_at(
-        self, shelf: Shelf, start: Node, raw: bytes, begin: int, tenant: str, method: str | None
+        self, shelf: DiskIndex, start: Node, raw: bytes, begin: int, tenant: str, method: str | None
     ) -> Sequence[Record]:
         """The tenant's entries that begin with token `begin` of what is looked for behind `start`."""
         place = self._tree.place(tenant, context_behind(start, raw[: 4 * begin], method), method)
@@ -500,17 +500,17 @@ class Hierarchy:
         for tenant in {node.tenant for node in loading.nodes}:
             self.enforce(tenant)
 
-    def wait(self, lease: Lease, steps: Steps) -> tuple[tuple[int, Tier], ...]:
-        """Let the lease wait for what of its path is under way; returns where each part comes from."""
+    def wait(self, match: Match, steps: Steps) -> tuple[tuple[int, Tier], ...]:
+        """Let the match wait for what of its path is under way; returns where each part comes from."""
         origins: list[tuple[int, Tier]] = []
         for node, used in steps:
             tier = Tier.DEVICE
             if node.loading:
                 loading = self._loads[node.loading]
                 tier = loading.tier
-                if node.loading not in lease.waits:
-                    lease.waits.add(node.loading)
-                    loading.leases.append(lease)
+                if node.loading not in match.waits:
+                    match.waits.add(node.loading)
+                    loading.matches.append(match)
             if origins and origins[-1][1] is tier:
                 used += origins.pop()[0]
             origins.append((used, tier))
@@ -538,7 +538,7 @@ class Hierarchy:
 
     def give_up(self) -> bool:
         """End the loads that nobody waits for any more, for their pages' sake; whether there were any."""
-        idle = [number for number, load in self._loads.items() if all(lease.released for lease in load.leases)]
+        idle = [number for number, load in self._loads.items() if all(match.released for match in load.matches)]
         for number in idle:
             if number in self._loads:  # the end of one may have been that of another
                 assert self._storage is not None
@@ -560,10 +560,10 @@ class Hierarchy:
         deepest = loading.nodes[-1]
         for node in loading.nodes:
             node.loading = 0
-        for lease in loading.leases:
-            lease.waits.discard(number)
+        for match in loading.matches:
+            match.waits.discard(number)
             if error is not None:
-                lease.broken = error
+                match.broken = error
         if error is not None and not loading.nodes[0].dead:
             self.condemn(loading.nodes[0], error)
         self.let_go(deepest)
@@ -586,8 +586,8 @@ class Hierarchy:
                 self._bury(step)
         for loading in self._loads.values():
             if loading.nodes[0].dead or loading.nodes[-1].dead:
-                for lease in loading.leases:
-                    lease.broken = error
+                for match in loading.matches:
+                    match.broken = error
         self._consider_parent(node)
 
     def _bury(self, node: Node) -> None:
@@ -616,15 +616,15 @@ class Hierarchy:
         if node.hits == REPLICATE and self._storage is not None:
             self._hot.append(node)
 
-    def tend(self, limit: int = 64) -> bool:
+    def replicate(self, limit: int = 64) -> bool:
         """Copy hot nodes to host memory, and disk, while there is time (RAGCache, section 6); whether any was."""
         hot, self._hot = self._hot[:limit], self._hot[limit:]
         for node in hot:
-            self.replicate(node)
+            self._replicate(node)
         self.dispatch()
         return bool(hot)
 
-    def replicate(self, node: Node) -> None:
+    def _replicate(self, node: Node) -> None:
         """Have a copy of a node of the device in host memory, if there is room, and on disk."""
         if node.dead or node.loading or node.run is None or self._storage is None:
             return
@@ -657,7 +657,7 @@ class Hierarchy:
         return left < limit
 
     def lose_device(self) -> None:
-        """The pool's content is gone; keep what host memory has. No lease and no load may be under way."""
+        """The pool's content is gone; keep what host memory has. No match and no load may be under way."""
         if self._loads:
             raise ValueError("a load is under way: poll until there is none")
         nodes = list(self._tree.nodes())

@@ -1,4 +1,4 @@
-"""What a request holds of the cache: leases, and the counters of all look-ups."""
+"""What a request holds of the cache: matches, and the counters of all look-ups."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Metrics:
 
 
 @dataclass(eq=False)
-class Lease:
+class Match:
     """Cached KV that a request is using; nothing of it leaves until `release`, which is called exactly once.
 
     spans: where the KV is, in order: runs, and the RoPE position each run's first K is stored rotated at.
@@ -64,7 +64,7 @@ class Lease:
     label: str
     origins: tuple[tuple[int, Tier], ...]
     lossy: bool
-    _release: Callable[[Lease], None] = field(repr=False)
+    _release: Callable[[Match], None] = field(repr=False)
     waits: set[int] = field(default_factory=set)
     broken: str | None = None
     released: bool = False
@@ -107,7 +107,7 @@ class Lease:
         """
         self._release(self)
 
-    def __enter__(self) -> Lease:
+    def __enter__(self) -> Match:
         return self
 
     def __exit__(

@@ -18,7 +18,7 @@ from ragjax.core import ConfigError, OutOfPages, Run
 
 
 class AuditError(Exception):
-    """The cache's books do not add up; the message names the page, node or lease."""
+    """The cache's books do not add up; the message names the page, node or match."""
 
 
 class PagePool:

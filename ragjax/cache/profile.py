@@ -50,7 +50,7 @@ class Profile:
     def cost(self, cached: int, new: int) -> float:
         """T(cached, new) in seconds; 0 for nothing new. O(log size).
 
-        Bilinear within the grid. Outside, the nearest cell's line goes on; but more tokens never cost less than the
+        Bilinear within the grid. Outside, the nearest slot's line goes on; but more tokens never cost less than the
         edge of the grid, and fewer than the smallest `new` never less than their share of its cost.
         """
         if cached < 0 or new < 0:
@@ -63,7 +63,7 @@ class Profile:
         return max(self._bilinear(cached, new), self._bilinear(*edge) * min(1.0, new / self.new[0]))
 
     def _bilinear(self, cached: int, new: int) -> float:
-        row, column = _cell(self.cached, cached), _cell(self.new, new)
+        row, column = _slot(self.cached, cached), _slot(self.new, new)
         across, along = _share(self.cached, row, cached), _share(self.new, column, new)
         near, far = self.seconds[row], self.seconds[row + 1]
         low = near[column] + across * (far[column] - near[column])
@@ -101,10 +101,10 @@ def _require_ascending(name: str, counts: Sequence[int], least: int) -> None:
         raise ValueError(f"{name}: token counts must ascend from at least {least}")
 
 
-def _cell(counts: Sequence[int], at: int) -> int:
-    """Where the cell begins that holds `at`, or is nearest to it."""
+def _slot(counts: Sequence[int], at: int) -> int:
+    """Where the slot begins that holds `at`, or is nearest to it."""
     return min(max(bisect_right(counts, at) - 1, 0), len(counts) - 2)
 
 
-def _share(counts: Sequence[int], cell: int, at: int) -> float:
-    return (at - counts[cell]) / (counts[cell + 1] - counts[cell])
+def _share(counts: Sequence[int], slot: int, at: int) -> float:
+    return (at - counts[slot]) / (counts[slot + 1] - counts[slot])

@@ -58,7 +58,7 @@ class Node:
     lossy: whether its bytes, or those it was computed on, lost precision at rest.
     shelved: whether it is known to be on disk.
     edges: children by their edge, None if there are none. on_device, on_host: how many children are there.
-    pins: leases and loads on this node or below it. loading: number of the load that brings it (0: it is here).
+    pins: matches and loads on this node or below it. loading: number of the load that brings it (0: it is here).
     hits: requests that matched it. note: what the replacement policy remembers of it.
     queued: entry in each tier's queue of victims (0: none). dead: out of the tree, kept while it is pinned.
     """
@@ -304,7 +304,7 @@ class KnowledgeTree:
     def split(self, node: Node, at: int) -> Node:
         """Cut a radix node before its token `at`, and return the new upper half.
 
-        The node itself becomes the lower half: it keeps its children, and leases on it stay good, for they
+        The node itself becomes the lower half: it keeps its children, and matches on it stay good, for they
         pin the whole path upward.
         """
         if node.provenance not in RADIX or not 0 < at < len(node):
@@ -491,11 +491,11 @@ class KnowledgeTree:
 
 
 def join_runs(first: Run, second: Run, page_size: int) -> Run | None:
-    """The two runs as one, if the second begins in the cell (or at the top of a page) after the first."""
-    cell = (first.start + first.length) % page_size
-    if second.start != cell or (cell and first.pages[-1] != second.pages[0]):
+    """The two runs as one, if the second begins in the slot (or at the top of a page) after the first."""
+    slot = (first.start + first.length) % page_size
+    if second.start != slot or (slot and first.pages[-1] != second.pages[0]):
         return None
-    return Run(first.pages + second.pages[bool(cell) :], first.start, first.length + second.length)
+    return Run(first.pages + second.pages[bool(slot) :], first.start, first.length + second.length)
 
 
 def context_digest(*raws: bytes) -> bytes:

@@ -139,7 +139,7 @@ def _rows(answer: str) -> list[list[str]]:
     """Lines "head | relation | tail", also those of a table, without its heading."""
     lines = [_BULLET.sub("", line).strip().strip("|") for line in answer.splitlines() if line.count("|") >= 2]
     rows = [line.split("|") for line in lines if not _RULE.fullmatch(line)]
-    return [row for row in rows if tuple(cell.strip().lower() for cell in row) not in _LISTS]
+    return [row for row in rows if tuple(slot.strip().lower() for slot in row) not in _LISTS]
 
 
 def _parsed(entries: Sequence[object], *, is_list: bool) -> Parsed:

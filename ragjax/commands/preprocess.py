@@ -1,9 +1,10 @@
 """Preprocessing: every chunk of a knowledge base is computed behind its nearest neighbours, before anybody asks.
 
 FusionRAG, section 3.1: passages that are retrieved together are alike, so what a chunk would see beside others can be
-put into its KV offline. `ragjax.reuse.preprocessing` says what is computed; here is what is computed when. Chunks go through the
-engine a few at a time, behind all other requests; what is kept already is not computed again, so a run that was stopped
-goes on where it was, and after documents came or went only chunks whose neighbours changed are computed.
+put into its KV offline. `ragjax.reuse.preprocessing` says what is computed; here is what is computed when. Chunks go
+through the engine a few at a time, behind all other requests; what is kept already is not computed again, so a run
+that was stopped goes on where it was, and after documents came or went only chunks whose neighbours changed are
+computed.
 
     with Engine.load("smollm2-135m-instruct", knowledge="docs/") as engine:
         print(preprocess(engine))

@@ -14,7 +14,7 @@ from ragjax.core.errors import (
     VisibilityError,
 )
 from ragjax.core.options import AtRest, StorageOptions
-from ragjax.core.passes import Conversation, Move, Pass, Plan, Results, Run, SegmentReport, Span, Want
+from ragjax.core.passes import Measure, Move, Pass, Plan, Prefill, Results, Run, SegmentReport, Span
 from ragjax.core.prompt import Chunk, Document, Hit, Kind, Prompt, Segment
 from ragjax.core.request import (
     Answer,
@@ -41,7 +41,6 @@ __all__ = [
     "Chunk",
     "ClosedError",
     "ConfigError",
-    "Conversation",
     "Delta",
     "Divergence",
     "Document",
@@ -51,12 +50,14 @@ __all__ = [
     "Grid",
     "Hit",
     "Kind",
+    "Measure",
     "Message",
     "Move",
     "OutOfPages",
     "OverloadError",
     "Pass",
     "Plan",
+    "Prefill",
     "Probe",
     "Prompt",
     "Rag",
@@ -76,6 +77,5 @@ __all__ = [
     "Tokens",
     "Visibility",
     "VisibilityError",
-    "Want",
     "is_unicode",
 ]

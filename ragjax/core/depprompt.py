@@ -128,7 +128,7 @@ class DepPrompt:
             on = None if node.depends is None else _named(node, places)
             if isinstance(node, LinearNode):
                 early = on is None and all(s.kind is Kind.SYSTEM for s in segments) and node is not self.nodes[-1]
-                segments.append(Segment(node.id, Kind.SYSTEM if early else Kind.JOIN, node.tokens, depends=on))
+                segments.append(Segment(node.id, Kind.SYSTEM if early else Kind.QUERY, node.tokens, depends=on))
             else:
                 segments += branches(node, begin, on)
             if node.id in places or begin == len(segments):

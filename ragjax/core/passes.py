@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where `length` consecutive tokens live in the page pool: from cell `start` of `pages[0]` on."""
+    """Where `length` consecutive tokens live in the page pool: from slot `start` of `pages[0]` on."""
 
     pages: tuple[int, ...]
     start: int
     length: int
 
-    def cells(self, page_size: int) -> NDArray[np.int32]:
-        """Physical cell numbers `page * page_size + cell`, int32 [length]."""
+    def slots(self, page_size: int) -> NDArray[np.int32]:
+        """Physical slot numbers `page * page_size + slot`, int32 [length]."""
         flat = self.start + np.arange(self.length, dtype=np.int32)
         return np.asarray(self.pages, np.int32)[flat // page_size] * np.int32(page_size) + flat % page_size
 
@@ -44,7 +44,7 @@ class Span:
     hidden: half-open interval of orders that must not see these keys.
     """
 
-    orders: NDArray[np.int32]
+    indices: NDArray[np.int32]
     run: Run
     offset: int = 0
     hidden: tuple[int, int] = (0, 0)
@@ -55,21 +55,21 @@ class Span:
         return Span(np.arange(order, order + run.length, dtype=np.int32), run, offset, hidden)
 
 
-class Want(StrEnum):
+class Measure(StrEnum):
     """What a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`; heads are averaged.
 
-    A pass may want LOGITS and at most one of the others; KEY_MASS and VALUED_MASS count as one.
+    A pass may want LOGITS and at most one of the others; KEY_SCORE and VALUED_SCORE count as one.
     """
 
     LOGITS = "logits"
     """float32 [n, vocab] for the rows named in `Pass.logits`."""
-    KEY_MASS = "key_mass"
+    KEY_SCORE = "key_score"
     """float32 [layers, context]: probability that each order received, summed over the asking rows."""
-    VALUED_MASS = "valued_mass"
+    VALUED_SCORE = "valued_score"
     """float32 [layers, context]: the same, weighted by the L2 norm of the value received."""
-    CHUNK_MASS = "chunk_mass"
-    """float32 [layers, context]: as KEY_MASS, with the softmax over each segment of the prompt by itself."""
-    SEGMENT_MASS = "segment_mass"
+    CHUNK_SCORE = "chunk_score"
+    """float32 [layers, context]: as KEY_SCORE, with the softmax over each segment of the prompt by itself."""
+    SEGMENT_SCORE = "segment_score"
     """float32 [layers, rows, segments]: probability that each row gave to each segment, its own token left out."""
     DEVIATION = "deviation"
     """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its order."""
@@ -83,12 +83,12 @@ class Pass:
         and its K/V is written there. Cached pages are never written.
     positions: RoPE position of each row, int32 [n].
     spans: every key the pass may read, disjoint in order; those of `rows` included.
-    wants: what to hand back.
+    measures: what to hand back.
     logits: orders among `rows` whose next-token logits are wanted; only if the pass ends with the last layer.
     layers: half-open range of layers to run (None: all). Beyond layer 0 it goes on from the pass before, which ended
-        there: `rows` are among its rows. It begins at a boundary of `Holding.stages` and may end anywhere.
+        there: `rows` are among its rows. It begins at a boundary of `Allocation.stages` and may end anywhere.
     measured: half-open range of layers in which wants other than LOGITS are measured (None: all that run). Measuring
-        fewer stages (`Holding.stages`) is faster.
+        fewer stages (`Allocation.stages`) is faster.
     asking: orders among `rows` whose attention counts in masses by key (None: all).
     stale: cached keys that DEVIATION compares with, by order; a row without one has deviation 0.
     """
@@ -96,7 +96,7 @@ class Pass:
     rows: NDArray[np.int32]
     positions: NDArray[np.int32]
     spans: tuple[Span, ...]
-    wants: frozenset[Want] = frozenset()
+    measures: frozenset[Measure] = frozenset()
     logits: tuple[int, ...] = ()
     layers: tuple[int, int] | None = None
     measured: tuple[int, int] | None = None
@@ -106,19 +106,19 @@ class Pass:
 
 @dataclass(frozen=True)
 class Move:
-    """Copy cached KV into cells of the request's own, keys rotated to their new place, in some layers.
+    """Copy cached KV into slots of the request's own, keys rotated to their new place, in some layers.
 
     orders: which tokens, int32 [n]. source: spans that hold them at any offset. target: spans of offset 0 in pages of
-    the request's own. layers: half-open, at boundaries of `Holding.stages`.
+    the request's own. layers: half-open, at boundaries of `Allocation.stages`.
     """
 
-    orders: NDArray[np.int32]
+    indices: NDArray[np.int32]
     source: tuple[Span, ...]
     target: tuple[Span, ...]
     layers: tuple[int, int]
 
 
-Results = Mapping[Want, NDArray[np.float32]]
+Results = Mapping[Measure, NDArray[np.float32]]
 """What a pass wanted, by name; a move brings nothing."""
 
 
@@ -143,7 +143,7 @@ class Plan:
     """What a strategy carried out: what decoding continues from, and the account of it.
 
     spans: every key of the prompt as generated tokens see it.
-    tail: cells of the request's own for the generated tokens.
+    tail: slots of the request's own for the generated tokens.
     exact_to: "full", "dependency" or None (approximate).
     logits: float32 [vocab] of the prompt's last token.
     figures: what else the strategy has to tell, by name.
@@ -157,5 +157,5 @@ class Plan:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
-Conversation = Generator[Pass | Move, Results, Plan]
+Prefill = Generator[Pass | Move, Results, Plan]
 """A strategy at work: it yields passes and moves, receives their results, and returns the plan carried out."""

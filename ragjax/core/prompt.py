@@ -57,8 +57,10 @@ class Kind(StrEnum):
     """Knowledge: depends on the system segments alone when isolated."""
     NODE = "node"
     """A run of a dependency tree, of a knowledge-graph path for instance: depends on its ancestors (DepCache, 3.1)."""
-    JOIN = "join"
+    QUERY = "join"
     """Depends on everything before it: a question, or a finished turn."""
+    JOIN = "join"
+    """The name that QUERY had first, and has in traces."""
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core.passes import Want
+from ragjax.core.passes import Measure
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Shapes that are compiled ahead: row buckets, each with its block of rows, slot buckets, logit buckets.
+    """Shapes that are compiled ahead: row buckets, each with its block of rows, entry buckets, logit buckets.
 
     rows: (rows of a step, rows of a block), ascending; a block holds rows of one request.
-    slots: slots of a step, ascending. logits: rows whose logits are computed together, ascending.
+    entries: entries of a step, ascending. logits: rows whose logits are computed together, ascending.
     segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
     """
 
     rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (336, 112), (512, 128))
-    slots: tuple[int, ...] = (64, 256)
+    entries: tuple[int, ...] = (64, 256)
     logits: tuple[int, ...] = (2, 8, 32)
     segments: int = 16
 
@@ -55,14 +55,14 @@ class Grid:
 class Probe:
     """What a step measures in some of its layers (half-open), and the host arrays it takes, int32 [T] and [S, C].
 
-    want: any but LOGITS; VALUED_MASS brings KEY_MASS along. segments: most segments of a prompt, a bucket of the grid;
-        0 if the want has none.
-    arrays: asking_T (masses by key): 1 for a row that counts. segment_SC (masses by segment): segment of each cell,
-        -1 for none; segment_T (SEGMENT_MASS): of each row. stale_T, turn_T (DEVIATION): the cell that the row's KV is
+    want: any but LOGITS; VALUED_SCORE brings KEY_SCORE along. segments: most segments of a prompt, a bucket of the
+        grid; 0 if the want has none.
+    arrays: asking_T (masses by key): 1 for a row that counts. segment_SC (masses by segment): segment of each slot,
+        -1 for none; segment_T (SEGMENT_SCORE): of each row. stale_T, turn_T (DEVIATION): the slot that the row's KV is
         compared with, -1 for none, and the RoPE offset that moves its key to the row's position.
     """
 
-    want: Want
+    what: Measure
     layers: tuple[int, int]
     arrays: Mapping[str, NDArray[np.int32]]
     segments: int = 0
@@ -72,24 +72,24 @@ class Probe:
 class Step:
     """Host arrays of one step over a batch of requests, int32, padded to buckets of the grid.
 
-    token, order, position, request, cell: one per row [T]; order -1 is padding; cell = page * C + cell is where the
+    token, order, position, request, slot: one per row [T]; order -1 is padding; slot = page * C + slot is where the
         row's KV is written (padding: page 0, which nobody reads).
-    page, offset, request: one per slot [S]; request -1 is unused.
-    order, hide_from, hide_until: one per cell [S, C].
+    page, offset, request: one per entry [S]; request -1 is unused.
+    order, hide_from, hide_until: one per slot [S, C].
     layers: half-open range to run, from the first layer of a stage on (None: all).
     residual_TE: what the rows bring from the layers before, if these are not the first.
     probe: what is measured, if anything.
     """
 
     token_T: NDArray[np.int32]
-    order_T: NDArray[np.int32]
+    index_T: NDArray[np.int32]
     position_T: NDArray[np.int32]
     request_T: NDArray[np.int32]
-    cell_T: NDArray[np.int32]
+    slot_T: NDArray[np.int32]
     page_S: NDArray[np.int32]
     offset_S: NDArray[np.int32]
     request_S: NDArray[np.int32]
-    order_SC: NDArray[np.int32]
+    index_SC: NDArray[np.int32]
     hide_from_SC: NDArray[np.int32]
     hide_until_SC: NDArray[np.int32]
     layers: tuple[int, int] | None = None

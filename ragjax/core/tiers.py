@@ -1,8 +1,8 @@
 """Tiers, and the contract between those who decide (the cache) and those who move bytes (`store`).
 
 The cache gives orders: save a run of the device to host memory, write a host entry to disk, load entries into a run.
-A `Carrier` carries them out, batched and asynchronously, and reports each one; a `Shelf` is the index of what lies
-on disk, where other processes and earlier lives of this one put things too. No arrays pass here, only names.
+A `TransferEngine` carries them out, batched and asynchronously, and reports each one; a `DiskIndex` is the index of
+what lies on disk, where other processes and earlier lives of this one put things too. No arrays pass here, only names.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill `run`, which lies in fresh pages from a page's first cell on, with the pieces' tokens in order."""
+    """Fill `run`, which lies in fresh pages from a page's first slot on, with the pieces' tokens in order."""
 
     number: int
     run: Run
@@ -111,7 +111,7 @@ class Done:
     loss: float = 0.0
 
 
-class Carrier(Protocol):
+class TransferEngine(Protocol):
     """Moves KV between tiers. All methods are called in the thread that owns the pool; none waits for bytes.
 
     lossy: whether what it saves loses precision.
@@ -153,7 +153,7 @@ class Carrier(Protocol):
         ...
 
 
-class Shelf(Protocol):
+class DiskIndex(Protocol):
     """The index of the disk tier. Answers at once, from the index alone."""
 
     def find(self, key: bytes) -> Record | None:

@@ -56,13 +56,13 @@ from ragjax.quality.report import Setting
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from ragjax.reuse import DEPENDENCY
-from ragjax.reuse.base import Holding, Strategy
+from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.full import Full
 from ragjax.runner.runner import Runner
 from ragjax.schedule.sampling import Generation
 from ragjax.schedule.state import Sink, Ticket
 from ragjax.store.disk import DiskStore
-from ragjax.store.transfer import Mover
+from ragjax.store.transfer import KVTransfer
 
 if TYPE_CHECKING:
     from ragjax.retrieval.graph import Imported, KnowledgeGraph
@@ -93,7 +93,7 @@ class Engine:
         chunker: Chunker,
         open_knowledge: Callable[[str], KnowledgeBase],
         open_graph: Callable[[str], KnowledgeGraph] | None = None,
-        mover: Mover | None = None,
+        transfer: KVTransfer | None = None,
         disk: DiskStore | None = None,
         load_timeout: float = 10.0,
         share_knowledge: bool = False,
@@ -111,7 +111,7 @@ class Engine:
         self._contract = contract or Contract(Setting(default_strategy), runner.dtype)
         self._runner = runner
         self._cache = cache
-        self._mover = mover
+        self._transfer = transfer
         self._disk = disk
         self._share = share_knowledge
         self._recorder = recorder
@@ -129,7 +129,7 @@ class Engine:
             Shadows(self._contract, self._shadow).of,
             max_queue=max_queue,
             load_timeout=load_timeout,
-            mover=mover,
+            transfer=transfer,
             recorder=recorder,
         )
 
@@ -494,9 +494,9 @@ class Engine:
         made = prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
         found: list[DepKV] = []
 
-        def keep(plan: Plan, holding: Holding) -> None:
-            found.append(DepKV(made, name, tenant, plan, holding, holding.label, self._release))
-            self._loop.kept[holding.label] = found[-1]
+        def keep(plan: Plan, allocation: Allocation) -> None:
+            found.append(DepKV(made, name, tenant, plan, allocation, allocation.label, self._release))
+            self._loop.kept[allocation.label] = found[-1]
 
         try:
             self.answer_prompt(made, strategy=Keeping(self._strategies[name], keep), max_tokens=1, tenant=tenant)
@@ -560,8 +560,8 @@ class Engine:
         if self._loop.closed:
             return
         self._loop.close()
-        if self._mover is not None:
-            self._mover.close()
+        if self._transfer is not None:
+            self._transfer.close()
         if self._disk is not None:
             self._disk.close()
         if self._recorder is not None:
@@ -740,7 +740,7 @@ class Engine:
         if needed > self.context_length:
             raise RequestError("prompt and continuation exceed the context", param="continuation")
         pages = self._cache.pool.pages_for(needed)
-        # branches of a tree lie together; a strategy reads no more of them than there are slots
+        # branches of a tree lie together; a strategy reads no more of them than there are entries
         pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
         if pages > capacity:
             raise RequestError(

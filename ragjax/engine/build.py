@@ -21,7 +21,7 @@ from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import ConfigError, Grid, StorageOptions, Want
+from ragjax.core import ConfigError, Grid, Measure, StorageOptions
 from ragjax.engine.api import Engine
 from ragjax.engine.trace import Recorder
 from ragjax.models.adapter import load_model, model_digest
@@ -44,7 +44,7 @@ from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
-from ragjax.store.transfer import Mover
+from ragjax.store.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
 
@@ -112,10 +112,10 @@ def load_engine(
     grid = _grid(config, context, jax.default_backend())
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
     if compile:
-        _compile(runner, frozenset().union(*(chosen[name].wants for name in contract.strategies)), progress)
-    mover = Mover(runner, storage.at_rest, disk=disk)
+        _compile(runner, frozenset().union(*(chosen[name].measures for name in contract.strategies)), progress)
+    transfer = KVTransfer(runner, storage.at_rest, disk=disk)
     encoder = _encoder(progress)
-    tiers = Storage(mover, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
+    tiers = Storage(transfer, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
     engine = Engine(
         runner,
         tokenizer,
@@ -129,7 +129,7 @@ def load_engine(
         chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
         open_knowledge=_opener(tokenizer, index, index_dir, encoder),
         open_graph=_graph_opener(graph_dir, encoder, progress),
-        mover=mover,
+        transfer=transfer,
         disk=disk,
         load_timeout=storage.load_timeout,
         share_knowledge=storage.share_knowledge,
@@ -273,10 +273,10 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
 
 
 def _grid(config: ModelConfig, context: int, platform: str) -> Grid:
-    slots = (64, max(128, -(-2 * context // PAGE_SIZE)))
+    entries = (64, max(128, -(-2 * context // PAGE_SIZE)))
     if platform == "cpu":
-        return Grid(slots=slots)
-    return Grid(rows=Grid.gpu_rows(config.num_heads // config.num_kv_heads), slots=slots)
+        return Grid(entries=entries)
+    return Grid(rows=Grid.gpu_rows(config.num_heads // config.num_kv_heads), entries=entries)
 
 
 def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:
@@ -287,9 +287,9 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
     return whole.digest()
 
 
-def _compile(runner: Runner, wants: frozenset[Want], progress: bool) -> None:
-    with tqdm(total=len(runner.programs(wants)), desc="compiling", unit="program", disable=not progress) as bar:
-        runner.compile(wants, progress=lambda _: bar.update())
+def _compile(runner: Runner, measures: frozenset[Measure], progress: bool) -> None:
+    with tqdm(total=len(runner.programs(measures)), desc="compiling", unit="program", disable=not progress) as bar:
+        runner.compile(measures, progress=lambda _: bar.update())
 
 
 def _encoder(progress: bool) -> Callable[[], Encoder]:

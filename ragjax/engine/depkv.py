@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Conversation, Plan, Prompt, RequestError, SegmentReport, Tokens, Want
-from ragjax.reuse.base import Holding, Strategy
+from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError, SegmentReport, Tokens
+from ragjax.reuse.base import Allocation, Strategy
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class DepKV:
     strategy: str
     tenant: str
     plan: Plan
-    holding: Holding
+    allocation: Allocation
     label: str
     release: Callable[[DepKV], None] = field(repr=False)
     closed: str = ""
@@ -61,29 +61,29 @@ class Keeping:
 
     selective = False
 
-    def __init__(self, inner: Strategy, keep: Callable[[Plan, Holding], None]):
+    def __init__(self, inner: Strategy, keep: Callable[[Plan, Allocation], None]):
         self.name = inner.name
-        self.wants = inner.wants
+        self.measures = inner.measures
         self._inner, self._keep = inner, keep
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The other's."""
         return self._inner.keys(prompt, cache, tenant)
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """As the other does."""
-        plan = yield from self._inner.carry_out(prompt, holding, ratio)
-        self._keep(plan, holding.hand_over())
+        plan = yield from self._inner.prefill(prompt, allocation, ratio)
+        self._keep(plan, allocation.hand_over())
         return plan
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Nothing was generated."""
 
 
 class Resumed:
     """Goes on from KV that is held; nothing of the prompt is computed."""
 
-    wants: frozenset[Want] = frozenset()
+    measures: frozenset[Measure] = frozenset()
     selective = False
 
     def __init__(self, kv: DepKV):
@@ -94,8 +94,8 @@ class Resumed:
         """None: it waits for nothing."""
         return ()
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
-        """The plan as it was, with cells for what is generated now.
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        """The plan as it was, with slots for what is generated now.
 
         Raises:
             RequestError: if it was closed.
@@ -104,9 +104,9 @@ class Resumed:
         if self.kv.closed:
             raise RequestError(self.kv.closed, param="kv")
         yield from ()
-        tail = holding.reserve(holding.decode_tokens)
+        tail = allocation.reserve(allocation.decode_tokens)
         reports = tuple(replace(r, reused=r.tokens, recomputed=0, tier="device") for r in self.kv.plan.reports)
         return replace(self.kv.plan, tail=tail, reports=reports)
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Answers are not kept."""

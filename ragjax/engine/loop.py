@@ -27,15 +27,15 @@ from ragjax.core import (
 from ragjax.engine.depkv import DepKV
 from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import STEPS, Contract
-from ragjax.reuse.base import Holding
+from ragjax.reuse.base import Allocation
 from ragjax.runner.runner import Runner
 from ragjax.schedule.scheduler import Batch, Scheduler, Task
 from ragjax.schedule.state import RESTARTS, Counters, Ticket
-from ragjax.store.transfer import Mover
+from ragjax.store.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
 
-TEND_STEPS = 64
+REPLICATE_STEPS = 64
 """Steps after which hot nodes are copied to the tiers below even though requests are running."""
 
 BACKGROUND = 8
@@ -66,7 +66,7 @@ class Loop:
         *,
         max_queue: int,
         load_timeout: float,
-        mover: Mover | None = None,
+        transfer: KVTransfer | None = None,
         recorder: Recorder | None = None,
     ):
         self.counters = Counters()
@@ -77,7 +77,7 @@ class Loop:
         self._replay = replay
         self._max_queue = max_queue
         self._load_timeout = load_timeout
-        self._mover = mover
+        self._transfer = transfer
         self._recorder = recorder
         self._scheduler = Scheduler(runner.grid, runner.page_size)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -90,8 +90,8 @@ class Loop:
         self._closed = False
         self._blocked = False
         self._stalled: float | None = None
-        if mover is not None:
-            mover.notify = self._wake
+        if transfer is not None:
+            transfer.notify = self._wake
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
         self._thread.start()
 
@@ -189,7 +189,7 @@ class Loop:
         """Give back KV that was kept."""
         del self.kept[kv.label]
         kv.closed = reason
-        kv.holding.close()
+        kv.allocation.close()
         self._blocked = False
 
     def _run(self) -> None:
@@ -217,7 +217,7 @@ class Loop:
         if batch is not None:
             self._step(batch)
         # copies ahead of need take turns with steps only if there is no end of these
-        copied = (batch is None or self.counters.steps % TEND_STEPS == 0) and self._cache.tend()
+        copied = (batch is None or self.counters.steps % REPLICATE_STEPS == 0) and self._cache.replicate()
         return moved or copied or batch is not None
 
     def _drain_inbox(self, busy: bool) -> bool:
@@ -235,11 +235,11 @@ class Loop:
 
     def _put_away(self) -> None:
         """At the end: what only memory holds goes to disk."""
-        if self._mover is None:
+        if self._transfer is None:
             return
         try:
             while self._cache.flush():
-                self._mover.flush()
+                self._transfer.flush()
                 self._cache.poll()
         except Exception:
             _log.exception("not everything was put on disk")
@@ -265,10 +265,10 @@ class Loop:
         now = time.perf_counter()
         for ticket in [t for t in self._running.values() if t.task is not None and not t.task.decoding]:
             assert ticket.task is not None
-            holding = ticket.task.holding
-            if holding.broken is not None:
-                self._fall_back(ticket, "failed", f"KV could not be loaded and was computed anew: {holding.broken}")
-            elif holding.ready:
+            allocation = ticket.task.allocation
+            if allocation.broken is not None:
+                self._fall_back(ticket, "failed", f"KV could not be loaded and was computed anew: {allocation.broken}")
+            elif allocation.ready:
                 ticket.stop_waiting(now)
             elif ticket.waits_since is None:
                 ticket.waits_since = now
@@ -376,7 +376,7 @@ class Loop:
         ticket.task, ticket.waits_since = task, now
         if not ticket.first_token:
             ticket.admitted = now
-        if task.holding.ready:
+        if task.allocation.ready:
             ticket.stop_waiting(time.perf_counter())
         self._running[id(task)] = ticket
         self._scheduler.tasks.append(task)
@@ -389,16 +389,16 @@ class Loop:
 
     def _task(self, ticket: Ticket) -> Task:
         prompt = ticket.whole_prompt
-        holding = Holding(
+        allocation = Allocation(
             self._cache,
             tenant=ticket.request.tenant,
             label=ticket.id,
             decode_tokens=ticket.decode_tokens - len(ticket.generation.tokens),
-            slots=self._runner.grid.slots[-1],
+            entries=self._runner.grid.entries[-1],
             stages=self._runner.stages,
             cold=ticket.cold,
         )
-        return Task(prompt, ticket.strategy, holding, ticket.id, ticket.ratio)
+        return Task(prompt, ticket.strategy, allocation, ticket.id, ticket.ratio)
 
     def _move(self) -> None:
         """Carry out the moves of tasks whose KV has arrived, until each has rows to compute."""

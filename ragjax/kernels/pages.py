@@ -25,42 +25,42 @@ class Pages:
 
     @property
     def page_size(self) -> int:
-        """Cells of a page (C)."""
+        """Slots of a page (C)."""
         return int(self.k_LPKCD.shape[3])
 
 
-def write_pages(pages: Pages, layer: int | jax.Array, cell_T: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array) -> Pages:
-    """Put new keys and values into cells (page * C + cell, int32 [T]) of one layer.
+def write_pages(pages: Pages, layer: int | jax.Array, slot_T: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array) -> Pages:
+    """Put new keys and values into slots (page * C + slot, int32 [T]) of one layer.
 
-    Cells must differ from one another, also those beyond the pool, which are not written: padding rows name such. On
+    Slots must differ from one another, also those beyond the pool, which are not written: padding rows name such. On
     CPU the pool must be donated for this to happen in place.
     """
-    page_T, cell_T = cell_T // pages.page_size, cell_T % pages.page_size
+    page_T, slot_T = slot_T // pages.page_size, slot_T % pages.page_size
 
     def put(pool: jax.Array, new_TKD: jax.Array) -> jax.Array:
-        return pool.at[layer, page_T, :, cell_T, :].set(
+        return pool.at[layer, page_T, :, slot_T, :].set(
             to_storage(new_TKD, pool.dtype), mode="drop", unique_indices=True
         )
 
     return Pages(put(pages.k_LPKCD, k_TKD), put(pages.v_LPKCD, v_TKD))
 
 
-def move_cells(
+def move_slots(
     pages: Pages, source_N: jax.Array, target_N: jax.Array, offset_N: jax.Array, rotation: Rotation
 ) -> Pages:
-    """Copy cells (page * C + cell, int32 [N]) over others in all layers, each key turned by its RoPE offset.
+    """Copy slots (page * C + slot, int32 [N]) over others in all layers, each key turned by its RoPE offset.
 
-    Keys are turned in float32; an offset of 0 leaves them as they are. Target cells must differ from one another, also
+    Keys are turned in float32; an offset of 0 leaves them as they are. Target slots must differ from one another, also
     those beyond the pool, which are not written. On CPU the pool must be donated for this to happen in place.
     """
     cos_NR, sin_NR = rotation.at(offset_N)
-    page_N, cell_N = source_N // pages.page_size, source_N % pages.page_size
-    to_page_N, to_cell_N = target_N // pages.page_size, target_N % pages.page_size
+    page_N, slot_N = source_N // pages.page_size, source_N % pages.page_size
+    to_page_N, to_slot_N = target_N // pages.page_size, target_N % pages.page_size
 
     def put(pool: jax.Array, kept_NLKD: jax.Array) -> jax.Array:
-        return pool.at[:, to_page_N, :, to_cell_N, :].set(kept_NLKD, mode="drop", unique_indices=True)
+        return pool.at[:, to_page_N, :, to_slot_N, :].set(kept_NLKD, mode="drop", unique_indices=True)
 
-    k_NLKD, v_NLKD = (pool[:, page_N, :, cell_N, :] for pool in (pages.k_LPKCD, pages.v_LPKCD))
+    k_NLKD, v_NLKD = (pool[:, page_N, :, slot_N, :] for pool in (pages.k_LPKCD, pages.v_LPKCD))
     turned_NLKD = rotate(from_storage(k_NLKD).astype(jnp.float32), cos_NR[:, None, None], sin_NR[:, None, None])
     return Pages(put(pages.k_LPKCD, to_storage(turned_NLKD, k_NLKD.dtype)), put(pages.v_LPKCD, v_NLKD))
 

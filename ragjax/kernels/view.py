@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.table import PageTable, Rows
 
 FLOATS = (jnp.float32, jnp.float16, jnp.bfloat16)
 
@@ -26,9 +26,9 @@ class View:
         rows: order, position and request of each row.
         pages: the pool, whole; it is read at `layer` alone.
         layer: index into the pool's layer axis.
-        slots: the keys, with a leading axis of 1 (`Slots.layer`).
+        entries: the keys, with a leading axis of 1 (`PageTable.layer`).
         rotation: the model's RoPE table, long enough for every |offset|.
-        blocks: the slots each row block visits (`blocks.visible_blocks`).
+        blocks: the entries each row block visits (`blocks.visible_blocks`).
         scale: softmax scale, 1/sqrt(D) as a rule.
         block_rows: rows of a block; T is a multiple of it and a block holds rows of one request only.
     """
@@ -36,7 +36,7 @@ class View:
     rows: Rows
     pages: Pages
     layer: int | jax.Array
-    slots: Slots
+    entries: PageTable
     rotation: Rotation
     blocks: Blocks
     scale: float = field(metadata={"static": True})
@@ -47,32 +47,32 @@ class View:
         rows: Rows,
         pages: Pages,
         layer: int | jax.Array,
-        slots: Slots,
+        entries: PageTable,
         rotation: Rotation,
         *,
         scale: float,
         block_rows: int,
     ) -> View:
-        """A view whose block lists are made here; where layers share slots, make them once instead."""
-        if block_rows < 1 or rows.order_T.shape[0] % block_rows:
-            raise ValueError(f"block_rows {block_rows} does not divide the {rows.order_T.shape[0]} rows")
-        blocks = visible_blocks(rows, slots, block_rows)
-        return View(rows, pages, layer, slots, rotation, blocks, scale, block_rows)
+        """A view whose block lists are made here; where layers share entries, make them once instead."""
+        if block_rows < 1 or rows.index_T.shape[0] % block_rows:
+            raise ValueError(f"block_rows {block_rows} does not divide the {rows.index_T.shape[0]} rows")
+        blocks = visible_blocks(rows, entries, block_rows)
+        return View(rows, pages, layer, entries, rotation, blocks, scale, block_rows)
 
 
 def check(q_THD: jax.Array, view: View) -> None:
     """Raise ValueError naming the argument whose shape or dtype does not fit; and, outside of jit, whose values."""
     _check_shapes(q_THD, view)
     _check_dtypes(q_THD, view)
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((view.rows, view.slots))):
-        rows, slots = (jax.tree.map(np.asarray, part) for part in (view.rows, view.slots))
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((view.rows, view.entries))):
+        rows, entries = (jax.tree.map(np.asarray, part) for part in (view.rows, view.entries))
         check_values(
             request_T=rows.request_T,
-            order_T=rows.order_T,
+            index_T=rows.index_T,
             position_T=rows.position_T,
-            request_S=slots.request_S,
-            page_S=slots.page_AS[0],
-            offset_S=slots.offset_AS[0],
+            request_S=entries.request_S,
+            page_S=entries.page_AS[0],
+            offset_S=entries.offset_AS[0],
             pages=view.pages.k_LPKCD.shape[1],
             positions=view.rotation.cos_NR.shape[0],
             block_rows=view.block_rows,
@@ -82,7 +82,7 @@ def check(q_THD: jax.Array, view: View) -> None:
 def check_values(
     *,
     request_T: ArrayLike,
-    order_T: ArrayLike,
+    index_T: ArrayLike,
     position_T: ArrayLike,
     request_S: ArrayLike,
     page_S: ArrayLike,
@@ -93,12 +93,12 @@ def check_values(
 ) -> None:
     """Raise ValueError naming the argument that is out of range: on a GPU a stray page id reads stray memory.
 
-    Arrays are those of rows and slots; rows of order -1 are padding and slots of request -1 unused: both may hold
+    Arrays are those of rows and entries; rows of order -1 are padding and entries of request -1 unused: both may hold
     anything. `pages`: of the pool; `positions`: of the rotation table; `block_rows`: of a block.
     """
-    live_T, used_S = np.asarray(order_T) >= 0, np.asarray(request_S) >= 0
-    _in_range("slots.page", np.asarray(page_S)[used_S], 0, pages, "pages of the pool")
-    _in_range("slots.offset", np.abs(np.asarray(offset_S)[used_S]), 0, positions, "positions of the rotation table")
+    live_T, used_S = np.asarray(index_T) >= 0, np.asarray(request_S) >= 0
+    _in_range("entries.page", np.asarray(page_S)[used_S], 0, pages, "pages of the pool")
+    _in_range("entries.offset", np.abs(np.asarray(offset_S)[used_S]), 0, positions, "positions of the rotation table")
     _in_range("rows.position", np.asarray(position_T)[live_T], 0, positions, "positions of the rotation table")
     request_NB = np.asarray(request_T).reshape(-1, block_rows)
     live_NB = live_T.reshape(-1, block_rows)
@@ -115,43 +115,43 @@ def _in_range(name: str, values: np.ndarray, low: int, high: int, of: str) -> No
 
 
 def _check_shapes(q_THD: jax.Array, view: View) -> None:
-    rows, pages, slots, rotation, blocks = view.rows, view.pages, view.slots, view.rotation, view.blocks
+    rows, pages, entries, rotation, blocks = view.rows, view.pages, view.entries, view.rotation, view.blocks
     for name, array, rank in (("q_THD", q_THD, 3), ("pages.k_LPKCD", pages.k_LPKCD, 5)):
         if array.ndim != rank:
             raise ValueError(f"{name} has {array.ndim} axes, not {rank}")
     t, heads, dim = q_THD.shape
-    _, _, kv_heads, cells, pool_dim = pages.k_LPKCD.shape
-    s = slots.request_S.shape[-1]
+    _, _, kv_heads, slots, pool_dim = pages.k_LPKCD.shape
+    s = entries.request_S.shape[-1]
     if view.block_rows < 1 or t % view.block_rows:
         raise ValueError(f"block_rows {view.block_rows} does not divide the {t} rows of q_THD")
     n = t // view.block_rows
     wanted = {
-        "rows.order_T": (rows.order_T.shape, (t,)),
+        "rows.index_T": (rows.index_T.shape, (t,)),
         "rows.position_T": (rows.position_T.shape, (t,)),
         "rows.request_T": (rows.request_T.shape, (t,)),
         "pages.v_LPKCD": (pages.v_LPKCD.shape, pages.k_LPKCD.shape),
-        "slots.request_S": (slots.request_S.shape, (s,)),
-        "slots.page_AS": (slots.page_AS.shape, (1, s)),
-        "slots.offset_AS": (slots.offset_AS.shape, (1, s)),
-        "slots.order_ASC": (slots.order_ASC.shape, (1, s, cells)),
-        "slots.hide_from_ASC": (slots.hide_from_ASC.shape, (1, s, cells)),
-        "slots.hide_until_ASC": (slots.hide_until_ASC.shape, (1, s, cells)),
+        "entries.request_S": (entries.request_S.shape, (s,)),
+        "entries.page_AS": (entries.page_AS.shape, (1, s)),
+        "entries.offset_AS": (entries.offset_AS.shape, (1, s)),
+        "entries.index_ASC": (entries.index_ASC.shape, (1, s, slots)),
+        "entries.hide_from_ASC": (entries.hide_from_ASC.shape, (1, s, slots)),
+        "entries.hide_until_ASC": (entries.hide_until_ASC.shape, (1, s, slots)),
         "rotation.cos_NR": (rotation.cos_NR.shape[1:], (pool_dim // 2,)),
-        "blocks.slot_NS": (blocks.slot_NS.shape, (n, s)),
+        "blocks.entry_NS": (blocks.entry_NS.shape, (n, s)),
         "blocks.count_N": (blocks.count_N.shape, (n,)),
         "blocks.partial_NU": (blocks.partial_NU.shape, (n, s)),
         "blocks.end_NU": (blocks.end_NU.shape, (n, s)),
         "blocks.runs_N": (blocks.runs_N.shape, (n,)),
     }
-    for name, (shape, want) in wanted.items():
-        if tuple(shape) != tuple(want):
-            raise ValueError(f"{name} has shape {tuple(shape)}, not {tuple(want)}")
+    for name, (shape, what) in wanted.items():
+        if tuple(shape) != tuple(what):
+            raise ValueError(f"{name} has shape {tuple(shape)}, not {tuple(what)}")
     if dim != pool_dim or heads % kv_heads:
         raise ValueError(f"q_THD has {heads} heads of {dim}; the pool has {kv_heads} KV heads of {pool_dim}")
 
 
 def _check_dtypes(q_THD: jax.Array, view: View) -> None:
-    parts = {"rows": view.rows, "slots": view.slots, "blocks": view.blocks}
+    parts = {"rows": view.rows, "entries": view.entries, "blocks": view.blocks}
     for name, array in ((f"{part}.{n}", x) for part, owner in parts.items() for n, x in vars(owner).items()):
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} is {array.dtype}, not int32")

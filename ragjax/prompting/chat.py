@@ -39,7 +39,7 @@ def chat_prompt(
     _check(messages)
     if hits is None:
         pieces = tokenizer.chat_pieces(messages)
-        return Prompt((_segment("question", Kind.JOIN, _joined(tokenizer.encode_pieces(pieces))),))
+        return Prompt((_segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
     before, question = _frame(tokenizer, messages, INSTRUCTION, public)
     return Prompt((*before, *map(chunk_segment, hits), question))
 
@@ -102,8 +102,8 @@ def _frame(
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
     head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own)
     history = _joined(runs[system:context])
-    before = (head, *((_segment("history", Kind.JOIN, history),) if len(history) else ()))
-    return before, _segment("question", Kind.JOIN, _joined(runs[context + 1 :]))
+    before = (head, *((_segment("history", Kind.QUERY, history),) if len(history) else ()))
+    return before, _segment("question", Kind.QUERY, _joined(runs[context + 1 :]))
 
 
 def chunk_segment(hit: Hit) -> Segment:
@@ -119,7 +119,7 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
         tokens = np.concatenate([np.array([tokenizer.bos_id], np.int32), tokens])
     if not len(tokens):
         raise RequestError("the prompt is empty", param="prompt")
-    return Prompt((_segment("prompt", Kind.JOIN, tokens),))
+    return Prompt((_segment("prompt", Kind.QUERY, tokens),))
 
 
 def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces) -> int:

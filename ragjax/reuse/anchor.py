@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Prompt, Tokens, Want
+from ragjax.core import Kind, Measure, Prompt, Tokens
 from ragjax.reuse.base import Place, segments_of
 from ragjax.reuse.fusion import Fused
 from ragjax.reuse.repair import Choice
@@ -40,7 +40,7 @@ class Anchored(Fused):
 class Valued:
     """Tokens from which the question receives most, over later layers; none of the anchor's."""
 
-    wants = frozenset({Want.VALUED_MASS})
+    measures = frozenset({Measure.VALUED_SCORE})
 
     def scratch(self, prompt: Prompt) -> int:
         """None."""
@@ -50,9 +50,9 @@ class Valued:
         """One pass: the joins over the chunks as they are, measured in the stages of the later half."""
         *begins, depth = stitched.stages
         begin = next((layer for layer in begins if 2 * layer >= depth), begins[-1])
-        results = yield stitched.ask(self.wants, measured=(begin, depth), asking=stitched.question)
+        results = yield stitched.ask(self.measures, measured=(begin, depth), asking=stitched.question)
         chunks = np.setdiff1d(stitched.chunks, anchor(stitched)).astype(np.int32)
-        score: NDArray[np.float64] = results[Want.VALUED_MASS][:, chunks].sum(0, dtype=np.float64)
+        score: NDArray[np.float64] = results[Measure.VALUED_SCORE][:, chunks].sum(0, dtype=np.float64)
         return top(score, chunks, count)
 
 
@@ -62,7 +62,7 @@ def anchor(stitched: Stitched) -> Tokens:
     for i in segments_of(prompt, Kind.CHUNK):
         if prompt.starts[i] != system_length(prompt):
             continue
-        lease = stitched.leases.get(i)  # none: it was computed for this request, isolated
-        if lease is None or (lease.node.provenance is Provenance.ISOLATED and not lease.lossy):
+        match = stitched.matches.get(i)  # none: it was computed for this request, isolated
+        if match is None or (match.node.provenance is Provenance.ISOLATED and not match.lossy):
             return np.arange(*span_of(prompt, i), dtype=np.int32)
     return np.zeros(0, np.int32)

@@ -2,7 +2,7 @@
 
 As FusionRAG has it (section 2.2.2, eqs. 7 to 9): full attention over all chunks through the first two layers, the
 squared distance of its K or V from the reused one at the second layer, one top-k over the whole context. Eq. 8 takes
-one of the two, the first; keys are compared at equal rotation. The cells of the first two layers' KV are given back
+one of the two, the first; keys are compared at equal rotation. The slots of the first two layers' KV are given back
 then: chosen tokens are computed again from the first layer on.
 
 Gradual narrowing is the original's (section 4.3): more tokens than asked for at first, and fewer from layer to layer by
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Conversation, Move, Pass, Plan, Prompt, Span, Tokens, Want
-from ragjax.reuse.base import Holding, orders
+from ragjax.core import Measure, Move, Pass, Plan, Prefill, Prompt, Span, Tokens
+from ragjax.reuse.base import Allocation, indices
 from ragjax.reuse.repair import RATIO, Choice, chunk_tokens
 from ragjax.reuse.select import share, top
 from ragjax.reuse.stitch import LOGITS, Isolated, Stitched, keys, prepare
@@ -35,7 +35,7 @@ PROBED = 2
 class Deviation:
     """Tokens whose KV deviates most from full attention's at the second layer."""
 
-    wants = frozenset({Want.DEVIATION})
+    measures = frozenset({Measure.DEVIATION})
 
     def __init__(self, of: Of = "key"):
         self._of: Of = of
@@ -47,11 +47,11 @@ class Deviation:
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """One pass through two layers over everything from the first chunk to the last."""
         chunks = stitched.chunks
-        rows = orders(int(chunks[0]), int(chunks[-1]) + 1)
+        rows = indices(int(chunks[0]), int(chunks[-1]) + 1)
         spans = (*stitched.head, Span(chunks, stitched.scratch), *stitched.join)
         layers = (0, min(PROBED, stitched.stages[-1]))
-        results = yield Pass(rows, rows, spans, self.wants, layers=layers, stale=stitched.chunk)
-        deviation = results[Want.DEVIATION][:, -1, chunks - rows[0]]
+        results = yield Pass(rows, rows, spans, self.measures, layers=layers, stale=stitched.chunk)
+        deviation = results[Measure.DEVIATION][:, -1, chunks - rows[0]]
         return top(combined(deviation, self._of), chunks, count)
 
 
@@ -72,7 +72,7 @@ class Gradual:
     """
 
     name = "blend-gradual"
-    wants = LOGITS | Deviation.wants
+    measures = LOGITS | Deviation.measures
     selective = True
 
     def __init__(self, of: Of = "key", ratio: float = RATIO):
@@ -83,33 +83,33 @@ class Gradual:
         """The path of the system prompt, and each chunk behind it."""
         return keys(prompt, cache, tenant, Isolated())
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """What is missing, two layers of everything, then stage by stage over fewer tokens."""
         total = chunk_tokens(prompt)
-        counts = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(holding.stages) - 1)
+        counts = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(allocation.stages) - 1)
         probing, selector = 0 < counts[0] < total, Deviation(self._of)
         scratch = total if probing else 0
-        stitched = yield from prepare(prompt, holding, Isolated(), repaired=counts[0], scratch=scratch)
+        stitched = yield from prepare(prompt, allocation, Isolated(), repaired=counts[0], scratch=scratch)
         if not counts[0]:
             results = yield stitched.ask()
-            return stitched.plan(stitched.spans, results[Want.LOGITS][0])
+            return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
         chosen = stitched.chunks
         if probing:
             chosen = yield from selector.choose(stitched, counts[0])
-            holding.free(stitched.scratch)
-        spans, kept, depth = stitched.mended(chosen), chosen, holding.stages[-1]
-        for layers, count in zip(pairwise(holding.stages), (*counts[1:], counts[-1]), strict=True):
+            allocation.free(stitched.scratch)
+        spans, kept, depth = stitched.mended(chosen), chosen, allocation.stages[-1]
+        for layers, count in zip(pairwise(allocation.stages), (*counts[1:], counts[-1]), strict=True):
             results = yield self._stage(stitched, spans, kept, layers)
             if count < len(kept):
-                kept, dropped = self._narrow(results[Want.DEVIATION], stitched, kept, count)
+                kept, dropped = self._narrow(results[Measure.DEVIATION], stitched, kept, count)
                 yield Move(dropped, stitched.chunk, spans, (layers[1], depth))
-        return stitched.plan(spans, results[Want.LOGITS][0], chosen, whole=kept)
+        return stitched.plan(spans, results[Measure.LOGITS][0], chosen, whole=kept)
 
     def _stage(self, stitched: Stitched, spans: tuple[Span, ...], kept: Tokens, layers: tuple[int, int]) -> Pass:
         rows = np.union1d(kept, stitched.joins).astype(np.int32)
         if layers[1] == stitched.stages[-1]:
             return Pass(rows, rows, spans, LOGITS, (len(stitched.prompt) - 1,), layers=layers)
-        return Pass(rows, rows, spans, Deviation.wants, layers=layers, stale=stitched.chunk)
+        return Pass(rows, rows, spans, Deviation.measures, layers=layers, stale=stitched.chunk)
 
     def _narrow(
         self, deviation: NDArray[np.float32], stitched: Stitched, kept: Tokens, count: int
@@ -120,7 +120,7 @@ class Gradual:
         narrowed = top(combined(there, self._of), kept, count)
         return narrowed, np.setdiff1d(kept, narrowed).astype(np.int32)
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Answers depend on all chunks at once and are not kept."""
 
 

@@ -23,15 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Lease
+from ragjax.cache.match import Match
 from ragjax.cache.tree import PUBLIC, Node, Provenance
 from ragjax.core import (
     NEVER,
-    Conversation,
     Kind,
+    Measure,
     Move,
     Pass,
     Plan,
+    Prefill,
     Prompt,
     RequestError,
     Results,
@@ -39,10 +40,9 @@ from ragjax.core import (
     SegmentReport,
     Span,
     Tokens,
-    Want,
 )
 from ragjax.core.tiers import Record
-from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
+from ragjax.reuse.base import Allocation, indices, match_spans, most_entries, report, segments_of, usable
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
@@ -56,7 +56,7 @@ VARIANT = "craft"
 class Reuse:
     """KV of a chunk that a request reuses. overhead: what mending it takes before alpha, CCI * (1 - overlap)."""
 
-    lease: Lease
+    match: Match
     influence: Influence
     overhead: float
 
@@ -65,10 +65,10 @@ class Reuse:
 class Layout:
     """Where everything of a prompt lies while it is computed.
 
-    hit: leading tokens of the system prompt that are reused. head: cells of the others, if there are any.
-    whole: cells of the chunks that are computed whole. reused: the others' KV.
+    hit: leading tokens of the system prompt that are reused. head: slots of the others, if there are any.
+    whole: slots of the chunks that are computed whole. reused: the others' KV.
     picked: orders mended, int32 [n], ascending. rows: orders to compute, int32 [m], ascending.
-    spans: every key. old: reused KV with nothing hidden. new: cells of what is mended. tail: cells for decoding.
+    spans: every key. old: reused KV with nothing hidden. new: slots of what is mended. tail: slots for decoding.
     """
 
     prompt: Prompt
@@ -93,7 +93,7 @@ class Layout:
         """Whether it is full attention: what is reused was computed right behind the system prompt, as it stands."""
         start = system_length(self.prompt)
         return all(
-            self.prompt.starts[i] == start and reuse.lease.node.method == VARIANT and not reuse.lease.node.behind
+            self.prompt.starts[i] == start and reuse.match.node.method == VARIANT and not reuse.match.node.behind
             for i, reuse in self.reused.items()
         )
 
@@ -103,10 +103,12 @@ class Layout:
         parts = [self.picked[(self.picked >= starts[i]) & (self.picked < starts[i + 1])] for i in chunks]
         return np.concatenate([self.picked[:0], *parts])
 
-    def ask(self, rows: Tokens, wants: Iterable[Want], layers: tuple[int, int] | None = None) -> Pass:
+    def ask(self, rows: Tokens, measures: Iterable[Measure], layers: tuple[int, int] | None = None) -> Pass:
         """The pass over some rows and layers."""
-        wants = frozenset(wants)
-        return Pass(rows, rows, self.spans, wants, (len(self.prompt) - 1,) if Want.LOGITS in wants else (), layers)
+        measures = frozenset(measures)
+        return Pass(
+            rows, rows, self.spans, measures, (len(self.prompt) - 1,) if Measure.LOGITS in measures else (), layers
+        )
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Outcome:
     """What the passes brought: logits of the last token, masses by pass, and what became of the focus."""
 
     logits: NDArray[np.float32]
-    masses: tuple[Mass, ...]
+    scores: tuple[Mass, ...]
     figures: Mapping[str, float]
 
 
@@ -132,7 +134,7 @@ class Craft:
     fused: whether preprocessed chunks are taken first; one that stands alone is not, as in `fusion`.
     """
 
-    wants = frozenset({Want.LOGITS, Want.SEGMENT_MASS})
+    measures = frozenset({Measure.LOGITS, Measure.SEGMENT_SCORE})
     selective = True
 
     def __init__(self, name: str = "craft", *, alpha: float = 1.0, focus: bool = False, fused: bool = False):
@@ -160,32 +162,32 @@ class Craft:
             keys.append(ranked[0].key if ranked else new)
         return tuple(keys)
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over what is missing, what is mended and the joins; with focus, one a stage until it is known.
 
         Raises:
             RequestError: as `check`, or if a preprocessed chunk was kept without its attention.
         """
         check(prompt)
-        context = holding.prefix(prompt.tokens[: system_length(prompt)])
-        reused = self._reused(prompt, context, holding)
+        context = allocation.prefix(prompt.tokens[: system_length(prompt)])
+        reused = self._reused(prompt, context, allocation)
         counts = self._counts(prompt, reused, ratio)
-        layout = lay_out(prompt, holding, context, reused, counts)
+        layout = lay_out(prompt, allocation, context, reused, counts)
         focus = self._focus and len(layout.picked) and len(layout.chunks) > 2
-        outcome = yield from _by_stages(layout, holding.stages) if focus else _at_once(layout)
-        _keep(layout, holding, context, outcome.masses)
-        exact = layout.exact and not holding.lossy
+        outcome = yield from _by_stages(layout, allocation.stages) if focus else _at_once(layout)
+        _keep(layout, allocation, context, outcome.scores)
+        exact = layout.exact and not allocation.lossy
         account = _account(layout, context)
         return Plan(layout.spans, layout.tail, "full" if exact else None, account, outcome.logits, outcome.figures)
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Answers are not kept."""
 
-    def _reused(self, prompt: Prompt, context: Lease, holding: Holding) -> dict[int, Reuse]:
+    def _reused(self, prompt: Prompt, context: Match, allocation: Allocation) -> dict[int, Reuse]:
         found = {}
         for i in segments_of(prompt, Kind.CHUNK):
-            reuse = _fused_chunk(prompt, i, context, holding) if self._takes_fused(prompt, i) else None
-            reuse = reuse or _best_variant(prompt, i, context, holding)
+            reuse = _fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
+            reuse = reuse or _best_variant(prompt, i, context, allocation)
             if reuse is not None:
                 found[i] = reuse
         return found
@@ -222,18 +224,18 @@ def rank(kept: Iterable[Node | Record], prior: Sequence[bytes]) -> list[Variant]
     return sorted(found, key=lambda variant: (variant.overhead, variant.behind != variant_digest(prior)))
 
 
-def _best_variant(prompt: Prompt, index: int, context: Lease, holding: Holding) -> Reuse | None:
+def _best_variant(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Reuse | None:
     tokens, prior = prompt.segments[index].tokens, before(prompt, index)
-    kept = holding.cache.variants(tokens, VARIANT, holding.tenant, context.tokens, cold=holding.cold)
+    kept = allocation.cache.variants(tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold)
     tries = [(variant.behind, variant.overhead) for variant in rank(kept, prior)]
-    return _reuse(holding.variant(context, tokens, VARIANT, tries), prior)
+    return _reuse(allocation.variant(context, tokens, VARIANT, tries), prior)
 
 
-def _fused_chunk(prompt: Prompt, index: int, context: Lease, holding: Holding) -> Reuse | None:
+def _fused_chunk(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Reuse | None:
     segment = prompt.segments[index]
-    lease = holding.segment(context, segment.tokens, Provenance.APPROXIMATE, FUSED, behind=segment.behind)
-    reuse = _reuse(lease, before(prompt, index))
-    if lease is not None and reuse is None:
+    match = allocation.segment(context, segment.tokens, Provenance.APPROXIMATE, FUSED, behind=segment.behind)
+    reuse = _reuse(match, before(prompt, index))
+    if match is not None and reuse is None:
         raise RequestError(
             f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
             "preprocess it with recording, or choose another strategy",
@@ -242,86 +244,88 @@ def _fused_chunk(prompt: Prompt, index: int, context: Lease, holding: Holding) -
     return reuse
 
 
-def _reuse(lease: Lease | None, prior: Sequence[bytes]) -> Reuse | None:
-    influence = Influence.decode(lease.node.meta) if lease is not None else None
-    if lease is None or influence is None:
+def _reuse(match: Match | None, prior: Sequence[bytes]) -> Reuse | None:
+    influence = Influence.decode(match.node.meta) if match is not None else None
+    if match is None or influence is None:
         return None
-    return Reuse(lease, influence, influence.mismatch(prior))
+    return Reuse(match, influence, influence.mismatch(prior))
 
 
 def lay_out(
-    prompt: Prompt, holding: Holding, context: Lease, reused: Mapping[int, Reuse], counts: Mapping[int, int]
+    prompt: Prompt, allocation: Allocation, context: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
 ) -> Layout:
     """Reserve what will be written and place everything; `counts[i]` tokens of reused chunk i are computed anew.
 
     Raises:
         OutOfPages: if there is no room now.
     """
-    starts, page_size, system = prompt.starts, holding.page_size, system_length(prompt)
+    starts, page_size, system = prompt.starts, allocation.page_size, system_length(prompt)
     reused = {i: reuse for i, reuse in reused.items() if counts[i] < len(prompt.segments[i])}
     picks = [starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
-    picked = np.concatenate([orders(0, 0), *picks]).astype(np.int32)
-    joins = segments_of(prompt, Kind.JOIN)
+    picked = np.concatenate([indices(0, 0), *picks]).astype(np.int32)
+    joins = segments_of(prompt, Kind.QUERY)
     joined = sum(len(prompt.segments[i]) for i in joins)
-    most = most_slots(len(prompt) - system + len(picked) + holding.decode_tokens, len(prompt.segments) + 1, page_size)
-    runs, hit = usable(context, system, holding.slots - most, page_size)
-    head = holding.reserve(system - hit) if system > hit else None
-    whole = {i: holding.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
-    new = (Span(picked, holding.reserve(len(picked))),) if len(picked) else ()
-    run, used = holding.reserve(joined + holding.decode_tokens), 0
+    most = most_entries(
+        len(prompt) - system + len(picked) + allocation.decode_tokens, len(prompt.segments) + 1, page_size
+    )
+    runs, hit = usable(context, system, allocation.entries - most, page_size)
+    head = allocation.reserve(system - hit) if system > hit else None
+    whole = {i: allocation.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
+    new = (Span(picked, allocation.reserve(len(picked))),) if len(picked) else ()
+    run, used = allocation.reserve(joined + allocation.decode_tokens), 0
 
-    old = tuple(span for i, reuse in reused.items() for span in lease_spans(reuse.lease, starts[i]))
-    hidden = (replace(span, orders=np.where(np.isin(span.orders, picked), NEVER, span.orders)) for span in old)
-    spans = [*lease_spans(context, 0, runs=runs), *hidden, *new]
+    old = tuple(span for i, reuse in reused.items() for span in match_spans(reuse.match, starts[i]))
+    hidden = (replace(span, indices=np.where(np.isin(span.indices, picked), NEVER, span.indices)) for span in old)
+    spans = [*match_spans(context, 0, runs=runs), *hidden, *new]
     if head is not None:
         spans.append(Span.consecutive(hit, head))
     spans += [Span.consecutive(starts[i], piece) for i, piece in whole.items()]
     for i in joins:
         spans.append(Span.consecutive(starts[i], run.slice(used, used + len(prompt.segments[i]), page_size)))
         used += len(prompt.segments[i])
-    computed = [orders(starts[i], starts[i + 1]) for i in (*whole, *joins)]
-    rows = np.sort(np.concatenate([orders(hit, system), picked, *computed]))
+    computed = [indices(starts[i], starts[i + 1]) for i in (*whole, *joins)]
+    rows = np.sort(np.concatenate([indices(hit, system), picked, *computed]))
     tail = run.slice(used, run.length, page_size)
     return Layout(prompt, hit, head, whole, reused, picked, tuple(spans), old, new, tail, rows)
 
 
 def _at_once(layout: Layout) -> Asking:
     """One pass through all layers; the attention is measured if there is a new chunk to keep."""
-    wants = {Want.LOGITS, Want.SEGMENT_MASS} if layout.whole else {Want.LOGITS}
-    results = yield layout.ask(layout.rows, wants)
-    masses = ((layout.rows, results[Want.SEGMENT_MASS]),) if layout.whole else ()
-    return Outcome(results[Want.LOGITS][0], masses, {})
+    measures = {Measure.LOGITS, Measure.SEGMENT_SCORE} if layout.whole else {Measure.LOGITS}
+    results = yield layout.ask(layout.rows, measures)
+    scores = ((layout.rows, results[Measure.SEGMENT_SCORE]),) if layout.whole else ()
+    return Outcome(results[Measure.LOGITS][0], scores, {})
 
 
 def _by_stages(layout: Layout, stages: Sequence[int]) -> Asking:
     """Stage by stage until the focus is known; then without the tokens of other chunks, which take their old KV."""
     depth, at = stages[-1], 0
     focus: Focus | None = None
-    masses: list[Mass] = []
+    scores: list[Mass] = []
     results: Results = {}
     for begin, at in pairwise(stages):
-        wants = {Want.SEGMENT_MASS, Want.LOGITS} if at == depth else {Want.SEGMENT_MASS}
-        results = yield layout.ask(layout.rows, wants, (begin, at))
-        masses.append((layout.rows, results[Want.SEGMENT_MASS]))
-        focus = find_focus(_seen_by_question(layout, masses))
+        measures = {Measure.SEGMENT_SCORE, Measure.LOGITS} if at == depth else {Measure.SEGMENT_SCORE}
+        results = yield layout.ask(layout.rows, measures, (begin, at))
+        scores.append((layout.rows, results[Measure.SEGMENT_SCORE]))
+        focus = find_focus(_seen_by_question(layout, scores))
         if focus is not None:
             break
     if at < depth:
-        results = yield from _rest(layout, _out_of_focus(layout, focus), (at, depth), masses)
-    return Outcome(results[Want.LOGITS][0], tuple(masses), _savings(layout, focus, at, depth))
+        results = yield from _rest(layout, _out_of_focus(layout, focus), (at, depth), scores)
+    return Outcome(results[Measure.LOGITS][0], tuple(scores), _savings(layout, focus, at, depth))
 
 
 def _rest(
-    layout: Layout, dropped: Tokens, layers: tuple[int, int], masses: list[Mass]
+    layout: Layout, dropped: Tokens, layers: tuple[int, int], scores: list[Mass]
 ) -> Generator[Pass | Move, Results, Results]:
     """The remaining layers without the dropped rows; what they measure of new chunks joins `masses`."""
     if len(dropped):
         yield Move(dropped, layout.old, layout.new, layers)
     rows = layout.rows[~np.isin(layout.rows, dropped)]
-    wants = {Want.LOGITS, Want.SEGMENT_MASS} if layout.whole else {Want.LOGITS}
-    results = yield layout.ask(rows, wants, layers)
+    measures = {Measure.LOGITS, Measure.SEGMENT_SCORE} if layout.whole else {Measure.LOGITS}
+    results = yield layout.ask(rows, measures, layers)
     if layout.whole:
-        masses.append((rows, results[Want.SEGMENT_MASS]))
+        scores.append((rows, results[Measure.SEGMENT_SCORE]))
     return results
 
 
@@ -346,35 +350,35 @@ def _out_of_focus(layout: Layout, focus: Focus | None) -> Tokens:
     return layout.of_chunks(i for at, i in enumerate(layout.chunks) if at not in focus.chunks)
 
 
-def _seen_by_question(layout: Layout, masses: Sequence[Mass]) -> NDArray[np.float64]:
+def _seen_by_question(layout: Layout, scores: Sequence[Mass]) -> NDArray[np.float64]:
     """inter(C, U) of every layer so far and chunk, [layers, chunks]."""
     begin, chunks = layout.prompt.starts[-2], list(layout.chunks)
-    return np.concatenate([mass[:, rows >= begin][..., chunks].sum(1, dtype=np.float64) for rows, mass in masses])
+    return np.concatenate([score[:, rows >= begin][..., chunks].sum(1, dtype=np.float64) for rows, score in scores])
 
 
-def _keep(layout: Layout, holding: Holding, context: Lease, masses: Sequence[Mass]) -> None:
+def _keep(layout: Layout, allocation: Allocation, context: Match, scores: Sequence[Mass]) -> None:
     """Admit the system prompt, and the chunks that were computed whole."""
     prompt = layout.prompt
     if layout.head is not None:
-        context = keep_system(prompt, holding, context, layout.hit, layout.head)
+        context = keep_system(prompt, allocation, context, layout.hit, layout.head)
     if not layout.whole or not context.complete:
         return
-    own = np.concatenate([orders(prompt.starts[i], prompt.starts[i + 1]) for i in layout.whole])
-    mass = np.concatenate([mass[:, np.isin(rows, own)] for rows, mass in masses])
+    own = np.concatenate([indices(prompt.starts[i], prompt.starts[i + 1]) for i in layout.whole])
+    score = np.concatenate([score[:, np.isin(rows, own)] for rows, score in scores])
     for i, run in layout.whole.items():
-        holding.cache.admit_segment(
+        allocation.cache.admit_segment(
             context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
-            behind=variant_digest(before(prompt, i)), meta=record(prompt, i, own, mass).encode(), variant=True,
+            behind=variant_digest(before(prompt, i)), meta=record(prompt, i, own, score).encode(), variant=True,
             public=prompt.public >= prompt.starts[i + 1],
         )  # fmt: skip
 
 
-def _account(layout: Layout, context: Lease) -> tuple[SegmentReport, ...]:
+def _account(layout: Layout, context: Match) -> tuple[SegmentReport, ...]:
     """What was reused. A token that was computed in some layers counts as recomputed."""
     prompt = layout.prompt
     reused, tiers = system_account(prompt, context, layout.hit)
     reused |= {i: len(prompt.segments[i]) - len(layout.of_chunks([i])) for i in layout.reused}
-    tiers |= {i: reuse.lease.tier() for i, reuse in layout.reused.items()}
+    tiers |= {i: reuse.match.tier() for i, reuse in layout.reused.items()}
     return report(prompt, reused, tiers)
 
 

@@ -20,19 +20,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Lease
+from ragjax.cache.match import Match
 from ragjax.cache.tree import Provenance
-from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, SegmentReport, Span, Tokens, Visibility, Want
+from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens, Visibility
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
-from ragjax.reuse.base import Holding, lease_spans, most_slots, report, usable
+from ragjax.reuse.base import Allocation, match_spans, most_entries, report, usable
 from ragjax.reuse.stitch import LOGITS, keep_system, system_length
 
 Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""
 
 SPARE = 2
-"""Slots kept back for a page that the context and the request's own cells share, and for one that those of it do."""
+"""Entries kept back for a page that the context and the request's own slots share, and for one that those of it do."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Scene:
 class Dependency:
     """Dependency attention over trees of paths, under one scheme of positions."""
 
-    wants = LOGITS
+    measures = LOGITS
     selective = False
 
     def __init__(self, positions: Positions = "path"):
@@ -115,62 +115,62 @@ class Dependency:
             found += cache.keys_of_path(head, tokens, stops, self.name, tenant)
         return tuple(dict.fromkeys(found))
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over everything that is kept nowhere, the question with it."""
-        scene, system, size = self._scene(prompt), system_length(prompt), holding.page_size
-        context = holding.prefix(prompt.tokens[:system])
-        room = holding.slots - most_slots(len(prompt) - system + holding.decode_tokens, 1, size) - SPARE
+        scene, system, size = self._scene(prompt), system_length(prompt), allocation.page_size
+        context = allocation.prefix(prompt.tokens[:system])
+        room = allocation.entries - most_entries(len(prompt) - system + allocation.decode_tokens, 1, size) - SPARE
         runs, hit = usable(context, system, room, size)
         most = room - sum(len(run.pages) for run, _ in context.spans)
-        found = within(self._match(scene, holding, context), most, size)
+        found = within(self._match(scene, allocation, context), most, size)
         have = {i: part.tokens for i, part in found.items()} | _covered(prompt, hit)
-        own = holding.reserve(len(prompt) - sum(have.values()) + holding.decode_tokens)
+        own = allocation.reserve(len(prompt) - sum(have.values()) + allocation.decode_tokens)
 
         fresh, used = _lay(scene, have, own, size)
-        context_spans = _within_segments(scene, lease_spans(context, 0, runs=runs), size)
+        context_spans = _within_segments(scene, match_spans(context, 0, runs=runs), size)
         read = [span for part in found.values() for span in part.spans]
         spans = (*context_spans, *read, *fresh.values())
-        rows = np.concatenate([span.orders for span in fresh.values()])
+        rows = np.concatenate([span.indices for span in fresh.values()])
         turn = np.array(scene.begins, np.int32) - np.array(prompt.starts[:-1], np.int32)
-        positions = np.concatenate([span.orders + turn[i] for i, span in fresh.items()])
-        results = yield Pass(rows, positions, spans, self.wants, (len(prompt) - 1,))
+        positions = np.concatenate([span.indices + turn[i] for i, span in fresh.items()])
+        results = yield Pass(rows, positions, spans, self.measures, (len(prompt) - 1,))
 
-        self._admit(scene, holding, context, hit, own, fresh, found)
+        self._admit(scene, allocation, context, hit, own, fresh, found)
         kind: Literal["full", "dependency"] = "full" if scene.chain else "dependency"
         exact = not (hit and context.lossy) and all(part.exact for part in found.values())
         tail = own.slice(used, own.length, size)
         account = _account(prompt, have, {i: part.tier for i, part in found.items()}, context)
-        return Plan(spans, tail, kind if exact else None, account, results[Want.LOGITS][0])
+        return Plan(spans, tail, kind if exact else None, account, results[Measure.LOGITS][0])
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Answers depend on all trees at once and are not kept."""
 
     def _scene(self, prompt: Prompt) -> Scene:
         return Scene(prompt, begins_of(prompt, self.positions), Visibility.dependency(prompt).hidden)
 
-    def _match(self, scene: Scene, holding: Holding, context: Lease) -> dict[int, Found]:
+    def _match(self, scene: Scene, allocation: Allocation, context: Match) -> dict[int, Found]:
         """What the tree holds of each node, path by path."""
         found: dict[int, Found] = {}
         done: set[int] = set()
         for path in scene.leaves if context.complete else ():
             tokens, stops = scene.spell(path)
             seen = max((stop for i, stop in zip(path, stops, strict=True) if i in done), default=0)
-            lease = holding.path(context, tokens, self.name, seen=seen, exact=self.positions == "path")
+            match = allocation.path(context, tokens, self.name, seen=seen, exact=self.positions == "path")
             for i, stop in zip(path, stops, strict=True):
-                begin, end = stop - len(scene.prompt.segments[i]), min(stop, lease.length)
+                begin, end = stop - len(scene.prompt.segments[i]), min(stop, match.length)
                 if i not in done and begin < end:
-                    exact = not lease.lossy and self._stays(scene, path, lease, context, begin, end)
-                    spans = tuple(scene.spans(i, _cut(lease, begin, end, holding.page_size)))
-                    found[i] = Found(spans, end - begin, lease.tier(begin, end), exact)
+                    exact = not match.lossy and self._stays(scene, path, match, context, begin, end)
+                    spans = tuple(scene.spans(i, _cut(match, begin, end, allocation.page_size)))
+                    found[i] = Found(spans, end - begin, match.tier(begin, end), exact)
                 done.add(i)
         return found
 
-    def _stays(self, scene: Scene, path: Path, lease: Lease, context: Lease, begin: int, end: int) -> bool:
+    def _stays(self, scene: Scene, path: Path, match: Match, context: Match, begin: int, end: int) -> bool:
         """Whether the path's tokens [begin, end) were computed where they and their ancestors stand now."""
         if self.positions == "path":
             return True
         places = np.frombuffer(scene.places(path), "<i4").reshape(-1, 2)
-        for node in lease.node.path():
+        for node in match.node.path():
             if node.provenance is not Provenance.DEPENDENCY:
                 return True
             first, last = node.start - context.length, min(node.end - context.length, end)
@@ -182,8 +182,8 @@ class Dependency:
     def _admit(
         self,
         scene: Scene,
-        holding: Holding,
-        context: Lease,
+        allocation: Allocation,
+        context: Match,
         hit: int,
         own: Run,
         fresh: Mapping[int, Span],
@@ -192,7 +192,7 @@ class Dependency:
         """Keep the system prompt and the branches that were computed, parents first."""
         prompt, system = scene.prompt, system_length(scene.prompt)
         if hit < system:
-            context = keep_system(prompt, holding, context, hit, own.slice(0, system - hit, holding.page_size))
+            context = keep_system(prompt, allocation, context, hit, own.slice(0, system - hit, allocation.page_size))
         for i, path in scene.paths.items() if context.complete else ():
             if i not in fresh:
                 continue
@@ -200,7 +200,7 @@ class Dependency:
             run = fresh[i].run
             # what was computed on KV that was only turned to its place is exact nowhere: it has no places
             true = all(found[j].exact for j in path if j in found)
-            holding.cache.admit_dependency(
+            allocation.cache.admit_dependency(
                 context,
                 tokens,
                 len(tokens) - run.length,
@@ -213,34 +213,35 @@ class Dependency:
             )
 
 
-def within(found: Mapping[int, Found], slots: int, page_size: int) -> dict[int, Found]:
-    """As much of what was found as can be read through so many slots; slots with the fewest tokens are left out first.
+def within(found: Mapping[int, Found], entries: int, page_size: int) -> dict[int, Found]:
+    """As much of what was found as can be read through so many entries; entries with the fewest tokens are left out
+    first.
 
-    Short runs that many requests made lie scattered, a page each; what stands twice at one offset takes two slots.
+    Short runs that many requests made lie scattered, a page each; what stands twice at one offset takes two entries.
     """
     tokens = Counter[int]()
-    latest: dict[tuple[int, int], tuple[int, int]] = {}  # by page and offset: the slot filled last, its cells as bits
+    latest: dict[tuple[int, int], tuple[int, int]] = {}  # by page and offset: the entry filled last, its slots as bits
     read: dict[int, set[int]] = {i: set() for i in found}
     for i, part in found.items():
         for span in part.spans:
             for at, page in enumerate(span.run.pages):
                 low = max(span.run.start - at * page_size, 0)
                 high = min(span.run.start + span.run.length - at * page_size, page_size)
-                cells = (1 << high) - (1 << low)
-                slot, taken = latest.get((page, span.offset), (len(tokens), 0))
-                if taken & cells:
-                    slot, taken = len(tokens), 0
-                latest[page, span.offset] = slot, taken | cells
-                tokens[slot] += high - low
-                read[i].add(slot)
-    kept = {slot for slot, _ in tokens.most_common(max(slots, 0))}
+                slots = (1 << high) - (1 << low)
+                entry, taken = latest.get((page, span.offset), (len(tokens), 0))
+                if taken & slots:
+                    entry, taken = len(tokens), 0
+                latest[page, span.offset] = entry, taken | slots
+                tokens[entry] += high - low
+                read[i].add(entry)
+    kept = {entry for entry, _ in tokens.most_common(max(entries, 0))}
     return {i: part for i, part in found.items() if read[i] <= kept}
 
 
-def _cut(lease: Lease, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:
-    """The leased tokens [begin, end): runs, and the position each one's first key is stored rotated at."""
+def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:
+    """The matched tokens [begin, end): runs, and the position each one's first key is stored rotated at."""
     at = 0
-    for run, local_start in lease.spans:
+    for run, local_start in match.spans:
         low, high = max(begin - at, 0), min(end - at, run.length)
         if low < high:
             yield run.slice(low, high, page_size), local_start + low
@@ -253,7 +254,7 @@ def _covered(prompt: Prompt, hit: int) -> dict[int, int]:
 
 
 def _lay(scene: Scene, have: Mapping[int, int], own: Run, page_size: int) -> tuple[dict[int, Span], int]:
-    """Cells of the request's own for what is missing of each segment, in order, and how many these are."""
+    """Slots of the request's own for what is missing of each segment, in order, and how many these are."""
     spans, used = {}, 0
     for i, segment in enumerate(scene.prompt.segments):
         first = have.get(i, 0)
@@ -267,7 +268,7 @@ def _lay(scene: Scene, have: Mapping[int, int], own: Run, page_size: int) -> tup
 def _within_segments(scene: Scene, spans: Iterable[Span], page_size: int) -> Iterator[Span]:
     """Spans of the context cut where segments begin, each hidden from whom its segment is."""
     for span in spans:
-        first = int(span.orders[0])
+        first = int(span.indices[0])
         for i, hidden in enumerate(scene.hidden):
             low, high = (max(0, min(start - first, span.run.length)) for start in scene.prompt.starts[i : i + 2])
             if low < high:
@@ -281,7 +282,7 @@ def _until(places: NDArray[np.int32], end: int) -> NDArray[np.int32]:
 
 
 def _account(
-    prompt: Prompt, have: Mapping[int, int], tiers: Mapping[int, Tier | None], context: Lease
+    prompt: Prompt, have: Mapping[int, int], tiers: Mapping[int, Tier | None], context: Match
 ) -> tuple[SegmentReport, ...]:
     """A report for each segment, and one for all branches of a tree."""
     known = {i: context.tier(prompt.starts[i], prompt.starts[i] + n) for i, n in have.items()} | dict(tiers)

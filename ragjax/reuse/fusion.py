@@ -16,7 +16,7 @@ from typing import Literal
 
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Prompt, Results, Want
+from ragjax.core import Kind, Measure, Prompt, Results
 from ragjax.reuse.base import Place, segments_of
 from ragjax.reuse.repair import Choice
 from ragjax.reuse.select import top
@@ -29,7 +29,7 @@ class Fused:
     """Preprocessed chunks; the alternative path for others. A chunk that stands alone is taken isolated: exact then."""
 
     method = Isolated().method
-    wants: frozenset[Want] = frozenset()
+    measures: frozenset[Measure] = frozenset()
 
     def places(self, prompt: Prompt, i: int) -> Iterator[Place]:
         """Behind the neighbours it was preprocessed with, behind earlier chunks of the prompt, isolated."""
@@ -51,8 +51,8 @@ class QueryGuided:
     """Tokens that the question attends to most at the last layer."""
 
     def __init__(self, softmax: Literal["joint", "chunk"] = "joint"):
-        self._want = Want.KEY_MASS if softmax == "joint" else Want.CHUNK_MASS
-        self.wants = frozenset({self._want})
+        self._want = Measure.KEY_SCORE if softmax == "joint" else Measure.CHUNK_SCORE
+        self.measures = frozenset({self._want})
 
     def scratch(self, prompt: Prompt) -> int:
         """None."""
@@ -61,5 +61,5 @@ class QueryGuided:
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """One pass: the joins over the chunks as they are, measured in the last stage."""
         last = (stitched.stages[-2], stitched.stages[-1])
-        results = yield stitched.ask(self.wants, measured=last, asking=stitched.question)
+        results = yield stitched.ask(self.measures, measured=last, asking=stitched.question)
         return top(results[self._want][-1, stitched.chunks], stitched.chunks, count)

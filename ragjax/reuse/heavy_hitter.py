@@ -1,9 +1,9 @@
-"""h2o: Prefill-H2O of Cache-Craft (section 5), which recomputes the most-attended tokens in the chunks.
+"""h2o: Prefill-HeavyHitter of Cache-Craft (section 5), which recomputes the most-attended tokens in the chunks.
 
-H2O (arXiv 2306.14048, section 4) calls the tokens of highest accumulated attention heavy hitters. Read for prefill:
-what a token of a chunk received from the rows of its own chunk, over all layers and heads, when the chunk was computed
-behind the system prompt. That is recorded then and kept with the chunk, under a method name of its own, so that
-selecting costs no pass; early tokens, which more rows see, have the edge, as in H2O.
+HeavyHitter (arXiv 2306.14048, section 4) calls the tokens of highest accumulated attention heavy hitters. Read for
+prefill: what a token of a chunk received from the rows of its own chunk, over all layers and heads, when the chunk
+was computed behind the system prompt. That is recorded then and kept with the chunk, under a method name of its own,
+so that selecting costs no pass; early tokens, which more rows see, have the edge, as in HeavyHitter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.tree import Provenance
-from ragjax.core import Prompt, Results, Want
+from ragjax.core import Measure, Prompt, Results
 from ragjax.reuse.base import Place
 from ragjax.reuse.repair import Choice
 from ragjax.reuse.select import top
@@ -23,7 +23,7 @@ class Recorded:
     """Isolated chunks with the attention that each of their tokens received: float32 [n], summed over layers."""
 
     method = "h2o"
-    wants = frozenset({Want.KEY_MASS})
+    measures = frozenset({Measure.KEY_SCORE})
 
     def places(self, prompt: Prompt, i: int) -> tuple[Place, ...]:
         """One."""
@@ -31,14 +31,14 @@ class Recorded:
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
         """The pass computes the chunk's rows, and no other row sees its keys."""
-        mass: NDArray[np.float32] = results[Want.KEY_MASS][:, begin:end].sum(0)
-        return mass.astype("<f4").tobytes()
+        score: NDArray[np.float32] = results[Measure.KEY_SCORE][:, begin:end].sum(0)
+        return score.astype("<f4").tobytes()
 
 
 class HeavyHitters:
     """The tokens of highest recorded attention, over all chunks together."""
 
-    wants: frozenset[Want] = frozenset()
+    measures: frozenset[Measure] = frozenset()
 
     def scratch(self, prompt: Prompt) -> int:
         """None."""

@@ -112,14 +112,14 @@ class Influence:
         )
 
 
-def record(prompt: Prompt, index: int, rows: NDArray[np.int32], mass: NDArray[np.float32]) -> Influence:
+def record(prompt: Prompt, index: int, rows: NDArray[np.int32], score: NDArray[np.float32]) -> Influence:
     """What the pass that computed a chunk whole measured of it.
 
     Args:
         prompt: what the pass was about.
         index: the chunk's segment in it.
         rows: orders of the pass's rows, int32 [T], ascending, all of the chunk among them.
-        mass: `Want.SEGMENT_MASS` of the pass over all layers, float32 [layers, T, segments].
+        score: `Measure.SEGMENT_SCORE` of the pass over all layers, float32 [layers, T, segments].
 
     Raises:
         ValueError: if the pass did not compute the chunk whole.
@@ -129,13 +129,13 @@ def record(prompt: Prompt, index: int, rows: NDArray[np.int32], mass: NDArray[np
     if np.count_nonzero(own) != end - begin:
         raise ValueError(f"the pass has {np.count_nonzero(own)} rows of the segment's {end - begin} tokens")
     prior = _prior(prompt, index)
-    mass_LTZ = mass[:, own]
-    inter_LTZ = mass_LTZ[..., list(prior)].astype(np.float64)
+    score_LTZ = score[:, own]
+    inter_LTZ = score_LTZ[..., list(prior)].astype(np.float64)
     return Influence(
         before=before(prompt, index),
         lengths=tuple(len(prompt.segments[i]) for i in prior),
         inter_LZ=inter_LTZ.sum(1).astype(np.float32),
-        intra_L=mass_LTZ[..., index].sum(1, dtype=np.float64).astype(np.float32),
+        intra_L=score_LTZ[..., index].sum(1, dtype=np.float64).astype(np.float32),
         score_T=inter_LTZ.sum(2).mean(0).astype(np.float32),
     )
 

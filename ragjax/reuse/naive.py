@@ -8,8 +8,8 @@ to its place by a RoPE offset when it is read. Only joins (history and question)
 from __future__ import annotations
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Conversation, Plan, Prompt, Tokens, Want
-from ragjax.reuse.base import Holding
+from ragjax.core import Measure, Plan, Prefill, Prompt, Tokens
+from ragjax.reuse.base import Allocation
 from ragjax.reuse.stitch import LOGITS, Isolated, keys, prepare
 
 
@@ -17,18 +17,18 @@ class Naive:
     """Full reuse of isolated chunks; approximate as soon as two chunks stand together."""
 
     name = "naive"
-    wants = LOGITS
+    measures = LOGITS
     selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk behind it."""
         return keys(prompt, cache, tenant, Isolated())
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """At most two passes: the system prompt and chunks that are missing, then the joins."""
-        stitched = yield from prepare(prompt, holding, Isolated())
+        stitched = yield from prepare(prompt, allocation, Isolated())
         results = yield stitched.ask()
-        return stitched.plan(stitched.spans, results[Want.LOGITS][0])
+        return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Answers depend on all chunks at once and are not kept."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
-from ragjax.cache.match import Lease
+from ragjax.cache.match import Match
 from ragjax.cache.tree import PUBLIC, Provenance
-from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Segment, Span, Tokens, Want
-from ragjax.reuse.base import Holding, lease_spans, most_slots, orders, report, segments_of, usable
+from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
+from ragjax.reuse.base import Allocation, indices, match_spans, most_entries, report, segments_of, usable
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import record
 from ragjax.reuse.naive import Naive
@@ -37,7 +37,7 @@ class Fuse:
 
     def __init__(self, *, record: bool = False):
         self.record = record
-        self.wants = frozenset({Want.LOGITS, Want.SEGMENT_MASS} if record else {Want.LOGITS})
+        self.measures = frozenset({Measure.LOGITS, Measure.SEGMENT_SCORE} if record else {Measure.LOGITS})
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, each neighbour behind it, and as the last one what will be kept."""
@@ -48,50 +48,50 @@ class Fuse:
             _key(cache, context, prompt.segments[-1], _behind(prompt), tenant),
         )
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """At most two passes: what is missing of the system prompt and the neighbours, then the chunk."""
         system, last = _head(prompt), len(prompt.segments) - 1
-        matched = context = holding.prefix(prompt.tokens[:system])
-        rest = most_slots(len(prompt) - system + holding.decode_tokens, len(prompt.segments), holding.page_size)
-        runs, system_hit = usable(context, system, holding.slots - rest, holding.page_size)
+        matched = context = allocation.prefix(prompt.tokens[:system])
+        rest = most_entries(len(prompt) - system + allocation.decode_tokens, len(prompt.segments), allocation.page_size)
+        runs, system_hit = usable(context, system, allocation.entries - rest, allocation.page_size)
         others = segments_of(prompt, Kind.CHUNK)[:-1]
-        leases = {i: holding.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in others}
-        found = {i: lease for i, lease in leases.items() if lease is not None}
-        fresh_system = holding.reserve(system - system_hit) if system > system_hit else None
-        fresh = {i: holding.reserve(len(prompt.segments[i])) for i in others if i not in found}
-        own = holding.reserve(len(prompt.segments[last]))
-        tail = holding.reserve(holding.decode_tokens)
+        matches = {i: allocation.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in others}
+        found = {i: match for i, match in matches.items() if match is not None}
+        fresh_system = allocation.reserve(system - system_hit) if system > system_hit else None
+        fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in others if i not in found}
+        own = allocation.reserve(len(prompt.segments[last]))
+        tail = allocation.reserve(allocation.decode_tokens)
 
-        system_spans = lease_spans(context, 0, runs=runs)
+        system_spans = match_spans(context, 0, runs=runs)
         if fresh_system is not None:
             system_spans = (*system_spans, Span.consecutive(system_hit, fresh_system))
         if fresh_system is not None or fresh:
             yield missing(prompt, system_hit, system, fresh, system_spans)
         if fresh_system is not None:
-            context = keep_system(prompt, holding, context, system_hit, fresh_system)
+            context = keep_system(prompt, allocation, context, system_hit, fresh_system)
         for i, piece in fresh.items():
-            _keep(holding, context, prompt.segments[i], piece, system, b"")
+            _keep(allocation, context, prompt.segments[i], piece, system, b"")
 
         place = prompt.starts[last]
         spans = (
             *system_spans,
-            *(span for i, lease in found.items() for span in lease_spans(lease, prompt.starts[i])),
+            *(span for i, match in found.items() for span in match_spans(match, prompt.starts[i])),
             *(Span.consecutive(prompt.starts[i], run, prompt.starts[i] - system) for i, run in fresh.items()),
             Span.consecutive(place, own),
         )
-        rows = orders(place, len(prompt))
-        results = yield Pass(rows, rows, spans, self.wants, (len(prompt) - 1,))
-        mass = results.get(Want.SEGMENT_MASS)
-        meta = b"" if mass is None else record(prompt, last, rows, mass).encode()
-        _keep(holding, context, prompt.segments[last], own, place, _behind(prompt), meta)
+        rows = indices(place, len(prompt))
+        results = yield Pass(rows, rows, spans, self.measures, (len(prompt) - 1,))
+        score = results.get(Measure.SEGMENT_SCORE)
+        meta = b"" if score is None else record(prompt, last, rows, score).encode()
+        _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta)
 
         reused, tiers = system_account(prompt, matched, system_hit)
         reused |= {i: len(prompt.segments[i]) for i in found}
-        tiers |= {i: lease.tier() for i, lease in found.items()}
-        exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not holding.lossy
-        return Plan(spans, tail, "full" if exact else None, report(prompt, reused, tiers), results[Want.LOGITS][0])
+        tiers |= {i: match.tier() for i, match in found.items()}
+        exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not allocation.lossy
+        return Plan(spans, tail, "full" if exact else None, report(prompt, reused, tiers), results[Measure.LOGITS][0])
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Nobody asked for an answer."""
 
 
@@ -127,11 +127,17 @@ def _key(cache: KnowledgeCache, context: Tokens, segment: Segment, behind: bytes
 
 
 def _keep(
-    holding: Holding, context: Lease, segment: Segment, run: Run, local_start: int, behind: bytes, meta: bytes = b""
+    allocation: Allocation,
+    context: Match,
+    segment: Segment,
+    run: Run,
+    local_start: int,
+    behind: bytes,
+    meta: bytes = b"",
 ) -> None:
     if not context.complete:  # the system prompt itself could not be kept
         return
     tokens, public = segment.tokens, segment.public
-    holding.cache.admit_segment(
+    allocation.cache.admit_segment(
         context, tokens, run, local_start, *_name(behind), behind=behind, meta=meta, public=public
     )

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from ragjax.core import Kind, Prompt, Want
+from ragjax.core import Kind, Measure, Prompt
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.repair import Choice
 from ragjax.reuse.select import budgets, top_each
@@ -16,7 +16,7 @@ from ragjax.reuse.stitch import Stitched
 class Random:
     """Uniform without replacement, in each chunk the same share; the prompt's tokens are the seed."""
 
-    wants: frozenset[Want] = frozenset()
+    measures: frozenset[Measure] = frozenset()
 
     def scratch(self, prompt: Prompt) -> int:
         """None."""

@@ -20,8 +20,8 @@ from collections.abc import Generator
 from typing import Protocol
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Conversation, Kind, Move, Pass, Plan, Prompt, Results, Tokens, Want
-from ragjax.reuse.base import Holding, segments_of
+from ragjax.core import Kind, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Tokens
+from ragjax.reuse.base import Allocation, segments_of
 from ragjax.reuse.select import share
 from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, prepare
 
@@ -35,13 +35,13 @@ Choice = Generator[Pass | Move, Results, Tokens]
 class Selector(Protocol):
     """A way to choose tokens.
 
-    wants: what its passes may want.
+    measures: what its passes may want.
     """
 
-    wants: frozenset[Want]
+    measures: frozenset[Measure]
 
     def scratch(self, prompt: Prompt) -> int:
-        """Tokens for which it needs cells while it measures (`Stitched.scratch`)."""
+        """Tokens for which it needs slots while it measures (`Stitched.scratch`)."""
         ...
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
@@ -60,7 +60,7 @@ class Selective:
     def __init__(self, name: str, source: Source, selector: Selector, ratio: float = RATIO):
         self.name = name
         self.ratio = ratio
-        self.wants = LOGITS | source.wants | selector.wants
+        self.measures = LOGITS | source.measures | selector.measures
         self._source = source
         self._selector = selector
 
@@ -68,26 +68,26 @@ class Selective:
         """The path of the system prompt, and each chunk at its source's places."""
         return keys(prompt, cache, tenant, self._source)
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """What is missing, what the selector measures, and one pass over the chosen tokens and the joins."""
         total = chunk_tokens(prompt)
         count = share(self.ratio if ratio is None else ratio, total)
         choosing = 0 < count < total
         scratch = self._selector.scratch(prompt) if choosing else 0
-        stitched = yield from prepare(prompt, holding, self._source, repaired=count, scratch=scratch)
+        stitched = yield from prepare(prompt, allocation, self._source, repaired=count, scratch=scratch)
         if not count:
             results = yield stitched.ask()
-            return stitched.plan(stitched.spans, results[Want.LOGITS][0])
+            return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
         chosen = stitched.chunks
         if choosing:
             chosen = yield from self._selector.choose(stitched, count)
         if scratch:
-            holding.free(stitched.scratch)
+            allocation.free(stitched.scratch)
         last = stitched.repair(chosen)
         results = yield last
-        return stitched.plan(last.spans, results[Want.LOGITS][0], chosen)
+        return stitched.plan(last.spans, results[Measure.LOGITS][0], chosen)
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Answers depend on all chunks at once and are not kept."""
 
 

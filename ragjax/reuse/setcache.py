@@ -15,8 +15,8 @@ from itertools import takewhile
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Conversation, Kind, Pass, Plan, Prompt, Run, Span, Tokens, Want
-from ragjax.reuse.base import Holding, orders, report, segments_of, usable
+from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
+from ragjax.reuse.base import Allocation, indices, report, segments_of, usable
 from ragjax.reuse.prefix import Prefix
 from ragjax.reuse.stitch import LOGITS, span_of
 
@@ -25,54 +25,54 @@ class SetCache:
     """Exact prefixes up to the order of their chunks."""
 
     name = "set-cache"
-    wants = LOGITS
+    measures = LOGITS
     selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the whole prompt in its own order."""
         return Prefix().keys(prompt, cache, tenant)
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over what no order of the first chunks holds."""
-        order = best_order(prompt, holding)
+        order = best_order(prompt, allocation)
         if not order:
-            return (yield from Prefix().carry_out(prompt, holding))
-        n, page_size = len(prompt), holding.page_size
+            return (yield from Prefix().prefill(prompt, allocation))
+        n, page_size = len(prompt), allocation.page_size
         system = prompt.starts[min(order)]
-        lease = holding.prefix(_path(prompt, order))
-        slots = holding.slots - len(order)  # a page that two chunks share is read as two
-        usable_tokens = usable(lease, n + holding.decode_tokens, slots, page_size)[1]
-        if not lease.complete or usable_tokens < lease.length:
-            return (yield from Prefix().carry_out(prompt, holding))
-        hit = lease.length
-        run = holding.reserve(n - hit + holding.decode_tokens)
-        spans = list(_pieces(lease.spans, 0, system, 0, page_size))
-        at, tiers = system, {i: lease.tier(*span_of(prompt, i)) for i in segments_of(prompt, Kind.SYSTEM)}
+        match = allocation.prefix(_path(prompt, order))
+        entries = allocation.entries - len(order)  # a page that two chunks share is read as two
+        usable_tokens = usable(match, n + allocation.decode_tokens, entries, page_size)[1]
+        if not match.complete or usable_tokens < match.length:
+            return (yield from Prefix().prefill(prompt, allocation))
+        hit = match.length
+        run = allocation.reserve(n - hit + allocation.decode_tokens)
+        spans = list(_pieces(match.spans, 0, system, 0, page_size))
+        at, tiers = system, {i: match.tier(*span_of(prompt, i)) for i in segments_of(prompt, Kind.SYSTEM)}
         for i in order:
             end = at + len(prompt.segments[i])
-            spans += _pieces(lease.spans, at, end, prompt.starts[i] - at, page_size)
-            tiers[i], at = lease.tier(at, end), end
+            spans += _pieces(match.spans, at, end, prompt.starts[i] - at, page_size)
+            tiers[i], at = match.tier(at, end), end
         fresh = Span.consecutive(hit, run.slice(0, n - hit, page_size))
-        results = yield Pass(orders(hit, n), orders(hit, n), (*spans, fresh), LOGITS, (n - 1,))
+        results = yield Pass(indices(hit, n), indices(hit, n), (*spans, fresh), LOGITS, (n - 1,))
         reused = {i: len(prompt.segments[i]) for i in tiers}
         tail = run.slice(n - hit, run.length, page_size)
-        return Plan((*spans, fresh), tail, None, report(prompt, reused, tiers), results[Want.LOGITS][0])
+        return Plan((*spans, fresh), tail, None, report(prompt, reused, tiers), results[Measure.LOGITS][0])
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Keep the finished turn, if the prompt itself was kept."""
         if plan.exact_to is not None:
-            Prefix().finish(prompt, plan, generated, holding)
+            Prefix().finish(prompt, plan, generated, allocation)
 
 
-def best_order(prompt: Prompt, holding: Holding) -> tuple[int, ...]:
+def best_order(prompt: Prompt, allocation: Allocation) -> tuple[int, ...]:
     """The first k chunks in the order of a path that the tree holds, k as large as can be; () if `prefix` has as much.
 
     Only the tree is asked, device and host memory; entries on disk alone are found in the prompt's own order.
     """
     chunks = _leading_chunks(prompt)
-    most = _kept(prompt, chunks, holding)
+    most = _kept(prompt, chunks, allocation)
     best: tuple[int, ...] = ()
-    for order in _paths(prompt, chunks, (), holding):
+    for order in _paths(prompt, chunks, (), allocation):
         if len(order) > max(most, len(best)) and set(order) == set(chunks[: len(order)]):
             best = order
     return best
@@ -85,14 +85,14 @@ def _leading_chunks(prompt: Prompt) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _kept(prompt: Prompt, chunks: tuple[int, ...], holding: Holding) -> int:
+def _kept(prompt: Prompt, chunks: tuple[int, ...], allocation: Allocation) -> int:
     """How many of the chunks are kept whole in this order, from the first on."""
-    whole = (k for k in range(len(chunks), 0, -1) if _holds(prompt, chunks[:k], holding))
+    whole = (k for k in range(len(chunks), 0, -1) if _holds(prompt, chunks[:k], allocation))
     return next(whole, 0)
 
 
 def _paths(
-    prompt: Prompt, chunks: tuple[int, ...], begun: tuple[int, ...], holding: Holding
+    prompt: Prompt, chunks: tuple[int, ...], begun: tuple[int, ...], allocation: Allocation
 ) -> Iterator[tuple[int, ...]]:
     """Every order of some of the chunks that is kept as one path, walking the tree from `begun` on.
 
@@ -104,15 +104,15 @@ def _paths(
         if i in begun or tokens in tried:
             continue
         tried.add(tokens)
-        if not _holds(prompt, order, holding):
+        if not _holds(prompt, order, allocation):
             continue
         yield order
-        yield from _paths(prompt, chunks, order, holding)
+        yield from _paths(prompt, chunks, order, allocation)
 
 
-def _holds(prompt: Prompt, order: tuple[int, ...], holding: Holding) -> bool:
+def _holds(prompt: Prompt, order: tuple[int, ...], allocation: Allocation) -> bool:
     path = _path(prompt, order)
-    steps = holding.cache.tree.walk(np.ascontiguousarray(path, "<i4").tobytes(), holding.tenant)
+    steps = allocation.cache.tree.walk(np.ascontiguousarray(path, "<i4").tobytes(), allocation.tenant)
     return sum(used for _, used in steps) == len(path)
 
 

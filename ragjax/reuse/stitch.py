@@ -2,7 +2,7 @@
 
 A source says where a chunk's KV may be kept; a chunk that is kept nowhere is computed behind the system prompt alone,
 at the position right behind it, and admitted. Each chunk is moved to its place by a RoPE offset when it is read. Tokens
-that are recomputed lie in cells of the request's own, and the stale originals are hidden for this request alone
+that are recomputed lie in slots of the request's own, and the stale originals are hidden for this request alone
 (section 4.3), so that any number of requests share a chunk.
 """
 
@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Lease
+from ragjax.cache.match import Match
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
     Kind,
+    Measure,
     Pass,
     Plan,
     Prompt,
@@ -31,12 +32,11 @@ from ragjax.core import (
     Span,
     Tokens,
     Visibility,
-    Want,
 )
 from ragjax.core.tiers import Tier
-from ragjax.reuse.base import Holding, Place, lease_spans, most_slots, orders, report, segments_of, usable
+from ragjax.reuse.base import Allocation, Place, indices, match_spans, most_entries, report, segments_of, usable
 
-LOGITS = frozenset({Want.LOGITS})
+LOGITS = frozenset({Measure.LOGITS})
 NOTHING = Run((), 0, 0)
 
 
@@ -44,11 +44,11 @@ class Source(Protocol):
     """Where the KV of chunks comes from.
 
     method: under which name chunks are kept that are computed behind the system prompt alone.
-    wants: what is measured while they are computed.
+    measures: what is measured while they are computed.
     """
 
     method: str
-    wants: frozenset[Want]
+    measures: frozenset[Measure]
 
     def places(self, prompt: Prompt, i: int) -> Iterable[Place]:
         """Where the KV of segment i, a chunk, may be kept, best first."""
@@ -62,7 +62,7 @@ class Source(Protocol):
 class Isolated:
     """Chunks computed behind the system prompt alone, kept under `method` (all of FusionRAG's eq. 5)."""
 
-    wants: frozenset[Want] = frozenset()
+    measures: frozenset[Measure] = frozenset()
 
     def __init__(self, method: str = "naive"):
         self.method = method
@@ -80,10 +80,10 @@ class Isolated:
 class Stitched:
     """A prompt whose chunks have KV side by side, before its joins are computed.
 
-    head, chunk, join: spans of system segments, chunks at their places, and joins (cells of the request's own).
-    tail: cells for generated tokens. repaired, scratch: cells for tokens to recompute, and to measure with.
-    context: the lease on the system segments, of which `system_hit` tokens are used. leases: of chunks that were found,
-    by segment. meta: bytes kept with each chunk, by segment.
+    head, chunk, join: spans of system segments, chunks at their places, and joins (slots of the request's own).
+    tail: slots for generated tokens. repaired, scratch: slots for tokens to recompute, and to measure with.
+    context: the match on the system segments, of which `system_hit` tokens are used. matches: of chunks that were
+    found, by segment. meta: bytes kept with each chunk, by segment.
     """
 
     prompt: Prompt
@@ -93,9 +93,9 @@ class Stitched:
     tail: Run
     repaired: Run
     scratch: Run
-    context: Lease
+    context: Match
     system_hit: int
-    leases: Mapping[int, Lease]
+    matches: Mapping[int, Match]
     meta: Mapping[int, bytes]
     stages: tuple[int, ...]
     page_size: int
@@ -108,31 +108,31 @@ class Stitched:
     @cached_property
     def chunks(self) -> Tokens:
         """Orders of all chunk tokens, ascending, int32 [n]."""
-        return _orders_of(self.prompt, Kind.CHUNK)
+        return _indices_of(self.prompt, Kind.CHUNK)
 
     @cached_property
     def joins(self) -> Tokens:
         """Orders of all join tokens, ascending, int32 [n]."""
-        return _orders_of(self.prompt, Kind.JOIN)
+        return _indices_of(self.prompt, Kind.QUERY)
 
     @property
     def question(self) -> Tokens:
         """Orders of the last join, int32 [n]."""
-        return orders(self.prompt.starts[-2], len(self.prompt))
+        return indices(self.prompt.starts[-2], len(self.prompt))
 
     def ask(
         self,
-        wants: frozenset[Want] = LOGITS,
+        measures: frozenset[Measure] = LOGITS,
         *,
         measured: tuple[int, int] | None = None,
         asking: Tokens | None = None,
     ) -> Pass:
         """The joins over the chunks as they are."""
-        logits = (len(self.prompt) - 1,) if Want.LOGITS in wants else ()
-        return Pass(self.joins, self.joins, self.spans, wants, logits, measured=measured, asking=asking)
+        logits = (len(self.prompt) - 1,) if Measure.LOGITS in measures else ()
+        return Pass(self.joins, self.joins, self.spans, measures, logits, measured=measured, asking=asking)
 
     def mended(self, chosen: Tokens) -> tuple[Span, ...]:
-        """Every key of the prompt with the chosen tokens (orders, ascending) in cells of the request's own."""
+        """Every key of the prompt with the chosen tokens (orders, ascending) in slots of the request's own."""
         if not len(chosen):
             return self.spans
         fresh = Span(chosen, self.repaired.slice(0, len(chosen), self.page_size))
@@ -157,12 +157,12 @@ class Stitched:
         recomputed: orders of chunk tokens that were computed anew in any layer. whole: those of them that were in every
             layer (None: all).
         """
-        redone = orders(0, 0) if recomputed is None else recomputed
+        redone = indices(0, 0) if recomputed is None else recomputed
         reused, tiers = system_account(self.prompt, self.context, self.system_hit)
-        for i, lease in self.leases.items():
+        for i, match in self.matches.items():
             begin, end = span_of(self.prompt, i)
             reused[i] = end - begin - int(((begin <= redone) & (redone < end)).sum())
-            tiers[i] = lease.tier()
+            tiers[i] = match.tier()
         account = report(self.prompt, reused, tiers)
         exact = self._exact(redone if whole is None else whole)
         return Plan(spans, self.tail, "full" if exact else None, account, logits, figures or {})
@@ -172,17 +172,17 @@ class Stitched:
             return False
         if len(whole) == len(self.chunks):
             return True
-        kept = self.leases.values()
-        isolated = all(lease.node.provenance is Provenance.ISOLATED and not lease.lossy for lease in kept)
+        kept = self.matches.values()
+        isolated = all(match.node.provenance is Provenance.ISOLATED and not match.lossy for match in kept)
         return alone(self.prompt) and isolated
 
 
 def prepare(
-    prompt: Prompt, holding: Holding, source: Source, *, repaired: int = 0, scratch: int = 0
+    prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0
 ) -> Generator[Pass, Results, Stitched]:
     """Match, reserve, and compute what is missing in at most one pass: the system prompt and chunks kept nowhere.
 
-    repaired: tokens that will be recomputed. scratch: tokens for measuring, whose cells the caller frees.
+    repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees.
 
     Raises:
         OutOfPages: before the first pass only.
@@ -190,32 +190,32 @@ def prepare(
     """
     check(prompt)
     system = system_length(prompt)
-    matched = context = holding.prefix(prompt.tokens[:system])
-    tokens = len(prompt) - system + holding.decode_tokens + repaired
-    rest = most_slots(tokens, len(prompt.segments) + 1, holding.page_size)
-    runs, system_hit = usable(context, system, holding.slots - rest, holding.page_size)
+    matched = context = allocation.prefix(prompt.tokens[:system])
+    tokens = len(prompt) - system + allocation.decode_tokens + repaired
+    rest = most_entries(tokens, len(prompt.segments) + 1, allocation.page_size)
+    runs, system_hit = usable(context, system, allocation.entries - rest, allocation.page_size)
     chunks = segments_of(prompt, Kind.CHUNK)
-    found = {i: holding.first(context, prompt.segments[i].tokens, source.places(prompt, i)) for i in chunks}
-    leases = {i: lease for i, lease in found.items() if lease is not None}
+    found = {i: allocation.first(context, prompt.segments[i].tokens, source.places(prompt, i)) for i in chunks}
+    matches = {i: match for i, match in found.items() if match is not None}
 
-    fresh_system = reserve(holding, system - system_hit)
-    fresh = {i: holding.reserve(len(prompt.segments[i])) for i in chunks if i not in leases}
-    joins = _orders_of(prompt, Kind.JOIN)
-    own = holding.reserve(len(joins) + holding.decode_tokens)
-    mending, measuring = reserve(holding, repaired), reserve(holding, scratch)
+    fresh_system = reserve(allocation, system - system_hit)
+    fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
+    joins = _indices_of(prompt, Kind.QUERY)
+    own = allocation.reserve(len(joins) + allocation.decode_tokens)
+    mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
 
-    head = lease_spans(context, 0, runs=runs)
+    head = match_spans(context, 0, runs=runs)
     if fresh_system.length:
         head = (*head, Span.consecutive(system_hit, fresh_system))
-    meta = {i: lease.node.meta for i, lease in leases.items()}
+    meta = {i: match.node.meta for i, match in matches.items()}
     if fresh_system.length or fresh:
-        results = yield missing(prompt, system_hit, system, fresh, head, source.wants if fresh else frozenset())
+        results = yield missing(prompt, system_hit, system, fresh, head, source.measures if fresh else frozenset())
         meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
         if fresh_system.length:
-            context = keep_system(prompt, holding, context, system_hit, fresh_system)
+            context = keep_system(prompt, allocation, context, system_hit, fresh_system)
         for i, run in fresh.items() if context.complete else ():
             segment = prompt.segments[i]
-            holding.cache.admit_segment(
+            allocation.cache.admit_segment(
                 context,
                 segment.tokens,
                 run,
@@ -226,21 +226,21 @@ def prepare(
                 public=segment.public,
             )
 
-    pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: lease.spans for i, lease in leases.items()}
+    pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
     return Stitched(
         prompt=prompt,
         head=head,
         chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], pieces[i])),
-        join=_join_spans(prompt, own, holding.page_size),
-        tail=own.slice(len(joins), own.length, holding.page_size),
+        join=_join_spans(prompt, own, allocation.page_size),
+        tail=own.slice(len(joins), own.length, allocation.page_size),
         repaired=mending,
         scratch=measuring,
         context=matched,
         system_hit=system_hit,
-        leases=leases,
+        matches=matches,
         meta=meta,
-        stages=holding.stages,
-        page_size=holding.page_size,
+        stages=allocation.stages,
+        page_size=allocation.page_size,
     )
 
 
@@ -256,18 +256,18 @@ def check(prompt: Prompt) -> None:
             "the prompt has trees of paths, and this strategy reads chunks: choose dependency or full attention",
             param="rag.strategy",
         )
-    if prompt.segments[-1].kind is not Kind.JOIN:
+    if prompt.segments[-1].kind is not Kind.QUERY:
         raise ValueError("a prompt ends with a join")
 
 
-def keep_system(prompt: Prompt, holding: Holding, context: Lease, hit: int, run: Run) -> Lease:
-    """Admit the system prompt, whose tokens from `hit` on lie in `run`; its lease, in the place of `context`."""
+def keep_system(prompt: Prompt, allocation: Allocation, context: Match, hit: int, run: Run) -> Match:
+    """Admit the system prompt, whose tokens from `hit` on lie in `run`; its match, in the place of `context`."""
     head = prompt.tokens[: system_length(prompt)]
-    holding.cache.admit_prefix(context, head, hit, run, (), min(prompt.public, len(head)))
-    return holding.prefix(head)
+    allocation.cache.admit_prefix(context, head, hit, run, (), min(prompt.public, len(head)))
+    return allocation.prefix(head)
 
 
-def system_account(prompt: Prompt, context: Lease, hit: int) -> tuple[dict[int, int], dict[int, Tier | None]]:
+def system_account(prompt: Prompt, context: Match, hit: int) -> tuple[dict[int, int], dict[int, Tier | None]]:
     """Tokens of each system segment that were reused, of the first `hit`, and the tier they came from."""
     reused: dict[int, int] = {}
     tiers: dict[int, Tier | None] = {}
@@ -293,23 +293,23 @@ def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, .
     """The spans without the chosen orders; what has nothing left at its ends is not read at all."""
     kept = []
     for span in spans:
-        stale = np.isin(span.orders, chosen)
+        stale = np.isin(span.indices, chosen)
         live = np.flatnonzero(~stale)
         if not len(live):
             continue
         begin, end = int(live[0]), int(live[-1]) + 1
-        seen = np.where(stale, NEVER, span.orders).astype(np.int32)
-        kept.append(replace(span, orders=seen[begin:end], run=span.run.slice(begin, end, page_size)))
+        seen = np.where(stale, NEVER, span.indices).astype(np.int32)
+        kept.append(replace(span, indices=seen[begin:end], run=span.run.slice(begin, end, page_size)))
     return tuple(kept)
 
 
-def reserve(holding: Holding, tokens: int) -> Run:
-    """Cells of the request's own; none for no tokens.
+def reserve(allocation: Allocation, tokens: int) -> Run:
+    """Slots of the request's own; none for no tokens.
 
     Raises:
-        OutOfPages: as `Holding.reserve`.
+        OutOfPages: as `Allocation.reserve`.
     """
-    return holding.reserve(tokens) if tokens else NOTHING
+    return allocation.reserve(tokens) if tokens else NOTHING
 
 
 def alone(prompt: Prompt) -> bool:
@@ -341,20 +341,20 @@ def missing(
     system: int,
     fresh: Mapping[int, Run],
     head: tuple[Span, ...],
-    wants: frozenset[Want] = frozenset(),
+    measures: frozenset[Measure] = frozenset(),
 ) -> Pass:
     """System tokens behind the first `system_hit`, and chunks, each at the position right behind the system prompt.
 
     fresh: where the chunks go, by segment. head: spans of all system tokens.
     """
     hidden = Visibility.isolated(prompt, rows=tuple(fresh)).hidden
-    spans, rows, positions = list(head), [orders(system_hit, system)], [orders(system_hit, system)]
+    spans, rows, positions = list(head), [indices(system_hit, system)], [indices(system_hit, system)]
     for i, run in fresh.items():
         begin, end = span_of(prompt, i)
         spans.append(Span.consecutive(begin, run, 0, hidden[i]))
-        rows.append(orders(begin, end))
-        positions.append(orders(system, system + end - begin))
-    return Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), wants)
+        rows.append(indices(begin, end))
+        positions.append(indices(system, system + end - begin))
+    return Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), measures)
 
 
 def _placed(order: int, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
@@ -368,13 +368,13 @@ def _placed(order: int, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
 
 def _join_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
     spans, used = [], 0
-    for i in segments_of(prompt, Kind.JOIN):
+    for i in segments_of(prompt, Kind.QUERY):
         n = len(prompt.segments[i])
         spans.append(Span.consecutive(prompt.starts[i], own.slice(used, used + n, page_size)))
         used += n
     return tuple(spans)
 
 
-def _orders_of(prompt: Prompt, kind: Kind) -> Tokens:
-    parts = [orders(*span_of(prompt, i)) for i in segments_of(prompt, kind)]
-    return np.concatenate(parts) if parts else orders(0, 0)
+def _indices_of(prompt: Prompt, kind: Kind) -> Tokens:
+    parts = [indices(*span_of(prompt, i)) for i in segments_of(prompt, kind)]
+    return np.concatenate(parts) if parts else indices(0, 0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragjax.core import Conversation, Prompt, Want
-from ragjax.reuse.base import Holding
+from ragjax.core import Measure, Prefill, Prompt
+from ragjax.reuse.base import Allocation
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.stitch import Isolated, prepare
 
@@ -19,9 +19,9 @@ class Unmoved(Naive):
 
     name = "unmoved"
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """As `naive`, with every chunk's keys where they were computed."""
-        stitched = yield from prepare(prompt, holding, Isolated())
+        stitched = yield from prepare(prompt, allocation, Isolated())
         stitched = replace(stitched, chunk=tuple(replace(span, offset=0) for span in stitched.chunk))
         results = yield stitched.ask()
-        return stitched.plan(stitched.spans, results[Want.LOGITS][0])
+        return stitched.plan(stitched.spans, results[Measure.LOGITS][0])

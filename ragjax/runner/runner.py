@@ -1,10 +1,10 @@
 """The compute side: a fixed grid of compiled programs over a page pool. It never sees a request.
 
-A step takes arrays (token, order, position, request and target cell of each row; the slots) and runs three kinds of
+A step takes arrays (token, order, position, request and target slot of each row; the entries) and runs three kinds of
 program: `begin` (embedding, rotation, visible blocks: once), `stage` (some layers: writes the rows' KV into the
 pool in place and attends), and `end` (logits of chosen rows). All stages have equally many layers, so one program
 per row bucket serves them all and compile time does not grow with depth. Programs are compiled ahead. A step may run
-some of the layers only, and measure in some; `move` copies KV from cells to cells.
+some of the layers only, and measure in some; `move` copies KV from slots to slots.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, Grid, Probe, Step, Want
+from ragjax.core import ConfigError, Grid, Measure, Probe, Step
 from ragjax.kernels.attention.op import Choice, choose, paged_interval_attention
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.device import Device
-from ragjax.kernels.pages import Pages, from_storage, move_cells, write_pages
+from ragjax.kernels.pages import Pages, from_storage, move_slots, write_pages
 from ragjax.kernels.reductions import measure as probes
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View, check_values
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, Weight, rotation_table
@@ -83,7 +83,7 @@ class Runner:
     Args:
         decoder: the model; its arrays are taken over.
         pages: pages of the pool, the scratch page 0 included.
-        page_size: cells of a page.
+        page_size: slots of a page.
         context: largest position plus one (the model's context length, if None).
         scanned: run a stage's layers by `lax.scan` (compile time independent of depth) instead of unrolled; None
             chooses per backend. On CPU bfloat16 is 2.6 times faster unrolled.
@@ -159,30 +159,30 @@ class Runner:
         """Layers at which a step may begin, ascending, and the number of layers as a last entry."""
         return tuple(range(0, self.config.num_layers + 1, self._depth))
 
-    def compile(self, wants: Collection[Want] = (), *, progress: Callable[[str], None] | None = None) -> None:
+    def compile(self, measures: Collection[Measure] = (), *, progress: Callable[[str], None] | None = None) -> None:
         """Compile the grid ahead, so that no step waits for a compilation.
 
         Left for their first use are stages that end early, moves, and more segments than the smallest bucket holds.
 
         Args:
-            wants: what steps will measure.
+            measures: what steps will measure.
             progress: called with a program's name after each.
         """
-        for key in self.programs(wants):
+        for key in self.programs(measures):
             if key not in self._programs:
                 self._programs[key] = self._compile(*key)
             if progress is not None:
                 progress(" ".join(str(k) for k in key))
 
-    def programs(self, wants: Collection[Want] = ()) -> list[tuple[Any, ...]]:
+    def programs(self, measures: Collection[Measure] = ()) -> list[tuple[Any, ...]]:
         """Names of the grid's programs."""
-        pairs = [(rows, slots) for rows, _ in self.grid.rows for slots in self.grid.slots]
+        pairs = [(rows, entries) for rows, _ in self.grid.rows for entries in self.grid.entries]
         kinds: list[tuple[Any, ...]] = [(self._depth,)]
-        for want in sorted(set(wants) - {Want.LOGITS}):
-            kinds.append((self._depth, want, self.grid.segments if want in probes.SEGMENTED else 0))
+        for what in sorted(set(measures) - {Measure.LOGITS}):
+            kinds.append((self._depth, what, self.grid.segments if what in probes.SEGMENTED else 0))
         return [
-            *(("begin", rows, slots) for rows, slots in pairs),
-            *(("stage", rows, slots, *kind) for rows, slots in pairs for kind in kinds),
+            *(("begin", rows, entries) for rows, entries in pairs),
+            *(("stage", rows, entries, *kind) for rows, entries in pairs for kind in kinds),
             *(("end", rows, n) for rows, _ in self.grid.rows for n in self.grid.logits if n <= rows),
             *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
         ]
@@ -191,13 +191,13 @@ class Runner:
         """Run layers for one batch of rows: their KV is in the pool afterwards.
 
         Raises:
-            ValueError: before anything is computed, if a page, cell, position, offset or layer is out of range.
+            ValueError: before anything is computed, if a page, slot, position, offset or layer is out of range.
         """
-        rows, slots = len(step.token_T), len(step.page_S)
+        rows, entries = len(step.token_T), len(step.page_S)
         begin, end = step.layers or (0, self.config.num_layers)
         self._check(step, begin, end)
         arrays = {name: getattr(step, name) for name in STEP_ARRAYS}
-        x_TE, inputs = self._program("begin", rows, slots)(self._ends, self._rotation, arrays)
+        x_TE, inputs = self._program("begin", rows, entries)(self._ends, self._rotation, arrays)
         if step.residual_TE is not None:
             x_TE = self._upload(step.residual_TE)
         measured = []
@@ -208,7 +208,7 @@ class Runner:
                 self._stages[i], self._pools[i], x_TE, inputs, self._rotation, *probe
             )
             measured.append(found_L)
-        self._count(self._choice(rows, slots), end - begin)
+        self._count(self._choice(rows, entries), end - begin)
         return Outcome(x_TE, self._measured(step.probe, begin, measured))
 
     def _stage_program(
@@ -221,7 +221,7 @@ class Runner:
         chosen_L = (low <= layer_L) & (layer_L < high)
         if step.probe is None or not chosen_L.any():
             return self._program(*key), chosen_L[:0], {}
-        return self._program(*key, step.probe.want, step.probe.segments), chosen_L, step.probe.arrays
+        return self._program(*key, step.probe.what, step.probe.segments), chosen_L, step.probe.arrays
 
     def _measured(self, probe: Probe | None, begin: int, found: Sequence[jax.Array]) -> NDArray[np.float32] | None:
         """What was measured in the layers that the probe names, out of what the stages from `begin` on found."""
@@ -308,23 +308,23 @@ class Runner:
         offset_N: NDArray[np.int32],
         layers: tuple[int, int],
     ) -> None:
-        """Copy KV from cells to cells in some layers, in place, keys turned by an offset each. Waits for nothing.
+        """Copy KV from slots to slots in some layers, in place, keys turned by an offset each. Waits for nothing.
 
         Args:
-            source_N: cells (page * C + cell) to read.
-            target_N: cells to write, none twice and none of the source's.
+            source_N: slots (page * C + slot) to read.
+            target_N: slots to write, none twice and none of the source's.
             offset_N: RoPE offset of each key.
             layers: half-open, at boundaries of stages.
 
         Raises:
-            ValueError: before anything is moved, if a cell, offset or layer is out of range.
+            ValueError: before anything is moved, if a slot, offset or layer is out of range.
         """
         self._check_move(source_N, target_N, offset_N, layers)
         for begin in range(0, len(source_N), MOVES[-1]):
             part = slice(begin, begin + MOVES[-1])
             size = Grid.fit(MOVES, len(source_N[part]))
             spare = size - len(source_N[part])
-            # what pads the bucket is written nowhere: each has a cell of its own beyond the pool
+            # what pads the bucket is written nowhere: each has a slot of its own beyond the pool
             nowhere = np.arange(OUTSIDE, OUTSIDE + spare, dtype=np.int32)
             nothing = np.zeros(spare, np.int32)
             padded = ((source_N, nothing), (target_N, nowhere), (offset_N, nothing))
@@ -346,20 +346,20 @@ class Runner:
         for i in range(len(self._pools)):
             self._pools[i] = self._create()
 
-    def read(self, cells: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Keys and values of cells, float32 [L, n, K, D] each: for audits and tests, not for serving."""
-        page, cell = cells // self.page_size, cells % self.page_size
+    def read(self, slots: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values of slots, float32 [L, n, K, D] each: for audits and tests, not for serving."""
+        page, slot = slots // self.page_size, slots % self.page_size
 
         def pick(pool: jax.Array) -> NDArray[np.float32]:
-            return np.asarray(from_storage(pool[:, page, :, cell, :]).astype(jnp.float32)).swapaxes(0, 1)
+            return np.asarray(from_storage(pool[:, page, :, slot, :]).astype(jnp.float32)).swapaxes(0, 1)
 
         keys = [pick(pool.k_LPKCD) for pool in self._pools]
         values = [pick(pool.v_LPKCD) for pool in self._pools]
         return np.concatenate(keys), np.concatenate(values)
 
-    def memory(self, rows: int, slots: int) -> tuple[int, int]:
+    def memory(self, rows: int, entries: int) -> tuple[int, int]:
         """(temporary bytes of a stage program, bytes of its pool)."""
-        analysis = self._program("stage", rows, slots, self._depth).memory_analysis()
+        analysis = self._program("stage", rows, entries, self._depth).memory_analysis()
         return int(analysis.temp_size_in_bytes), sum(x.nbytes for x in jax.tree.leaves(self._pools[0]))
 
     def _check(self, step: Step, begin: int, end: int) -> None:
@@ -369,10 +369,10 @@ class Runner:
             raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
         if step.probe is not None:
             self._check_probe(step.probe, begin, end)
-        pages, cells = self._pools[0].k_LPKCD.shape[1], self._pools[0].page_size
+        pages, slots = self._pools[0].k_LPKCD.shape[1], self._pools[0].page_size
         check_values(
             request_T=step.request_T,
-            order_T=step.order_T,
+            index_T=step.index_T,
             position_T=step.position_T,
             request_S=step.request_S,
             page_S=step.page_S,
@@ -381,18 +381,18 @@ class Runner:
             positions=self._rotation.cos_NR.shape[0],
             block_rows=dict(self.grid.rows)[len(step.token_T)],
         )
-        if step.cell_T.min() < 0 or step.cell_T.max() >= pages * cells:
-            raise ValueError(f"step.cell_T holds cells outside of the {pages * cells} of the pool")
+        if step.slot_T.min() < 0 or step.slot_T.max() >= pages * slots:
+            raise ValueError(f"step.slot_T holds slots outside of the {pages * slots} of the pool")
 
     def _check_probe(self, probe: Probe, begin: int, end: int) -> None:
         low, high = probe.layers
         if not begin <= low < high <= end:
             raise ValueError(f"step.probe.layers is {probe.layers}, not within {begin, end}")
-        if probe.want is not Want.DEVIATION:
+        if probe.what is not Measure.DEVIATION:
             return
-        cells = self._pools[0].k_LPKCD.shape[1] * self.page_size
-        if probe.arrays["stale_T"].max() >= cells:
-            raise ValueError(f"step.probe.stale_T holds cells outside of the {cells} of the pool")
+        slots = self._pools[0].k_LPKCD.shape[1] * self.page_size
+        if probe.arrays["stale_T"].max() >= slots:
+            raise ValueError(f"step.probe.stale_T holds slots outside of the {slots} of the pool")
         if np.abs(probe.arrays["turn_T"]).max() >= self._rotation.cos_NR.shape[0]:
             raise ValueError("step.probe.turn_T holds offsets outside of the rotation table")
 
@@ -403,12 +403,12 @@ class Runner:
         offset_N: NDArray[np.int32],
         layers: tuple[int, int],
     ) -> None:
-        cells = self._pools[0].k_LPKCD.shape[1] * self.page_size
-        for name, cell_N in (("source", source_N), ("target", target_N)):
-            if len(cell_N) and not 0 <= cell_N.min() <= cell_N.max() < cells:
-                raise ValueError(f"{name} holds cells {cell_N.min()} to {cell_N.max()}, of {cells} of the pool")
+        slots = self._pools[0].k_LPKCD.shape[1] * self.page_size
+        for name, slot_N in (("source", source_N), ("target", target_N)):
+            if len(slot_N) and not 0 <= slot_N.min() <= slot_N.max() < slots:
+                raise ValueError(f"{name} holds slots {slot_N.min()} to {slot_N.max()}, of {slots} of the pool")
         if len(np.unique(target_N)) != len(target_N) or np.isin(target_N, source_N).any():
-            raise ValueError("target names a cell twice, or one of the source")
+            raise ValueError("target names a slot twice, or one of the source")
         if np.abs(offset_N).max(initial=0) >= self._rotation.cos_NR.shape[0]:
             raise ValueError("offset is outside of the rotation table")
         if not {*layers} <= {*self.stages} or layers[0] > layers[1]:
@@ -419,17 +419,17 @@ class Runner:
         if len(pages) and not 0 <= pages.min() <= pages.max() < total:
             raise ValueError(f"pages holds {pages.min()} to {pages.max()}, of {total} pages")
 
-    def _choice(self, rows: int, slots: int) -> Choice:
+    def _choice(self, rows: int, entries: int) -> Choice:
         """The backend of attention for a bucket; each refusal on the way is logged once."""
-        if (rows, slots) not in self._choices:
+        if (rows, entries) not in self._choices:
             block = dict(self.grid.rows)[rows]
-            _, inputs = self._begin_shapes(rows, slots)
+            _, inputs = self._begin_shapes(rows, entries)
             q_THD: Any = jax.ShapeDtypeStruct((rows, self.config.num_heads, self.config.head_dim), jnp.float32)
             view = View(
-                inputs.rows, self._pools[0], 0, inputs.slots, self._rotation, inputs.blocks, self._spec.scale, block
+                inputs.rows, self._pools[0], 0, inputs.entries, self._rotation, inputs.blocks, self._spec.scale, block
             )
-            self._choices[rows, slots] = choose(q_THD, view, self._device, self._attention)
-        return self._choices[rows, slots]
+            self._choices[rows, entries] = choose(q_THD, view, self._device, self._attention)
+        return self._choices[rows, entries]
 
     def _count(self, choice: Choice, layers: int) -> None:
         self.calls[choice.backend] += layers
@@ -457,29 +457,31 @@ class Runner:
         }
         return compilers[kind](*shape)
 
-    def _compile_begin(self, rows: int, slots: int) -> Any:
+    def _compile_begin(self, rows: int, entries: int) -> Any:
         function = partial(_begin, self._spec, dict(self.grid.rows)[rows])
-        return jax.jit(function).lower(self._ends, self._rotation, self._step_shapes(rows, slots)).compile()
+        return jax.jit(function).lower(self._ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
-    def _compile_stage(self, rows: int, slots: int, layers: int, want: Want | None = None, segments: int = 0) -> Any:
+    def _compile_stage(
+        self, rows: int, entries: int, layers: int, what: Measure | None = None, segments: int = 0
+    ) -> Any:
         block = dict(self.grid.rows)[rows]
-        measure = None if want is None else (want, segments)
-        names = () if want is None else probes.ARRAYS[want]
-        function = partial(_stage, self._spec, block, self._choice(rows, slots).backend, layers, measure)
-        x_TE, inputs = self._replicated(self._begin_shapes(rows, slots))
+        measure = None if what is None else (what, segments)
+        names = () if what is None else probes.ARRAYS[what]
+        function = partial(_stage, self._spec, block, self._choice(rows, entries).backend, layers, measure)
+        x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
-        probe = self._replicated((chosen_L, self._shapes(names, rows, slots)))
+        probe = self._replicated((chosen_L, self._shapes(names, rows, entries)))
         jitted = jax.jit(function, donate_argnums=(1, 2))
         return jitted.lower(self._stages[0], self._pools[0], x_TE, inputs, self._rotation, *probe).compile()
 
     def _compile_move(self, n: int) -> Any:
-        cell_N = self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
-        jitted = jax.jit(move_cells, donate_argnums=0, out_shardings=self._pool_sharding)
-        return jitted.lower(self._pools[0], cell_N, cell_N, cell_N, self._rotation).compile()
+        slot_N = self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
+        jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
+        return jitted.lower(self._pools[0], slot_N, slot_N, slot_N, self._rotation).compile()
 
-    def _begin_shapes(self, rows: int, slots: int) -> tuple[Any, Any]:
+    def _begin_shapes(self, rows: int, entries: int) -> tuple[Any, Any]:
         begin = partial(_begin, self._spec, dict(self.grid.rows)[rows])
-        shapes: tuple[Any, Any] = jax.eval_shape(begin, self._ends, self._rotation, self._step_shapes(rows, slots))
+        shapes: tuple[Any, Any] = jax.eval_shape(begin, self._ends, self._rotation, self._step_shapes(rows, entries))
         return shapes
 
     def _compile_end(self, rows: int, n: int) -> Any:
@@ -500,13 +502,13 @@ class Runner:
         jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
         return jitted.lower(self._pools[0], page_P, jax.tree.map(shape, self._pools[0])).compile()
 
-    def _step_shapes(self, rows: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
-        placed: dict[str, jax.ShapeDtypeStruct] = self._replicated(self._shapes(STEP_ARRAYS, rows, slots))
+    def _step_shapes(self, rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
+        placed: dict[str, jax.ShapeDtypeStruct] = self._replicated(self._shapes(STEP_ARRAYS, rows, entries))
         return placed
 
-    def _shapes(self, names: Collection[str], rows: int, slots: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def _shapes(self, names: Collection[str], rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Of int32 arrays by their suffix."""
-        sizes = {"T": (rows,), "S": (slots,), "SC": (slots, self.page_size)}
+        sizes = {"T": (rows,), "S": (entries,), "SC": (entries, self.page_size)}
         return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
 
     def _replicated(self, tree: Any) -> Any:
@@ -522,21 +524,21 @@ class Runner:
 
 
 OUTSIDE = 2**30
-"""A cell beyond any pool."""
+"""A slot beyond any pool."""
 
 POOL = P(None, None, "kv_heads", None, None)
 """How a pool lies on the mesh."""
 
 MOVES = (16, 128, 1024)
-"""Cells that one program moves."""
+"""Slots that one program moves."""
 
 STEP_ARRAYS = (
-    *("token_T", "order_T", "position_T", "request_T", "cell_T"),
-    *("page_S", "offset_S", "request_S", "order_SC", "hide_from_SC", "hide_until_SC"),
+    *("token_T", "index_T", "position_T", "request_T", "slot_T"),
+    *("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC"),
 )
 """The arrays of a `Step` that every step has."""
 
-_Measure = tuple[Want, int]
+_Measure = tuple[Measure, int]
 """What a stage measures, and how many segments the programs for it serve."""
 
 
@@ -547,25 +549,25 @@ class _Inputs:
 
     cos_TR: jax.Array
     sin_TR: jax.Array
-    cell_T: jax.Array
+    slot_T: jax.Array
     rows: Rows
-    slots: Slots
+    entries: PageTable
     blocks: Blocks
 
 
 def _begin(
     spec: _Spec, block_rows: int, ends: Weights, rotation: Rotation, step: dict[str, jax.Array]
 ) -> tuple[jax.Array, _Inputs]:
-    rows = Rows(step["order_T"], step["position_T"], step["request_T"])
-    names = ("page_S", "offset_S", "request_S", "order_SC", "hide_from_SC", "hide_until_SC")
+    rows = Rows(step["index_T"], step["position_T"], step["request_T"])
+    names = ("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC")
     page, offset, request, order, hide_from, hide_until = (step[name] for name in names)
-    slots = Slots(page[None], offset[None], request, order[None], hide_from[None], hide_until[None])
+    entries = PageTable(page[None], offset[None], request, order[None], hide_from[None], hide_until[None])
     cos_TR, sin_TR = rotation.at(rows.position_T)
     x_TE = nnx.merge(spec.ends, ends).embed(step["token_T"])
-    # padding rows write nowhere: each gets a cell of its own beyond the pool
-    nowhere_T = OUTSIDE + jnp.arange(len(rows.order_T), dtype=jnp.int32)
-    cell_T = jnp.where(rows.order_T >= 0, step["cell_T"], nowhere_T)
-    return x_TE, _Inputs(cos_TR, sin_TR, cell_T, rows, slots, visible_blocks(rows, slots, block_rows))
+    # padding rows write nowhere: each gets a slot of its own beyond the pool
+    nowhere_T = OUTSIDE + jnp.arange(len(rows.index_T), dtype=jnp.int32)
+    slot_T = jnp.where(rows.index_T >= 0, step["slot_T"], nowhere_T)
+    return x_TE, _Inputs(cos_TR, sin_TR, slot_T, rows, entries, visible_blocks(rows, entries, block_rows))
 
 
 def _stage(
@@ -626,16 +628,16 @@ def _sharded_attention(
         chosen: jax.Array,
         arrays: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Pages, jax.Array]:
-        pool = write_pages(pool, layer, inputs.cell_T, k_TKD, v_TKD)
-        view = View(inputs.rows, pool, layer, inputs.slots, rotation, inputs.blocks, spec.scale, block_rows)
+        pool = write_pages(pool, layer, inputs.slot_T, k_TKD, v_TKD)
+        view = View(inputs.rows, pool, layer, inputs.entries, rotation, inputs.blocks, spec.scale, block_rows)
         out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
         if measure is None:
             return out_THD, pool, jnp.zeros(0)
-        want, segments = measure
-        found = probes.measure(want, segments, q_THD, k_TKD, v_TKD, lse_TH, view, arrays, chosen)
+        what, segments = measure
+        found = probes.measure(what, segments, q_THD, k_TKD, v_TKD, lse_TH, view, arrays, chosen)
         # nothing is below 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
         out_THD = out_THD + jnp.minimum(found.min(), 0.0)
-        return out_THD, pool, probes.combine(want, found, "kv_heads")
+        return out_THD, pool, probes.combine(what, found, "kv_heads")
 
     heads = P(None, "kv_heads", None)
     sharded = jax.shard_map(

@@ -91,7 +91,7 @@ class Ticket:
 
     @property
     def decode_tokens(self) -> int:
-        """Cells needed behind the prompt."""
+        """Slots needed behind the prompt."""
         forced = 0 if self.request.continuation is None else len(self.request.continuation)
         return max(forced, self.generation.limit)
 
@@ -129,7 +129,7 @@ class Ticket:
         """The prompt, and behind it what was generated before the request had to begin anew."""
         if not self.generation.tokens:
             return self.prompt
-        said = Segment("continued", Kind.JOIN, np.array(self.generation.tokens, np.int32))
+        said = Segment("continued", Kind.QUERY, np.array(self.generation.tokens, np.int32))
         return Prompt((*self.prompt.segments, said))
 
 

@@ -1,7 +1,7 @@
 """The device tier's arrays: one page pool per stage of layers.
 
 A pool is created once, donated to every step that writes it, and carried through (design: one donated array per stage,
-never a scan input or output). Zeros at the start matter: an unused cell must be finite.
+never a scan input or output). Zeros at the start matter: an unused slot must be finite.
 """
 
 from __future__ import annotations

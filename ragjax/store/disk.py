@@ -98,7 +98,7 @@ _COUNTED = (
 
 
 class DiskStore:
-    """The entries of one model in a directory: a `Shelf`, and their bytes.
+    """The entries of one model in a directory: a `DiskIndex`, and their bytes.
 
     Any thread may call anything. `find`, `children`, `chunks` and `touch` use the index alone and wait for no writer. A
     folder that cannot be written is read from all the same, and `write` says why it fails.

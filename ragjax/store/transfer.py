@@ -1,4 +1,5 @@
-"""Carries out the cache's orders (`cache.tier.Carrier`): KV from the device to host memory, on to disk, and back.
+"""Carries out the cache's orders (`cache.tier.TransferEngine`): KV from the device to host memory, on to disk, and
+back.
 
 The thread that owns the pool only dispatches: copies out of the pool's pages when a run is saved, and the insertion of
 what has arrived. Waiting, cutting, encoding and files are for worker threads, in three lanes, so that a load, which a
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import AtRest, Run
-from ragjax.core.tiers import Carrier, Copy, Done, Job, Load, Record, Save, Write
+from ragjax.core.tiers import Copy, Done, Job, Load, Record, Save, TransferEngine, Write
 from ragjax.models.config import ModelConfig
 from ragjax.store import host
 from ragjax.store.codec import Arrays, Codec, cut, rest_dtype
@@ -84,13 +85,13 @@ class _Snapshot:
     def read(self, run: Run, codec: Codec, page_size: int) -> list[NDArray[Any]]:
         """Keys and values of a run on these pages, [L, K, n, D] each; waits until they are in host memory."""
         kv_LKTD = [np.empty((codec.layers, codec.heads, run.length, codec.dim), codec.dtype) for _ in "kv"]
-        for page, cells, tokens in _spread(run.start, run.length, page_size):
+        for page, slots, tokens in _spread(run.start, run.length, page_size):
             excerpt, index = self.places[int(np.searchsorted(self.pages, run.pages[page]))]
             layers = range(0, codec.layers, excerpt[0].k_LPKCD.shape[0])
             for first, stage in zip(layers, excerpt, strict=True):
                 for x_LKTD, copy in zip(kv_LKTD, (stage.k_LPKCD, stage.v_LPKCD), strict=True):
                     x_LPKCD = host.to_numpy(copy, codec.dtype)
-                    x_LKTD[first : first + len(x_LPKCD), :, tokens] = x_LPKCD[:, index, :, cells]
+                    x_LKTD[first : first + len(x_LPKCD), :, tokens] = x_LPKCD[:, index, :, slots]
         return kv_LKTD
 
 
@@ -112,7 +113,7 @@ class _Begun:
     start: float = field(default_factory=time.monotonic)
 
 
-class Mover(Carrier):
+class KVTransfer(TransferEngine):
     """Moves KV between the tiers of one runner.
 
     `Done.bytes` are bytes at rest for saves and writes, and bytes put on the device for loads. A read from disk that
@@ -278,7 +279,7 @@ class Mover(Carrier):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("the mover is closed")
+            raise RuntimeError("the transfer engine is closed")
 
     def _check_write(self, job: Write) -> None:
         self._check_piece(job.copy)
@@ -288,10 +289,10 @@ class Mover(Carrier):
             raise ValueError(f"a record of {len(job.record)} tokens cannot describe a copy of {job.copy.length}")
 
     def _check_load(self, job: Load) -> None:
-        total, cells = sum(piece.length for piece in job.pieces), len(job.run.pages) * self._device.page_size
-        if total != job.run.length or job.run.start or not total <= cells < total + self._device.page_size:
+        total, slots = sum(piece.length for piece in job.pieces), len(job.run.pages) * self._device.page_size
+        if total != job.run.length or job.run.start or not total <= slots < total + self._device.page_size:
             raise ValueError(
-                f"the pieces of load {job.number} do not fill {job.run} from its first cell to its last page"
+                f"the pieces of load {job.number} do not fill {job.run} from its first slot to its last page"
             )
         for piece in job.pieces:
             self._check_piece(piece)
@@ -412,10 +413,10 @@ class Mover(Carrier):
             def fill(piece: Copy, end: int) -> None:
                 arrays = read[piece.entry] if isinstance(piece.entry, bytes) else kept[piece].read()
                 kv_LKTD = self._codec.decode(cut(arrays, piece.begin, piece.begin + piece.length))
-                for page, cells, tokens in _spread(end - piece.length, piece.length, self._device.page_size):
+                for page, slots, tokens in _spread(end - piece.length, piece.length, self._device.page_size):
                     pages, i = places[page]
                     for x_LPKCD, x_LKTD in zip(pages, kv_LKTD, strict=True):
-                        x_LPKCD[:, i, :, cells] = x_LKTD[:, :, tokens]
+                        x_LPKCD[:, i, :, slots] = x_LKTD[:, :, tokens]
 
             list(self._readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
             moved.bytes = sum(x.nbytes for pages in parts for x in pages)
@@ -441,7 +442,7 @@ class Mover(Carrier):
         raise errors[0]  # a damaged entry is set aside, and missing from then on
 
     def _parts(self, pages: int) -> list[list[NDArray[Any]]]:
-        """Empty pages for keys and for values, part by part. Cells that no token fills must be finite.
+        """Empty pages for keys and for values, part by part. Slots that no token fills must be finite.
 
         All lie in one array, which has huge pages if it is large: the rest of their memory is quicker to come by.
         """
@@ -477,7 +478,7 @@ class Mover(Carrier):
 
 
 def _spread(start: int, length: int, page_size: int) -> Iterator[tuple[int, slice, slice]]:
-    """Tokens from cell `start` of the first page on: index of each page, cells on it, tokens in them."""
+    """Tokens from slot `start` of the first page on: index of each page, slots on it, tokens in them."""
     end = start + length
     for page in range(start // page_size, -(-end // page_size)):
         first, last = max(start, page * page_size), min(end, (page + 1) * page_size)

@@ -337,7 +337,7 @@ def test_workload_is_the_same_text_in_every_prompt(smollm_path: Path) -> None:
     assert ttft.common_prefix(work.prompt, work.before) == system + 2000
     assert system <= ttft.common_prefix(work.shuffled, work.before) < system + 200
     assert sorted(s.id for s in work.shuffled.segments) == sorted(s.id for s in work.prompt.segments)
-    assert work.prompt.segments[-1].kind is Kind.JOIN
+    assert work.prompt.segments[-1].kind is Kind.QUERY
 
 
 def test_main_prints_and_writes_the_report(

@@ -22,7 +22,7 @@ from benchmarks.masks import Mask
 from ragjax.core import NEVER
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention.op import Backend
-from ragjax.kernels.slots import visible
+from ragjax.kernels.table import visible
 from ragjax.kernels.view import View
 from tests.house.test_imports import HEAVY, import_without
 from tests.support.cases import HOPPER
@@ -72,8 +72,8 @@ def some_masks() -> list[Mask]:
 
 def seen(mask: Mask) -> np.ndarray:
     """By the kernels' own rule, bool [T, N]."""
-    rule = visible(masks.rows_of(mask), masks.slots_of(mask, 64))
-    return np.asarray(rule).reshape(len(mask.order_T), -1)
+    rule = visible(masks.rows_of(mask), masks.entries_of(mask, 64))
+    return np.asarray(rule).reshape(len(mask.index_T), -1)
 
 
 @pytest.mark.parametrize("mask", some_masks(), ids=lambda m: m.name)
@@ -114,8 +114,8 @@ def test_chunks_see_the_system_prompt_and_themselves() -> None:
 
 def test_what_is_recomputed_stands_once() -> None:
     mask = masks.patched(256, 50, 64)
-    live = mask.order_N[mask.order_N < NEVER]
-    assert sorted(live) == list(range(256)) and np.isin(mask.order_T, mask.order_N[256:]).all()
+    live = mask.index_N[mask.index_N < NEVER]
+    assert sorted(live) == list(range(256)) and np.isin(mask.index_T, mask.index_N[256:]).all()
     assert masks.visible_pairs(mask) == masks.visible_pairs(masks.recompute(256, 50, moved=True))
 
 
@@ -133,19 +133,19 @@ def wrong(change: Callable[[jax.Array, View], tuple[jax.Array, jax.Array]]) -> B
 
 
 def shifted_rotation(q: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    slots = replace(view.slots, offset_AS=-view.slots.offset_AS)
-    return attention.BACKENDS["reference"].attend(q, replace(view, slots=slots))
+    entries = replace(view.entries, offset_AS=-view.entries.offset_AS)
+    return attention.BACKENDS["reference"].attend(q, replace(view, entries=entries))
 
 
 def without_intervals(q: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    slots = replace(view.slots, hide_from_ASC=jnp.zeros_like(view.slots.hide_from_ASC),
-                    hide_until_ASC=jnp.zeros_like(view.slots.hide_until_ASC))  # fmt: skip
-    return attention.BACKENDS["reference"].attend(q, replace(view, slots=slots))
+    entries = replace(view.entries, hide_from_ASC=jnp.zeros_like(view.entries.hide_from_ASC),
+                    hide_until_ASC=jnp.zeros_like(view.entries.hide_until_ASC))  # fmt: skip
+    return attention.BACKENDS["reference"].attend(q, replace(view, entries=entries))
 
 
-def reads_unused_cells(q: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+def reads_unused_slots(q: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     out, lse = attention.BACKENDS["reference"].attend(q, view)
-    page = view.pages.v_LPKCD[view.layer, view.slots.page_AS[0, 0]]
+    page = view.pages.v_LPKCD[view.layer, view.entries.page_AS[0, 0]]
     return out + 0.0 * page.sum().astype(out.dtype), lse
 
 
@@ -162,7 +162,7 @@ def test_right_backends_pass_and_refusals_are_told(capsys: pytest.CaptureFixture
     assert "triton does not serve 1 of 1 shapes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("change", [shifted_rotation, without_intervals, reads_unused_cells, base_two])
+@pytest.mark.parametrize("change", [shifted_rotation, without_intervals, reads_unused_slots, base_two])
 def test_a_wrong_backend_is_found(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [n for n in attention.BACKENDS if n != "reference"]:
         monkeypatch.delitem(attention.BACKENDS, name)  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ def test_every_mask_suits_the_kernel_at_full_size() -> None:
     bench.__dict__["device"] = HOPPER
     for page_size in kernels.FULL.page_sizes:
         for mask in (*kernels.plan(kernels.FULL), masks.patched(32768, kernels.FULL.recomputed, page_size)):
-            if mask.name == "graph" or (page_size == 128 and len(mask.order_N) == 16384):
+            if mask.name == "graph" or (page_size == 128 and len(mask.index_N) == 16384):
                 continue  # shapes that others have as well
             block = 1 if mask.name.startswith("decode") else 32
             assert bench.block_rows("triton", mask, page_size) == block, mask.name
@@ -222,10 +222,10 @@ def test_every_mask_suits_the_kernel_at_full_size() -> None:
 def test_plan_is_what_the_targets_need() -> None:
     model = kernels.FULL
     made = list(kernels.plan(model))
-    assert len({(m.name, len(m.order_N)) for m in made}) == len(made)
-    assert {"chunks", "tree", "causal", "graph"} <= {m.name for m in made if len(m.order_N) == 16384}
+    assert len({(m.name, len(m.index_N)) for m in made}) == len(made)
+    assert {"chunks", "tree", "causal", "graph"} <= {m.name for m in made if len(m.index_N) == 16384}
     some = next(m for m in made if m.name == "recompute-moved")
-    assert 0.15 <= len(some.order_T) / 32768 <= 0.155
+    assert 0.15 <= len(some.index_T) / 32768 <= 0.155
     assert len(np.unique(some.offset_N)) > 30
     for mask in made:
         if mask.name in ("chunks", "tree"):
@@ -400,7 +400,7 @@ class FakeRival:
             "load": {},
             "generate": {"ttft_ms": 100.0, "decode_tokens_per_s": 10.0},
         }
-        assert op != "flex" or {"order_T", "order_N", "hide_from_N", "hide_until_N"} <= set(np.load(request["file"]))
+        assert op != "flex" or {"index_T", "index_N", "hide_from_N", "hide_until_N"} <= set(np.load(request["file"]))
         return answers[op]
 
     def close(self) -> None:
@@ -447,26 +447,26 @@ def whole(ours: e2e.Ours) -> tuple[np.ndarray, np.ndarray]:
     return tokens, dense(tokens)
 
 
-def near(got: np.ndarray, want: np.ndarray) -> bool:
-    return bool(np.abs(got - want).max() <= 1e-4 * np.abs(want).max())
+def near(got: np.ndarray, what: np.ndarray) -> bool:
+    return bool(np.abs(got - what).max() <= 1e-4 * np.abs(what).max())
 
 
 def test_full_pass_and_decoding_equal_the_plain_forward(ours: e2e.Ours, whole: tuple[np.ndarray, np.ndarray]) -> None:
-    tokens, want = whole
-    assert near(ours.carry_out(LAYOUT.full(), tokens[:128])[0], want[127])
+    tokens, what = whole
+    assert near(ours.prefill(LAYOUT.full(), tokens[:128])[0], what[127])
     tails = [LAYOUT.table(LAYOUT.full().spans)]
     for i in range(3):
         got = ours.next_tokens([LAYOUT], tails, [tokens[128 + i : 129 + i]], i)
-        assert near(got[0], want[128 + i])
+        assert near(got[0], what[128 + i])
 
 
 def test_recomputing_everything_equals_the_plain_forward(ours: e2e.Ours, whole: tuple[np.ndarray, np.ndarray]) -> None:
-    tokens, want = whole
-    ours.carry_out(LAYOUT.chunks(), tokens[:120])
-    half = ours.carry_out(LAYOUT.recompute(0.5), pick(LAYOUT.recompute(0.5), tokens))
-    assert np.isfinite(half).all() and not near(half[0], want[127])
+    tokens, what = whole
+    ours.prefill(LAYOUT.chunks(), tokens[:120])
+    half = ours.prefill(LAYOUT.recompute(0.5), pick(LAYOUT.recompute(0.5), tokens))
+    assert np.isfinite(half).all() and not near(half[0], what[127])
     once = LAYOUT.recompute(1.0)
-    assert near(ours.carry_out(once, pick(once, tokens))[0], want[127])
+    assert near(ours.prefill(once, pick(once, tokens))[0], what[127])
 
 
 def pick(one: e2e.Pass, tokens: np.ndarray) -> np.ndarray:
@@ -476,17 +476,17 @@ def pick(one: e2e.Pass, tokens: np.ndarray) -> np.ndarray:
 def test_naive_equals_the_plain_forward_of_a_single_chunk(ours: e2e.Ours) -> None:
     layout = e2e.Layout(64, 32, 8, 16)  # system of 24, a chunk of 32, a question
     tokens = ours.tokens(64, 5)
-    ours.carry_out(layout.chunks(), tokens[:56])
-    assert near(ours.carry_out(layout.naive(), tokens[56:])[0], dense(tokens)[63])
+    ours.prefill(layout.chunks(), tokens[:56])
+    assert near(ours.prefill(layout.naive(), tokens[56:])[0], dense(tokens)[63])
 
 
 def test_chunks_are_moved_to_their_places() -> None:
     spans = LAYOUT.naive().spans
     assert [s.offset for s in spans] == [0, 0, 32, 64, 0]
-    live = np.concatenate([s.orders for s in LAYOUT.recompute(0.15).spans])
+    live = np.concatenate([s.indices for s in LAYOUT.recompute(0.15).spans])
     assert sorted(live[live < NEVER]) == list(range(128))
     fresh = LAYOUT.recompute(0.15).spans[-2]
-    assert len(fresh.orders) == 18 and fresh.run.pages[0] == LAYOUT.fresh_page
+    assert len(fresh.indices) == 18 and fresh.run.pages[0] == LAYOUT.fresh_page
 
 
 def test_the_floor_counts_the_pairs_that_see_each_other_alone() -> None:
@@ -508,7 +508,7 @@ def test_requests_side_by_side_decode_as_alone(ours: e2e.Ours) -> None:
     assert len(apart) >= 4
     prompts = [ours.tokens(33, 10 + i) for i in range(len(apart))]
     for layout, tokens in zip(apart, prompts, strict=True):
-        ours.carry_out(layout.full(), tokens[:32])
+        ours.prefill(layout.full(), tokens[:32])
     tails = [layout.table(layout.full().spans) for layout in apart]
     got = ours.next_tokens(apart, tails, [tokens[32:] for tokens in prompts], 0)
     for logits, tokens in zip(got, prompts, strict=True):
@@ -528,17 +528,17 @@ def test_passes_fit_buckets_and_pool_at_full_size() -> None:
         some = layout.recompute(e2e.SHARE)
         assert len(some.order) <= max(buckets)
         used = {p for s in some.spans for p in s.run.pages} | set(layout.runs[-1].pages)
-        assert max(used) <= full.slots and sum(len(s.run.pages) for s in some.spans) + 2 <= full.slots
+        assert max(used) <= full.entries and sum(len(s.run.pages) for s in some.spans) + 2 <= full.entries
         for one in (layout.full(), layout.chunks(), some, layout.naive()):
-            assert len(np.unique(one.cell)) == len(one.cell) == len(one.order)
+            assert len(np.unique(one.slot)) == len(one.slot) == len(one.order)
             padded = sum(e2e.cut(len(one.order), buckets))
             assert padded >= len(one.order) and (padded <= 1.3 * len(one.order) or padded <= 1280)
     assert len(e2e._first_pages(full)) == 8
 
 
 @pytest.mark.parametrize(("n", "want"), [(1, [64]), (64, [64]), (70, [64, 64]), (700, [1280]), (8192, [4096, 4096])])
-def test_rows_are_cut_into_buckets(n: int, want: list[int]) -> None:
-    assert e2e.cut(n, e2e.FULL.rows) == want
+def test_rows_are_cut_into_buckets(n: int, what: list[int]) -> None:
+    assert e2e.cut(n, e2e.FULL.rows) == what
 
 
 def test_real_sizes_are_right() -> None:

@@ -106,14 +106,14 @@ def replay(work: Workload, policy: Policy, device: int, host: int, lookahead: in
             cache.announce(str(ahead), cache.keys_of(*prompts[ahead]))
         announced = max(announced, at + lookahead + 1)
         cache.withdraw(str(at))
-        lease = cache.match_prefix(tokens)
+        match = cache.match_prefix(tokens)
         cache.poll()
-        hits.append(lease.length)
-        if lease.length < len(tokens):
-            run = cache.reserve(len(tokens) - lease.length)
-            cache.admit_prefix(lease, tokens, lease.length, run, cuts)
+        hits.append(match.length)
+        if match.length < len(tokens):
+            run = cache.reserve(len(tokens) - match.length)
+            cache.admit_prefix(match, tokens, match.length, run, cuts)
             cache.free(run)
-        lease.release()
+        match.release()
         cache.poll()
     cache.audit(live=())
     return hits, carrier.moved
@@ -131,7 +131,7 @@ def test_the_simulator_decides_as_the_real_cache_does(name: str, seed: int) -> N
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_two_tiers_hit_and_move_much_as_in_the_real_cache(name: str) -> None:
-    """Not the same to the token: the real one replicates hot nodes, and tells apart what a load and a lease hold."""
+    """Not the same to the token: the real one replicates hot nodes, and tells apart what a load and a match hold."""
     work = chains(2, requests=300)
     served = Simulator(work, POLICIES[name](PROFILE), 50, 150).run(lookahead=8)
     hits, moved = replay(work, POLICIES[name](PROFILE), 50, 150, lookahead=8)

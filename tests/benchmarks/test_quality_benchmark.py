@@ -395,7 +395,7 @@ def test_rows_hold_paired_figures_by_part_and_set() -> None:
     assert rows["a", "neighbours", "fusion", 0.15, 0]["kl"] == 1.0
 
 
-def test_verdicts_name_the_cells_that_miss() -> None:
+def test_verdicts_name_the_slots_that_miss() -> None:
     main, _ = settings()
     made = quality.rows({"a": measured(1.0), "b": measured(1.0)}, main, [], "m")
     claims = {(c["set"], c["strategy"]): c["holds"] for c in quality.verdicts(made)}

@@ -63,10 +63,10 @@ class Gated(Full):
     def __init__(self) -> None:
         self.reached, self.gate = threading.Event(), threading.Event()
 
-    def carry_out(self, prompt: Prompt, holding: object, ratio: float | None = None) -> object:
+    def prefill(self, prompt: Prompt, allocation: object, ratio: float | None = None) -> object:
         self.reached.set()
         assert self.gate.wait(30)
-        return (yield from super().carry_out(prompt, holding, ratio))  # type: ignore[arg-type]
+        return (yield from super().prefill(prompt, allocation, ratio))  # type: ignore[arg-type]
 
 
 def test_background_requests_let_others_pass_and_are_not_counted() -> None:

@@ -28,11 +28,11 @@ def test_cuts_and_splits_in_one_run_give_one_span():
     bench = Bench()
     bench.put(range(20), cuts=(0, 3, 4, 11, 20))
     bench.put([0, 1, 2, 3, 4, 5, 99])
-    with bench.cache.match_prefix(tokens(*range(20))) as lease:
-        assert [(run.start, run.length, at) for run, at in lease.spans] == [(0, 20, 0)]
-    with bench.cache.match_prefix(tokens(0, 1, 2, 3, 4, 5, 99)) as lease:
-        assert [(run.length, at) for run, at in lease.spans] == [(6, 0), (1, 6)]
-        assert np.array_equal(bench.read(lease), causal_content("", [0, 1, 2, 3, 4, 5, 99]))
+    with bench.cache.match_prefix(tokens(*range(20))) as match:
+        assert [(run.start, run.length, at) for run, at in match.spans] == [(0, 20, 0)]
+    with bench.cache.match_prefix(tokens(0, 1, 2, 3, 4, 5, 99)) as match:
+        assert [(run.length, at) for run, at in match.spans] == [(6, 0), (1, 6)]
+        assert np.array_equal(bench.read(match), causal_content("", [0, 1, 2, 3, 4, 5, 99]))
 
 
 def test_a_second_admission_keeps_the_first():
@@ -40,13 +40,13 @@ def test_a_second_admission_keeps_the_first():
     ids = tokens(*range(10))
     first, second = bench.cache.match_prefix(ids), bench.cache.match_prefix(ids)
     runs = [bench.reserve(10), bench.reserve(10)]
-    for lease, run in zip((first, second), runs, strict=True):
+    for match, run in zip((first, second), runs, strict=True):
         bench.write(run, causal_content("", range(10)))
-        bench.cache.admit_prefix(lease, ids, 0, run, (4,))
-        lease.release()
+        bench.cache.admit_prefix(match, ids, 0, run, (4,))
+        match.release()
     assert bench.cache.metrics.admitted_tokens == 10
-    with bench.cache.match_prefix(ids) as lease:
-        assert lease.spans == ((runs[0], 0),)
+    with bench.cache.match_prefix(ids) as match:
+        assert match.spans == ((runs[0], 0),)
     for run in runs:
         bench.cache.free(run)
     assert bench.cache.metrics.pages_used == 3
@@ -57,12 +57,12 @@ def test_a_longer_admission_adds_only_what_is_new():
     """Two requests compute overlapping prompts at once; the later one is kept from where it differs."""
     bench = Bench()
     short, long = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9]
-    lease = bench.cache.match_prefix(tokens(*long))
+    match = bench.cache.match_prefix(tokens(*long))
     run = bench.reserve(7)
     bench.write(run, causal_content("", long))
     bench.put(short)
-    bench.cache.admit_prefix(lease, tokens(*long), 0, run, ())
-    lease.release()
+    bench.cache.admit_prefix(match, tokens(*long), 0, run, ())
+    match.release()
     bench.cache.free(run)
     assert bench.length(long) == 7 and bench.length(short) == 6
     assert bench.cache.metrics.admitted_tokens == 9
@@ -72,13 +72,13 @@ def test_a_longer_admission_adds_only_what_is_new():
 def test_a_lease_inside_a_node_survives_its_split():
     bench = Bench()
     bench.put(range(12))
-    lease = bench.cache.match_prefix(tokens(0, 1, 2, 3, 4, 99), label="a")
+    match = bench.cache.match_prefix(tokens(0, 1, 2, 3, 4, 99), label="a")
     bench.put([0, 1, 2, 3, 4, 5, 6, 77])
     bench.put([0, 1, 2, 66])
     bench.cache.clear()
-    assert np.array_equal(bench.read(lease), causal_content("", range(5)))
+    assert np.array_equal(bench.read(match), causal_content("", range(5)))
     bench.cache.audit(live={"a"})
-    lease.release()
+    match.release()
     bench.cache.clear()
     assert bench.pool.free_pages == bench.pool.capacity
     bench.cache.audit(live=())
@@ -91,8 +91,8 @@ def test_a_segment_is_found_under_exactly_its_context():
     bench.put_segment([1, 2, 3], [7, 8])
 
     def find(context, ids, provenance=Provenance.ISOLATED, method="naive", tenant=""):
-        with bench.cache.match_prefix(tokens(*context), tenant) as lease:
-            found = bench.cache.match_segment(lease, tokens(*ids), provenance, method)
+        with bench.cache.match_prefix(tokens(*context), tenant) as match:
+            found = bench.cache.match_segment(match, tokens(*ids), provenance, method)
             if found is None:
                 return False
             assert [at for _, at in found.spans] == [3] and found.complete
@@ -113,17 +113,17 @@ def test_a_segment_is_found_under_exactly_its_context():
 def test_a_segment_admitted_inside_a_node_splits_it():
     bench = Bench()
     bench.put([1, 2, 3, 4, 5])
-    lease = bench.cache.match_prefix(tokens(1, 2, 3))
-    bench.put([1, 2, 3, 4, 9])  # splits below the lease
+    match = bench.cache.match_prefix(tokens(1, 2, 3))
+    bench.put([1, 2, 3, 4, 9])  # splits below the match
     run = bench.reserve(2)
     bench.write(run, keyed_content("", [1, 2, 3], "isolated", "naive", [7, 7]))
-    bench.cache.admit_segment(lease, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
-    bench.cache.admit_segment(lease, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
+    bench.cache.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
+    bench.cache.admit_segment(match, tokens(7, 7), run, 0, Provenance.ISOLATED, "naive")
     bench.cache.free(run)
-    lease.release()
+    match.release()
     bench.cache.audit(live=())
-    with bench.cache.match_prefix(tokens(1, 2, 3)) as lease:
-        found = bench.cache.match_segment(lease, tokens(7, 7), Provenance.ISOLATED, "naive")
+    with bench.cache.match_prefix(tokens(1, 2, 3)) as match:
+        found = bench.cache.match_segment(match, tokens(7, 7), Provenance.ISOLATED, "naive")
         assert found is not None and found.node.parent.end == 3
         found.release()
 
@@ -149,8 +149,8 @@ def test_tenants_share_nothing():
     assert [bench.length([1, 2, 3], tenant) for tenant in ("a", "b", "")] == [3, 0, 0]
     bench.put([1, 2, 3], tenant="b")
     for context in ([1, 2, 3], []):
-        with bench.cache.match_prefix(tokens(*context), "b") as lease:
-            assert bench.cache.match_segment(lease, tokens(4, 5), Provenance.ISOLATED, "naive") is None
+        with bench.cache.match_prefix(tokens(*context), "b") as match:
+            assert bench.cache.match_segment(match, tokens(4, 5), Provenance.ISOLATED, "naive") is None
     assert all(n.tenant == "a" for n in bench.cache.tree.places("a", tokens(4, 5).tobytes()))
     bench.cache.audit(live=())
 
@@ -160,9 +160,9 @@ def test_exact_and_approximate_hits_are_counted_apart():
     bench.put([1, 2, 3])
     bench.put_segment([1, 2, 3], [4, 5])
     before = bench.cache.metrics
-    with bench.cache.match_prefix(tokens(1, 2, 3)) as lease:
+    with bench.cache.match_prefix(tokens(1, 2, 3)) as match:
         for ids in ([4, 5], [4, 6]):
-            found = bench.cache.match_segment(lease, tokens(*ids), Provenance.ISOLATED, "naive")
+            found = bench.cache.match_segment(match, tokens(*ids), Provenance.ISOLATED, "naive")
             if found:
                 found.release()
     after = bench.cache.metrics
@@ -188,11 +188,11 @@ def test_least_recently_used_leaves_first_and_parents_after_children():
 
 def test_nodes_whose_pages_are_in_use_anyway_leave_last():
     bench = Bench(pages=5)
-    lease = bench.cache.match_prefix(tokens(*range(8)))
+    match = bench.cache.match_prefix(tokens(*range(8)))
     run = bench.reserve(8)
     bench.write(run, causal_content("", range(8)))
-    bench.cache.admit_prefix(lease, tokens(*range(8)), 0, run, ())
-    lease.release()
+    bench.cache.admit_prefix(match, tokens(*range(8)), 0, run, ())
+    match.release()
     bench.put([50, 51])
     bench.put([60, 61])
     bench.cache.free(bench.cache.reserve(8))
@@ -207,10 +207,10 @@ def test_nodes_whose_pages_are_in_use_anyway_leave_last():
 def test_a_node_that_frees_nothing_leaves_if_it_stands_before_one_that_does():
     bench = Bench(pages=3)
     bench.put([1] * 4)
-    lease = bench.cache.match_prefix(tokens(1, 1, 1, 1, 2))
+    match = bench.cache.match_prefix(tokens(1, 1, 1, 1, 2))
     run = bench.reserve(1)
-    bench.cache.admit_prefix(lease, tokens(1, 1, 1, 1, 2), 4, run, ())
-    lease.release()
+    bench.cache.admit_prefix(match, tokens(1, 1, 1, 1, 2), 4, run, ())
+    match.release()
     bench.cache.reserve(4, "b")
     assert bench.length([1] * 4) == 0
     bench.cache.audit(live={"", "b"})
@@ -220,7 +220,7 @@ def test_out_of_pages_changes_nothing_and_says_what_is_pinned():
     bench = Bench(pages=6)
     bench.put(range(8))
     bench.put(range(50, 54))
-    lease = bench.cache.match_prefix(tokens(*range(8)))
+    match = bench.cache.match_prefix(tokens(*range(8)))
     run = bench.cache.reserve(1)
     before = bench.state()
     with pytest.raises(OutOfPages, match=r"9 tokens need 3 pages; 3 of 5 are pinned"):
@@ -230,16 +230,16 @@ def test_out_of_pages_changes_nothing_and_says_what_is_pinned():
     assert bench.length(range(8)) == 8
     for held in (run, other):
         bench.cache.free(held)
-    lease.release()
+    match.release()
     bench.cache.audit(live=())
 
 
 def test_leases_and_reservations_end_exactly_once():
     bench = Bench()
-    with bench.cache.match_prefix(tokens(1, 2)) as lease:
+    with bench.cache.match_prefix(tokens(1, 2)) as match:
         pass
     with pytest.raises(RuntimeError, match="released before"):
-        lease.release()
+        match.release()
     run = bench.cache.reserve(3)
     bench.cache.free(run)
     with pytest.raises(ValueError, match="freed before"):
@@ -249,13 +249,13 @@ def test_leases_and_reservations_end_exactly_once():
 def test_the_audit_names_what_leaked():
     bench = Bench()
     bench.put([1, 2, 3])
-    lease = bench.cache.match_prefix(tokens(1, 2), label="request-7")
+    match = bench.cache.match_prefix(tokens(1, 2), label="request-7")
     run = bench.cache.reserve(5, label="request-8")
     bench.cache.audit()
     bench.cache.audit(live={"request-7", "request-8"})
     with pytest.raises(AuditError, match=r"request-7.*never released"):
         bench.cache.audit(live={"request-8"})
-    lease.release()
+    match.release()
     with pytest.raises(AuditError, match=r"request-8.*never freed"):
         bench.cache.audit(live=())
     bench.cache.free(run)
@@ -273,7 +273,7 @@ def test_the_audit_sees_a_wrong_pin_and_a_lost_victim():
     victims.push(node)
     bench.cache.audit()
     bench.cache.tree.pin(node)
-    with pytest.raises(AuditError, match="counts 1 pins, 0 leases"):
+    with pytest.raises(AuditError, match="counts 1 pins, 0 matches"):
         bench.cache.audit()
 
 
@@ -281,10 +281,10 @@ def test_a_lease_keeps_its_tokens_when_the_callers_array_changes():
     bench = Bench()
     bench.put([1, 2, 3])
     ids = tokens(1, 2, 3)
-    with bench.cache.match_prefix(ids) as lease:
+    with bench.cache.match_prefix(ids) as match:
         ids[:] = 0
-        assert list(lease.tokens) == [1, 2, 3]
-        assert lease.context == context_digest(tokens(1, 2, 3).tobytes())
+        assert list(match.tokens) == [1, 2, 3]
+        assert match.context == context_digest(tokens(1, 2, 3).tobytes())
 
 
 def test_idle_tenants_leave_nothing_behind():
@@ -298,26 +298,26 @@ def test_arguments_that_do_not_fit_are_refused():
     bench = Bench()
     bench.put([1, 2, 3])
     cache, ids, run = bench.cache, tokens(1, 2, 3, 4), bench.cache.reserve(2)
-    lease = cache.match_prefix(ids)
+    match = cache.match_prefix(ids)
     before = bench.state()
     isolated = Provenance.ISOLATED
     refused = [
-        (lambda: cache.admit_prefix(lease, ids, 4, run, ()), "does not cover"),
-        (lambda: cache.admit_prefix(lease, tokens(1, 9, 3, 4), 3, run, ()), "does not cover"),
-        (lambda: cache.admit_prefix(lease, ids, 3, run, ()), "holds 2 tokens, not the 1"),
-        (lambda: cache.admit_prefix(lease, ids, 2, run, (5,)), "a cut lies outside"),
-        (lambda: cache.admit_segment(lease, tokens(7, 7), run, 0, isolated, "naive"), "3 of 4 tokens"),
-        (lambda: cache.match_segment(lease, tokens(7, 7), Provenance.CAUSAL, ""), "as a prefix"),
-        (lambda: cache.match_segment(lease, tokens(7, 7), Provenance.DEPENDENCY, "x"), "or a path"),
-        (lambda: cache.admit_segment(lease, tokens(7, 7), run, 0, Provenance.DEPENDENCY, "x"), "or a path"),
+        (lambda: cache.admit_prefix(match, ids, 4, run, ()), "does not cover"),
+        (lambda: cache.admit_prefix(match, tokens(1, 9, 3, 4), 3, run, ()), "does not cover"),
+        (lambda: cache.admit_prefix(match, ids, 3, run, ()), "holds 2 tokens, not the 1"),
+        (lambda: cache.admit_prefix(match, ids, 2, run, (5,)), "a cut lies outside"),
+        (lambda: cache.admit_segment(match, tokens(7, 7), run, 0, isolated, "naive"), "3 of 4 tokens"),
+        (lambda: cache.match_segment(match, tokens(7, 7), Provenance.CAUSAL, ""), "as a prefix"),
+        (lambda: cache.match_segment(match, tokens(7, 7), Provenance.DEPENDENCY, "x"), "or a path"),
+        (lambda: cache.admit_segment(match, tokens(7, 7), run, 0, Provenance.DEPENDENCY, "x"), "or a path"),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):
             call()
     assert bench.state() == before
-    lease.release()
-    with pytest.raises(ValueError, match="lease was released"):
-        cache.admit_prefix(lease, ids, 2, run, ())
+    match.release()
+    with pytest.raises(ValueError, match="match was released"):
+        cache.admit_prefix(match, ids, 2, run, ())
     with cache.match_prefix(tokens(1, 2, 3)) as whole:
         cache.admit_segment(whole, tokens(7, 7), run, 0, isolated, "naive")
         with pytest.raises(ValueError, match="holds 2 tokens, the segment 1"):
@@ -356,7 +356,7 @@ class Against(RuleBasedStateMachine):
 
     What leaves under pressure is the policy's choice, so after an eviction the reference is read off the
     tree's nodes, and the change is checked: only a shrinking, prefix-closed, of the size counted, and
-    nothing leased.
+    nothing matched.
     """
 
     def __init__(self):
@@ -365,43 +365,43 @@ class Against(RuleBasedStateMachine):
         self.cache = self.bench.cache
         self.prefixes = set()
         self.segments = set()
-        self.leases = []
+        self.matches = []
         self.runs = []
 
     # ---- rules
 
     @rule(ids=PROMPT, tenant=TENANTS)
     def match(self, ids, tenant):
-        lease = self.cache.match_prefix(tokens(*ids), tenant, label="r")
+        match = self.cache.match_prefix(tokens(*ids), tenant, label="r")
         known = [n for n in range(len(ids) + 1) if n == 0 or self.sees(tenant, tuple(ids[:n]))]
-        assert lease.length == max(known) and lease.complete == (lease.length == len(ids))
-        self.leases.append((lease, tenant, tuple(ids), None))
+        assert match.length == max(known) and match.complete == (match.length == len(ids))
+        self.matches.append((match, tenant, tuple(ids), None))
 
     @rule(
         ids=PROMPT, tenant=TENANTS, back=st.integers(0, 3), extra=st.integers(0, 5), cuts=CUTS, keep=st.integers(0, 7)
     )
     def serve(self, ids, tenant, back, extra, cuts, keep):
-        """A request from match to admission; its lease and its pages may live on."""
+        """A request from match to admission; its match and its pages may live on."""
         self.match(ids, tenant)
-        self.start(len(self.leases) - 1, back, extra)
+        self.start(len(self.matches) - 1, back, extra)
         self.admit(len(self.runs) - 1, cuts)
         if self.runs and keep < 6:
             self.free(len(self.runs) - 1)
         if keep:
-            self.release(len(self.leases) - 1)
+            self.release(len(self.matches) - 1)
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.matches)
     @rule(pick=PICK, back=st.integers(0, 3), extra=st.integers(0, 5))
     def start(self, pick, back, extra):
         """Compute the rest of a matched prompt, and perhaps some of what was found, into own pages."""
-        lease, tenant, ids, what = self.pick(self.leases, pick)
+        match, tenant, ids, what = self.pick(self.matches, pick)
         if what is not None:
             return
-        from_ = max(0, lease.length - back)
+        from_ = max(0, match.length - back)
         run = self.reserve(len(ids) - from_ + extra)
         if run is not None:
             self.bench.write(run, causal_content(tenant, ids)[from_:])
-            self.runs.append((run, lease, tenant, ids, from_))
+            self.runs.append((run, match, tenant, ids, from_))
 
     def reserve(self, n):
         if n == 0:
@@ -423,9 +423,9 @@ class Against(RuleBasedStateMachine):
         open_runs = [entry for entry in self.runs if not entry[1].released and entry[4] < len(entry[3])]
         if not open_runs:
             return
-        run, lease, tenant, ids, from_ = self.pick(open_runs, pick)
+        run, match, tenant, ids, from_ = self.pick(open_runs, pick)
         part = run.slice(0, len(ids) - from_, PAGE)
-        self.cache.admit_prefix(lease, tokens(*ids), from_, part, [c for c in cuts if c <= len(ids)])
+        self.cache.admit_prefix(match, tokens(*ids), from_, part, [c for c in cuts if c <= len(ids)])
         self.prefixes |= {(tenant, ids[:n]) for n in range(1, len(ids) + 1) if not self.sees(tenant, ids[:n])}
 
     @precondition(lambda self: self.complete_leases())
@@ -435,11 +435,11 @@ class Against(RuleBasedStateMachine):
         """Look a segment up under a matched context; compute and admit it on a miss."""
         context, tenant, before, _ = self.pick(self.complete_leases(), pick)
         what = (tenant, before, provenance, method, tuple(ids))
-        lease = self.cache.match_segment(context, tokens(*ids), provenance, method)
+        match = self.cache.match_segment(context, tokens(*ids), provenance, method)
         found = next((w for w in (what, ("", *what[1:])) if w in self.segments), None)
-        assert (lease is not None) == (found is not None)
-        if lease is not None:
-            self.leases.append((lease, tenant, tuple(ids), found))
+        assert (match is not None) == (found is not None)
+        if match is not None:
+            self.matches.append((match, tenant, tuple(ids), found))
             return
         run = self.reserve(len(ids))
         if run is None:
@@ -449,10 +449,10 @@ class Against(RuleBasedStateMachine):
         self.segments.add(what)
         self.cache.free(run)
 
-    @precondition(lambda self: self.leases)
+    @precondition(lambda self: self.matches)
     @rule(pick=PICK)
     def release(self, pick):
-        self.leases.pop(pick % len(self.leases))[0].release()
+        self.matches.pop(pick % len(self.matches))[0].release()
 
     @precondition(lambda self: self.runs)
     @rule(pick=PICK)
@@ -479,13 +479,13 @@ class Against(RuleBasedStateMachine):
 
     @invariant()
     def leases_hold_their_content(self):
-        for lease, tenant, ids, what in self.leases:
+        for match, tenant, ids, what in self.matches:
             if what is None:
-                self.check_prefix(self.bench.read(lease), tenant, ids[: lease.length])
+                self.check_prefix(self.bench.read(match), tenant, ids[: match.length])
             else:
-                assert np.array_equal(self.bench.read(lease), keyed_content(*what))
-            starts = [at for _, at in lease.spans]
-            lengths = [run.length for run, _ in lease.spans]
+                assert np.array_equal(self.bench.read(match), keyed_content(*what))
+            starts = [at for _, at in match.spans]
+            lengths = [run.length for run, _ in match.spans]
             first = 0 if what is None else len(what[1])
             assert starts == [first + sum(lengths[:i]) for i in range(len(lengths))]
 
@@ -500,11 +500,11 @@ class Against(RuleBasedStateMachine):
                 expected = causal_content(node.tenant, above + own)[len(above) :]
             else:
                 expected = keyed_content(node.tenant, above, node.provenance, node.method, own)
-            assert np.array_equal(self.bench.cells[node.run.cells(PAGE)], expected)
+            assert np.array_equal(self.bench.slots[node.run.slots(PAGE)], expected)
 
     def teardown(self):
-        for lease, *_ in self.leases:
-            lease.release()
+        for match, *_ in self.matches:
+            match.release()
         for run, *_ in self.runs:
             self.cache.free(run)
         self.cache.audit(live=())
@@ -519,22 +519,22 @@ class Against(RuleBasedStateMachine):
         assert prefixes <= self.prefixes and segments <= self.segments
         gone = len(self.prefixes) - len(prefixes) + sum(len(what[-1]) for what in self.segments - segments)
         assert gone == evicted
-        for *_, what in self.leases:
+        for *_, what in self.matches:
             assert what is None or what in segments
         self.prefixes, self.segments = prefixes, segments
-        for lease, tenant, ids, what in self.leases:
-            assert lease.length == 0 or what is not None or self.sees(tenant, ids[: lease.length])
+        for match, tenant, ids, what in self.matches:
+            assert match.length == 0 or what is not None or self.sees(tenant, ids[: match.length])
         assert all(len(ids) == 1 or self.sees(tenant, ids[:-1]) for tenant, ids in prefixes)
         assert all(not what[1] or self.sees(*what[:2]) for what in segments)
 
     def sees(self, tenant, ids):
         return (tenant, ids) in self.prefixes or ("", ids) in self.prefixes
 
-    def check_prefix(self, cells, tenant, ids):
-        """Each cell is what the tenant computed, or what is public."""
+    def check_prefix(self, slots, tenant, ids):
+        """Each slot is what the tenant computed, or what is public."""
         own, public = causal_content(tenant, ids), causal_content("", ids)
-        for n, cell in enumerate(cells, 1):
-            assert cell == own[n - 1] or (cell == public[n - 1] and ("", ids[:n]) in self.prefixes)
+        for n, slot in enumerate(slots, 1):
+            assert slot == own[n - 1] or (slot == public[n - 1] and ("", ids[:n]) in self.prefixes)
 
     def held(self):
         prefixes, segments = set(), set()
@@ -549,14 +549,14 @@ class Against(RuleBasedStateMachine):
         return prefixes, segments
 
     def evictable_pages(self):
-        """Pages that neither a reservation nor a node on a leased path touches, counted the slow way."""
+        """Pages that neither a reservation nor a node on a matched path touches, counted the slow way."""
         used = {page for run, *_ in self.runs for page in run.pages}
-        for lease, *_ in self.leases:
-            used |= {page for node in lease.node.path() if node.run for page in node.run.pages}
+        for match, *_ in self.matches:
+            used |= {page for node in match.node.path() if node.run for page in node.run.pages}
         return self.bench.pool.capacity - len(used)
 
     def complete_leases(self):
-        return [entry for entry in self.leases if entry[3] is None and entry[0].complete]
+        return [entry for entry in self.matches if entry[3] is None and entry[0].complete]
 
     @staticmethod
     def pick(options, pick):

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from ragjax.cache.cache import neighbours_digest
-from ragjax.cache.match import Lease
+from ragjax.cache.match import Match
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import AuditError
@@ -31,7 +31,7 @@ from tests.support.transfers import (
     GARBAGE,
     PAGE,
     Bench,
-    FakeShelf,
+    FakeDiskIndex,
     alternatives,
     causal_content,
     keyed_content,
@@ -53,8 +53,8 @@ def where(bench, ids, tenant=""):
 
 def label(bench, ids, tenant="", **options):
     """The coldest tier that a look-up finds the tokens in."""
-    with bench.match(ids, tenant, **options) as lease:
-        return lease.tier().label if lease.length else None
+    with bench.match(ids, tenant, **options) as match:
+        return match.tier().label if match.length else None
 
 
 # ------------------------------------------------------------------------------------ leaving, coming back
@@ -66,11 +66,11 @@ def test_what_leaves_the_device_comes_back_from_host_memory():
     bench.squeeze()
     assert where(bench, A) == "H"
     bench.audit()
-    lease = bench.cache.match_prefix(tokens(*A))
-    assert not lease.ready and lease.complete and lease.tier() is Tier.HOST and bench.cache.loading == 1
+    match = bench.cache.match_prefix(tokens(*A))
+    assert not match.ready and match.complete and match.tier() is Tier.HOST and bench.cache.loading == 1
     bench.settle()
-    assert lease.ready and lease.broken is None and where(bench, A) == "DH"
-    lease.release()
+    assert match.ready and match.broken is None and where(bench, A) == "DH"
+    match.release()
     assert bench.length(A) == 4
     assert bench.cache.metrics.tier_hit_tokens == {"device": 4, "host": 4}
     assert bench.cache.metrics.jobs == {"save": 1, "load": 1}
@@ -131,7 +131,7 @@ def test_a_policy_may_refuse_host_memory():
         def admit(self, node, tier):
             return tier is not Tier.HOST
 
-    bench = tiers(policy=Proud(), shelf=FakeShelf())
+    bench = tiers(policy=Proud(), shelf=FakeDiskIndex())
     bench.put(A)
     bench.squeeze()
     bench.settle()
@@ -145,7 +145,7 @@ def test_a_policy_may_refuse_the_disk():
         def admit(self, node, tier):
             return tier is not Tier.DISK
 
-    bench = tiers(policy=Careful(), shelf=FakeShelf(), host=4)
+    bench = tiers(policy=Careful(), shelf=FakeDiskIndex(), host=4)
     for ids in (A, B):
         bench.put(ids)
         bench.squeeze()
@@ -154,7 +154,7 @@ def test_a_policy_may_refuse_the_disk():
 
 
 def test_what_leaves_host_memory_goes_to_disk_and_comes_back():
-    bench = tiers(host=4, shelf=FakeShelf())
+    bench = tiers(host=4, shelf=FakeDiskIndex())
     for ids in (A, B):
         bench.put(ids)
         bench.squeeze()
@@ -168,7 +168,7 @@ def test_what_leaves_host_memory_goes_to_disk_and_comes_back():
 
 
 def test_what_came_from_disk_is_not_written_again():
-    bench = tiers(host=4, shelf=FakeShelf())
+    bench = tiers(host=4, shelf=FakeDiskIndex())
     bench.put(A)
     bench.flush()
     for _ in range(2):
@@ -192,12 +192,12 @@ def test_cold_look_ups_can_be_left_out():
     bench = tiers()
     bench.put([*A, 7, 8])
     bench.squeeze()
-    with bench.cache.match_prefix(tokens(*A), cold=False) as lease:
-        assert lease.length == 0 and lease.ready and bench.cache.loading == 0
+    with bench.cache.match_prefix(tokens(*A), cold=False) as match:
+        assert match.length == 0 and match.ready and bench.cache.loading == 0
     bench.put_segment([], B)
     bench.squeeze()
-    with bench.cache.match_prefix(tokens(), cold=False) as lease:
-        assert bench.cache.match_segment(lease, tokens(*B), Provenance.ISOLATED, "naive", cold=False) is None
+    with bench.cache.match_prefix(tokens(), cold=False) as match:
+        assert bench.cache.match_segment(match, tokens(*B), Provenance.ISOLATED, "naive", cold=False) is None
     assert bench.cache.loading == 0 and not bench.carrier.calls["load"]
     bench.audit()
 
@@ -208,8 +208,8 @@ def test_a_path_is_shortened_to_what_there_is_room_for():
     bench.put(path, cuts=(4, 8))
     bench.squeeze()
     run = bench.reserve(12)
-    with bench.match(path) as lease:
-        assert lease.length == 8
+    with bench.match(path) as match:
+        assert match.length == 8
     bench.audit({""})
     bench.cache.free(run)
     assert bench.length(path) == 12
@@ -229,11 +229,11 @@ def test_kv_that_was_computed_anew_lands_where_its_node_is_cold():
     bench = tiers()
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
-    with bench.match([*A, *B, 5], cold=False) as lease:
-        assert lease.length == 0
+    with bench.match([*A, *B, 5], cold=False) as match:
+        assert match.length == 0
         run = bench.reserve(9)
         bench.write(run, causal_content("", [*A, *B, 5]))
-        bench.cache.admit_prefix(lease, tokens(*A, *B, 5), 0, run, (4, 8))
+        bench.cache.admit_prefix(match, tokens(*A, *B, 5), 0, run, (4, 8))
         bench.cache.free(run)
     bench.audit()
     assert [where(bench, ids) for ids in (A, [*A, *B], [*A, *B, 5])] == ["DH", "DH", "D"]
@@ -245,36 +245,36 @@ def test_kv_that_was_computed_anew_lands_where_its_node_is_cold():
 
 
 def test_the_disk_continues_what_memory_holds():
-    bench = tiers(8, shelf=FakeShelf())
+    bench = tiers(8, shelf=FakeDiskIndex())
     path = [*A, *B, *C]
     bench.put(path, cuts=(4, 8))
     bench.flush()
     bench.cache.clear()
     assert len(bench.cache.tree) == 0 and len(bench.shelf.entries) == 3
     assert label(bench, A) == "disk"
-    with bench.match(path) as lease:
-        assert lease.length == 12 and lease.origins == ((4, Tier.DEVICE), (8, Tier.DISK))
-        assert [lease.tier(0, 4), lease.tier(3, 5), lease.tier(12, 12)] == [Tier.DEVICE, Tier.DISK, None]
-        assert np.array_equal(bench.read(lease), causal_content("", path))
+    with bench.match(path) as match:
+        assert match.length == 12 and match.origins == ((4, Tier.DEVICE), (8, Tier.DISK))
+        assert [match.tier(0, 4), match.tier(3, 5), match.tier(12, 12)] == [Tier.DEVICE, Tier.DISK, None]
+        assert np.array_equal(bench.read(match), causal_content("", path))
         assert bench.carrier.calls["load"] == 2  # one for both of the rest
     bench.audit()
 
 
 def test_host_memory_and_the_disk_continue_each_other():
-    bench = tiers(8, shelf=FakeShelf(), host=4)
+    bench = tiers(8, shelf=FakeDiskIndex(), host=4)
     path = [*A, *B]
     bench.put(path, cuts=(4,))
     bench.squeeze()
     bench.settle()
     assert where(bench, A) == "H" and where(bench, path) == ""
-    with bench.match(path) as lease:
-        assert lease.origins == ((4, Tier.HOST), (4, Tier.DISK)) and len(lease.waits) == 0
-        assert np.array_equal(bench.read(lease), causal_content("", path))
+    with bench.match(path) as match:
+        assert match.origins == ((4, Tier.HOST), (4, Tier.DISK)) and len(match.waits) == 0
+        assert np.array_equal(bench.read(match), causal_content("", path))
     bench.audit()
 
 
 def test_part_of_an_entry_is_taken_and_others_continue_behind_it():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(12, shelf=shelf)
     bench.put(range(6))
     bench.flush()
@@ -282,9 +282,9 @@ def test_part_of_an_entry_is_taken_and_others_continue_behind_it():
     bench.flush()
     bench.cache.clear()
     bench = tiers(12, shelf=shelf)
-    with bench.match([0, 1, 2, 3, 70, 71]) as lease:
-        assert lease.origins == ((6, Tier.DISK),)
-        assert np.array_equal(bench.read(lease), causal_content("", [0, 1, 2, 3, 70, 71]))
+    with bench.match([0, 1, 2, 3, 70, 71]) as match:
+        assert match.origins == ((6, Tier.DISK),)
+        assert np.array_equal(bench.read(match), causal_content("", [0, 1, 2, 3, 70, 71]))
     assert where(bench, range(4)) == "D" and where(bench, range(6)) == ""
     assert bench.length(range(6)) == 6
     bench.audit()
@@ -297,21 +297,21 @@ def test_part_of_an_entry_is_taken_and_others_continue_behind_it():
 
 
 def test_a_device_node_in_the_middle_of_which_the_disk_goes_on_is_split():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     other = tiers(8, shelf=shelf)
     other.put([1, 2, 3, 9, 9], cuts=(3,))
     other.flush()
     bench = tiers(8, shelf=shelf)
     bench.put([1, 2, 3, 4, 5])
-    with bench.match([1, 2, 3, 9, 9]) as lease:
-        assert lease.origins == ((3, Tier.DEVICE), (2, Tier.DISK))
+    with bench.match([1, 2, 3, 9, 9]) as match:
+        assert match.origins == ((3, Tier.DEVICE), (2, Tier.DISK))
     assert bench.length([1, 2, 3, 4, 5]) == 5
     bench.audit()
 
 
 def test_an_entry_is_found_though_its_first_part_was_brought_for_others():
     """Prompts that begin alike: after a restart one brings what it shares with another's entry, piece by piece."""
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(40, shelf=shelf)
     whole = [*A, 5, 6, 7, 8, 9]
     bench.put(whole, cuts=(4,))
@@ -328,7 +328,7 @@ def test_an_entry_is_found_though_its_first_part_was_brought_for_others():
 
 @pytest.mark.parametrize("host", [0, 100])
 def test_a_restart_serves_everything_from_disk(host):
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(24, host=host, shelf=shelf)
     bench.put([*A, *B], cuts=(4,))
     bench.put([*A, 9, 8])
@@ -339,8 +339,8 @@ def test_a_restart_serves_everything_from_disk(host):
     bench.audit()
     bench = tiers(24, host=host, shelf=shelf)
     assert [bench.length(ids) for ids in ([*A, *B], [*A, 9, 8])] == [8, 6]
-    with bench.match([*A, *B, 5], "a") as lease:
-        assert lease.length == 9
+    with bench.match([*A, *B, 5], "a") as match:
+        assert match.length == 9
     assert bench.has_segment(A, [6, 7])
     assert bench.has_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion", behind=[[1], [2]])
     assert not bench.has_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion", behind=[[2], [1]])
@@ -353,7 +353,7 @@ def test_a_restart_serves_everything_from_disk(host):
 
 
 def test_a_keyed_entry_from_disk_is_found_in_memory_from_then_on():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(12, shelf=shelf)
     bench.put(A)
     bench.put_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion", behind=[[1]])
@@ -380,9 +380,9 @@ def test_a_public_segment_comes_back_though_the_tenant_holds_the_same_context_it
     bench.put(A)
     bench.put_segment(A, [6, 7])
     bench.squeeze()
-    with bench.match(A, "a") as lease:
-        assert lease.node.tenant == "a"
-        found = bench.cache.match_segment(lease, tokens(6, 7), Provenance.ISOLATED, "naive")
+    with bench.match(A, "a") as match:
+        assert match.node.tenant == "a"
+        found = bench.cache.match_segment(match, tokens(6, 7), Provenance.ISOLATED, "naive")
         bench.settle()
         assert np.array_equal(bench.read(found), keyed_content("", A, "isolated", "naive", [6, 7]))
         bench.audit({""})
@@ -391,7 +391,7 @@ def test_a_public_segment_comes_back_though_the_tenant_holds_the_same_context_it
 
 
 def test_flushing_ends_though_nothing_can_be_written():
-    bench = tiers(shelf=FakeShelf())
+    bench = tiers(shelf=FakeDiskIndex())
     for ids in (A, B, [7]):
         bench.put(ids)
     bench.carrier.fail("write", 100)
@@ -413,15 +413,15 @@ def test_many_leases_wait_for_one_load():
     bench = tiers(lag=True)
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
-    leases = [bench.cache.match_prefix(tokens(*ids)) for ids in ([*A, *B], A, [1, 1, 7], [*A, *B, 9])]
-    assert bench.carrier.calls["load"] == 1 and [lease.length for lease in leases] == [8, 4, 2, 8]
-    assert not any(lease.ready for lease in leases)
+    matches = [bench.cache.match_prefix(tokens(*ids)) for ids in ([*A, *B], A, [1, 1, 7], [*A, *B, 9])]
+    assert bench.carrier.calls["load"] == 1 and [match.length for match in matches] == [8, 4, 2, 8]
+    assert not any(match.ready for match in matches)
     bench.audit({""})
     bench.settle()
-    assert all(lease.ready and lease.broken is None for lease in leases)
-    for lease in leases:
-        assert np.array_equal(bench.read(lease), causal_content("", lease.tokens))
-        lease.release()
+    assert all(match.ready and match.broken is None for match in matches)
+    for match in matches:
+        assert np.array_equal(bench.read(match), causal_content("", match.tokens))
+        match.release()
     bench.audit()
 
 
@@ -429,7 +429,7 @@ def test_a_node_is_split_while_it_is_loaded():
     bench = tiers(8, lag=True)
     bench.put(range(8))
     bench.squeeze()
-    lease = bench.cache.match_prefix(tokens(*range(8)))
+    match = bench.cache.match_prefix(tokens(*range(8)))
     with bench.cache.match_prefix(tokens(0, 1, 2)) as short:
         run = bench.reserve(2)
         bench.write(run, keyed_content("", [0, 1, 2], "isolated", "naive", [7, 7]))
@@ -438,8 +438,8 @@ def test_a_node_is_split_while_it_is_loaded():
         bench.audit({""})
     assert len(bench.cache.tree) == 3
     bench.settle()
-    assert lease.ready and np.array_equal(bench.read(lease), causal_content("", range(8)))
-    lease.release()
+    assert match.ready and np.array_equal(bench.read(match), causal_content("", range(8)))
+    match.release()
     assert [where(bench, range(n)) for n in (3, 8)] == ["DH", "DH"]
     bench.squeeze()
     assert [where(bench, range(n)) for n in (3, 8)] == ["H", "H"]
@@ -469,7 +469,7 @@ def test_pages_of_a_failed_load_are_given_back_when_nobody_needs_them():
     first, second = (bench.cache.match_prefix(tokens(*ids)) for ids in ([*A, *B], A))
     bench.carrier.finish(0, "the bus caught fire")
     bench.cache.poll()
-    assert [lease.broken for lease in (first, second)] == ["the bus caught fire"] * 2 and first.ready
+    assert [match.broken for match in (first, second)] == ["the bus caught fire"] * 2 and first.ready
     assert len(bench.cache.tree) == 0 and bench.cache.loading == 0
     assert bench.pool.free_pages == bench.pool.capacity - 2
     bench.audit({""})
@@ -489,11 +489,11 @@ def test_after_a_failure_everybody_recomputes():
     broken = bench.cache.match_prefix(tokens(*A))
     bench.carrier.finish_all("it failed")
     bench.cache.poll()
-    with bench.match(A) as lease:
-        assert lease.length == 0
+    with bench.match(A) as match:
+        assert match.length == 0
         run = bench.reserve(4)
         bench.write(run, causal_content("", A))
-        bench.cache.admit_prefix(lease, tokens(*A), 0, run, ())
+        bench.cache.admit_prefix(match, tokens(*A), 0, run, ())
         bench.cache.free(run)
     bench.audit({""})
     broken.release()
@@ -517,9 +517,9 @@ def test_what_hangs_below_a_failed_load_goes_with_it_and_the_rest_stays():
     bench.audit({""})
     bench.settle()  # the load of the lower one comes too late
     assert other.ready and bench.node([*A, *C]) is None and bench.node([9, 9]) is not None
-    for lease in (upper, lower, other):
+    for match in (upper, lower, other):
         bench.audit({""})
-        lease.release()
+        match.release()
     bench.audit()
     bench.cache.clear()
     assert bench.pool.free_pages == bench.pool.capacity
@@ -539,8 +539,8 @@ def test_leases_on_what_hangs_below_a_failed_load_are_broken_at_once():
     assert context.broken == segment.broken == "it failed"
     bench.audit({""})
     bench.settle()
-    for lease in (context, segment):
-        lease.release()
+    for match in (context, segment):
+        match.release()
     assert bench.pool.free_pages == bench.pool.capacity
     bench.audit()
 
@@ -592,7 +592,7 @@ def test_a_failed_save_of_a_node_on_the_device_costs_nothing():
     bench.put(A)
     for _ in range(2):
         bench.length(A)
-    assert bench.cache.tend()
+    assert bench.cache.replicate()
     bench.carrier.finish(0, "out of memory")
     bench.cache.poll()
     assert where(bench, A) == "D" and not bench.carrier.entries
@@ -608,17 +608,17 @@ def test_a_load_that_waits_for_a_failed_save_fails():
     bench = tiers(lag=True)
     bench.put(A)
     bench.squeeze()
-    lease = bench.cache.match_prefix(tokens(*A))
+    match = bench.cache.match_prefix(tokens(*A))
     bench.carrier.finish(0, "out of memory")
     bench.settle()
-    assert lease.broken and bench.cache.metrics.failures == {"save": 1, "load": 1}
-    lease.release()
+    assert match.broken and bench.cache.metrics.failures == {"save": 1, "load": 1}
+    match.release()
     assert not bench.carrier.entries and bench.pool.free_pages == bench.pool.capacity
     bench.audit()
 
 
 def test_a_failed_write_is_tried_again_at_the_next_occasion():
-    bench = tiers(shelf=FakeShelf())
+    bench = tiers(shelf=FakeDiskIndex())
     bench.put(A)
     bench.carrier.fail("write")
     bench.cache.flush()
@@ -632,21 +632,21 @@ def test_a_failed_write_is_tried_again_at_the_next_occasion():
 
 @pytest.mark.parametrize("how", ["vanished", "damaged"])
 def test_an_entry_that_cannot_be_read_is_computed_anew(how):
-    bench = tiers(shelf=FakeShelf(), lag=True)
+    bench = tiers(shelf=FakeDiskIndex(), lag=True)
     bench.put(A)
     bench.flush()
     bench.cache.clear()
     bench.settle()
     [key] = bench.shelf.entries
-    lease = bench.cache.match_prefix(tokens(*A))
-    assert lease.complete and not lease.ready
+    match = bench.cache.match_prefix(tokens(*A))
+    assert match.complete and not match.ready
     if how == "vanished":
         del bench.shelf.entries[key]
     else:
         bench.shelf.bad.add(key)
     bench.settle()
-    assert "load failed" in lease.broken
-    lease.release()
+    assert "load failed" in match.broken
+    match.release()
     assert bench.length(A) == 0
     bench.shelf.bad.clear()
     bench.put(A)
@@ -659,11 +659,11 @@ def test_an_entry_that_cannot_be_read_is_computed_anew(how):
 
 
 def test_hot_nodes_are_copied_before_they_must_leave():
-    bench = tiers(8, shelf=FakeShelf())
+    bench = tiers(8, shelf=FakeDiskIndex())
     bench.put([*A, *B], cuts=(4,))
     bench.length([*A, *B])
     bench.length(A)
-    assert bench.cache.tend() and not bench.cache.tend()
+    assert bench.cache.replicate() and not bench.cache.replicate()
     assert [where(bench, ids) for ids in (A, [*A, *B])] == ["DH", "D"]
     bench.settle()
     assert len(bench.shelf.entries) == 1 and bench.carrier.calls == {"save": 1, "write": 1}
@@ -679,17 +679,17 @@ def test_both_halves_of_a_hot_node_are_copied():
     for _ in range(2):
         bench.length(range(8))
     bench.put([0, 1, 2, 77])
-    assert bench.cache.tend()
+    assert bench.cache.replicate()
     assert [where(bench, range(n)) for n in (3, 8)] == ["DH", "DH"]
     bench.audit()
 
 
 def test_replication_goes_to_disk_where_there_is_no_host_memory():
-    bench = tiers(8, host=0, shelf=FakeShelf())
+    bench = tiers(8, host=0, shelf=FakeDiskIndex())
     bench.put(A)
     for _ in range(3):
         bench.length(A)
-    bench.cache.tend()
+    bench.cache.replicate()
     bench.settle()
     assert where(bench, A) == "D" and len(bench.shelf.entries) == 1 and not bench.carrier.entries
     bench.audit()
@@ -701,11 +701,11 @@ def test_after_the_loss_of_the_device_host_memory_serves():
     bench.squeeze()
     bench.put([*A, *C], cuts=(4,))
     bench.put([9, 9])
-    lease = bench.match(A)
-    with pytest.raises(ValueError, match="1 leases and 0 reservations are outstanding"):
+    match = bench.match(A)
+    with pytest.raises(ValueError, match="1 matches and 0 reservations are outstanding"):
         bench.cache.lose_device()
-    lease.release()
-    bench.cells[:] = GARBAGE
+    match.release()
+    bench.slots[:] = GARBAGE
     bench.cache.lose_device()
     bench.audit()
     assert bench.pool.free_pages == bench.pool.capacity
@@ -727,15 +727,15 @@ def test_the_device_cannot_be_lost_while_bytes_come():
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_came_back_from_lossy_storage_is_flagged_and_all_that_is_computed_on_it(place):
-    bench = tiers(16, host=100 if place == "host" else 0, shelf=FakeShelf(), lossy=True)
+    bench = tiers(16, host=100 if place == "host" else 0, shelf=FakeDiskIndex(), lossy=True)
     bench.put(A)
-    with bench.match(A) as lease:
-        assert not lease.lossy
+    with bench.match(A) as match:
+        assert not match.lossy
     bench.squeeze()
     bench.settle()
     before = bench.cache.metrics
-    with bench.match(A) as lease:
-        assert lease.lossy and lease.tier().label == place
+    with bench.match(A) as match:
+        assert match.lossy and match.tier().label == place
     after = bench.cache.metrics
     assert after.approximate_hit_tokens - before.approximate_hit_tokens == 4
     assert after.exact_hit_tokens == before.exact_hit_tokens and after.loss_max == 0.01
@@ -745,31 +745,31 @@ def test_what_came_back_from_lossy_storage_is_flagged_and_all_that_is_computed_o
     bench.put_path(A, [8, 9, 5])
     nodes = list(bench.cache.tree.nodes())
     assert len(nodes) == 7 and all(node.lossy for node in nodes)
-    with bench.match(A) as lease, bench.cache.match_dependency(lease, tokens(8, 9), "dep") as path:
+    with bench.match(A) as match, bench.cache.match_dependency(match, tokens(8, 9), "dep") as path:
         assert path.lossy and path.length == 2
     bench.put([50])
     assert not bench.node([50]).lossy
-    with bench.match([50]) as lease:
-        assert not lease.lossy
+    with bench.match([50]) as match:
+        assert not match.lossy
     bench.audit()
 
 
 def test_an_entry_of_the_disk_says_itself_whether_it_is_lossy():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(8, shelf=shelf)
     bench.put(A)
     bench.flush()
     bench = tiers(8, shelf=shelf, lossy=True)
-    with bench.match(A) as lease:
-        assert lease.tier() is Tier.DISK and not lease.lossy
+    with bench.match(A) as match:
+        assert match.tier() is Tier.DISK and not match.lossy
     bench.put([*A, *B])
     assert not bench.node([*A, *B]).lossy
     bench.put([50])
     bench.flush()
     bench = tiers(8, shelf=shelf)
     for ids, lossy in ((A, False), ([*A, *B], True), ([50], True)):
-        with bench.match(ids) as lease:
-            assert lease.complete and lease.lossy == lossy
+        with bench.match(ids) as match:
+            assert match.complete and match.lossy == lossy
     bench.put([50, 51])  # computed on what is lossy, and stored without loss
     bench.flush()
     bench = tiers(8, shelf=shelf)
@@ -778,20 +778,20 @@ def test_an_entry_of_the_disk_says_itself_whether_it_is_lossy():
 
 
 def test_kv_that_was_computed_anew_is_exact_but_the_copy_below_it_is_what_it_was():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(8, shelf=shelf, lossy=True)
     bench.put(A)
     bench.flush()
     bench = tiers(8, shelf=shelf)  # lossless from here on: the copy in host memory is a copy of lossy bytes
     assert bench.length(A) == 4
     bench.squeeze()
-    with bench.match(A, cold=False) as lease:
+    with bench.match(A, cold=False) as match:
         run = bench.reserve(4)
         bench.write(run, causal_content("", A))
-        bench.cache.admit_prefix(lease, tokens(*A), 0, run, ())
+        bench.cache.admit_prefix(match, tokens(*A), 0, run, ())
         bench.cache.free(run)
     bench.squeeze()
-    assert bench.length(A) == 4  # checks that the lease says so
+    assert bench.length(A) == 4  # checks that the match says so
     bench.audit()
 
 
@@ -806,7 +806,7 @@ def test_paths_share_what_they_share_and_siblings_are_exact():
     assert bench.path_length(A, [1, 2, 3, 8, 9, 9]) == 5 and bench.path_length(A, [1, 2, 7]) == 2
     tokens_of = sorted(n.tokens.tolist() for n in bench.cache.tree.nodes() if n.method == "dep")
     assert tokens_of == [[1, 2], [3], [4], [5], [8], [9]]
-    with bench.match(A) as lease, bench.cache.match_dependency(lease, tokens(1, 2, 3, 8), "dep") as path:
+    with bench.match(A) as match, bench.cache.match_dependency(match, tokens(1, 2, 3, 8), "dep") as path:
         assert path.complete and [at for _, at in path.spans] == [4, 7]
     assert bench.path_length([], [1, 2]) == 0 and bench.path_length(A, [1, 2], method="other") == 0
     before = bench.cache.metrics
@@ -830,7 +830,7 @@ def test_where_a_path_begins_makes_a_difference():
 
 
 def test_a_path_is_merged_when_it_no_longer_branches():
-    bench = tiers(24, host=0, shelf=FakeShelf())
+    bench = tiers(24, host=0, shelf=FakeDiskIndex())
     bench.put_path([], [1, 2, 3, 4, 5, 6])
     bench.put_path([], [1, 2, 3, 7])
     assert len(bench.cache.tree) == 3
@@ -868,7 +868,7 @@ def test_a_path_admitted_late_hangs_below_one_that_came_meanwhile():
 
 
 def test_a_path_whose_runs_are_apart_is_not_merged():
-    bench = tiers(24, host=0, shelf=FakeShelf())
+    bench = tiers(24, host=0, shelf=FakeDiskIndex())
     bench.put_path([], [1, 2, 3])
     bench.put_path([], [1, 2, 3, 7])
     bench.put_path([], [1, 2, 3, 4, 5, 6])  # in a run of its own, which begins in another page
@@ -893,7 +893,7 @@ def test_paths_come_back_from_host_memory_after_splits_and_merges():
 @pytest.mark.parametrize("host", [0, 100])
 def test_paths_come_back_from_disk_after_a_restart(host):
     """Behind their own context, under their own method and for their own tenant, and causal KV is none of them."""
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(40, host=host, shelf=shelf)
     for tenant in ("", "a"):
         bench.put(A, tenant=tenant)
@@ -933,7 +933,7 @@ def test_a_tenant_keeps_to_its_quota_on_the_device_and_in_host_memory():
 
 
 def test_a_quota_binds_what_is_loaded_too_after_a_restart():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = tiers(24, shelf=shelf)
     for first in range(5):
         bench.put([first] * 4, tenant="a")
@@ -952,15 +952,15 @@ def test_a_load_makes_room_in_the_quota_when_it_begins_and_when_it_was_for_nobod
     bench.settle()
     held = bench.cache.tree.held[Tier.DEVICE]
     assert where(bench, A, "a") == "H" and held["a"] == 8
-    lease = bench.cache.match_prefix(tokens(*A), "a")
-    assert held["a"] == 8 and not lease.ready
-    leases = [lease, bench.cache.match_prefix(tokens(*C), "a")]
+    match = bench.cache.match_prefix(tokens(*A), "a")
+    assert held["a"] == 8 and not match.ready
+    matches = [match, bench.cache.match_prefix(tokens(*C), "a")]
     bench.cache.match_prefix(tokens(*B), "a").release()  # cancelled; all else is in use
     assert held["a"] == 12
     bench.settle()
     assert held["a"] == 8
-    for lease in leases:
-        lease.release()
+    for match in matches:
+        match.release()
     bench.audit()
 
 
@@ -1030,7 +1030,7 @@ def test_a_leaked_lease_is_named_and_a_context_manager_does_not_leak():
         raise KeyError
     bench.audit()
     bench.cache.match_prefix(tokens(*A), label="careless")
-    with pytest.raises(AuditError, match="the lease of 'careless' on 4 tokens was never released"):
+    with pytest.raises(AuditError, match="the match of 'careless' on 4 tokens was never released"):
         bench.cache.audit(live=("careful",))
 
 
@@ -1155,9 +1155,9 @@ AUDIT = 20
 
 @dataclass(eq=False)
 class Held:
-    """A lease with what it was asked for. context: of a segment or path (None: a prefix)."""
+    """A match with what it was asked for. context: of a segment or path (None: a prefix)."""
 
-    lease: Lease
+    match: Match
     tenant: str
     ids: tuple
     context: tuple | None = None
@@ -1167,8 +1167,8 @@ class Held:
 class Tiers(RuleBasedStateMachine):
     """Random requests of several tenants over device, host memory and disk, with every kind of failure.
 
-    The reference is a dictionary: which simulated KV was ever admitted, and who may read it. What a ready lease's
-    cells hold must be in it, at exactly the tokens asked for.
+    The reference is a dictionary: which simulated KV was ever admitted, and who may read it. What a ready match's
+    slots hold must be in it, at exactly the tokens asked for.
     """
 
     operations = 0
@@ -1185,7 +1185,7 @@ class Tiers(RuleBasedStateMachine):
     def begin(self, policy, host, disk, lossy, quota, overhead):
         self.options = {"host_bytes": host * BYTES, "quota": QUOTA.get if quota else None, "overhead": overhead}
         self.policy, self.quota = policy, quota
-        self.shelf = FakeShelf() if disk or not host else None
+        self.shelf = FakeDiskIndex() if disk or not host else None
         self.readers = {}
         self.ever_lossy = lossy
         self.requests = self.steps = 0
@@ -1218,20 +1218,20 @@ class Tiers(RuleBasedStateMachine):
         if storm > 5:
             self.bench.squeeze()
         before, room = self.longest(ids, tenant), self.bench.pool.reclaimable_pages
-        lease = self.cache.match_prefix(tokens(*ids), tenant, "r", cold=cold > 0)
+        match = self.cache.match_prefix(tokens(*ids), tenant, "r", cold=cold > 0)
         if cold and self.bench.pool.pages_for(before) + 1 < room:
-            assert lease.length >= before
-            assert lease.length == before or self.shelf is not None
-        assert cold or lease.ready
-        return self.hold(Held(lease, tenant, ids))
+            assert match.length >= before
+            assert match.length == before or self.shelf is not None
+        assert cold or match.ready
+        return self.hold(Held(match, tenant, ids))
 
     @rule(ids=PROMPT, tenant=TENANTS, public=SHARE, cuts=CUTS, back=st.integers(0, 2), keep=FEW, storm=FEW, wait=FEW)
     def serve(self, ids, tenant, public, cuts, back, keep, storm, wait):
-        """A request from match to admission; its lease and its pages may live on."""
+        """A request from match to admission; its match and its pages may live on."""
         held = self.match(ids, tenant, 1, storm)
         if wait > 2:
             self.bench.settle()
-        if held.lease.ready:
+        if held.match.ready:
             self.compute(held, public, cuts, back, keep)
         if keep:
             self.let_go(held)
@@ -1239,23 +1239,23 @@ class Tiers(RuleBasedStateMachine):
     @precondition(lambda self: self.ready_prefixes())
     @rule(pick=PICK, public=SHARE, cuts=CUTS, back=st.integers(0, 2), keep=FEW)
     def late(self, pick, public, cuts, back, keep):
-        """What a lease waited for is there; meanwhile others have admitted, and things have left."""
+        """What a match waited for is there; meanwhile others have admitted, and things have left."""
         self.compute(self.pick(self.ready_prefixes(), pick), public, cuts, back, keep)
 
     def compute(self, held, public, cuts, back, keep):
-        lease, ids = held.lease, held.ids
-        from_ = 0 if lease.broken is not None else max(0, lease.length - back)
+        match, ids = held.match, held.ids
+        from_ = 0 if match.broken is not None else max(0, match.length - back)
         run = self.reserve(len(ids) - from_)
         if run is None:
             return
-        lossy = from_ > 0 and bool((self.bench.read(lease)[:from_] & 1).any())
+        lossy = from_ > 0 and bool((self.bench.read(match)[:from_] & 1).any())
         content = causal_content(held.tenant, ids)
         self.bench.write(run, content[from_:], lossy)
-        for at, cell in enumerate(content):
-            self.may_read(cell, held.tenant, (public is not None and at < public) or self.is_public(ids[: at + 1]))
+        for at, slot in enumerate(content):
+            self.may_read(slot, held.tenant, (public is not None and at < public) or self.is_public(ids[: at + 1]))
         cuts = [cut for cut in cuts if cut <= len(ids)]
         share = None if public is None else min(public, len(ids))
-        self.cache.admit_prefix(lease, tokens(*ids), from_, run, cuts, share)
+        self.cache.admit_prefix(match, tokens(*ids), from_, run, cuts, share)
         self.keep_run(run, keep)
 
     @precondition(lambda self: self.contexts())
@@ -1266,21 +1266,21 @@ class Tiers(RuleBasedStateMachine):
         context = self.pick(self.contexts(), pick)
         what = (provenance, "fusion", ids, tuple(behind))
         digest = neighbours_digest([tokens(*chunk) for chunk in behind])
-        lease = self.cache.match_segment(
-            context.lease, tokens(*ids), provenance, "fusion", behind=digest, variant=bool(digest), cfo=cfo
+        match = self.cache.match_segment(
+            context.match, tokens(*ids), provenance, "fusion", behind=digest, variant=bool(digest), cfo=cfo
         )
-        if lease is not None:
-            self.hold(Held(lease, context.tenant, ids, context.ids, what))
+        if match is not None:
+            self.hold(Held(match, context.tenant, ids, context.ids, what))
             return
-        run = self.reserve(len(ids)) if context.lease.ready and context.lease.broken is None else None
+        run = self.reserve(len(ids)) if context.match.ready and context.match.broken is None else None
         if run is None:
             return
         content = keyed_content(context.tenant, context.ids, *what)
-        self.bench.write(run, content, bool((self.bench.read(context.lease) & 1).any()))
-        for cell in content:
-            self.may_read(cell, context.tenant, public)
+        self.bench.write(run, content, bool((self.bench.read(context.match) & 1).any()))
+        for slot in content:
+            self.may_read(slot, context.tenant, public)
         self.cache.admit_segment(
-            context.lease,
+            context.match,
             tokens(*ids),
             run,
             len(context.ids),
@@ -1297,32 +1297,32 @@ class Tiers(RuleBasedStateMachine):
     def path(self, pick, ids, cuts, keep, method):
         """Look a dependency path up; compute and admit what is missing."""
         context = self.pick(self.contexts(), pick)
-        lease = self.cache.match_dependency(context.lease, tokens(*ids), method)
+        match = self.cache.match_dependency(context.match, tokens(*ids), method)
         what = (Provenance.DEPENDENCY, method, ids)
-        self.hold(Held(lease, context.tenant, ids, context.ids, what))
-        if context not in self.held or not (lease.ready and context.lease.ready) or context.lease.broken is not None:
+        self.hold(Held(match, context.tenant, ids, context.ids, what))
+        if context not in self.held or not (match.ready and context.match.ready) or context.match.broken is not None:
             return
-        run = self.reserve(len(ids) - lease.length)
+        run = self.reserve(len(ids) - match.length)
         if run is None:
             return
         content = keyed_content(context.tenant, context.ids, *what)
-        lossy = any((self.bench.read(each) & 1).any() for each in (context.lease, lease))
-        self.bench.write(run, content[lease.length :], bool(lossy))
-        for cell in content:
-            self.may_read(cell, context.tenant, False)
-        self.cache.admit_dependency(context.lease, tokens(*ids), lease.length, run, cuts, method)
+        lossy = any((self.bench.read(each) & 1).any() for each in (context.match, match))
+        self.bench.write(run, content[match.length :], bool(lossy))
+        for slot in content:
+            self.may_read(slot, context.tenant, False)
+        self.cache.admit_dependency(context.match, tokens(*ids), match.length, run, cuts, method)
         self.keep_run(run, keep)
 
     @precondition(lambda self: self.contexts())
     @rule(pick=PICK, chunks=st.lists(CHUNK, min_size=1, max_size=3))
     def alternatives(self, pick, chunks):
         context = self.pick(self.contexts(), pick)
-        found = alternatives(self.cache, context.lease, chunks, "fusion")
-        for i, lease in enumerate(found):
-            if lease is not None:
+        found = alternatives(self.cache, context.match, chunks, "fusion")
+        for i, match in enumerate(found):
+            if match is not None:
                 behinds = [tuple(chunks[begin:i]) for begin in range(i + 1)]
                 keys = [(Provenance.APPROXIMATE if b else Provenance.ISOLATED, "fusion", chunks[i], b) for b in behinds]
-                self.hold(Held(lease, context.tenant, chunks[i], context.ids, tuple(keys)))
+                self.hold(Held(match, context.tenant, chunks[i], context.ids, tuple(keys)))
 
     @precondition(lambda self: self.held)
     @rule(pick=PICK)
@@ -1371,8 +1371,8 @@ class Tiers(RuleBasedStateMachine):
             self.shelf.bad.add(key)
 
     @rule()
-    def tend(self):
-        self.cache.tend()
+    def replicate(self):
+        self.cache.replicate()
 
     @rule(limit=st.integers(1, 20))
     def flush(self, limit):
@@ -1407,7 +1407,7 @@ class Tiers(RuleBasedStateMachine):
             self.carrier.finish()
             self.cache.poll()
         kept = self.in_host_memory()
-        self.bench.cells[:] = GARBAGE
+        self.bench.slots[:] = GARBAGE
         self.cache.lose_device()
         assert self.in_host_memory() == kept
         assert self.bench.pool.free_pages == self.bench.pool.capacity
@@ -1417,7 +1417,7 @@ class Tiers(RuleBasedStateMachine):
         """Loads that nobody waits for end without their bytes."""
         if rarely > 2:
             return
-        idle = sum(all(lease.released for lease in load.leases) for load in self.cache._hierarchy._loads.values())
+        idle = sum(all(match.released for match in load.matches) for load in self.cache._hierarchy._loads.values())
         under_way = self.cache.loading
         assert self.cache.give_up() == (idle > 0)
         assert self.cache.loading == under_way - idle
@@ -1446,10 +1446,10 @@ class Tiers(RuleBasedStateMachine):
         self.cache.audit_counts()
         self.carrier.check()
         for held in self.held:
-            if held.lease.ready and held.lease.broken is None:
+            if held.match.ready and held.match.broken is None:
                 self.check_content(held)
         for run, content in self.runs:
-            assert np.array_equal(self.bench.cells[run.cells(PAGE)], content)
+            assert np.array_equal(self.bench.slots[run.slots(PAGE)], content)
         if self.steps % AUDIT == 0:
             self.check_everything()
 
@@ -1458,30 +1458,30 @@ class Tiers(RuleBasedStateMachine):
         nodes = list(self.cache.tree.nodes())
         for node in nodes:
             if node.run is not None and not node.loading:
-                cells = self.bench.cells[node.run.cells(PAGE)]
-                assert all(self.readers[int(cell) & ~1] & {node.tenant, ""} for cell in cells)
-                assert node.lossy or not (cells & 1).any()
+                slots = self.bench.slots[node.run.slots(PAGE)]
+                assert all(self.readers[int(slot) & ~1] & {node.tenant, ""} for slot in slots)
+                assert node.lossy or not (slots & 1).any()
         if self.quota:
             over = self.cache.tree.held[Tier.DEVICE]["a"] * BYTES + self.options["overhead"] > QUOTA["a"]
             assert not over or not any(node.tenant == "a" for node in self.cache._hierarchy.device.nodes())
 
     def check_content(self, held):
-        cells = self.bench.read(held.lease)
-        ids = held.ids[: held.lease.length]
-        assert len(cells) == len(ids) == held.lease.length
-        assert np.array_equal(held.lease.tokens, tokens(*ids))
-        self.seen["lossy" if (cells & 1).any() else "exact"] += 1
-        assert held.lease.lossy or not (cells & 1).any()
-        assert self.ever_lossy or not held.lease.lossy
+        slots = self.bench.read(held.match)
+        ids = held.ids[: held.match.length]
+        assert len(slots) == len(ids) == held.match.length
+        assert np.array_equal(held.match.tokens, tokens(*ids))
+        self.seen["lossy" if (slots & 1).any() else "exact"] += 1
+        assert held.match.lossy or not (slots & 1).any()
+        assert self.ever_lossy or not held.match.lossy
         whats = held.what if held.what and isinstance(held.what[0], tuple) else (held.what,)
         contents = [
             causal_content(owner, ids) if held.context is None else keyed_content(owner, held.context, *what)
             for owner in ("", "a", "b")
             for what in whats
         ]
-        for at, cell in enumerate(cells):
-            assert cell & ~1 in {content[at] for content in contents}, "bytes of something else"
-            assert self.readers[int(cell) & ~1] & {held.tenant, ""}, "bytes of another tenant"
+        for at, slot in enumerate(slots):
+            assert slot & ~1 in {content[at] for content in contents}, "bytes of something else"
+            assert self.readers[int(slot) & ~1] & {held.tenant, ""}, "bytes of another tenant"
 
     def teardown(self):
         if not hasattr(self, "bench"):
@@ -1509,7 +1509,7 @@ class Tiers(RuleBasedStateMachine):
     def let_go(self, held):
         if held in self.held:
             self.held.remove(held)
-            held.lease.release()
+            held.match.release()
 
     def drain(self):
         while self.held:
@@ -1532,12 +1532,12 @@ class Tiers(RuleBasedStateMachine):
 
     def keep_run(self, run, keep):
         if keep == 0 and len(self.runs) < 3:
-            self.runs.append((run, self.bench.cells[run.cells(PAGE)].copy()))
+            self.runs.append((run, self.bench.slots[run.slots(PAGE)].copy()))
         else:
             self.cache.free(run)
 
-    def may_read(self, cell, tenant, public):
-        self.readers.setdefault(int(cell), set()).update({tenant, ""} if public else {tenant})
+    def may_read(self, slot, tenant, public):
+        self.readers.setdefault(int(slot), set()).update({tenant, ""} if public else {tenant})
 
     def in_host_memory(self):
         """Every token of which host memory holds the whole path."""
@@ -1558,10 +1558,10 @@ class Tiers(RuleBasedStateMachine):
         return max([0, *(common_prefix(spelled(node), asked) for node in nodes)])
 
     def ready_prefixes(self):
-        return [held for held in self.held if held.context is None and held.lease.ready and not held.lease.complete]
+        return [held for held in self.held if held.context is None and held.match.ready and not held.match.complete]
 
     def contexts(self):
-        return [held for held in self.held if held.context is None and held.lease.complete]
+        return [held for held in self.held if held.context is None and held.match.complete]
 
     @staticmethod
     def pick(options, pick):

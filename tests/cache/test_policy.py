@@ -467,7 +467,7 @@ class Priorities:
 
     def __init__(self, alpha, window, half_life):
         self.alpha, self.window, self.half_life = alpha, window, half_life
-        self.started, self.queue, self.wants, self.uses = 0, [], {}, {}
+        self.started, self.queue, self.measures, self.uses = 0, [], {}, {}
 
     def discount(self, age):
         return 0.5 ** (age / self.half_life)
@@ -475,7 +475,7 @@ class Priorities:
     def of(self, key):
         everything = sum(self.discount(age) for age in range(self.started + 1))
         history = sum(self.discount(self.started - at) for at in self.uses.get(key, ())) / everything
-        ahead = future(self.queue, lambda request: key in self.wants[request], self.window)
+        ahead = future(self.queue, lambda request: key in self.measures[request], self.window)
         return self.alpha * history + (1 - self.alpha) * ahead
 
 
@@ -491,13 +491,13 @@ def test_lacr_orders_nodes_by_equation_6(window, half_life):
             keys = [key for key in nodes if rng.random() < 0.2] + [b"not kept yet"]
             policy.on_queue(f"r{at}", keys)
             slow.queue.append(f"r{at}")
-            slow.wants[f"r{at}"] = set(keys)
+            slow.measures[f"r{at}"] = set(keys)
         elif action < 0.9 and slow.queue:
             name = slow.queue.pop(rng.choice([0, 0, 0, rng.randrange(len(slow.queue))]))
             told = set(policy.on_start(name))
             slow.started += 1
-            assert slow.wants[name] <= told
-            for key in slow.wants[name] & nodes.keys():
+            assert slow.measures[name] <= told
+            for key in slow.measures[name] & nodes.keys():
                 policy.on_access(nodes[key], HIT)
                 slow.uses.setdefault(key, []).append(slow.started)
         elif action > 0.97:
@@ -518,7 +518,7 @@ def cut(policy, slow, nodes, whole, at):
     for half in (upper, lower):
         nodes[half.key] = half
         slow.uses[half.key] = list(slow.uses.get(whole, ()))
-        for wanted in slow.wants.values():
+        for wanted in slow.measures.values():
             if whole in wanted:
                 wanted.add(half.key)
 
@@ -533,7 +533,7 @@ def test_the_queue_finds_the_node_of_lowest_priority_though_priorities_rise_unno
         while len(slow.queue) < min(rng.choice([0, 5, 40]), len(stream) - at):
             number = at + len(slow.queue)
             slow.queue.append(str(number))
-            slow.wants[str(number)] = {stream[number]}
+            slow.measures[str(number)] = {stream[number]}
             policy.on_queue(str(number), [stream[number]])
         slow.started += 1
         slow.queue = slow.queue[1:]

@@ -11,7 +11,7 @@ from ragjax.cache import tree as tree_module
 from ragjax.cache.pool import AuditError
 from ragjax.cache.tree import PUBLIC, KnowledgeTree, Provenance, common_prefix
 from ragjax.core.tiers import Tier
-from tests.support.transfers import BYTES, Bench, FakeShelf, causal_content, keyed_content, tokens
+from tests.support.transfers import BYTES, Bench, FakeDiskIndex, causal_content, keyed_content, tokens
 
 SYSTEM = [1] * 4
 SECRET = [*SYSTEM, 2, 3, 4]
@@ -36,20 +36,20 @@ def finds(bench, tenant):
     """All that a tenant finds of what tenant a keeps; what is found must be a's own bytes, or public ones."""
     found = []
     for ids in (SECRET, [9, 9, 9]):
-        with bench.match(ids, tenant) as lease:
+        with bench.match(ids, tenant) as match:
             own, public = causal_content("a", ids), causal_content("", ids)
-            assert all(cell in (own[i], public[i]) for i, cell in enumerate(bench.read(lease)))
-            found.append(lease.length)
+            assert all(slot in (own[i], public[i]) for i, slot in enumerate(bench.read(match)))
+            found.append(match.length)
     for context in (SYSTEM, SECRET, []):
-        with bench.match(context, tenant) as lease:
-            segment = bench.cache.match_segment(lease, tokens(*CHUNK), Provenance.ISOLATED, "naive")
+        with bench.match(context, tenant) as match:
+            segment = bench.cache.match_segment(match, tokens(*CHUNK), Provenance.ISOLATED, "naive")
             bench.settle()
             found.append(0 if segment is None else segment.length)
             if segment is not None:
                 expected = keyed_content("a", context, Provenance.ISOLATED, "naive", CHUNK)
                 assert np.array_equal(bench.read(segment), expected)
                 segment.release()
-            with bench.cache.match_dependency(lease, tokens(8, 8), "dep") as path:
+            with bench.cache.match_dependency(match, tokens(8, 8), "dep") as path:
                 bench.settle()
                 found.append(path.length)
         found.append(len(bench.cache.variants(tokens(*CHUNK), "naive", tenant)) if context == SYSTEM else 0)
@@ -84,7 +84,7 @@ def check_host_memory():
 
 
 def check_restart():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = make(shelf)
     fill(bench)
     bench.flush()
@@ -187,17 +187,17 @@ def test_a_dropped_salt_is_seen(monkeypatch, drop, seen):
 def test_a_public_prefix_is_shared_and_what_follows_is_not():
     bench = make()
     for tenant in ("a", "b"):
-        with bench.match(SECRET, tenant) as lease:
-            run = bench.reserve(len(SECRET) - lease.length)
-            bench.write(run, causal_content(tenant, SECRET)[lease.length :])
-            bench.cache.admit_prefix(lease, tokens(*SECRET), lease.length, run, (), 4)
+        with bench.match(SECRET, tenant) as match:
+            run = bench.reserve(len(SECRET) - match.length)
+            bench.write(run, causal_content(tenant, SECRET)[match.length :])
+            bench.cache.admit_prefix(match, tokens(*SECRET), match.length, run, (), 4)
             bench.cache.free(run)
     nodes = [(n.tenant, n.tokens.tolist()) for n in bench.cache.tree.nodes()]
     assert sorted(nodes) == [("", SYSTEM), ("a", [2, 3, 4]), ("b", [2, 3, 4])]
     assert bench.cache.metrics.admitted_tokens == 4 + 3 + 3
     for tenant, length in (("a", 7), ("b", 7), ("c", 4), ("", 4)):
-        with bench.match(SECRET, tenant) as lease:
-            assert lease.length == length
+        with bench.match(SECRET, tenant) as match:
+            assert match.length == length
     bench.audit()
 
 
@@ -216,21 +216,21 @@ def test_a_public_chunk_is_found_by_everybody_behind_the_same_context():
 def test_nothing_is_public_below_what_is_a_tenants():
     bench = make()
     bench.put(SECRET, tenant="a")
-    with bench.match([*SECRET, 5], "a") as lease:
+    with bench.match([*SECRET, 5], "a") as match:
         run = bench.reserve(1)
         bench.write(run, causal_content("a", [*SECRET, 5])[7:])
-        bench.cache.admit_prefix(lease, tokens(*SECRET, 5), 7, run, (), 8)
+        bench.cache.admit_prefix(match, tokens(*SECRET, 5), 7, run, (), 8)
         bench.cache.free(run)
     bench.put_segment(SECRET, CHUNK, tenant="a", public=True)
     assert {node.tenant for node in bench.cache.tree.nodes()} == {"a"}
     for tenant in ("b", ""):
-        with bench.match([*SECRET, 5], tenant) as lease:
-            assert lease.length == 0
+        with bench.match([*SECRET, 5], tenant) as match:
+            assert match.length == 0
     bench.audit()
 
 
 def test_a_public_entry_of_the_disk_serves_behind_a_public_context_alone():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = make(shelf)
     bench.put(SYSTEM)
     bench.put_segment(SYSTEM, CHUNK)
@@ -238,7 +238,7 @@ def test_a_public_entry_of_the_disk_serves_behind_a_public_context_alone():
     bench = make(shelf)
     assert bench.has_segment(SYSTEM, CHUNK, tenant="b", origin="")
     bench.audit()
-    bench = make(FakeShelf())
+    bench = make(FakeDiskIndex())
     bench.put(SYSTEM, tenant="b")  # its own, so no public node may hang below
     bench.shelf.entries = shelf.entries
     assert not bench.has_segment(SYSTEM, CHUNK, tenant="b", origin="")
@@ -246,13 +246,13 @@ def test_a_public_entry_of_the_disk_serves_behind_a_public_context_alone():
 
 
 def test_the_disk_continues_public_prefixes_with_a_tenants_own():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = make(shelf)
     fill(bench)
     bench.flush()
     bench = make(shelf)
-    with bench.match(SECRET, "a") as lease:
-        assert [node.tenant for node in lease.node.path()] == ["a", "", ""] and lease.length == 7
+    with bench.match(SECRET, "a") as match:
+        assert [node.tenant for node in match.node.path()] == ["a", "", ""] and match.length == 7
     bench.audit()
 
 
@@ -263,8 +263,8 @@ def test_a_look_up_takes_the_longest_of_public_and_own_paths_whatever_their_cuts
     bench.put([1, 2, 3, 4, 6], tenant="a")  # twice the same node would be two entries with one key
     bench.audit()
     assert bench.length([1, 2, 3, 4, 5], "a") == 5
-    with bench.match([1, 2, 3, 4, 6], "a") as lease:
-        assert lease.length == 5
+    with bench.match([1, 2, 3, 4, 6], "a") as match:
+        assert match.length == 5
     bench.squeeze()
     bench.audit()
 

@@ -139,7 +139,7 @@ def spelled(node):
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(2, 13), st.data())
-def test_a_split_keeps_cells_rotation_children_and_keys_below(length, data):
+def test_a_split_keeps_slots_rotation_children_and_keys_below(length, data):
     pool, tree = make()
     [top] = grow(pool, tree, tree.root, [9, 9, 9])
     [node] = grow(pool, tree, top, range(length))
@@ -147,12 +147,12 @@ def test_a_split_keeps_cells_rotation_children_and_keys_below(length, data):
     chunk = hang(pool, tree, node, [5, 5])
     if data.draw(st.booleans()):
         tree.store(node, Copy(4, 2, length))
-    cells = node.run.cells(PAGE)
+    slots = node.run.slots(PAGE)
     keys = child.key, chunk.key
     at = data.draw(st.integers(1, length - 1))
     upper = tree.split(node, at)
     assert [list(n.tokens) for n in (upper, node)] == [list(range(at)), list(range(at, length))]
-    assert np.array_equal(np.concatenate([upper.run.cells(PAGE), node.run.cells(PAGE)]), cells)
+    assert np.array_equal(np.concatenate([upper.run.slots(PAGE), node.run.slots(PAGE)]), slots)
     assert (upper.local_start, node.local_start) == (3, 3 + at)
     assert upper.parent is top and node.parent is upper and list(upper.children()) == [node]
     assert list(node.children()) == [child, chunk]
@@ -229,14 +229,14 @@ def test_a_merge_undoes_a_split(length, data):
 
 @pytest.mark.parametrize(
     "why",
-    ["branches", "pinned", "loading", "another tenant", "another method", "another meta", "runs apart", "cells apart",
+    ["branches", "pinned", "loading", "another tenant", "another method", "another meta", "runs apart", "slots apart",
      "one has no host copy", "host copies apart", "other entries", "rotation", "is causal over dependency"],
 )  # fmt: skip
 def test_what_does_not_belong_together_is_not_merged(why):
     pool, tree = make()
     other = {"another tenant": {"tenant": "a"}, "another method": {"method": "y"}}.get(why, {})
-    if why in ("runs apart", "another tenant", "another method", "cells apart"):
-        length = 6 if why == "cells apart" else 4
+    if why in ("runs apart", "another tenant", "another method", "slots apart"):
+        length = 6 if why == "slots apart" else 4
         [upper] = grow(pool, tree, tree.root, range(length), provenance=DEPENDENCY, method="x")
         [lower] = grow(pool, tree, upper, [6, 7], **{"provenance": DEPENDENCY, "method": "x"} | other)
         merged = why == "runs apart"  # a page's end and another page's top do follow each other in a run

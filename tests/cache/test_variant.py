@@ -7,7 +7,7 @@ from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.cache.tree import Node, Provenance
 from ragjax.cache.variant import Variants
-from tests.support.transfers import BYTES, Bench, FakeShelf, alternatives, keyed_content, tokens
+from tests.support.transfers import BYTES, Bench, FakeDiskIndex, alternatives, keyed_content, tokens
 
 APPROXIMATE = Provenance.APPROXIMATE
 SYSTEM = [1] * 4
@@ -123,11 +123,11 @@ def test_the_variant_that_was_reused_least_leaves():
     assert kept(bench) == [10, 11, 12]
     for first in (12, 12, 12):
         assert has(bench, [[first]])
-    with bench.match(SYSTEM) as lease:  # the new one is in use: of the others 11 was reused 3 times, 12 5 times
+    with bench.match(SYSTEM) as match:  # the new one is in use: of the others 11 was reused 3 times, 12 5 times
         run = bench.reserve(2)
         bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[14]]))
         digest = neighbours_digest([tokens(14)])
-        bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, variant=True)
+        bench.cache.admit_segment(match, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, variant=True)
         bench.cache.free(run)
     assert kept(bench) == [10, 11, 12]
     bench.audit()
@@ -138,7 +138,7 @@ def test_variants_in_use_do_not_leave():
     for first in (10, 11):
         put(bench, [[first]])
     with bench.match(SYSTEM) as context:
-        leases = [
+        matches = [
             bench.cache.match_segment(
                 context, tokens(*CHUNK), APPROXIMATE, "craft", behind=neighbours_digest([tokens(n)])
             )
@@ -146,8 +146,8 @@ def test_variants_in_use_do_not_leave():
         ]
         put(bench, [[12]])
         assert kept(bench) == [10, 11]
-        for lease in leases:
-            lease.release()
+        for match in matches:
+            match.release()
     bench.audit()
 
 
@@ -175,9 +175,9 @@ def test_the_first_variant_that_is_kept_is_matched():
     tried = [(neighbours_digest([tokens(n)]), 0.25) for n in (12, 11, 10)]
     with bench.match(SYSTEM) as context:
         missed = bench.cache.metrics.missed_tokens
-        lease = bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried)
-        assert lease.node.behind == neighbours_digest([tokens(11)]) and bench.cache._variants.reuse(lease.node) == 4
-        lease.release()
+        match = bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried)
+        assert match.node.behind == neighbours_digest([tokens(11)]) and bench.cache._variants.reuse(match.node) == 4
+        match.release()
         assert bench.cache.metrics.missed_tokens == missed
         assert bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried[:1]) is None
         assert bench.cache.metrics.missed_tokens == missed + len(CHUNK)
@@ -207,7 +207,7 @@ def test_variants_that_were_evicted_make_room_for_others():
 
 
 def test_a_variant_that_left_is_not_put_on_disk_and_one_that_comes_from_there_counts():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = make(limit=2, host_bytes=200 * BYTES, shelf=shelf)
     for first in (10, 11, 12):
         put(bench, [[first]])
@@ -223,7 +223,7 @@ def test_a_variant_that_left_is_not_put_on_disk_and_one_that_comes_from_there_co
 
 
 def test_variants_that_lie_on_disk_alone_are_listed_too():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = make(host_bytes=200 * BYTES, shelf=shelf)
     for first in (10, 11):
         put(bench, [[first]])
@@ -255,13 +255,13 @@ def test_variants_are_listed_for_their_tenant_and_the_public():
 
 
 def test_meta_is_kept_with_a_variant_through_the_disk():
-    shelf = FakeShelf()
+    shelf = FakeDiskIndex()
     bench = make(shelf=shelf)
-    with bench.match(SYSTEM) as lease:
+    with bench.match(SYSTEM) as match:
         run = bench.reserve(2)
         bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[10]]))
         digest = neighbours_digest([tokens(10)])
-        bench.cache.admit_segment(lease, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, meta=b"scores")
+        bench.cache.admit_segment(match, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, meta=b"scores")
         bench.cache.free(run)
     bench.flush()
     bench = make(shelf=shelf)
@@ -277,9 +277,9 @@ def paths(bench, chunks, **options):
     """For each chunk, the chunks it was computed behind (None: it was not found)."""
     found = []
     with bench.match(SYSTEM, **options) as context:
-        for i, lease in enumerate(alternatives(bench.cache, context, chunks, "craft")):
+        for i, match in enumerate(alternatives(bench.cache, context, chunks, "craft")):
             bench.settle()
-            if lease is None:
+            if match is None:
                 found.append(None)
                 continue
             behinds = [chunks[begin:i] for begin in range(i + 1)]
@@ -288,10 +288,10 @@ def paths(bench, chunks, **options):
                 keyed_content("", SYSTEM, kind, "craft", chunks[i], behind)
                 for kind, behind in zip(kinds, behinds, strict=True)
             ]
-            read = bench.read(lease)
+            read = bench.read(match)
             [match] = [b for b, content in zip(behinds, contents, strict=True) if np.array_equal(read, content)]
             found.append(match)
-            lease.release()
+            match.release()
     return found
 
 
@@ -312,7 +312,7 @@ def test_the_longest_prefix_is_taken_first_and_then_one_without_its_first_chunks
 
 
 def test_an_alternative_path_is_found_below_the_device_and_counted():
-    bench = make(limit=50, host_bytes=200 * BYTES, shelf=FakeShelf())
+    bench = make(limit=50, host_bytes=200 * BYTES, shelf=FakeDiskIndex())
     a, b = [10, 10], [11]
     bench.put_segment(SYSTEM, a, method="craft")
     put(bench, [a], ids=b)

@@ -15,7 +15,7 @@ from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode, la
 from ragjax.engine import Engine
 from ragjax.reuse import DEPENDENCY, dependency, strategies
 from ragjax.reuse.dependency import Dependency
-from ragjax.schedule.scheduler import SlotTable
+from ragjax.schedule.scheduler import PageTable
 from tests.support import tiny
 from tests.support.executor import Done, Executor, Keys, model
 
@@ -105,7 +105,7 @@ def test_custom_dependencies() -> None:
     on_tree = TreeNode("b", (array(5, 6),), depends=("a",))
     alone = LinearNode("task", QUESTION, depends=("system", "b"))
     prompt = DepPrompt((LinearNode("system", SYSTEM), tree, on_tree, alone)).prompt()
-    assert [s.kind for s in prompt.segments] == [Kind.SYSTEM, *[Kind.NODE] * 4, Kind.JOIN]
+    assert [s.kind for s in prompt.segments] == [Kind.SYSTEM, *[Kind.NODE] * 4, Kind.QUERY]
     seen = layout(prompt, "path").visible()
     assert seen[10, 7:10].all(), "b depends on all of a"
     assert positions_of(prompt, "path")[10] == len(SYSTEM) + 2
@@ -154,8 +154,8 @@ def kept(executor: Executor, done: Done) -> tuple[NDArray[np.float64], NDArray[n
     """Keys and values [L, T, K, D] as the finished prompt reads them, turned to their places."""
     keys = Keys.of(done.plan.spans, executor.page_size)
     at = keys.at(np.arange(len(keys.order)))
-    k = np.stack([executor.model.turn(layer[keys.cell], keys.offset) for layer in executor.k])
-    return k[:, at], executor.v[:, keys.cell][:, at]
+    k = np.stack([executor.model.turn(layer[keys.slot], keys.offset) for layer in executor.k])
+    return k[:, at], executor.v[:, keys.slot][:, at]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -166,8 +166,8 @@ def test_cold_is_dense_attention_under_the_ancestor_mask(scheme: Positions, tree
     done = executor.run(Dependency(scheme), prompt)
     k, v, logits = dense(prompt, scheme)
     np.testing.assert_allclose(done.logits, logits, atol=1e-5)
-    for found, want in zip(kept(executor, done), (k, v), strict=True):
-        np.testing.assert_allclose(found, want, atol=1e-9)
+    for found, what in zip(kept(executor, done), (k, v), strict=True):
+        np.testing.assert_allclose(found, what, atol=1e-9)
     assert done.plan.exact_to == "dependency" and len(done.passes) == 1
     executor.cache.audit(())
 
@@ -183,8 +183,8 @@ def test_path_positions_reuse_is_computing_anew(
     prompt = graph_prompt(now)
     done = executor.run(strategy, prompt)
     k, v, logits = dense(prompt, "path")
-    for found, want in zip(kept(executor, done), (k, v), strict=True):
-        np.testing.assert_allclose(found, want, atol=1e-9)
+    for found, what in zip(kept(executor, done), (k, v), strict=True):
+        np.testing.assert_allclose(found, what, atol=1e-9)
     np.testing.assert_allclose(done.logits, logits, atol=1e-5)
     assert done.plan.exact_to == "dependency"
     seen = {owner for trees in before for owner in every(graph_prompt(trees))}
@@ -279,8 +279,8 @@ def test_one_entity_named_twice_reads_its_pages_twice() -> None:
     assert [r.reused for r in warm.plan.reports] == [len(SYSTEM), 4, 4, 0]
 
 
-def test_scattered_branches_are_read_only_as_far_as_slots_go() -> None:
-    executor, strategy = Executor(pages=400, slots=24), Dependency("path")
+def test_scattered_branches_are_read_only_as_far_as_entries_go() -> None:
+    executor, strategy = Executor(pages=400, entries=24), Dependency("path")
     for token in range(40):  # each request leaves one branch on a page of its own
         executor.run(strategy, graph_prompt([[[token, 1, 2]]]))
     prompt = graph_prompt([[[token, 1, 2] for token in range(40)]])
@@ -289,8 +289,8 @@ def test_scattered_branches_are_read_only_as_far_as_slots_go() -> None:
     assert 0 < done.plan.reports[1].reused < done.plan.reports[1].tokens
 
 
-def test_scattered_branches_that_stand_twice_are_read_through_slots_of_their_own() -> None:
-    executor, strategy = Executor(pages=400, slots=40), Dependency("path")
+def test_scattered_branches_that_stand_twice_are_read_through_entries_of_their_own() -> None:
+    executor, strategy = Executor(pages=400, entries=40), Dependency("path")
     for token in range(30):
         executor.run(strategy, graph_prompt([[[token, 1, 2]]]))
     trees = [TreeNode(f"{n}, {token}", (array(40, token, 1, 2),)) for n in range(3) for token in range(30)]
@@ -298,7 +298,7 @@ def test_scattered_branches_that_stand_twice_are_read_through_slots_of_their_own
     done = executor.run(strategy, prompt)
     assert sum(report.reused for report in done.plan.reports[1:]) > 0
     tail = Span.consecutive(len(prompt), done.plan.tail)
-    assert len(SlotTable((*done.plan.spans, tail), executor.page_size)) <= executor.slots
+    assert len(PageTable((*done.plan.spans, tail), executor.page_size)) <= executor.entries
 
 
 # ------------------------------------------------------------------------------------------------ engine

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ragjax.core import Kind, Prompt, Segment, Visibility, VisibilityError
 
-S, C, J = Kind.SYSTEM, Kind.CHUNK, Kind.JOIN
+S, C, J = Kind.SYSTEM, Kind.CHUNK, Kind.QUERY
 
 
 def prompt_of(*kinds_and_lengths: tuple[Kind, int]) -> Prompt:

@@ -102,9 +102,9 @@ def test_a_lost_device_takes_it_along(engine: Engine) -> None:
         held.close()
 
 
-def test_an_answer_that_finds_no_slots_fails_alone() -> None:
-    """Each path came with a request of its own and lies on a page of its own; what is generated needs slots too."""
-    grid = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), slots=(40,), logits=(2, 4))
+def test_an_answer_that_finds_no_entries_fails_alone() -> None:
+    """Each path came with a request of its own and lies on a page of its own; what is generated needs entries too."""
+    grid = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), entries=(40,), logits=(2, 4))
     paths = tuple(np.concatenate([[i], tokens(4)]).astype(np.int32) for i in range(30))
     system, task = LinearNode("system", tokens(10)), LinearNode("task", tokens(5))
     with tiny.engine(Runner(tiny.decoder("float32"), pages=200, page_size=tiny.PAGE, grid=grid)) as engine:

@@ -174,7 +174,7 @@ def test_background_requests_cost_others_no_room() -> None:
     text = tiny.prompt(0, 900, (), 1).tokens[:900]
 
     def begin(n: int) -> Prompt:
-        return Prompt((Segment("text", Kind.JOIN, text[:n]),))
+        return Prompt((Segment("text", Kind.QUERY, text[:n]),))
 
     with tiny.engine(pages=60) as engine:
         for n in range(8, 64, 4):
@@ -445,7 +445,7 @@ def test_cached_pages_are_never_written(rounds: int) -> None:
         seen: dict[bytes, tuple[np.ndarray, np.ndarray]] = {}
         for round_ in range(rounds):
             chosen = [chunks[i] for i in random.choice(5, random.integers(1, 4), replace=False)]
-            question = Segment("question", Kind.JOIN, random.integers(0, 256, 9).astype(np.int32))
+            question = Segment("question", Kind.QUERY, random.integers(0, 256, 9).astype(np.int32))
             parts = [replace(c, id=f"{c.id}{i}") for i, c in enumerate(chosen)]
             strategy = ("full", "prefix", "naive")[round_ % 3]
             engine.answer_prompt(Prompt((system, *parts, question)), strategy=strategy, max_tokens=3)
@@ -454,7 +454,7 @@ def test_cached_pages_are_never_written(rounds: int) -> None:
             for node in engine._cache.tree.nodes():
                 if node.run is None:
                     continue
-                now = engine._runner.read(node.run.cells(tiny.PAGE))
+                now = engine._runner.read(node.run.slots(tiny.PAGE))
                 assert np.abs(now[0]).max() > 0
                 before = seen.get(node.key)
                 if before is not None:

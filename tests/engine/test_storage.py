@@ -14,15 +14,15 @@ import pytest
 
 from ragjax.cache import hierarchy
 from ragjax.cache.policy import POLICIES
-from ragjax.core import Answer, ConfigError, Conversation, Document, Kind, Prompt, Segment, StorageOptions
+from ragjax.core import Answer, ConfigError, Document, Kind, Prefill, Prompt, Segment, StorageOptions
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.core.tiers import Record
 from ragjax.engine import Engine
 from ragjax.engine.trace import Recorder
-from ragjax.reuse.base import Holding
+from ragjax.reuse.base import Allocation
 from ragjax.reuse.full import Full
 from ragjax.store.disk import DiskStore
-from ragjax.store.transfer import Mover
+from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 
 PAGES = 40  # two prompts of about 160 tokens fit, and no third
@@ -172,7 +172,7 @@ def test_shared_knowledge_is_computed_once_and_what_a_request_brings_is_not_shar
 
 
 def test_a_quota_binds_its_tenant_alone() -> None:
-    size = Mover(tiny.runner()).size
+    size = KVTransfer(tiny.runner()).size
     limit = size(200)
     with tiny.engine(quota={"small": limit}.get) as engine:
         for seed in range(4):
@@ -329,8 +329,8 @@ def test_what_cannot_be_written_in_time_is_not_kept_in_memory_for_it(
     with tiny.engine(pages=60, host_bytes=300_000, disk=store) as engine:
         for seed in range(12):
             ask(engine, seed)
-        assert engine._mover is not None
-        backlog, unwritten = engine._mover.backlog, engine.stats()["unwritten_tokens_total"]
+        assert engine._transfer is not None
+        backlog, unwritten = engine._transfer.backlog, engine.stats()["unwritten_tokens_total"]
         gate.set()
     assert most < backlog < 2 * most and unwritten > 0  # type: ignore[operator]
     with tiny.engine(pages=60, disk=disk(tmp_path)) as engine:  # what memory held at the end was written
@@ -344,7 +344,7 @@ def test_the_beginning_that_all_prompts_share_outlives_them_on_disk(tmp_path: Pa
     def chat(seed: int) -> Prompt:
         own = tiny.prompt(seed, 40, (), 1).tokens[:40].copy()
         own[0] = seed
-        return Prompt((Segment("question", Kind.JOIN, np.concatenate([shared, own])),))
+        return Prompt((Segment("question", Kind.QUERY, np.concatenate([shared, own])),))
 
     def opened() -> Engine:
         return tiny.engine(pages=PAGES, disk=DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=1_000_000))
@@ -364,11 +364,11 @@ class Late(Full):
 
     name = "late"
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
-        conversation = super().carry_out(prompt, holding)
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        conversation = super().prefill(prompt, allocation)
         first = next(conversation)
         yield first
-        holding.prefix(tiny.prompt(0).tokens)
+        allocation.prefix(tiny.prompt(0).tokens)
         results = yield first
         try:
             conversation.send(results)

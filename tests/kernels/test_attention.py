@@ -20,7 +20,7 @@ from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.attention.split import merge_states
 from ragjax.kernels.blocks import visible_blocks
 from ragjax.kernels.pages import Pages, from_storage, to_storage, write_pages
-from ragjax.kernels.slots import Rows, Slots, visible
+from ragjax.kernels.table import PageTable, Rows, visible
 from ragjax.kernels.view import View
 from tests.support.cases import (
     KINDS,
@@ -85,7 +85,7 @@ def test_reference_equals_oracle(name: str) -> None:
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 @pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
-def test_unowned_cells_do_not_matter(shape: Shape, backend: str) -> None:
+def test_unowned_slots_do_not_matter(shape: Shape, backend: str) -> None:
     clean, dirty = (rich_case(shape, garbage).run(backend) for garbage in (0.0, np.nan))
     np.testing.assert_array_equal(clean[0], dirty[0])
     np.testing.assert_array_equal(clean[1], dirty[1])
@@ -104,8 +104,8 @@ def test_isolated_chunk_is_the_chunk_behind_the_system_alone() -> None:
     keep = np.r_[0:3, 8:12]
     few = Keys(**{name: value[keep] for name, value in vars(keys).items()})
     rng = np.random.default_rng(SEED)
-    orders = np.arange(8, 12)
-    queries = Queries(0 * orders, orders, orders, rng.standard_normal((4, shape.kv_heads * shape.groups, shape.dim)))
+    indices = np.arange(8, 12)
+    queries = Queries(0 * indices, indices, indices, rng.standard_normal((4, shape.kv_heads * shape.groups, shape.dim)))
     inv_freq_R = frequencies(shape.dim, shape.scaled)
     q, rows, place_T = lay_rows(queries, inv_freq_R, shape.block_rows, shape.rows)
     results = []
@@ -116,13 +116,13 @@ def test_isolated_chunk_is_the_chunk_behind_the_system_alone() -> None:
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
 
 
-def test_layers_may_differ_in_their_slots() -> None:
-    slots = rich_case(NARROW).layout.slots
-    two = jax.tree.map(lambda x: jnp.stack([x[0], x[0] + 1]), slots)
-    two = replace(two, request_S=slots.request_S)
-    jax.tree.map(np.testing.assert_array_equal, two.layer(0), slots)
-    np.testing.assert_array_equal(two.layer(1).order_ASC, slots.order_ASC + 1)
-    assert slots.layer(1) is slots
+def test_layers_may_differ_in_their_entries() -> None:
+    entries = rich_case(NARROW).layout.entries
+    two = jax.tree.map(lambda x: jnp.stack([x[0], x[0] + 1]), entries)
+    two = replace(two, request_S=entries.request_S)
+    jax.tree.map(np.testing.assert_array_equal, two.layer(0), entries)
+    np.testing.assert_array_equal(two.layer(1).index_ASC, entries.index_ASC + 1)
+    assert entries.layer(1) is entries
 
 
 def test_no_rows_by_keys_array() -> None:
@@ -133,7 +133,7 @@ def test_no_rows_by_keys_array() -> None:
         Rows(*(jax.ShapeDtypeStruct((t,), jnp.int32),) * 3),
         Pages(*(jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32),) * 2),
         0,
-        Slots(*(jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, s), (1, s), (s,), *((1, s, c),) * 3))),
+        PageTable(*(jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, s), (1, s), (s,), *((1, s, c),) * 3))),
         rotation(d, False, 100),
     )
     lowered = compiled.lower(*shapes, block_rows=128, backend="xla")
@@ -147,10 +147,10 @@ def test_no_rows_by_keys_array() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_parts_merge_to_the_whole(shape: Shape, seed: int) -> None:
     case = make_case(shape, [Request("tree", [3, 4, 5, 2, 3], True), Request("anything", [5, 7], True)], seed)
-    slots = case.layout.slots
-    left_S = np.random.default_rng(seed).random(slots.request_S.shape) < 0.5
+    entries = case.layout.entries
+    left_S = np.random.default_rng(seed).random(entries.request_S.shape) < 0.5
     parts = [
-        case.run(slots=replace(slots, request_S=jnp.where(mask, slots.request_S, jnp.int32(-1))))
+        case.run(entries=replace(entries, request_S=jnp.where(mask, entries.request_S, jnp.int32(-1))))
         for mask in (left_S, ~left_S)
     ]
     out, lse = (np.asarray(x) for x in merge_states(*map(jnp.asarray, (*parts[0], *parts[1]))))
@@ -171,18 +171,18 @@ def test_merging_with_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint16", "float16"])
-def test_write_pages_writes_its_cells_alone(dtype: str) -> None:
+def test_write_pages_writes_its_slots_alone(dtype: str) -> None:
     rng = np.random.default_rng(SEED)
     pool = Pages(*(to_storage(jnp.asarray(x, jnp.float32), jnp.dtype(dtype)) for x in rng.random((2, 3, 5, 2, 4, 8))))
     k_TKD, v_TKD = jnp.asarray(rng.random((2, 3, 2, 8)), jnp.float32)
     k_TKD, v_TKD = (jnp.concatenate([x, jnp.full((2, 2, 8), jnp.nan)]) for x in (k_TKD, v_TKD))
-    cells = np.array([17, 4, 11, 20, 2**30], np.int32)  # the last two lie beyond the five pages of four
-    wrote = write_pages(pool, 1, jnp.asarray(cells), k_TKD, v_TKD)
-    k_TKD, v_TKD, cells = k_TKD[:3], v_TKD[:3], cells[:3]
+    slots = np.array([17, 4, 11, 20, 2**30], np.int32)  # the last two lie beyond the five pages of four
+    wrote = write_pages(pool, 1, jnp.asarray(slots), k_TKD, v_TKD)
+    k_TKD, v_TKD, slots = k_TKD[:3], v_TKD[:3], slots[:3]
     for before, after, new in ((pool.k_LPKCD, wrote.k_LPKCD, k_TKD), (pool.v_LPKCD, wrote.v_LPKCD, v_TKD)):
-        want = np.array(before)
-        want[1, cells // 4, :, cells % 4] = to_storage(new, jnp.dtype(dtype))
-        np.testing.assert_array_equal(after, want)
+        what = np.array(before)
+        what[1, slots // 4, :, slots % 4] = to_storage(new, jnp.dtype(dtype))
+        np.testing.assert_array_equal(after, what)
 
 
 def test_bits_are_bfloat16() -> None:
@@ -199,13 +199,13 @@ def test_bits_are_bfloat16() -> None:
 def test_visible_is_the_rule() -> None:
     for seed, kind in enumerate(KINDS):
         case = make_case(WIDE, [Request(kind, [4, 7, 3, 5], False)] * 2, seed)
-        seen = np.asarray(visible(case.rows, case.layout.slots))
-        want = np.zeros_like(seen)
+        seen = np.asarray(visible(case.rows, case.layout.entries))
+        what = np.zeros_like(seen)
         for t in range(len(case.place_T)):
-            for n in range(len(case.keys.order_N)):
-                s, c = case.layout.slot_N[n], case.layout.cell_N[n]
-                want[case.place_T[t], s, c] = is_visible(case.queries, case.keys, t, n)
-        np.testing.assert_array_equal(seen, want)
+            for n in range(len(case.keys.index_N)):
+                s, c = case.layout.entry_N[n], case.layout.slot_N[n]
+                what[case.place_T[t], s, c] = is_visible(case.queries, case.keys, t, n)
+        np.testing.assert_array_equal(seen, what)
 
 
 # ------------------------------------------------------------------------------------------ bad arguments
@@ -224,20 +224,20 @@ def call(case: Case, backend: str = "xla", **changed: Any) -> Any:
     q_THD = changed.pop("q_THD", case.q)
     table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
     sizes = {"scale": shape.dim**-0.5, "block_rows": shape.block_rows}
-    view = View.build(case.rows, layout.pages, layout.layer, layout.slots, table, **sizes)
+    view = View.build(case.rows, layout.pages, layout.layer, layout.entries, table, **sizes)
     return paged_interval_attention(q_THD, replace(view, **changed), backend=backend)
 
 
-ROWS = ["order_T", "position_T", "request_T"]
-SLOTS = ["page_AS", "offset_AS", "request_S", "order_ASC", "hide_from_ASC", "hide_until_ASC"]
+ROWS = ["index_T", "position_T", "request_T"]
+SLOTS = ["page_AS", "offset_AS", "request_S", "index_ASC", "hide_from_ASC", "hide_until_ASC"]
 
 
-@pytest.mark.parametrize("name", [f"rows.{n}" for n in ROWS] + [f"slots.{n}" for n in SLOTS])
+@pytest.mark.parametrize("name", [f"rows.{n}" for n in ROWS] + [f"entries.{n}" for n in SLOTS])
 @pytest.mark.parametrize("fault", ["dtype", "longer", "rank"])
 def test_bad_metadata_is_named(name: str, fault: str) -> None:
     case = rich_case(NARROW)
     part, field = name.split(".")
-    owner = case.rows if part == "rows" else case.layout.slots
+    owner = case.rows if part == "rows" else case.layout.entries
     array = getattr(owner, field)
     bad = {
         "dtype": lambda: array.astype(jnp.float32),
@@ -245,7 +245,7 @@ def test_bad_metadata_is_named(name: str, fault: str) -> None:
         "rank": lambda: array[None],
     }[fault]()
     # a longer request_S says that the others are too short
-    named = "slots" if name == "slots.request_S" and fault != "dtype" else field
+    named = "entries" if name == "entries.request_S" and fault != "dtype" else field
     with pytest.raises(ValueError, match=named):
         call(case, **{part: replace(owner, **{field: bad})})
 
@@ -263,7 +263,7 @@ def test_bad_arrays_are_named() -> None:
         ({"pages": Pages(k.astype(jnp.int32), v.astype(jnp.int32))}, "pages.k_LPKCD"),
         ({"pages": Pages(k[0], v[0])}, "pages.k_LPKCD"),
         ({"rotation": rotation(64, False, 5000)}, "rotation"),
-        ({"blocks": visible_blocks(case.rows, case.layout.slots, 8)}, "blocks"),
+        ({"blocks": visible_blocks(case.rows, case.layout.entries, 8)}, "blocks"),
         ({"backend": "cuda"}, "backend"),
     ):
         with pytest.raises(ValueError, match=named):
@@ -275,17 +275,17 @@ def test_bad_arrays_are_named() -> None:
 
 def moved(change: Callable[[jax.Array], jax.Array], *names: str) -> Callable[[Case], dict[str, Any]]:
     def plant(case: Case) -> dict[str, Any]:
-        slots = case.layout.slots
-        return {"slots": replace(slots, **{name: change(getattr(slots, name)) for name in names})}
+        entries = case.layout.entries
+        return {"entries": replace(entries, **{name: change(getattr(entries, name)) for name in names})}
 
     return plant
 
 
 def blind_to_requests(case: Case) -> dict[str, Any]:
-    """Every live slot and row is of one request."""
-    slots, rows = case.layout.slots, case.rows
+    """Every live entry and row is of one request."""
+    entries, rows = case.layout.entries, case.rows
     return {
-        "slots": replace(slots, request_S=jnp.where(slots.request_S >= 0, jnp.int32(0), slots.request_S)),
+        "entries": replace(entries, request_S=jnp.where(entries.request_S >= 0, jnp.int32(0), entries.request_S)),
         "rows": replace(rows, request_T=jnp.zeros_like(rows.request_T)),
     }
 
@@ -299,8 +299,8 @@ PLANTED: dict[str, Callable[[Case], dict[str, Any]]] = {
     "no rotation": moved(jnp.zeros_like, "offset_AS"),
     "offset off by one": moved(lambda x: x + 1, "offset_AS"),
     "interval ignored": moved(jnp.zeros_like, "hide_from_ASC", "hide_until_ASC"),
-    "less for less or equal": moved(lambda x: x + 1, "order_ASC"),
-    "own future seen": moved(lambda x: x - 1, "order_ASC"),
+    "less for less or equal": moved(lambda x: x + 1, "index_ASC"),
+    "own future seen": moved(lambda x: x - 1, "index_ASC"),
     "wrong page": moved(lambda x: (x + 1) % 48, "page_AS"),
     "hide_until one late": moved(lambda x: x + 1, "hide_until_ASC"),
     "hide_until one early": moved(lambda x: x - 1, "hide_until_ASC"),
@@ -315,7 +315,7 @@ PLANTED: dict[str, Callable[[Case], dict[str, Any]]] = {
 @pytest.mark.parametrize("shape", [NARROW, WIDE], ids=["narrow", "wide"])
 @pytest.mark.parametrize("bug", [None, *PLANTED])
 def test_planted_bug_is_found(bug: str | None, shape: Shape, backend: str) -> None:
-    """Changing the inputs so is what the bug in a kernel would compute; cells are finite so that NaN does not tell."""
+    """Changing the inputs so is what the bug in a kernel would compute; slots are finite so that NaN does not tell."""
     case = rich_case(shape, garbage=1.0)
     out, lse = case.run(backend, **(PLANTED[bug](case) if bug else {}))
     worst_out, worst_lse = case.errors(out, lse)
@@ -327,7 +327,7 @@ def test_planted_bug_is_found(bug: str | None, shape: Shape, backend: str) -> No
 
 def test_truncated_block_list_is_found() -> None:
     case = rich_case(NARROW, garbage=1.0)
-    blocks = visible_blocks(case.rows, case.layout.slots, NARROW.block_rows)
+    blocks = visible_blocks(case.rows, case.layout.entries, NARROW.block_rows)
     short = replace(blocks, count_N=jnp.maximum(blocks.count_N - 1, 0))
     whole, cut = (call(case, blocks=b) for b in (blocks, short))
     assert case.errors(*map(np.asarray, whole))[0] <= TOLERANCE["float32"][0]

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ragjax.kernels.attention import jax_triton as attention_raw
+from ragjax.kernels.attention import jax_triton as attention_jax_triton
 from ragjax.kernels.attention import split
 from ragjax.kernels.attention.jax_triton import Launch, arguments, constants
 from ragjax.kernels.device import Device
@@ -51,14 +51,14 @@ SHAPES = {
     "d64-p16-g4-b1-bfloat16": Shape(64, 16, 2, 4, 1, 8, "bfloat16", scaled=True),
     "d128-p64-g2-b1-float16": Shape(128, 64, 1, 2, 1, 6, "float16"),
 }
-SOURCE = Path(attention_raw.__file__).with_name("jax_triton_kernel.py")
+SOURCE = Path(attention_jax_triton.__file__).with_name("jax_triton_kernel.py")
 DECODE = production_call(MODELS["llama-3-8b"], 64, rows=8, block_rows=1)
 
 
 def view_of(case: Case) -> View:
     shape, layout = case.shape, case.layout
     return View.build(
-        case.rows, layout.pages, jnp.int32(layout.layer), layout.slots,
+        case.rows, layout.pages, jnp.int32(layout.layer), layout.entries,
         rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL), scale=shape.dim**-0.5, block_rows=shape.block_rows,
     )  # fmt: skip
 
@@ -88,8 +88,8 @@ def test_program_takes_what_it_is_given() -> None:
         (Shape(64, 16, 2, 4, 1, 8), Device("gpu", (7, 5)), "compute capability 8.0, the device has 7.5"),
         (Shape(64, 16, 2, 11, 3, 9), HOPPER, "33 rows share a KV head"),
         (Shape(16, 16, 2, 4, 1, 8), HOPPER, "head dimension 16"),
-        (Shape(64, 8, 2, 4, 1, 8), HOPPER, "pages of 8 cells"),
-        (Shape(64, 24, 2, 4, 1, 8), HOPPER, "pages of 24 cells"),
+        (Shape(64, 8, 2, 4, 1, 8), HOPPER, "pages of 8 slots"),
+        (Shape(64, 24, 2, 4, 1, 8), HOPPER, "pages of 24 slots"),
         (Shape(64, 16, 2, 4, 1, 8, "uint16"), HOPPER, "uint16"),
     ],
 )
@@ -99,13 +99,13 @@ def test_refusal_names_its_reason(
     for name in ("jax_triton", "triton"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     case = make_case(shape, [Request("chain", [3, 4], False)], 0)
-    refusal = attention_raw.refusal(case.q, view_of(case), device)
+    refusal = attention_jax_triton.refusal(case.q, view_of(case), device)
     assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
 
 
 def test_absence_of_jax_triton_is_a_refusal_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    refusal = attention_raw.refusal(*DECODE, HOPPER)
+    refusal = attention_jax_triton.refusal(*DECODE, HOPPER)
     assert refusal and "ModuleNotFoundError" in refusal
     assert "ragjax[cuda12]" in refusal and "ragjax[cuda13]" in refusal
 
@@ -140,7 +140,7 @@ def run(
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "jax_triton", jax_triton)
         patched.setattr(split, "PROGRAMS", programs)
-        out, lse = attention_raw.attend(case.q, view)
+        out, lse = attention_jax_triton.attend(case.q, view)
     return np.asarray(out), np.asarray(lse)
 
 
@@ -153,7 +153,7 @@ def test_program_equals_oracle(name: str, splits: int, monkeypatch: pytest.Monke
     @budget(12)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        case = make_case(shape, requests, seed)  # unused slots hold NaN
         check(case, *run(case, monkeypatch, splits=splits))
 
     holds()
@@ -199,7 +199,7 @@ def test_pool_beyond_32_bits(tmp_path: Path) -> None:
         launch(decode, grid, [*arrays, out, lse.astype(np.float32)], **static)
         return out
 
-    want = attend(arrays, static)
+    what = attend(arrays, static)
     layers, small, *page = arrays[2].shape
     large = 2**32 // (layers * int(np.prod(page))) + small
     for i in (2, 3):
@@ -207,14 +207,14 @@ def test_pool_beyond_32_bits(tmp_path: Path) -> None:
         pool[case.layout.layer, -small:] = arrays[i][case.layout.layer]
         arrays[i] = pool
     arrays[6] = arrays[6] + np.int32(large - small)  # the pages of the lists
-    np.testing.assert_array_equal(attend(arrays, {**static, "PAGES": large}), want)
+    np.testing.assert_array_equal(attend(arrays, {**static, "PAGES": large}), what)
 
 
 # ------------------------------------------------------------------------------------------ planted bugs
 
 
 def rich(shape: Shape, garbage: float = np.nan) -> Case:
-    """Requests that make full and partial entries, several runs, and rows that are padding beside others."""
+    """Requests that make full and partial items, several runs, and rows that are padding beside others."""
     requests = [Request("tree", [18, 9, 20, 11, 18, 9], True), Request("isolated", [20, 11, 18, 7], False)]
     return make_case(replace(shape, rows=16 * shape.block_rows), requests, 7, garbage)
 
@@ -224,37 +224,40 @@ BUGS = {
     "sign of the offset ignored": ("tl.where(offset < 0, -sin_R, sin_R)", "sin_R"),
     "no rotation": ("tl.abs(offset).to(tl.int64)", "(offset * 0).to(tl.int64)"),
     "halves swapped": ("tl.load(k_CD + at_RN), ", "tl.load(k_CD + at_RN + half), "),
-    "rotated by another run's offset": ("tl.load(slot_NS + list_of_block + begin)", "tl.load(slot_NS + list_of_block)"),
+    "rotated by another run's offset": (
+        "tl.load(entry_NS + list_of_block + begin)",
+        "tl.load(entry_NS + list_of_block)",
+    ),
     "interval ignored": ("& ~hidden_MN", ""),
-    "less for less or equal": ("order_N[None, :] <= order_M[:, None]", "order_N[None, :] < order_M[:, None]"),
-    "interval closed": ("order_M[:, None] < until_N", "order_M[:, None] <= until_N"),
+    "less for less or equal": ("index_N[None, :] <= index_M[:, None]", "index_N[None, :] < index_M[:, None]"),
+    "interval closed": ("index_M[:, None] < until_N", "index_M[:, None] <= until_N"),
     "another page": ("page_NS + list_of_block + i // parts", "page_NS + list_of_block"),
     "another layer": ("tl.load(layer_1).to(tl.int64)", "(1 - tl.load(layer_1)).to(tl.int64)"),
     "another KV head": ("PAGES * KV_HEADS + kv_head", "PAGES * KV_HEADS"),
     "full too eager": ("                True, NEVER", "                False, NEVER"),
-    "unused cells not cleared": ("v_ND = tl.where(unused_N[:, None], 0.0, v_ND).to(dtype)", "pass"),
-    "stale cells not cleared": (" | ((from_N <= order_N) & (until_N >= NEVER))", ""),
+    "unused slots not cleared": ("v_ND = tl.where(unused_N[:, None], 0.0, v_ND).to(dtype)", "pass"),
+    "stale slots not cleared": (" | ((from_N <= index_N) & (until_N >= NEVER))", ""),
     "part of a run left out": ("tl.where(low < high, within + 1, before)", "tl.where(low < high, within, before)"),
     "splits overlap": ("tl.maximum(begin, low) * parts", "begin * parts"),
     "split ends early": ("tl.minimum(end, high)", "tl.minimum(end, high - 1)"),
     "maximum not carried": ("acc_MD * decay_M[:, None]", "acc_MD"),
     "LSE in powers of two": (" * INV_LOG2E", ""),
     "rows folded wrong": ("row_M // GROUPS", "row_M % BLOCK_ROWS"),
-    "padding rows kept": ("(sum_M == 0.0) | (order_M < 0)", "sum_M == 0.0"),
+    "padding rows kept": ("(sum_M == 0.0) | (index_M < 0)", "sum_M == 0.0"),
 }
 
 
 def stale(case: Case) -> Case:
-    """Unused cells say so otherwise: hidden from their own order up to `NEVER`."""
-    slots = case.layout.slots
-    unused = slots.order_ASC == 2**30
-    slots = replace(
-        slots,
-        order_ASC=jnp.where(unused, 0, slots.order_ASC),
-        hide_from_ASC=jnp.where(unused, 0, slots.hide_from_ASC),
-        hide_until_ASC=jnp.where(unused, 2**30, slots.hide_until_ASC),
+    """Unused slots say so otherwise: hidden from their own order up to `NEVER`."""
+    entries = case.layout.entries
+    unused = entries.index_ASC == 2**30
+    entries = replace(
+        entries,
+        index_ASC=jnp.where(unused, 0, entries.index_ASC),
+        hide_from_ASC=jnp.where(unused, 0, entries.hide_from_ASC),
+        hide_until_ASC=jnp.where(unused, 2**30, entries.hide_until_ASC),
     )
-    return replace(case, layout=replace(case.layout, slots=slots))
+    return replace(case, layout=replace(case.layout, entries=entries))
 
 
 def rich_cases() -> list[Case]:

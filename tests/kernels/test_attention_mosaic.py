@@ -30,11 +30,11 @@ simulated = pytest.mark.compile
 
 @dataclass(frozen=True)
 class Long(Shape):
-    """Pieces may fill pages, so that there are full entries."""
+    """Pieces may fill pages, so that there are full items."""
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(page_size=self.page_size, pages=40, slots=48)
+        return Sizes(page_size=self.page_size, pages=40, entries=48)
 
     @property
     def longest(self) -> int:
@@ -82,10 +82,17 @@ simulate = jax.jit(functools.partial(attention_mosaic.attend, interpret=True))
 def view_of(case: Case) -> View:
     shape, layout = case.shape, case.layout
     table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    blocks = listed(case.rows, layout.slots, shape.block_rows)
+    blocks = listed(case.rows, layout.entries, shape.block_rows)
     layer = jnp.int32(layout.layer)
     return View(
-        case.rows, layout.pages, layer, layout.slots, table, blocks, scale=shape.dim**-0.5, block_rows=shape.block_rows
+        case.rows,
+        layout.pages,
+        layer,
+        layout.entries,
+        table,
+        blocks,
+        scale=shape.dim**-0.5,
+        block_rows=shape.block_rows,
     )
 
 
@@ -101,7 +108,7 @@ def run(case: Case, change: Callable[[View], View] = lambda view: view) -> list[
 @pytest.mark.parametrize("name", SHAPES)
 def test_mosaic_equals_oracle(name: str) -> None:
     for seed in range(CASES):
-        case = random_case(SHAPES[name], seed)  # unused cells hold NaN
+        case = random_case(SHAPES[name], seed)  # unused slots hold NaN
         check(case, *run(case))
 
 
@@ -115,7 +122,7 @@ def test_mosaic_equals_oracle_at_length(name: str) -> None:
 
 
 def test_cases_hold_what_the_kernel_distinguishes() -> None:
-    """Full and partial entries, runs, more entries than stages, empty lists, half-empty blocks."""
+    """Full and partial items, runs, more items than stages, empty lists, half-empty blocks."""
     seen: set[str] = set()
     for name, seed in itertools.product(SHAPES, range(CASES)):
         case = random_case(SHAPES[name], seed)
@@ -123,22 +130,22 @@ def test_cases_hold_what_the_kernel_distinguishes() -> None:
         for n, runs in enumerate(blocks.runs_N):
             ends = [0, *blocks.end_NU[n, :runs]]
             partial = blocks.partial_NU[n, :runs]
-            orders = np.asarray(case.rows.order_T).reshape(len(blocks.runs_N), -1)[n]
+            indices = np.asarray(case.rows.index_T).reshape(len(blocks.runs_N), -1)[n]
             facts = {
                 "full": any(partial > ends[:-1]),
                 "partial": any(partial < ends[1:]),
                 "both in a run": any((partial > ends[:-1]) & (partial < ends[1:])),
                 "three runs": runs >= 3,
-                "many entries": ends[-1] > 6,
+                "many items": ends[-1] > 6,
                 "empty": runs == 0,
-                "padding": runs > 0 and (orders < 0).any(),
+                "padding": runs > 0 and (indices < 0).any(),
             }
             seen |= {fact for fact, holds in facts.items() if holds}
     assert seen == {*facts}
 
 
 @simulated
-def test_unowned_cells_do_not_matter() -> None:
+def test_unowned_slots_do_not_matter() -> None:
     for clean, dirty in zip(run(rich_case(0.0)), run(rich_case(np.nan)), strict=True):
         np.testing.assert_array_equal(clean, dirty)
 
@@ -146,8 +153,8 @@ def test_unowned_cells_do_not_matter() -> None:
 @simulated
 def test_nothing_to_see_gives_zeros() -> None:
     case = rich_case()
-    slots = replace(case.layout.slots, request_S=jnp.full_like(case.layout.slots.request_S, -1))
-    out, lse = run(replace(case, layout=replace(case.layout, slots=slots)))
+    entries = replace(case.layout.entries, request_S=jnp.full_like(case.layout.entries.request_S, -1))
+    out, lse = run(replace(case, layout=replace(case.layout, entries=entries)))
     assert not out.any()
     assert np.isneginf(lse).all()
 
@@ -165,8 +172,8 @@ def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
 # --------------------------------------------------------------------------------------- planted faults
 
 
-def with_slots(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
-    return lambda view: replace(view, slots=replace(view.slots, **{name: change(getattr(view.slots, name))}))
+def with_entries(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
+    return lambda view: replace(view, entries=replace(view.entries, **{name: change(getattr(view.entries, name))}))
 
 
 def with_blocks(change: Callable[[Blocks], Blocks]) -> Callable[[View], View]:
@@ -180,20 +187,20 @@ def one_run(blocks: Blocks) -> Blocks:
 
 
 FAULTS: dict[str, Callable[[View], View]] = {
-    "rotation sign": with_slots("offset_AS", lambda x: -x),
-    "rotation sign lost": with_slots("offset_AS", jnp.abs),
-    "no rotation": with_slots("offset_AS", jnp.zeros_like),
+    "rotation sign": with_entries("offset_AS", lambda x: -x),
+    "rotation sign lost": with_entries("offset_AS", jnp.abs),
+    "no rotation": with_entries("offset_AS", jnp.zeros_like),
     "rotated once for all runs": with_blocks(one_run),
-    "interval ignored": with_slots("hide_until_ASC", jnp.zeros_like),
-    "hide_until one late": with_slots("hide_until_ASC", lambda x: x + 1),
-    "hide_from one late": with_slots("hide_from_ASC", lambda x: x + 1),
-    "less for less or equal": with_slots("order_ASC", lambda x: x + 1),
-    "own future seen": with_slots("order_ASC", lambda x: x - 1),
-    "wrong page": with_slots("page_AS", lambda x: (x + 1) % 40),
+    "interval ignored": with_entries("hide_until_ASC", jnp.zeros_like),
+    "hide_until one late": with_entries("hide_until_ASC", lambda x: x + 1),
+    "hide_from one late": with_entries("hide_from_ASC", lambda x: x + 1),
+    "less for less or equal": with_entries("index_ASC", lambda x: x + 1),
+    "own future seen": with_entries("index_ASC", lambda x: x - 1),
+    "wrong page": with_entries("page_AS", lambda x: (x + 1) % 40),
     "wrong layer": lambda view: replace(view, layer=1 - view.layer),
     "values read from keys": lambda view: replace(view, pages=replace(view.pages, v_LPKCD=view.pages.k_LPKCD)),
     "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
-    "last entry left out": with_blocks(lambda b: replace(b, end_NU=jnp.minimum(b.end_NU, b.count_N[:, None] - 1))),
+    "last item left out": with_blocks(lambda b: replace(b, end_NU=jnp.minimum(b.end_NU, b.count_N[:, None] - 1))),
     "last run left out": with_blocks(lambda b: replace(b, runs_N=jnp.maximum(b.runs_N - 1, 0))),
 }
 
@@ -289,10 +296,12 @@ GROUPS = {1: 128, 3: 32, 4: 32, 7: 16, 8: 16}
 @pytest.mark.parametrize("group", GROUPS)
 def test_production_shapes_lower_for_cuda(group: int, dim: int, page_size: int) -> None:
     model = Model(4 * group, 4, dim)
-    for rows, slots, dtype in ((2048, 128, "float16"), (32 * 1024, 1024, "bfloat16")):
-        q_THD, view = production_call(model, page_size, rows=rows, block_rows=GROUPS[group], slots=slots, dtype=dtype)
+    for rows, entries, dtype in ((2048, 128, "float16"), (32 * 1024, 1024, "bfloat16")):
+        q_THD, view = production_call(
+            model, page_size, rows=rows, block_rows=GROUPS[group], entries=entries, dtype=dtype
+        )
         assert attention_mosaic.refusal(q_THD, view, HOPPER) is None
-        for query_dtype in {dtype, "float32"} if slots == 128 else {dtype}:
+        for query_dtype in {dtype, "float32"} if entries == 128 else {dtype}:
             query = jax.ShapeDtypeStruct(q_THD.shape, jnp.dtype(query_dtype))
             lowered = lower(attention_mosaic.attend, query, view)
             assert [target for target, _ in custom_calls(lowered)].count(MOSAIC_CALL) == 1
@@ -308,7 +317,7 @@ def copies(lowered: jax.stages.Lowered, view: View) -> list[str]:
 
 
 def test_copy_of_the_pool_is_found() -> None:
-    q_THD, view = production_call(Model(16, 4, 128), 64, rows=64, block_rows=32, slots=64)
+    q_THD, view = production_call(Model(16, 4, 128), 64, rows=64, block_rows=32, entries=64)
 
     def copying(query: jax.Array, seen: View) -> tuple[jax.Array, jax.Array]:
         return attention_mosaic.attend(query, replace(seen, pages=jax.tree.map(lambda x: x * 2, seen.pages)))

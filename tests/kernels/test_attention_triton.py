@@ -57,13 +57,13 @@ def attend(case: Case, cut: str = "as chosen", change: Callable[[View], View] = 
     """Run a case; `change` alters the view inside, as a fault in a kernel would."""
     shape, layout = case.shape, case.layout
     table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    arguments = (case.q, case.rows, layout.pages, jnp.int32(layout.layer), layout.slots, table)
+    arguments = (case.q, case.rows, layout.pages, jnp.int32(layout.layer), layout.entries, table)
     return [np.asarray(x) for x in compiled(*arguments, block_rows=shape.block_rows, cut=cut, change=change)]
 
 
 @functools.partial(jax.jit, static_argnames=("block_rows", "cut", "change"))
-def compiled(q, rows, pages, layer, slots, rotation, *, block_rows, cut, change):  # type: ignore[no-untyped-def]
-    view = View.build(rows, pages, layer, slots, rotation, scale=q.shape[-1] ** -0.5, block_rows=block_rows)
+def compiled(q, rows, pages, layer, entries, rotation, *, block_rows, cut, change):  # type: ignore[no-untyped-def]
+    view = View.build(rows, pages, layer, entries, rotation, scale=q.shape[-1] ** -0.5, block_rows=block_rows)
     chosen = CUTS[cut](attention_triton.tiling(q, view))
     return attention_triton.attend(q, change(view), cut=chosen, interpret=True)
 
@@ -76,7 +76,7 @@ def test_triton_equals_oracle(name: str, cut: str) -> None:
     @budget(12)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        case = make_case(shape, requests, seed)  # unused slots hold NaN
         check(case, *attend(case, cut))
 
     holds()
@@ -106,35 +106,35 @@ def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
 
 
 def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
-    """A stale key is hidden by an interval up to the last order; its cell may have been given away since."""
+    """A stale key is hidden by an interval up to the last order; its slot may have been given away since."""
     case = rich(SHAPES["d64-p16-g4-b8"], garbage=1.0)
-    want = attend(case)
-    slots, pages, layer = case.layout.slots, case.layout.pages, case.layout.layer
-    first = int(np.flatnonzero(np.asarray(slots.request_S) < 0)[0])
+    what = attend(case)
+    entries, pages, layer = case.layout.entries, case.layout.pages, case.layout.layer
+    first = int(np.flatnonzero(np.asarray(entries.request_S) < 0)[0])
     poisoned = [np.array(x) for x in (pages.k_LPKCD, pages.v_LPKCD)]
     free = np.setdiff1d(
-        np.arange(case.shape.sizes.pages), np.asarray(slots.page_AS)[0][np.asarray(slots.request_S) >= 0]
+        np.arange(case.shape.sizes.pages), np.asarray(entries.page_AS)[0][np.asarray(entries.request_S) >= 0]
     )
     for pool in poisoned:
         pool[layer, free[0]] = 0.5
         pool[layer, free[0], :, 2] = np.nan
-    order = np.array(slots.order_ASC)
+    order = np.array(entries.index_ASC)
     order[0, first] = 2**30
     order[0, first, 2] = 0
-    until = np.array(slots.hide_until_ASC)
+    until = np.array(entries.hide_until_ASC)
     until[0, first] = 2**30
     changed = replace(
-        slots,
-        page_AS=slots.page_AS.at[0, first].set(int(free[0])),
-        request_S=slots.request_S.at[first].set(0),
-        offset_AS=slots.offset_AS.at[0, first].set(0),
-        order_ASC=jnp.asarray(order),
-        hide_from_ASC=slots.hide_from_ASC.at[0, first].set(0),
+        entries,
+        page_AS=entries.page_AS.at[0, first].set(int(free[0])),
+        request_S=entries.request_S.at[first].set(0),
+        offset_AS=entries.offset_AS.at[0, first].set(0),
+        index_ASC=jnp.asarray(order),
+        hide_from_ASC=entries.hide_from_ASC.at[0, first].set(0),
         hide_until_ASC=jnp.asarray(until),
     )
-    layout = replace(case.layout, slots=changed, pages=type(pages)(*map(jnp.asarray, poisoned)))
+    layout = replace(case.layout, entries=changed, pages=type(pages)(*map(jnp.asarray, poisoned)))
     got = attend(replace(case, layout=layout))
-    for a, b in zip(got, want, strict=True):
+    for a, b in zip(got, what, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
@@ -142,7 +142,7 @@ def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
 
 
 def rich(shape: Shape, garbage: float = np.nan) -> Case:
-    """Isolated chunks of two requests, long enough for full and partial entries and several runs."""
+    """Isolated chunks of two requests, long enough for full and partial items and several runs."""
     requests = [Request("isolated", [9, 20, 22, 18, 9], True), Request("isolated", [20, 21, 23, 14], True)]
     return make_case(
         replace(shape, rows=8 * shape.block_rows * (4 if shape.block_rows < 8 else 1)), requests, 5, garbage
@@ -159,17 +159,17 @@ def one_run(blocks: Blocks) -> Blocks:
     return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
 
 
-def with_slots(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
-    return lambda view: replace(view, slots=replace(view.slots, **{name: change(getattr(view.slots, name))}))
+def with_entries(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
+    return lambda view: replace(view, entries=replace(view.entries, **{name: change(getattr(view.entries, name))}))
 
 
 FAULTS: dict[str, Callable[[View], View]] = {
-    "rotation sign": with_slots("offset_AS", lambda x: -x),
-    "no rotation": with_slots("offset_AS", jnp.zeros_like),
+    "rotation sign": with_entries("offset_AS", lambda x: -x),
+    "no rotation": with_entries("offset_AS", jnp.zeros_like),
     "rotated once for all runs": with_blocks(one_run),
-    "interval ignored": with_slots("hide_until_ASC", jnp.zeros_like),
-    "less for less or equal": with_slots("order_ASC", lambda x: x + 1),
-    "wrong page": with_slots("page_AS", lambda x: (x + 1) % 48),
+    "interval ignored": with_entries("hide_until_ASC", jnp.zeros_like),
+    "less for less or equal": with_entries("index_ASC", lambda x: x + 1),
+    "wrong page": with_entries("page_AS", lambda x: (x + 1) % 48),
     "wrong layer": lambda v: replace(v, layer=1 - v.layer),
     "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
     "skip too eager": with_blocks(lambda b: replace(b, count_N=jnp.maximum(b.count_N - 1, 0), end_NU=b.end_NU - 1)),
@@ -203,7 +203,7 @@ def test_lse_to_another_base_is_found() -> None:
         (Shape(64, 16, 2, 4, 8, 32), Device("cpu"), "cpu"),
         (Shape(64, 16, 2, 4, 8, 32), Device("gpu", (7, 5)), "compute capability 8.0"),
         (Shape(16, 16, 2, 4, 8, 32), HOPPER, "head dimension 16"),
-        (Shape(64, 8, 2, 4, 8, 32), HOPPER, "pages of 8 cells"),
+        (Shape(64, 8, 2, 4, 8, 32), HOPPER, "pages of 8 slots"),
         (Shape(64, 16, 2, 4, 6, 36), HOPPER, "row blocks of 6"),
         (Shape(64, 16, 2, 4, 8, 32, "uint16"), HOPPER, "uint16"),
     ],
@@ -213,7 +213,7 @@ def test_refusal_names_its_reason(shape: Shape, device: Device, reason: str | No
     table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
     layout = case.layout
     view = View.build(
-        case.rows, layout.pages, layout.layer, layout.slots, table, scale=1.0, block_rows=shape.block_rows
+        case.rows, layout.pages, layout.layer, layout.entries, table, scale=1.0, block_rows=shape.block_rows
     )
     refusal = attention_triton.refusal(case.q, view, device)
     assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)

@@ -1,4 +1,4 @@
-"""Block lists: every slot that must be visited, no other, in runs of equal offset, full before partial."""
+"""Block lists: every entry that must be visited, no other, in runs of equal offset, full before partial."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ragjax.kernels.attention.xla import Lists, lists
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import Rows, Slots, visible
+from ragjax.kernels.table import PageTable, Rows, visible
 from ragjax.kernels.view import View
 from tests.support.cases import SEEDS, SHAPES, Case, Request, budget, make_case, requests_of
 from tests.support.oracle import NEVER, Queries, is_visible
@@ -25,46 +25,46 @@ LISTING = jax.jit(visible_blocks, static_argnums=2)
 def orders_between(case: Case, n: int) -> Queries | None:
     """Rows at every order from the least to the greatest of block n."""
     b = case.shape.block_rows
-    orders = np.asarray(case.rows.order_T)[n * b : (n + 1) * b]
-    live = orders >= 0
+    indices = np.asarray(case.rows.index_T)[n * b : (n + 1) * b]
+    live = indices >= 0
     if not live.any():
         return None
     request = np.asarray(case.rows.request_T)[n * b : (n + 1) * b][live][0]
-    every = np.arange(orders[live].min(), orders[live].max() + 1)
+    every = np.arange(indices[live].min(), indices[live].max() + 1)
     return Queries(np.full_like(every, request), every, every, np.zeros((len(every), 1, 1)))
 
 
 def extent(case: Case, n: int, s: int) -> tuple[bool, bool]:
-    """Whether any order of block n sees any key of slot s, and whether all see all of its page's cells."""
+    """Whether any order of block n sees any key of entry s, and whether all see all of its page's slots."""
     queries = orders_between(case, n)
     if queries is None:
         return False, False
-    own = np.flatnonzero(case.layout.slot_N == s)
-    seen = [is_visible(queries, case.keys, t, k) for k in own for t in range(len(queries.order_T))]
+    own = np.flatnonzero(case.layout.entry_N == s)
+    seen = [is_visible(queries, case.keys, t, k) for k in own for t in range(len(queries.index_T))]
     return any(seen), all(seen) and len(own) == case.shape.page_size
 
 
-def seen_cells(case: Case, n: int) -> list[int]:
-    """The cells s * C + c that some order between the least and the greatest of block n sees."""
-    queries, slots = orders_between(case, n), case.layout.slots
+def seen_slots(case: Case, n: int) -> list[int]:
+    """The slots s * C + c that some order between the least and the greatest of block n sees."""
+    queries, entries = orders_between(case, n), case.layout.entries
     if queries is None:
         return []
-    order_SC, hide_from_SC, hide_until_SC = (
-        np.asarray(x)[0] for x in (slots.order_ASC, slots.hide_from_ASC, slots.hide_until_ASC)
+    index_SC, hide_from_SC, hide_until_SC = (
+        np.asarray(x)[0] for x in (entries.index_ASC, entries.hide_from_ASC, entries.hide_until_ASC)
     )
-    q_T11 = queries.order_T[:, None, None]
-    seen_SC = ((order_SC <= q_T11) & ~((hide_from_SC <= q_T11) & (q_T11 < hide_until_SC))).any(0)
-    own_S = np.asarray(slots.request_S) == queries.request_T[0]
+    q_T11 = queries.index_T[:, None, None]
+    seen_SC = ((index_SC <= q_T11) & ~((hide_from_SC <= q_T11) & (q_T11 < hide_until_SC))).any(0)
+    own_S = np.asarray(entries.request_S) == queries.request_T[0]
     return np.flatnonzero(seen_SC & own_S[:, None]).tolist()
 
 
 def runs_of(blocks: Blocks, n: int) -> list[tuple[list[int], list[int]]]:
-    """(full, partial) slots of each run of block n."""
-    slots = np.asarray(blocks.slot_NS)[n].tolist()
+    """(full, partial) entries of each run of block n."""
+    entries = np.asarray(blocks.entry_NS)[n].tolist()
     runs, begin = [], 0
     for u in range(int(blocks.runs_N[n])):
         partial, end = int(blocks.partial_NU[n, u]), int(blocks.end_NU[n, u])
-        runs.append((slots[begin:partial], slots[partial:end]))
+        runs.append((entries[begin:partial], entries[partial:end]))
         begin = end
     assert begin == int(blocks.count_N[n])
     return runs
@@ -78,15 +78,15 @@ def test_lists_are_exact(name: str) -> None:
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
-        blocks = LISTING(case.rows, case.layout.slots, shape.block_rows)
-        offset_S = np.asarray(case.layout.slots.offset_AS)[0]
+        blocks = LISTING(case.rows, case.layout.entries, shape.block_rows)
+        offset_S = np.asarray(case.layout.entries.offset_AS)[0]
         for n in range(shape.rows // shape.block_rows):
-            want = {s: extent(case, n, s) for s in range(shape.sizes.slots)}
+            what = {s: extent(case, n, s) for s in range(shape.sizes.entries)}
             runs = runs_of(blocks, n)
             full = [s for run in runs for s in run[0]]
             partial = [s for run in runs for s in run[1]]
-            assert sorted(full) == [s for s, (seen, whole) in want.items() if seen and whole]
-            assert sorted(partial) == [s for s, (seen, whole) in want.items() if seen and not whole]
+            assert sorted(full) == [s for s, (seen, whole) in what.items() if seen and whole]
+            assert sorted(partial) == [s for s, (seen, whole) in what.items() if seen and not whole]
             offsets = [{offset_S[s] for s in (*run[0], *run[1])} for run in runs]
             assert all(len(offset) == 1 for offset in offsets), "a run has one offset"
             assert len(set.union(set(), *offsets)) == len(runs), "and an offset one run"
@@ -102,9 +102,9 @@ def test_every_visible_key_is_listed(name: str) -> None:
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
-        blocks = LISTING(case.rows, case.layout.slots, shape.block_rows)
-        dense = np.asarray(visible(case.rows, case.layout.slots))
-        live_NB = np.asarray(case.rows.order_T).reshape(-1, shape.block_rows) >= 0
+        blocks = LISTING(case.rows, case.layout.entries, shape.block_rows)
+        dense = np.asarray(visible(case.rows, case.layout.entries))
+        live_NB = np.asarray(case.rows.index_T).reshape(-1, shape.block_rows) >= 0
         dense_NBSC = dense.reshape(-1, shape.block_rows, *dense.shape[1:])
         for n in range(len(dense_NBSC)):
             runs = runs_of(blocks, n)
@@ -115,72 +115,72 @@ def test_every_visible_key_is_listed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["d16-p16-g3-b8", "d64-p64-g2-b32"])
-def test_lists_of_cells_are_exact(name: str) -> None:
+def test_lists_of_slots_are_exact(name: str) -> None:
     """Those that some order between a block's least and greatest sees, each once, ascending; in whatever tiles."""
     shape = SHAPES[name]
 
     @jax.jit
-    def listed(case: tuple[Rows, Slots], skipped: jax.Array) -> tuple[jax.Array, jax.Array]:
-        rows, slots = case
+    def listed(case: tuple[Rows, PageTable], skipped: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, entries = case
         pages = Pages(*[jnp.zeros((1, 1, 1, shape.page_size, 4))] * 2)
         table = Rotation(*[jnp.ones((1, 2))] * 2)
-        view = View.build(rows, pages, 0, slots, table, scale=1.0, block_rows=shape.block_rows)
+        view = View.build(rows, pages, 0, entries, table, scale=1.0, block_rows=shape.block_rows)
         view = replace(view, blocks=replace(view.blocks, count_N=view.blocks.count_N.at[skipped].set(0)))
         made = lists(view)
-        assert made.cells == 1
-        return made.entry_E, made.count
+        assert made.slots == 1
+        return made.item_E, made.count
 
     @budget(20)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
-        entry_NE, count_N = map(np.asarray, listed((case.rows, case.layout.slots), jnp.int32(1)))
+        item_NE, count_N = map(np.asarray, listed((case.rows, case.layout.entries), jnp.int32(1)))
         for n in range(shape.rows // shape.block_rows):
-            assert entry_NE[n, : count_N[n]].tolist() == ([] if n == 1 else seen_cells(case, n))
+            assert item_NE[n, : count_N[n]].tolist() == ([] if n == 1 else seen_slots(case, n))
 
     holds()
 
 
-def test_a_sweep_visits_each_entry_once() -> None:
+def test_a_sweep_visits_each_item_once() -> None:
     for count, width in ((0, 8), (1, 8), (7, 8), (8, 8), (29, 8), (31, 1), (32, 32)):
         visited = Lists(jnp.arange(32, dtype=jnp.int32) + 100, jnp.int32(count), 1, width)
 
         def note(place_W: jax.Array, seen: jax.Array, of: Lists = visited) -> jax.Array:
-            return seen.at[of.entries(place_W)].add((place_W < of.count).astype(jnp.int32))
+            return seen.at[of.items(place_W)].add((place_W < of.count).astype(jnp.int32))
 
         seen = np.asarray(visited.sweep(note, jnp.zeros(140, jnp.int32)))
         assert seen[100 : 100 + count].tolist() == [1] * count and seen.sum() == count
 
 
-def test_some_entries_are_full() -> None:
+def test_some_items_are_full() -> None:
     """So that the tests above are not about partial ones alone."""
     shape = SHAPES["d16-p8-g2-b2"]
     case = make_case(shape, [Request("chain", [11, 12], True)], 3)
-    blocks = visible_blocks(case.rows, case.layout.slots, shape.block_rows)
+    blocks = visible_blocks(case.rows, case.layout.entries, shape.block_rows)
     assert any(run[0] for n in range(shape.rows // 2) for run in runs_of(blocks, n))
 
 
 def test_lists_are_never_cut() -> None:
-    """As many entries as there are slots, each of an offset of its own."""
+    """As many items as there are entries, each of an offset of its own."""
     count = 200
-    order_SC = np.arange(count * 4).reshape(1, count, 4)
-    zero_SC = np.zeros_like(order_SC)
-    slots = Slots(*(jnp.asarray(x, jnp.int32) for x in (
-        np.arange(count)[None], np.arange(count)[None] - 100, np.zeros(count), order_SC, zero_SC, zero_SC,
+    index_SC = np.arange(count * 4).reshape(1, count, 4)
+    zero_SC = np.zeros_like(index_SC)
+    entries = PageTable(*(jnp.asarray(x, jnp.int32) for x in (
+        np.arange(count)[None], np.arange(count)[None] - 100, np.zeros(count), index_SC, zero_SC, zero_SC,
     )))  # fmt: skip
     rows = Rows(*(jnp.full(2, x, jnp.int32) for x in (10**6, 0, 0)))
-    blocks = visible_blocks(rows, slots, 2)
+    blocks = visible_blocks(rows, entries, 2)
     assert int(blocks.count_N[0]) == int(blocks.runs_N[0]) == count
     assert runs_of(blocks, 0) == [([s], []) for s in range(count)]
     assert max(x.size for x in jax.tree.leaves(blocks)) <= count
 
 
-def test_slot_hidden_by_order_and_interval_together_is_skipped() -> None:
+def test_entry_hidden_by_order_and_interval_together_is_skipped() -> None:
     """A key of order 8 hidden from 6 on: rows before it are too early, rows from it on are told not to look."""
     rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (np.arange(5, 11), np.arange(5, 11), np.zeros(6))))
-    cell = jnp.full((1, 1, 8), NEVER, jnp.int32)
+    slot = jnp.full((1, 1, 8), NEVER, jnp.int32)
     zero = jnp.zeros((1, 1), jnp.int32)
-    order, hide_from, hide_until = (cell.at[0, 0, 3].set(n) for n in (8, 6, 20))
-    slots = Slots(zero, zero, zero[0], order, hide_from, hide_until)
-    assert not visible(rows, slots).any()
-    assert int(visible_blocks(rows, slots, 6).count_N[0]) == 0
+    order, hide_from, hide_until = (slot.at[0, 0, 3].set(n) for n in (8, 6, 20))
+    entries = PageTable(zero, zero, zero[0], order, hide_from, hide_until)
+    assert not visible(rows, entries).any()
+    assert int(visible_blocks(rows, entries, 6).count_N[0]) == 0

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import pytest
 
-from ragjax.kernels.attention import jax_triton as attention_raw
+from ragjax.kernels.attention import jax_triton as attention_jax_triton
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.attention.jax_triton import Launch
 from ragjax.kernels.view import View
@@ -53,8 +53,8 @@ ATTENTION_SPILLS: Mapping[tuple[int, int, str], int] = {
 """Bytes per thread, by head dimension, page size and work; others none."""
 
 REDUCTION_SPILLS: Mapping[tuple[str, int, int, str], int] = {
-    ("row_segment_mass", 128, 128, "decode"): 80,
-    ("row_segment_mass", 64, 64, "decode"): 16,
+    ("row_segment_score", 128, 128, "decode"): 80,
+    ("row_segment_score", 64, 64, "decode"): 16,
 }
 """Likewise, by kernel too."""
 
@@ -73,7 +73,7 @@ def compiled(call: tuple[Any, ...]) -> dict[str, Resources]:
 
 
 def two_pages(view: View) -> int:
-    """Bytes of the keys and values of two tiles of 64 cells: what a pipelined loop keeps in shared memory."""
+    """Bytes of the keys and values of two tiles of 64 slots: what a pipelined loop keeps in shared memory."""
     pool = view.pages.k_LPKCD
     return 2 * 2 * 64 * pool.shape[-1] * pool.dtype.itemsize
 
@@ -135,9 +135,9 @@ def raw(q: jax.ShapeDtypeStruct, view: View, **options: int) -> Resources:
     from ragjax.kernels.attention.jax_triton_kernel import decode
 
     launch = Launch.of(q, view)
-    pointers = [TYPES[x.dtype.name] for x in jax.eval_shape(attention_raw.arguments, q, view)]
+    pointers = [TYPES[x.dtype.name] for x in jax.eval_shape(attention_jax_triton.arguments, q, view)]
     types = dict(zip(decode.arg_names, [*pointers, "fp32", "fp32"], strict=False))
-    constants = attention_raw.constants(q, view, launch)
+    constants = attention_jax_triton.constants(q, view, launch)
     return compile_program(decode, types, constants, **{"warps": launch.warps, "stages": launch.stages, **options})
 
 
@@ -192,16 +192,16 @@ def test_jax_triton_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.split(".")[0] == "jax_triton"]:
         monkeypatch.delitem(sys.modules, module)
     q, view = serving(MODELS["qwen2.5-7b"], 64, "decode")
-    assert attention_raw.refusal(q, view, HOPPER) is None
+    assert attention_jax_triton.refusal(q, view, HOPPER) is None
     assert os.environ.get("TRITON_CACHE_DIR") != ""  # as the package leaves it, and Triton then fails
-    lowered = lower(attention_raw.attend, q, view)
+    lowered = lower(attention_jax_triton.attend, q, view)
     assert "triton_kernel_call" in [target for target, _ in custom_calls(lowered)]
     name, warps, _, shared_bytes, ptx, _, capability = made["kernel"]
     assert (name, warps, capability) == ("decode", 4, 90)
     assert "mma.sync" in ptx and shared_bytes == raw(q, view).shared_bytes
     _, *grid, pointers = made["call"]
     assert tuple(grid) == Launch.of(q, view).grid
-    assert pointers == [16] * (len(jax.eval_shape(attention_raw.arguments, q, view)) + 2)
+    assert pointers == [16] * (len(jax.eval_shape(attention_jax_triton.arguments, q, view)) + 2)
 
 
 # ------------------------------------------------------------------- what the figures can and cannot see

@@ -10,7 +10,7 @@ import pytest
 
 from ragjax.kernels.attention.op import BACKENDS, Choice, choose, paged_interval_attention
 from ragjax.kernels.device import Device
-from ragjax.kernels.reductions.op import key_mass
+from ragjax.kernels.reductions.op import key_score
 from ragjax.kernels.train_attention.mask import Mask, Tokens
 from ragjax.kernels.train_attention.op import choose as choose_interval
 from ragjax.kernels.view import View
@@ -24,7 +24,7 @@ def view_of(case: Case) -> View:
     shape, layout = case.shape, case.layout
     table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
     sizes = {"scale": shape.dim**-0.5, "block_rows": shape.block_rows}
-    return View.build(case.rows, layout.pages, layout.layer, layout.slots, table, **sizes)
+    return View.build(case.rows, layout.pages, layout.layer, layout.entries, table, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_left_to_itself_the_op_takes_the_choice() -> None:
     view = view_of(case)
     default, named = (paged_interval_attention(case.q, view, backend=name) for name in (None, "xla"))
     jax.tree.map(np.testing.assert_array_equal, default, named)
-    masses = [key_mass(case.q, default[1], view, backend=name) for name in (None, "xla")]
-    np.testing.assert_array_equal(*masses)
+    scores = [key_score(case.q, default[1], view, backend=name) for name in (None, "xla")]
+    np.testing.assert_array_equal(*scores)
 
 
 @pytest.mark.parametrize(

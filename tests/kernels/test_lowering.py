@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from ragjax.core import Grid, Want
+from ragjax.core import Grid, Measure
 from ragjax.kernels.attention import mosaic as attention_mosaic
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
@@ -133,24 +133,24 @@ QWEN = replace(
 
 
 @pytest.mark.parametrize(
-    ("want", "kernel"), [(None, []), (Want.KEY_MASS, ["key_mass"]), (Want.SEGMENT_MASS, ["row_segment_mass"])]
+    ("want", "kernel"), [(None, []), (Measure.KEY_SCORE, ["key_score"]), (Measure.SEGMENT_SCORE, ["row_segment_score"])]
 )
 @pytest.mark.parametrize("bucket", [1, -1], ids=["decode", "prefill"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama-3-8b", "qwen2.5-7b"])
 def test_stage_of_a_model_lowers(
-    config: ModelConfig, bucket: int, want: Want | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, bucket: int, what: Measure | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scanned layers under shard_map, with the pool in the carry: one kernel serves them all."""
     monkeypatch.setitem(attention.BACKENDS, "triton", attention.Backend(attention_triton.attend, lambda *_: None))  # type: ignore[arg-type]
     monkeypatch.setattr(reductions_triton, "refusal", lambda *_: None)
     rows, block = Grid.gpu_rows(config.num_heads // config.num_kv_heads)[bucket]
-    layers, slots, cells = 4, 1024, 64
+    layers, entries, slots = 4, 1024, 64
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    step = {f"{n}_T": shape((rows,)) for n in ("token", "order", "position", "request", "cell")}
-    step |= {f"{n}_S": shape((slots,)) for n in ("page", "offset", "request")}
-    step |= {f"{n}_SC": shape((slots, cells)) for n in ("order", "hide_from", "hide_until")}
+    step = {f"{n}_T": shape((rows,)) for n in ("token", "order", "position", "request", "slot")}
+    step |= {f"{n}_S": shape((entries,)) for n in ("page", "offset", "request")}
+    step |= {f"{n}_SC": shape((entries, slots)) for n in ("order", "hide_from", "hide_until")}
     table = Rotation(*[jax.ShapeDtypeStruct((config.context_length, 64), jnp.float32)] * 2)  # type: ignore[arg-type]
-    pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, cells, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
+    pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, slots, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
     decoder = Decoder.abstract(config)
     layer, states = runner._split_layers(decoder)
     ends_def, ends = nnx.split(runner._without_layers(decoder))
@@ -159,10 +159,10 @@ def test_stage_of_a_model_lowers(
     begin = partial(runner._begin, spec, block)
     lower(begin, ends, table, step)
     x_TE, inputs = jax.eval_shape(begin, ends, table, step)
-    measure = None if want is None else (want, 16)
-    sizes = {"T": (rows,), "S": (slots,), "SC": (slots, cells)}
-    probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[want] if want else ())}
-    chosen_L = jax.ShapeDtypeStruct((layers if want else 0,), jnp.bool_)
+    measure = None if what is None else (what, 16)
+    sizes = {"T": (rows,), "S": (entries,), "SC": (entries, slots)}
+    probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[what] if what else ())}
+    chosen_L = jax.ShapeDtypeStruct((layers if what else 0,), jnp.bool_)
     whole = partial(runner._stage, spec, block, "triton", layers, measure)
     stage = lower(whole, weights, pool, x_TE, inputs, table, chosen_L, probe)
     assert [one.name for one in kernels(stage)] == ["paged_interval_attention", *kernel]

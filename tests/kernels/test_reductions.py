@@ -19,16 +19,16 @@ from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions import op as reductions
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.reductions.op import (
-    chunk_mass,
-    key_mass,
-    key_masses,
+    chunk_score,
     key_neighbours,
+    key_score,
+    key_scores,
     kv_deviation,
     restrict,
-    row_segment_mass,
-    segment_mass,
+    row_segment_score,
+    segment_score,
 )
-from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from tests.support.cases import (
     HOPPER,
@@ -54,7 +54,7 @@ SEGMENTS = 5
 
 
 class Labels(NamedTuple):
-    """Which rows count, and the segment of each row and cell; some are of none."""
+    """Which rows count, and the segment of each row and slot; some are of none."""
 
     chosen_T: np.ndarray
     row_segment_T: np.ndarray
@@ -74,19 +74,19 @@ class Masses(NamedTuple):
 def labels_of(case: Case, seed: int) -> Labels:
     """Random labels; half of the time segments are runs of orders, as in service, else they are mixed at will."""
     rng = np.random.default_rng(seed)
-    t, s, c = case.shape.rows, case.shape.sizes.slots, case.shape.page_size
+    t, s, c = case.shape.rows, case.shape.sizes.entries, case.shape.page_size
     blocks = np.repeat(rng.random(t // case.shape.block_rows) < 0.7, case.shape.block_rows)
     chosen_T = blocks & (rng.random(t) < 0.6)
     if rng.random() < 0.5:
-        row_T, key_SC = (np.asarray(x) // 6 - 1 for x in (case.rows.order_T, case.layout.slots.order_ASC[0]))
+        row_T, key_SC = (np.asarray(x) // 6 - 1 for x in (case.rows.index_T, case.layout.entries.index_ASC[0]))
     else:
         row_T, key_SC = rng.integers(-1, SEGMENTS + 1, t), rng.integers(-1, SEGMENTS + 1, (s, c))
     return Labels(chosen_T, row_T.astype(np.int32), key_SC.astype(np.int32))
 
 
-def view_of(rows, pages, layer, slots, rotation, *, block_rows):  # type: ignore[no-untyped-def]
+def view_of(rows, pages, layer, entries, rotation, *, block_rows):  # type: ignore[no-untyped-def]
     dim = pages.k_LPKCD.shape[-1]
-    return View.build(rows, pages, layer, slots, rotation, scale=dim**-0.5, block_rows=block_rows)
+    return View.build(rows, pages, layer, entries, rotation, scale=dim**-0.5, block_rows=block_rows)
 
 
 view_at = jax.jit(view_of, static_argnames="block_rows")
@@ -96,10 +96,10 @@ def measure(q, lse, view, labels, backend):  # type: ignore[no-untyped-def]
     """All masses by the public ops."""
     chosen_T, *segments = labels
     return Masses(
-        key_mass(q, lse, view, backend=backend),
-        *key_masses(q, lse, view, chosen_T, backend=backend),
-        row_segment_mass(q, lse, view, *segments, SEGMENTS, backend=backend),
-        segment_mass(q, lse, view, *segments, SEGMENTS, backend=backend),
+        key_score(q, lse, view, backend=backend),
+        *key_scores(q, lse, view, chosen_T, backend=backend),
+        row_segment_score(q, lse, view, *segments, SEGMENTS, backend=backend),
+        segment_score(q, lse, view, *segments, SEGMENTS, backend=backend),
     )
 
 
@@ -112,34 +112,34 @@ def compiled(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyp
 def where_of(case: Case):  # type: ignore[no-untyped-def]
     shape, layout = case.shape, case.layout
     table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    return case.rows, layout.pages, jnp.int32(layout.layer), layout.slots, table
+    return case.rows, layout.pages, jnp.int32(layout.layer), layout.entries, table
 
 
-def masses_of(case: Case, labels: Labels, backend: str = "xla") -> Masses:
+def scores_of(case: Case, labels: Labels, backend: str = "xla") -> Masses:
     found = compiled(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
     return Masses(*(np.asarray(x) for x in found))
 
 
 def wanted(case: Case, labels: Labels) -> Masses:
     """The masses from the oracle's probabilities, by loops over words of the definition."""
-    _, _, prob_THN = case.want()
-    slot_N, cell_N = case.layout.slot_N, case.layout.cell_N
+    _, _, prob_THN = case.what()
+    entry_N, slot_N = case.layout.entry_N, case.layout.slot_N
     norm_HN = np.repeat(np.linalg.norm(case.keys.v_NKD, axis=-1), case.shape.groups, axis=1).T
     chosen_T = labels.chosen_T[case.place_T]
 
-    def scatter(mass_N: np.ndarray) -> np.ndarray:
-        mass_SC = np.zeros((case.shape.sizes.slots, case.shape.page_size))
-        np.add.at(mass_SC, (slot_N, cell_N), mass_N)
-        return mass_SC
+    def scatter(score_N: np.ndarray) -> np.ndarray:
+        score_SC = np.zeros((case.shape.sizes.entries, case.shape.page_size))
+        np.add.at(score_SC, (entry_N, slot_N), score_N)
+        return score_SC
 
     row_TZ, segment_ZZ = np.zeros((case.shape.rows, SEGMENTS)), np.zeros((SEGMENTS, SEGMENTS))
-    prob_TN, key_segment_N = prob_THN.mean(1), labels.key_segment_SC[slot_N, cell_N]
+    prob_TN, key_segment_N = prob_THN.mean(1), labels.key_segment_SC[entry_N, slot_N]
     for t, place in enumerate(case.place_T):
         of_row = labels.row_segment_T[place]
         if not 0 <= of_row < SEGMENTS:
             continue
         for n, of_key in enumerate(key_segment_N):
-            itself = case.queries.order_T[t] == case.keys.order_N[n]
+            itself = case.queries.index_T[t] == case.keys.index_N[n]
             if 0 <= of_key < SEGMENTS and not (itself and of_row == of_key):
                 row_TZ[place, of_key] += prob_TN[t, n]
                 segment_ZZ[of_row, of_key] += prob_TN[t, n]
@@ -152,33 +152,33 @@ def wanted(case: Case, labels: Labels) -> Masses:
     )
 
 
-def assert_near(found: Masses, want: Masses, dtype: str) -> None:
+def assert_near(found: Masses, what: Masses, dtype: str) -> None:
     # in bfloat16 the LSE was formed from queries rotated otherwise (narrow blocks), so bits agree to its rounding alone
     tolerance = 1e-5 if dtype == "float32" else 3e-2
     for name in Masses._fields:
-        got, right = getattr(found, name), getattr(want, name)
+        got, right = getattr(found, name), getattr(what, name)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, right, rtol=tolerance, atol=tolerance, err_msg=name)
         assert not got[right == 0].any(), name
 
 
-def far_apart(found: np.ndarray, want: np.ndarray) -> bool:
-    return not np.allclose(found, want, rtol=1e-2, atol=1e-2)
+def far_apart(found: np.ndarray, what: np.ndarray) -> bool:
+    return not np.allclose(found, what, rtol=1e-2, atol=1e-2)
 
 
 # ---------------------------------------------------------------------------------------------- masses
 
 
 @pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32", "d16-p8-g2-b1-bits"])
-def test_masses_equal_oracle(name: str) -> None:
+def test_scores_equal_oracle(name: str) -> None:
     shape = SHAPES[name]
 
     @budget(30)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        case = make_case(shape, requests, seed)  # unused slots hold NaN
         labels = labels_of(case, seed)
-        assert_near(masses_of(case, labels), wanted(case, labels), shape.dtype)
+        assert_near(scores_of(case, labels), wanted(case, labels), shape.dtype)
 
     holds()
 
@@ -192,7 +192,7 @@ def test_reference_equals_oracle(name: str) -> None:
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
         labels = labels_of(case, seed)
-        assert_near(masses_of(case, labels, "reference"), wanted(case, labels), shape.dtype)
+        assert_near(scores_of(case, labels, "reference"), wanted(case, labels), shape.dtype)
 
     holds()
 
@@ -203,20 +203,20 @@ def test_every_row_gives_one(shape: Shape) -> None:
     case = rich_case(shape)
     labels = labels_of(case, SEED)._replace(row_segment_T=np.zeros(48, np.int32))
     labels.key_segment_SC[:] = 1
-    _, want_lse, _ = case.want()
+    _, want_lse, _ = case.what()
     live_T = np.zeros(48)
     live_T[case.place_T] = (~np.isneginf(want_lse)).mean(1)
-    found = masses_of(case, labels)
+    found = scores_of(case, labels)
     assert found.all_SC.sum() == pytest.approx(live_T.sum(), rel=1e-5)
     np.testing.assert_allclose(found.row_TZ[:, 1], live_T, rtol=1e-5)
     labels.key_segment_SC[:] = 0
-    itself = masses_of(case, labels)
-    present_T = np.isin(case.queries.order_T, case.keys.order_N)  # the next token to come has no key yet
+    itself = scores_of(case, labels)
+    present_T = np.isin(case.queries.index_T, case.keys.index_N)  # the next token to come has no key yet
     less_T = (live_T - itself.row_TZ[:, 0])[case.place_T]
     assert (less_T[present_T] > 1e-4).all() and (abs(less_T[~present_T]) < 1e-5).all()
 
 
-def test_masses_are_shares_of_a_larger_context() -> None:
+def test_scores_are_shares_of_a_larger_context() -> None:
     """An LSE merged with that of other keys makes them smaller by the factor it says."""
     case = rich_case(WIDE)
     labels = labels_of(case, SEED)
@@ -226,7 +226,7 @@ def test_masses_are_shares_of_a_larger_context() -> None:
         view = view_of(*where, block_rows=WIDE.block_rows)
         return measure(q, paged_interval_attention(q, view)[1] + jnp.log(2.0), view, labels, "xla")
 
-    halves, wholes = doubled(case.q, labels, where_of(case)), masses_of(case, labels)
+    halves, wholes = doubled(case.q, labels, where_of(case)), scores_of(case, labels)
     for half, whole in zip(halves, wholes, strict=True):
         np.testing.assert_allclose(2 * half, whole, rtol=1e-5, atol=1e-6)
 
@@ -242,7 +242,7 @@ def test_row_blocks_that_do_not_count_visit_nothing() -> None:
     only = np.arange(6) == 1
     np.testing.assert_array_equal(fewer.blocks.count_N, np.where(only, view.blocks.count_N, 0))
     np.testing.assert_array_equal(fewer.blocks.runs_N, np.where(only, view.blocks.runs_N, 0))
-    assert fewer.slots is view.slots and fewer.blocks.slot_NS is view.blocks.slot_NS
+    assert fewer.entries is view.entries and fewer.blocks.entry_NS is view.blocks.entry_NS
     np.testing.assert_array_equal(np.isposinf(lse_TH).all(1), ~chosen_T)
 
 
@@ -254,8 +254,8 @@ def rolled_values(case: Case) -> Case:
 
 def turned(case: Case) -> Case:
     """Offsets of the wrong sign."""
-    slots = case.layout.slots
-    return replace(case, layout=replace(case.layout, slots=replace(slots, offset_AS=-slots.offset_AS)))
+    entries = case.layout.entries
+    return replace(case, layout=replace(case.layout, entries=replace(entries, offset_AS=-entries.offset_AS)))
 
 
 def everybody(labels: Labels) -> Labels:
@@ -263,17 +263,17 @@ def everybody(labels: Labels) -> Labels:
 
 
 FAULTS: dict[str, tuple[str, Callable[[Case, Labels], np.ndarray]]] = {
-    "sum over heads for the mean": ("all_SC", lambda case, labels: 4 * masses_of(case, labels).all_SC),
-    "slots out of place": ("all_SC", lambda case, labels: np.roll(masses_of(case, labels).all_SC, 1, axis=0)),
-    "offset sign": ("all_SC", lambda case, labels: masses_of(turned(case), labels).all_SC),
-    "rows not chosen": ("plain_SC", lambda case, labels: masses_of(case, everybody(labels)).plain_SC),
-    "rows not chosen, valued": ("valued_SC", lambda case, labels: masses_of(case, everybody(labels)).valued_SC),
-    "no value norm": ("valued_SC", lambda case, labels: masses_of(case, labels).plain_SC),
+    "sum over heads for the mean": ("all_SC", lambda case, labels: 4 * scores_of(case, labels).all_SC),
+    "entries out of place": ("all_SC", lambda case, labels: np.roll(scores_of(case, labels).all_SC, 1, axis=0)),
+    "offset sign": ("all_SC", lambda case, labels: scores_of(turned(case), labels).all_SC),
+    "rows not chosen": ("plain_SC", lambda case, labels: scores_of(case, everybody(labels)).plain_SC),
+    "rows not chosen, valued": ("valued_SC", lambda case, labels: scores_of(case, everybody(labels)).valued_SC),
+    "no value norm": ("valued_SC", lambda case, labels: scores_of(case, labels).plain_SC),
     "value norm of the wrong head": (
         "valued_SC",
-        lambda case, labels: masses_of(rolled_values(case), labels).valued_SC,
+        lambda case, labels: scores_of(rolled_values(case), labels).valued_SC,
     ),
-    "rows and keys swapped": ("segment_ZZ", lambda case, labels: masses_of(case, labels).segment_ZZ.T),
+    "rows and keys swapped": ("segment_ZZ", lambda case, labels: scores_of(case, labels).segment_ZZ.T),
     "own token counted": ("segment_ZZ", lambda case, labels: own_token(case, labels, add_own=True)),
     "own token left out of all": ("segment_ZZ", lambda case, labels: own_token(case, labels, add_own=False)),
 }
@@ -281,11 +281,11 @@ FAULTS: dict[str, tuple[str, Callable[[Case, Labels], np.ndarray]]] = {
 
 def own_token(case: Case, labels: Labels, *, add_own: bool) -> np.ndarray:
     """Segment mass with the own token counted in the own segment, or left out of other segments too."""
-    _, _, prob_THN = case.want()
-    segment_ZZ = masses_of(case, labels).segment_ZZ.copy()
+    _, _, prob_THN = case.what()
+    segment_ZZ = scores_of(case, labels).segment_ZZ.copy()
     of_row_T = labels.row_segment_T[case.place_T]
-    of_key_N = labels.key_segment_SC[case.layout.slot_N, case.layout.cell_N]
-    for t, n in np.argwhere(case.queries.order_T[:, None] == case.keys.order_N):
+    of_key_N = labels.key_segment_SC[case.layout.entry_N, case.layout.slot_N]
+    for t, n in np.argwhere(case.queries.index_T[:, None] == case.keys.index_N):
         a, b = of_row_T[t], of_key_N[n]
         if 0 <= a < SEGMENTS and 0 <= b < SEGMENTS and (a == b) == add_own:
             segment_ZZ[a, b] += prob_THN[t, :, n].mean() * (1 if add_own else -1)
@@ -293,14 +293,14 @@ def own_token(case: Case, labels: Labels, *, add_own: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_in_masses_is_found(fault: str) -> None:
+def test_fault_in_scores_is_found(fault: str) -> None:
     case = rich_case(NARROW)
     rng = np.random.default_rng(SEED)
     labels = Labels(rng.random(48) < 0.5, rng.integers(0, 3, 48, np.int32), rng.integers(0, 3, (48, 8), np.int32))
-    want = wanted(case, labels)
-    assert_near(masses_of(case, labels), want, "float32")
+    what = wanted(case, labels)
+    assert_near(scores_of(case, labels), what, "float32")
     name, broken = FAULTS[fault]
-    assert far_apart(broken(case, labels), getattr(want, name))
+    assert far_apart(broken(case, labels), getattr(what, name))
 
 
 @pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "chunk_SC", "row_TZ", "segment_ZZ"])
@@ -314,12 +314,12 @@ def test_no_rows_by_keys_array(kind: str) -> None:
     def one(q, labels, where):  # type: ignore[no-untyped-def]
         view = view_of(*where, block_rows=128)
         if kind == "chunk_SC":
-            return chunk_mass(q, view, labels.key_segment_SC, SEGMENTS)
+            return chunk_score(q, view, labels.key_segment_SC, SEGMENTS)
         return getattr(measure(q, paged_interval_attention(q, view)[1], view, labels, "xla"), kind)
 
     pool = jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32)
-    slots = Slots(ints(1, s), ints(1, s), ints(s), ints(1, s, c), ints(1, s, c), ints(1, s, c))
-    where = Rows(ints(t), ints(t), ints(t)), Pages(pool, pool), 0, slots, rotation(d, False, 100)
+    entries = PageTable(ints(1, s), ints(1, s), ints(s), ints(1, s, c), ints(1, s, c), ints(1, s, c))
+    where = Rows(ints(t), ints(t), ints(t)), Pages(pool, pool), 0, entries, rotation(d, False, 100)
     labels = Labels(jax.ShapeDtypeStruct((t,), jnp.bool_), ints(t), ints(s, c))
     lowered = jax.jit(one).lower(jax.ShapeDtypeStruct((t, 2, d), jnp.float32), labels, where)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < t * s * c
@@ -331,89 +331,89 @@ def test_no_rows_by_keys_array(kind: str) -> None:
 @functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
 def compiled_chunks(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
     view = view_of(*where, block_rows=block_rows)
-    return chunk_mass(q, view, labels.key_segment_SC, SEGMENTS, labels.chosen_T, backend=backend)
+    return chunk_score(q, view, labels.key_segment_SC, SEGMENTS, labels.chosen_T, backend=backend)
 
 
-def chunk_mass_of(case: Case, labels: Labels, backend: str = "xla") -> np.ndarray:
+def chunk_score_of(case: Case, labels: Labels, backend: str = "xla") -> np.ndarray:
     return np.asarray(
         compiled_chunks(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
     )
 
 
-def chunk_mass_wanted(case: Case, labels: Labels) -> np.ndarray:
+def chunk_score_wanted(case: Case, labels: Labels) -> np.ndarray:
     """Each row's and head's probabilities over one segment's keys, made to sum to one."""
-    _, _, prob_THN = case.want()
-    place = case.layout.slot_N, case.layout.cell_N
-    mass_SC, heads = np.zeros(labels.key_segment_SC.shape), prob_THN.shape[1]
+    _, _, prob_THN = case.what()
+    place = case.layout.entry_N, case.layout.slot_N
+    score_SC, heads = np.zeros(labels.key_segment_SC.shape), prob_THN.shape[1]
     for segment in range(SEGMENTS):
         inside_N = labels.key_segment_SC[place] == segment
         for prob_HN in prob_THN[labels.chosen_T[case.place_T]]:
             for prob_N in prob_HN * inside_N:
                 if prob_N.any():
-                    np.add.at(mass_SC, place, prob_N / prob_N.sum() / heads)
-    return mass_SC
+                    np.add.at(score_SC, place, prob_N / prob_N.sum() / heads)
+    return score_SC
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 @pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits"])
-def test_chunk_mass_equals_oracle(name: str, backend: str) -> None:
+def test_chunk_score_equals_oracle(name: str, backend: str) -> None:
     shape = SHAPES[name]
 
     @budget(15)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        case = make_case(shape, requests, seed)  # unused slots hold NaN
         labels = labels_of(case, seed)
-        found, want = chunk_mass_of(case, labels, backend), chunk_mass_wanted(case, labels)
+        found, what = chunk_score_of(case, labels, backend), chunk_score_wanted(case, labels)
         tolerance = 1e-5 if shape.dtype == "float32" else 5e-2
-        np.testing.assert_allclose(found, want, rtol=tolerance, atol=tolerance)
-        assert found.dtype == np.float32 and not found[want == 0].any()
+        np.testing.assert_allclose(found, what, rtol=tolerance, atol=tolerance)
+        assert found.dtype == np.float32 and not found[what == 0].any()
 
     holds()
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
-def test_chunk_mass_of_a_segment_that_gets_next_to_nothing(backend: str) -> None:
+def test_chunk_score_of_a_segment_that_gets_next_to_nothing(backend: str) -> None:
     """Its probability beside the others underflows; among its own keys it is as well shared out as any."""
     view, q = _one_row(np.array([200.0, 199.0, -200.0, -201.0]))
     chunk_SC = jnp.asarray([[0, 0, 1, 1]], jnp.int32)
     _, lse = paged_interval_attention(q, view)
-    assert not np.asarray(key_mass(q, lse, view, backend=backend))[0, 2:].any()
-    found = np.asarray(chunk_mass(q, view, chunk_SC, 3, backend=backend))
+    assert not np.asarray(key_score(q, lse, view, backend=backend))[0, 2:].any()
+    found = np.asarray(chunk_score(q, view, chunk_SC, 3, backend=backend))
     share = 1 / (1 + np.exp(-1))
     np.testing.assert_allclose(found, [[share, 1 - share, share, 1 - share]], rtol=1e-4)
 
 
 def _one_row(logits: np.ndarray) -> tuple[View, jax.Array]:
-    """A view of one row whose logits over the first cells of a page are these."""
+    """A view of one row whose logits over the first slots of a page are these."""
     n = len(logits)
     k = np.zeros((1, 2, 1, n, 2), np.float32)
     k[0, 1, 0, :, 0] = logits
     ints = functools.partial(jnp.asarray, dtype=jnp.int32)
     zero_SC = ints(np.zeros((1, 1, n)))
-    slots = Slots(ints([[1]]), ints([[0]]), ints([0]), ints(np.arange(n)[None, None]), zero_SC, zero_SC)
+    entries = PageTable(ints([[1]]), ints([[0]]), ints([0]), ints(np.arange(n)[None, None]), zero_SC, zero_SC)
     rows = Rows(ints([n]), ints([0]), ints([0]))
     pages = Pages(jnp.asarray(k), jnp.zeros_like(jnp.asarray(k)))
-    view = View.build(rows, pages, 0, slots, rotation(2, False, 4), scale=1.0, block_rows=1)
+    view = View.build(rows, pages, 0, entries, rotation(2, False, 4), scale=1.0, block_rows=1)
     return view, jnp.asarray([[[1.0, 0.0]]])
 
 
 @pytest.mark.parametrize("fault", ["joint softmax", "rows not chosen", "segments mixed up", "offset sign"])
-def test_fault_in_chunk_mass_is_found(fault: str) -> None:
+def test_fault_in_chunk_score_is_found(fault: str) -> None:
     case = rich_case(NARROW)
     rng = np.random.default_rng(SEED)
     labels = Labels(rng.random(48) < 0.5, np.zeros(48, np.int32), rng.integers(0, 3, (48, 8), np.int32))
-    want = chunk_mass_wanted(case, labels)
-    np.testing.assert_allclose(chunk_mass_of(case, labels), want, rtol=1e-5, atol=1e-5)
+    what = chunk_score_wanted(case, labels)
+    np.testing.assert_allclose(chunk_score_of(case, labels), what, rtol=1e-5, atol=1e-5)
     broken = {
-        "joint softmax": lambda: masses_of(case, labels).plain_SC,
-        "rows not chosen": lambda: chunk_mass_of(case, everybody(labels)),
-        "segments mixed up": lambda: chunk_mass_of(
+        "joint softmax": lambda: scores_of(case, labels).plain_SC,
+        "rows not chosen": lambda: chunk_score_of(case, everybody(labels)),
+        "segments mixed up": lambda: chunk_score_of(
             case, labels._replace(key_segment_SC=np.roll(labels.key_segment_SC, 1, axis=1))
         ),
-        "offset sign": lambda: chunk_mass_of(turned(case), labels),
+        "offset sign": lambda: chunk_score_of(turned(case), labels),
     }
-    assert far_apart(broken[fault](), want)
+    assert far_apart(broken[fault](), what)
 
 
 # ------------------------------------------------------------------------------------------- deviation
@@ -430,40 +430,40 @@ class Recomputed:
 
 
 def recomputed(case: Case, seed: int) -> Recomputed:
-    """Tokens drawn from the keys. Some rows are padding, of NaN or at a cell of NaN; some have no cached KV."""
+    """Tokens drawn from the keys. Some rows are padding, of NaN or at a slot of NaN; some have no cached KV."""
     rng = np.random.default_rng(seed)
     shape, layout, keys = case.shape, case.layout, case.keys
     t = shape.rows
-    drawn = rng.integers(0, len(keys.order_N), t)
-    page_S, offset_S = (np.asarray(x[0]) for x in (layout.slots.page_AS, layout.slots.offset_AS))
-    slot_T, cell_T = layout.slot_N[drawn], layout.cell_N[drawn]
+    drawn = rng.integers(0, len(keys.index_N), t)
+    page_S, offset_S = (np.asarray(x[0]) for x in (layout.entries.page_AS, layout.entries.offset_AS))
+    entry_T, slot_T = layout.entry_N[drawn], layout.slot_N[drawn]
     kept = [np.asarray(from_storage(pool), np.float64) for pool in vars(layout.pages).values()]
-    kept_k_TKD, kept_v_TKD = (pool[layout.layer, page_S[slot_T], :, cell_T] for pool in kept)
+    kept_k_TKD, kept_v_TKD = (pool[layout.layer, page_S[entry_T], :, slot_T] for pool in kept)
     size = rng.exponential(size=(2, t, 1, 1)) * (rng.random((2, t, 1, 1)) < 0.8)
     change = size * rng.standard_normal((2, t, shape.kv_heads, shape.dim))
     new_k = turn(keys.k_NKD[drawn], keys.position_N[drawn], case.inv_freq_R) + change[0]
     new_v = keys.v_NKD[drawn] + change[1]
-    want_k_T = ((new_k - turn(kept_k_TKD, offset_S[slot_T], case.inv_freq_R)) ** 2).sum((1, 2))
+    want_k_T = ((new_k - turn(kept_k_TKD, offset_S[entry_T], case.inv_freq_R)) ** 2).sum((1, 2))
     want_v_T = ((new_v - kept_v_TKD) ** 2).sum((1, 2))
     padding_T, alone_T = rng.random(t) < 0.2, rng.random(t) < 0.2
     new_k[padding_T] = np.nan
-    cells = page_S[slot_T] * shape.page_size + cell_T
+    slots = page_S[entry_T] * shape.page_size + slot_T
     unowned = np.argwhere(np.isnan(kept[0][layout.layer]).any((1, 3))) @ [shape.page_size, 1]  # [P, C] of NaN
-    cells = np.where(padding_T & (rng.random(t) < 0.5), rng.choice(unowned, t), cells)
-    cells = np.where(alone_T, -rng.integers(1, 99, t), cells)
-    order_T = np.where(padding_T, -1, np.arange(t))
-    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (order_T, np.zeros(t), np.zeros(t))))
+    slots = np.where(padding_T & (rng.random(t) < 0.5), rng.choice(unowned, t), slots)
+    slots = np.where(alone_T, -rng.integers(1, 99, t), slots)
+    index_T = np.where(padding_T, -1, np.arange(t))
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (index_T, np.zeros(t), np.zeros(t))))
     arguments = (
         jnp.asarray(new_k, jnp.float32), jnp.asarray(new_v, jnp.float32),
-        jnp.asarray(cells, jnp.int32), jnp.asarray(offset_S[slot_T], jnp.int32),
+        jnp.asarray(slots, jnp.int32), jnp.asarray(offset_S[entry_T], jnp.int32),
     )  # fmt: skip
     compared_T = ~padding_T & ~alone_T
     return Recomputed(arguments, rows, np.where(compared_T, want_k_T, 0), np.where(compared_T, want_v_T, 0))
 
 
 @functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
-def compiled_deviation(k, v, cell, offset, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
-    return kv_deviation(k, v, view_of(*where, block_rows=block_rows), cell, offset, backend=backend)
+def compiled_deviation(k, v, slot, offset, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
+    return kv_deviation(k, v, view_of(*where, block_rows=block_rows), slot, offset, backend=backend)
 
 
 def deviation(case: Case, new: Recomputed, backend: str = "xla", sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -486,9 +486,9 @@ def test_deviation_equals_oracle(name: str, backend: str) -> None:
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
         new = recomputed(case, seed)
-        for found, want in zip(deviation(case, new, backend), (new.want_k_T, new.want_v_T), strict=True):
-            np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-8)
-            assert not found[want == 0].any() or shape.dtype != "float32" or found[want == 0].max() < 1e-8
+        for found, what in zip(deviation(case, new, backend), (new.want_k_T, new.want_v_T), strict=True):
+            np.testing.assert_allclose(found, what, rtol=1e-4, atol=1e-8)
+            assert not found[what == 0].any() or shape.dtype != "float32" or found[what == 0].max() < 1e-8
 
     holds()
 
@@ -498,8 +498,8 @@ def test_unchanged_token_deviates_by_nothing() -> None:
     case = rich_case(WIDE)
     new = recomputed(case, SEED)
     pages, layer = case.layout.pages, case.layout.layer
-    cell_T = np.maximum(np.asarray(new.arguments[2]), 0)
-    kept_v = pages.v_LPKCD[layer, cell_T // 16, :, cell_T % 16]
+    slot_T = np.maximum(np.asarray(new.arguments[2]), 0)
+    kept_v = pages.v_LPKCD[layer, slot_T // 16, :, slot_T % 16]
     where = (new.rows, *where_of(case)[1:])
     found = compiled_deviation(kept_v, kept_v, *new.arguments[2:], where, block_rows=8, backend="xla")
     assert not np.asarray(found.value_T).any()
@@ -617,7 +617,7 @@ case = t.rich_case(t.NARROW)
 labels = jax.tree.map(jnp.asarray, t.labels_of(case, 1))
 rows, pages, *where = t.where_of(case)
 new = t.recomputed(case, 1)
-k, v, cell, offset = new.arguments
+k, v, slot, offset = new.arguments
 
 def masses(q, pages):
     view = t.view_of(rows, pages, *where, block_rows=2)
@@ -626,7 +626,7 @@ def masses(q, pages):
 
 def deviations(k, v, pages):
     view = t.view_of(new.rows, pages, *where, block_rows=2)
-    return lax.psum(kv_deviation(k, v, view, cell, offset), "kv_heads")
+    return lax.psum(kv_deviation(k, v, view, slot, offset), "kv_heads")
 
 mesh = jax.make_mesh((2,), ("kv_heads",), axis_types=(AxisType.Auto,))
 heads, pool, own = P(None, "kv_heads", None), P(None, None, "kv_heads", None, None), P("kv_heads")
@@ -651,10 +651,10 @@ def test_devices_combine_as_the_docstrings_say() -> None:
 
 
 OPS: dict[Callable[..., object], tuple[str, ...]] = {
-    key_mass: ("q", "lse", "view", "chosen"),
-    segment_mass: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
-    chunk_mass: ("q", "view", "key_segment", "segments", "chosen"),
-    kv_deviation: ("k", "k", "view", "cell", "offset"),
+    key_score: ("q", "lse", "view", "chosen"),
+    segment_score: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
+    chunk_score: ("q", "view", "key_segment", "segments", "chosen"),
+    kv_deviation: ("k", "k", "view", "slot", "offset"),
     key_neighbours: ("keys", "valid", "source", "count"),
 }
 
@@ -666,7 +666,7 @@ def call(op: Callable[..., object], **changed: object) -> None:
     given = {
         "q": case.q, "lse": jnp.zeros((48, 3)), "view": view_at(*where_of(case), block_rows=8),
         "chosen": ints == 0, "row_segment": ints, "key_segment": jnp.zeros((48, 16), jnp.int32), "segments": SEGMENTS,
-        "k": jnp.zeros((48, 1, 16)), "cell": ints, "offset": ints,
+        "k": jnp.zeros((48, 1, 16)), "slot": ints, "offset": ints,
         "keys": jnp.ones((48, 1, 16)), "valid": ints == 0, "source": ints, "count": 2, "backend": "xla",
     } | changed  # fmt: skip
     op(*(given[name] for name in OPS[op]), backend=given["backend"])
@@ -675,24 +675,24 @@ def call(op: Callable[..., object], **changed: object) -> None:
 @pytest.mark.parametrize(
     ("op", "name", "value", "said"),
     [
-        (key_mass, "q", jnp.zeros((48, 3, 8)), "q_THD has 3 heads of 8"),
-        (key_mass, "lse", jnp.zeros((3, 48)), r"lse_TH has shape \(3, 48\), not \(48, 3\)"),
-        (key_mass, "lse", jnp.zeros((48, 3), jnp.bfloat16), "lse_TH is bfloat16, not float32"),
-        (key_mass, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
-        (key_mass, "chosen", jnp.zeros(24, bool), "chosen_T has shape"),
-        (key_mass, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
-        (segment_mass, "lse", jnp.zeros((48, 4)), "lse_TH has shape"),
-        (segment_mass, "row_segment", jnp.zeros(48), "row_segment_T is float32, not int32"),
-        (segment_mass, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
-        (segment_mass, "segments", 0, "segments is 0"),
-        (segment_mass, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
-        (chunk_mass, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
-        (chunk_mass, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
-        (chunk_mass, "segments", 0, "segments is 0"),
-        (chunk_mass, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
+        (key_score, "q", jnp.zeros((48, 3, 8)), "q_THD has 3 heads of 8"),
+        (key_score, "lse", jnp.zeros((3, 48)), r"lse_TH has shape \(3, 48\), not \(48, 3\)"),
+        (key_score, "lse", jnp.zeros((48, 3), jnp.bfloat16), "lse_TH is bfloat16, not float32"),
+        (key_score, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
+        (key_score, "chosen", jnp.zeros(24, bool), "chosen_T has shape"),
+        (key_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
+        (segment_score, "lse", jnp.zeros((48, 4)), "lse_TH has shape"),
+        (segment_score, "row_segment", jnp.zeros(48), "row_segment_T is float32, not int32"),
+        (segment_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
+        (segment_score, "segments", 0, "segments is 0"),
+        (segment_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
+        (chunk_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
+        (chunk_score, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
+        (chunk_score, "segments", 0, "segments is 0"),
+        (chunk_score, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
         (kv_deviation, "k", jnp.zeros((48, 2, 16)), "k_TKD has shape"),
         (kv_deviation, "k", jnp.zeros((48, 1, 16), jnp.int32), "k_TKD is int32, not float32 or bfloat16 or float16"),
-        (kv_deviation, "cell", jnp.full(48, 48 * 16, jnp.int32), "cell_T holds 768, outside of the 768 cells"),
+        (kv_deviation, "slot", jnp.full(48, 48 * 16, jnp.int32), "slot_T holds 768, outside of the 768 slots"),
         (kv_deviation, "offset", jnp.zeros(9, jnp.int32), "offset_T has shape"),
         (kv_deviation, "backend", "triton", "'triton' cannot serve this call: there is no kernel"),
         (key_neighbours, "keys", jnp.zeros((48, 16)), "k_NKD has 2 axes"),

@@ -60,14 +60,14 @@ SHAPES = {
 def measured(q, lse, view, labels):  # type: ignore[no-untyped-def]
     """All masses by the kernels, interpreted."""
     chosen_T, *segments = labels
-    masses = functools.partial(reductions_triton.key_masses, q, interpret=True)
+    scores = functools.partial(reductions_triton.key_scores, q, interpret=True)
     counted = labels.row_segment_T >= 0, labels.row_segment_T < SEGMENTS
-    row_TZ = reductions_triton.row_segment_mass(
+    row_TZ = reductions_triton.row_segment_score(
         q, *restrict(lse, view, counted[0] & counted[1]), *segments, SEGMENTS, interpret=True
     )
     segment_ZZ = jnp.einsum("ta,tb->ab", jax.nn.one_hot(labels.row_segment_T, SEGMENTS), row_TZ, precision="highest")
-    (all_SC,) = masses(*restrict(lse, view, None), valued=False)
-    return Masses(all_SC, *masses(*restrict(lse, view, chosen_T), valued=True), row_TZ, segment_ZZ)
+    (all_SC,) = scores(*restrict(lse, view, None), valued=False)
+    return Masses(all_SC, *scores(*restrict(lse, view, chosen_T), valued=True), row_TZ, segment_ZZ)
 
 
 @functools.partial(jax.jit, static_argnames="block_rows")
@@ -76,7 +76,7 @@ def compiled(q, labels, where, *, block_rows):  # type: ignore[no-untyped-def]
     return measured(q, paged_interval_attention(q, view)[1], view, labels)
 
 
-def masses_of(case: Case, labels: Labels) -> Masses:
+def scores_of(case: Case, labels: Labels) -> Masses:
     found = compiled(case.q, labels, where_of(case), block_rows=case.shape.block_rows)
     return Masses(*(np.asarray(x) for x in found))
 
@@ -88,9 +88,9 @@ def test_kernels_equal_oracle(name: str) -> None:
     @budget(12)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
-        case = make_case(shape, requests, seed)  # unused cells hold NaN
+        case = make_case(shape, requests, seed)  # unused slots hold NaN
         labels = labels_of(case, seed)
-        assert_near(masses_of(case, labels), wanted(case, labels), shape.dtype)
+        assert_near(scores_of(case, labels), wanted(case, labels), shape.dtype)
 
     holds()
 
@@ -105,17 +105,17 @@ def test_kernels_equal_oracle_at_length(name: str) -> None:
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
         labels = labels_of(case, seed)
-        assert_near(masses_of(case, labels), wanted(case, labels), shape.dtype)
+        assert_near(scores_of(case, labels), wanted(case, labels), shape.dtype)
 
     holds()
 
 
-def test_unused_slot_is_not_looked_up() -> None:
-    """A program of a slot that no row block sees would read stray memory on a GPU; interpreted it would not show."""
-    slots = rich_case(SHAPES["d64-p16-g4-b8"]).layout.slots
-    page_S, offset_S = slots.page_AS[0], slots.offset_AS[0]
-    unused = np.asarray(slots.request_S) < 0
-    stray = replace(slots, page_AS=jnp.where(unused, 2**31 - 1, slots.page_AS))
+def test_unused_entry_is_not_looked_up() -> None:
+    """A program of an entry that no row block sees would read stray memory on a GPU; interpreted it would not show."""
+    entries = rich_case(SHAPES["d64-p16-g4-b8"]).layout.entries
+    page_S, offset_S = entries.page_AS[0], entries.offset_AS[0]
+    unused = np.asarray(entries.request_S) < 0
+    stray = replace(entries, page_AS=jnp.where(unused, 2**31 - 1, entries.page_AS))
     found = np.asarray(reductions_triton._extents(stray, jnp.where(unused, 0, jnp.int32(7))))
     assert not found[unused].any()
     np.testing.assert_array_equal(found[~unused], np.stack([np.full_like(page_S, 7), page_S, offset_S], 1)[~unused])
@@ -123,12 +123,12 @@ def test_unused_slot_is_not_looked_up() -> None:
 
 def test_transposed_lists_are_the_lists() -> None:
     case = rich_case(SHAPES["d64-p16-g3-b2-far"])
-    blocks = visible_blocks(case.rows, case.layout.slots, case.shape.block_rows)
-    slot_NS, count_N = np.asarray(blocks.slot_NS), np.asarray(blocks.count_N)
-    listed_NS = [set(slots[:n].tolist()) for slots, n in zip(slot_NS, count_N, strict=True)]
+    blocks = visible_blocks(case.rows, case.layout.entries, case.shape.block_rows)
+    entry_NS, count_N = np.asarray(blocks.entry_NS), np.asarray(blocks.count_N)
+    listed_NS = [set(entries[:n].tolist()) for entries, n in zip(entry_NS, count_N, strict=True)]
     block_SN, count_S = map(np.asarray, reductions_triton._transposed(blocks))
     for s in range(len(count_S)):
-        assert block_SN[s, : count_S[s]].tolist() == [n for n, slots in enumerate(listed_NS) if s in slots]
+        assert block_SN[s, : count_S[s]].tolist() == [n for n, entries in enumerate(listed_NS) if s in entries]
 
 
 FAULTS = ("offset sign", "rows not chosen", "value norm of the wrong head", "rows and keys swapped", "padded heads")
@@ -139,15 +139,15 @@ def test_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = rich_case(SHAPES["d64-p16-g3-b2-far"])
     rng = np.random.default_rng(SEED)
     labels = Labels(rng.random(48) < 0.5, rng.integers(0, 3, 48, np.int32), rng.integers(0, 3, (48, 16), np.int32))
-    want = wanted(case, labels)
+    what = wanted(case, labels)
     if fault == "offset sign":
-        name, found = "all_SC", masses_of(turned(case), labels).all_SC
+        name, found = "all_SC", scores_of(turned(case), labels).all_SC
     elif fault == "rows not chosen":
-        name, found = "plain_SC", masses_of(case, everybody(labels)).plain_SC
+        name, found = "plain_SC", scores_of(case, everybody(labels)).plain_SC
     elif fault == "value norm of the wrong head":
-        name, found = "valued_SC", masses_of(rolled_values(case), labels).valued_SC
+        name, found = "valued_SC", scores_of(rolled_values(case), labels).valued_SC
     elif fault == "rows and keys swapped":
-        name, found = "segment_ZZ", masses_of(case, labels).segment_ZZ.T
+        name, found = "segment_ZZ", scores_of(case, labels).segment_ZZ.T
     else:
         fold = reductions_triton.fold
         monkeypatch.setattr(
@@ -157,11 +157,11 @@ def test_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         wrong = compiled.__wrapped__(case.q, labels, where_of(case), block_rows=2)
         name, found = "all_SC", np.asarray(wrong.all_SC)
-    assert far_apart(found, getattr(want, name))
+    assert far_apart(found, getattr(what, name))
 
 
 def test_a_group_wider_than_a_program_is_not_split() -> None:
-    q, view = production_call(Model(128, 1, 64), 16, rows=16, block_rows=4, slots=8)
+    q, view = production_call(Model(128, 1, 64), 16, rows=16, block_rows=4, entries=8)
     cut = reductions_triton.tiling(q, view)
     assert (cut.rows, cut.groups, cut.parts) == (128, 128, 4)
 
@@ -181,25 +181,25 @@ def lowered(model: str, page_size: int, rows: int, block_rows: int, dtype: str =
 
     def both(q, lse, view: View, chosen_T, row_segment_T, key_segment_SC):  # type: ignore[no-untyped-def]
         lse, view = restrict(lse, view, chosen_T)
-        masses = reductions_triton.key_masses(q, lse, view, valued=True)
-        return masses, reductions_triton.row_segment_mass(q, lse, view, row_segment_T, key_segment_SC, segments)
+        scores = reductions_triton.key_scores(q, lse, view, valued=True)
+        return scores, reductions_triton.row_segment_score(q, lse, view, row_segment_T, key_segment_SC, segments)
 
     shapes = [
         jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
         view,
         jax.ShapeDtypeStruct((rows,), jnp.bool_),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
-        jax.ShapeDtypeStruct(view.slots.order_ASC.shape[1:], jnp.int32),
+        jax.ShapeDtypeStruct(view.entries.index_ASC.shape[1:], jnp.int32),
     ]
     found: list[Kernel] = kernels(lower(both, q, *shapes))
-    assert [kernel.name for kernel in found] == ["key_mass", "row_segment_mass"]
+    assert [kernel.name for kernel in found] == ["key_score", "row_segment_score"]
     return found
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_production_shapes_lower_for_cuda(call: str) -> None:
     for kernel in lowered(*CALLS[call]):
-        assert kernel.ir.count("tt.dot") == (2 if kernel.name == "key_mass" else 3)
+        assert kernel.ir.count("tt.dot") == (2 if kernel.name == "key_score" else 3)
         assert "atomic" not in kernel.ir
 
 

@@ -79,17 +79,17 @@ def test_plain_frequencies() -> None:
 def test_llama3_frequencies() -> None:
     """The rule of the Llama 3.1 release, frequency by frequency."""
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192)
-    want = []
+    what = []
     for i in range(64):
         frequency = 500_000.0 ** -(2 * i / 128)
         wavelength = 2 * np.pi / frequency
         if wavelength < 8192 / 4.0:
-            want.append(frequency)
+            what.append(frequency)
         elif wavelength > 8192 / 1.0:
-            want.append(frequency / 8.0)
+            what.append(frequency / 8.0)
         else:
             smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
-            want.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
+            what.append((1 - smooth) * frequency / 8.0 + smooth * frequency)
     got = inverse_frequencies(500_000.0, 128, scaling)
-    np.testing.assert_allclose(got, want, rtol=1e-12)
+    np.testing.assert_allclose(got, what, rtol=1e-12)
     assert len({round(float(r), 6) for r in got / inverse_frequencies(500_000.0, 128, None)}) > 3

@@ -18,9 +18,9 @@ def test_splits_fill_the_device(programs: int) -> None:
     assert count == 1 or programs * (count - 1) < PROGRAMS
 
 
-@pytest.mark.parametrize("slots", [1, LEAST_ENTRIES - 1, LEAST_ENTRIES, 16, 1000])
-def test_splits_are_no_more_than_the_list_can_share(slots: int) -> None:
-    assert splits(1, slots) == max(1, min(PROGRAMS, slots // LEAST_ENTRIES))
+@pytest.mark.parametrize("entries", [1, LEAST_ENTRIES - 1, LEAST_ENTRIES, 16, 1000])
+def test_splits_are_no_more_than_the_list_can_share(entries: int) -> None:
+    assert splits(1, entries) == max(1, min(PROGRAMS, entries // LEAST_ENTRIES))
 
 
 def test_merged_parts_are_softmax_over_all() -> None:
@@ -32,9 +32,9 @@ def test_merged_parts_are_softmax_over_all() -> None:
         out = np.nan_to_num(np.exp(logits - lse[..., None]))[..., None, :] @ values
         whole = np.concatenate(list(logits), axis=-1)
         prob = np.nan_to_num(np.exp(whole) / np.exp(whole).sum(-1, keepdims=True))
-        want = (prob[:, None, :] @ np.concatenate(list(values), axis=1))[:, 0], np.log(np.exp(whole).sum(-1))
+        what = (prob[:, None, :] @ np.concatenate(list(values), axis=1))[:, 0], np.log(np.exp(whole).sum(-1))
     parts = jnp.asarray(out[:, :, 0], jnp.float32), jnp.asarray(lse, jnp.float32)
     first = merge_states(parts[0][0], parts[1][0], parts[0][1], parts[1][1])
     for merged in (merge_splits(*parts), merge_states(*first, parts[0][2], parts[1][2])):
-        np.testing.assert_allclose(merged[0], want[0], rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(merged[1], want[1], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(merged[0], what[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(merged[1], what[1], rtol=1e-5, atol=1e-6)

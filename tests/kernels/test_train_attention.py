@@ -22,9 +22,9 @@ from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens, visible
-from ragjax.kernels.train_attention.op import BACKENDS, Backend, attend, choose, interval_attention
+from ragjax.kernels.train_attention.op import BACKENDS, Backend, attend, choose, train_attention
 from ragjax.kernels.view import View
 from tests.support.cases import HOPPER, KINDS, SEEDS, Writer, budget
 from tests.support.devices import assert_agreement
@@ -128,7 +128,7 @@ def make_case(shape: Shape, samples: list[Sample], shuffled: bool, seed: int) ->
     for number, sample in enumerate(samples):
         writer = Writer(2 * number + 1, 0, 0)
         KINDS[sample.kind](writer, sample.lengths, rng)
-        own = [(order, piece.request, *piece.hidden) for piece in writer.pieces for order in piece.orders]
+        own = [(order, piece.request, *piece.hidden) for piece in writer.pieces for order in piece.indices]
         rows += [row for row in own if row[0] < NEVER and rng.random() < sample.kept]
     rows = rows[: shape.tokens]
     gaps = rng.integers(-1, 5, (shape.tokens - len(rows), 4))
@@ -215,13 +215,13 @@ def test_oracle_is_the_derivative() -> None:
         np.testing.assert_allclose((up - down) / 2e-5, (slope * way).sum(), rtol=1e-8)
 
 
-def errors(got: list[np.ndarray], want: list[Float] | list[np.ndarray]) -> dict[str, float]:
+def errors(got: list[np.ndarray], what: list[Float] | list[np.ndarray]) -> dict[str, float]:
     """Error of each array, relative to its norm; infinite for NaN, and where what sees nothing is not exactly so."""
     found = {}
-    blind = np.isneginf(want[1])
+    blind = np.isneginf(what[1])
     # of a row that sees a single token, dq and dk vanish; the terms that cancel to them do not, and round
-    floor = max(0.3 * float(np.linalg.norm(want[4])), 1.0)
-    for name, x, y in zip(NAMES, got, want, strict=True):
+    floor = max(0.3 * float(np.linalg.norm(what[4])), 1.0)
+    for name, x, y in zip(NAMES, got, what, strict=True):
         if name == "lse":
             wrong = not np.array_equal(np.isneginf(x), blind)
             x, y = np.where(blind, 0.0, x), np.where(blind, 0.0, y)
@@ -232,10 +232,10 @@ def errors(got: list[np.ndarray], want: list[Float] | list[np.ndarray]) -> dict[
     return found
 
 
-def check(case: Case, got: list[np.ndarray], want: list[Float] | list[np.ndarray]) -> None:
-    found = errors(got, want)
+def check(case: Case, got: list[np.ndarray], what: list[Float] | list[np.ndarray]) -> None:
+    found = errors(got, what)
     assert max(found.values()) <= TOLERANCE[case.shape.dtype], found
-    assert worst_error(got[0], np.asarray(want[0], np.float64)) <= 4 * TOLERANCE[case.shape.dtype]
+    assert worst_error(got[0], np.asarray(what[0], np.float64)) <= 4 * TOLERANCE[case.shape.dtype]
     for x in (got[0], *got[2:]):
         assert not x[~case.live_T].any(), "padding takes part"
 
@@ -262,9 +262,9 @@ def test_gradients_equal_the_oracle(name: str) -> None:
     @given(*CASES)
     def holds(samples: list[Sample], shuffled: bool, seed: int) -> None:
         case = make_case(SHAPES[name], samples, shuffled, seed)
-        want = oracle(case)
-        check(case, case.dense(), want)
-        check(case, case.run(XLA), want)
+        what = oracle(case)
+        check(case, case.dense(), what)
+        check(case, case.run(XLA), what)
 
     holds()
 
@@ -302,13 +302,13 @@ def test_equals_the_op_that_serves() -> None:
     out, lse, *_ = case.run(XLA)
     tokens = case.to_kernel()
     page_1S = jnp.arange(4, dtype=jnp.int32)[None]
-    zero_1S, cells = jnp.zeros_like(page_1S), (1, 4, 16)
-    hidden = (x.reshape(cells) for x in (tokens.order_T, tokens.hide_from_T, tokens.hide_until_T))
-    slots = Slots(page_1S, zero_1S, zero_1S[0], *hidden)
+    zero_1S, slots = jnp.zeros_like(page_1S), (1, 4, 16)
+    hidden = (x.reshape(slots) for x in (tokens.index_T, tokens.hide_from_T, tokens.hide_until_T))
+    entries = PageTable(page_1S, zero_1S, zero_1S[0], *hidden)
     pool = (jnp.asarray(x.reshape(1, 4, 16, 2, 16).swapaxes(2, 3), jnp.float32) for x in (case.k_TKD, case.v_TKD))
-    rows = Rows(tokens.order_T, jnp.zeros_like(tokens.order_T), jnp.zeros_like(tokens.order_T))
+    rows = Rows(tokens.index_T, jnp.zeros_like(tokens.index_T), jnp.zeros_like(tokens.index_T))
     rotation = Rotation.table(np.ones(8), 1)
-    view = View.build(rows, Pages(*pool), 0, slots, rotation, scale=shape.scale, block_rows=16)
+    view = View.build(rows, Pages(*pool), 0, entries, rotation, scale=shape.scale, block_rows=16)
     served_out, served_lse = paged_interval_attention(jnp.asarray(case.q_THD, jnp.float32), view)
     np.testing.assert_allclose(out, served_out, atol=2e-6)
     np.testing.assert_allclose(lse, served_lse, atol=2e-6)
@@ -330,7 +330,7 @@ def test_layers_in_a_scan(remat: bool) -> None:
 
     def layer(x_TE, weights, backend):  # type: ignore[no-untyped-def]
         q, k, v = (jnp.dot(x_TE, w, precision="highest").reshape(t, -1, shape.dim) for w in weights[:3])
-        out, _ = interval_attention(q, k, v, mask, scale=shape.scale, backend=backend)
+        out, _ = train_attention(q, k, v, mask, scale=shape.scale, backend=backend)
         return x_TE + jnp.dot(out.reshape(t, -1), weights[3], precision="highest")
 
     def scanned(weights):  # type: ignore[no-untyped-def]
@@ -344,8 +344,8 @@ def test_layers_in_a_scan(remat: bool) -> None:
             x = layer(x, [w[i] for w in weights], "reference")
         return (x * goal_TE).sum()
 
-    for got, want in zip(jax.jit(jax.grad(scanned))(weights), jax.jit(jax.grad(looped))(weights), strict=True):
-        assert np.linalg.norm(got - want) <= 4e-6 * np.linalg.norm(want)
+    for got, what in zip(jax.jit(jax.grad(scanned))(weights), jax.jit(jax.grad(looped))(weights), strict=True):
+        assert np.linalg.norm(got - what) <= 4e-6 * np.linalg.norm(what)
 
 
 # ------------------------------------------------------------------------------------- memory and skipping
@@ -354,7 +354,7 @@ def test_layers_in_a_scan(remat: bool) -> None:
 def peak_bytes(t: int) -> int:
     def grad(q, k, v, tokens):  # type: ignore[no-untyped-def]
         mask = Mask.build(tokens)
-        return jax.grad(lambda *x: interval_attention(*x, mask, scale=0.2)[0].sum(), (0, 1, 2))(q, k, v)
+        return jax.grad(lambda *x: train_attention(*x, mask, scale=0.2)[0].sum(), (0, 1, 2))(q, k, v)
 
     of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     tokens = Tokens(*[jax.ShapeDtypeStruct((t,), jnp.int32)] * 4)
@@ -419,7 +419,7 @@ def built(tokens: Tokens, block_rows: int, block_keys: int) -> Mask:
 
 def seen_tiles(tokens: Tokens, block_rows: int, block_keys: int) -> np.ndarray:
     """Who sees whom, bool [N, B, S, C]."""
-    t = tokens.order_T.shape[0]
+    t = tokens.index_T.shape[0]
     seen_TS = np.asarray(visible(jax.tree.map(lambda x: x[:, None], tokens), tokens))
     return seen_TS.reshape(t // block_rows, block_rows, t // block_keys, block_keys)
 
@@ -428,11 +428,11 @@ def seen_tiles(tokens: Tokens, block_rows: int, block_keys: int) -> np.ndarray:
 @budget(100)
 @given(st.integers(1, 3), st.integers(2, 12), st.booleans(), SEEDS)
 def test_lists_hold_every_visible_tile(
-    block_rows: int, block_keys: int, samples: int, orders: int, padded: bool, seed: int
+    block_rows: int, block_keys: int, samples: int, indices: int, padded: bool, seed: int
 ) -> None:
     """Of tokens that are anything at all, in blocks so small that every edge of an interval is met."""
     rng = np.random.default_rng(seed)
-    order, hide_from, hide_until = rng.integers(0, orders, (3, 48))
+    order, hide_from, hide_until = rng.integers(0, indices, (3, 48))
     hide_until += rng.integers(2)
     request = np.sort(rng.integers(-1 if padded else 0, samples, 48))
     order, request = np.sort(order), rng.choice([request, rng.permutation(request)])
@@ -474,7 +474,7 @@ def forgets_scale_in_dk(correct, q, k, v, mask, scale, *rest):  # type: ignore[n
 
 
 def ignores_intervals_in_dkv(correct, q, k, v, mask, *rest):  # type: ignore[no-untyped-def]
-    zero_T = jnp.zeros_like(mask.tokens.order_T)
+    zero_T = jnp.zeros_like(mask.tokens.index_T)
     open_tokens = replace(mask.tokens, hide_from_T=zero_T, hide_until_T=zero_T)
     causal = Mask.build(open_tokens, block_rows=mask.block_rows, block_keys=mask.block_keys)
     dq, _, _ = correct(q, k, v, mask, *rest)
@@ -527,9 +527,9 @@ BUGS = [
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_found(bug: Callable[..., tuple]) -> None:  # type: ignore[type-arg]
     case = rich_case()
-    want = oracle(case)
-    assert max(errors(case.run(XLA), want).values()) <= TOLERANCE["float32"]
-    assert max(errors(case.run(with_backward(bug)), want).values()) > 1e-2
+    what = oracle(case)
+    assert max(errors(case.run(XLA), what).values()) <= TOLERANCE["float32"]
+    assert max(errors(case.run(with_backward(bug)), what).values()) > 1e-2
 
 
 def test_forgotten_padding_is_found() -> None:
@@ -553,7 +553,7 @@ def bad(**changes: jax.Array) -> Callable[[], object]:
             replace(tokens, **{k: v for k, v in changes.items() if k not in arrays}), block_rows=16, block_keys=16
         )
         given = arrays | {k: v for k, v in changes.items() if k in arrays}
-        return interval_attention(**given, mask=mask, scale=1.0)
+        return train_attention(**given, mask=mask, scale=1.0)
 
     return call
 
@@ -567,10 +567,10 @@ def bad(**changes: jax.Array) -> Callable[[], object]:
         (bad(q_THD=jnp.zeros((32, 3, 8))), "q_THD has 3 heads of 8, k_TKD 2 of 8"),
         (bad(q_THD=jnp.zeros((32, 4, 8), jnp.int32)), "q_THD is int32"),
         (bad(v_TKD=jnp.zeros((32, 2, 8), jnp.bfloat16)), "v_TKD is bfloat16, not float32 as q_THD"),
-        (bad(order_T=jnp.zeros(32)), "tokens.order_T is float32, not int32"),
+        (bad(index_T=jnp.zeros(32)), "tokens.index_T is float32, not int32"),
         (bad(hide_from_T=jnp.zeros(16, jnp.int32)), "tokens.hide_from_T has shape"),
-        (bad(order_T=jnp.full(32, -3, jnp.int32)), "tokens.order_T holds -3"),
-        (bad(order_T=jnp.full(24, 0, jnp.int32)), "tokens.request_T has shape"),
+        (bad(index_T=jnp.full(32, -3, jnp.int32)), "tokens.index_T holds -3"),
+        (bad(index_T=jnp.full(24, 0, jnp.int32)), "tokens.request_T has shape"),
     ],
 )
 def test_bad_input_is_named(call: Callable[[], object], message: str) -> None:
@@ -585,7 +585,7 @@ def test_blocks_and_backends_are_named() -> None:
     mask = Mask.build(tokens, block_rows=16, block_keys=16)
     x = jnp.zeros((32, 1, 8))
     with pytest.raises(ValueError, match="backend 'cuda' is none of reference, xla, triton"):
-        interval_attention(x, x, x, mask, scale=1.0, backend="cuda")
+        train_attention(x, x, x, mask, scale=1.0, backend="cuda")
 
 
 def test_backend_by_device(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given
 
 from ragjax.kernels.device import Device
-from ragjax.kernels.train_attention import triton as interval_triton
+from ragjax.kernels.train_attention import triton as train_attention_triton
 from ragjax.kernels.train_attention.mask import Mask, Tokens
-from ragjax.kernels.train_attention.op import Backend, interval_attention
+from ragjax.kernels.train_attention.op import Backend, train_attention
 from tests.kernels.test_train_attention import (
     CASES,
     TOLERANCE,
@@ -34,8 +34,8 @@ from tests.support.cases import HOPPER, budget
 from tests.support.compiler import kernels, lower
 
 INTERPRETED = Backend(
-    functools.partial(interval_triton.forward, interpret=True),
-    functools.partial(interval_triton.backward, interpret=True),
+    functools.partial(train_attention_triton.forward, interpret=True),
+    functools.partial(train_attention_triton.backward, interpret=True),
 )
 
 SHAPES = {
@@ -79,7 +79,7 @@ def masks_no_transposed_tile(correct, q, k, v, mask, *rest):  # type: ignore[no-
 
 
 def forgets_the_intervals_of_keys(correct, q, k, v, mask, *rest):  # type: ignore[no-untyped-def]
-    zero_T = jnp.zeros_like(mask.tokens.order_T)
+    zero_T = jnp.zeros_like(mask.tokens.index_T)
     causal = replace(mask.tokens, hide_from_T=zero_T, hide_until_T=zero_T)
     dq, _, _ = correct(q, k, v, mask, *rest)
     return dq, *correct(q, k, v, replace(mask, tokens=causal), *rest)[1:]
@@ -90,9 +90,9 @@ def forgets_the_intervals_of_keys(correct, q, k, v, mask, *rest):  # type: ignor
 )
 def test_planted_bug_is_found(bug: Callable[..., Any]) -> None:
     case = rich_case(SHAPES["d64-g3"])
-    want = oracle(case)
-    assert max(errors(case.run(INTERPRETED), want).values()) <= TOLERANCE["float32"]
-    found = errors(case.run(with_backward(bug)), want)
+    what = oracle(case)
+    assert max(errors(case.run(INTERPRETED), what).values()) <= TOLERANCE["float32"]
+    found = errors(case.run(with_backward(bug)), what)
     assert max(found.values()) > 1e-2 and found["dq"] <= TOLERANCE["float32"]
 
 
@@ -115,8 +115,8 @@ def test_lowers_for_cuda(name: str) -> None:
 
     def grad(q, k, v, dout, tokens):  # type: ignore[no-untyped-def]
         mask = Mask.build(tokens)
-        assert interval_triton.refusal(q, mask, HOPPER) is None
-        attend = functools.partial(interval_attention, mask=mask, scale=dim**-0.5, backend="triton")
+        assert train_attention_triton.refusal(q, mask, HOPPER) is None
+        attend = functools.partial(train_attention, mask=mask, scale=dim**-0.5, backend="triton")
         (_, lse), back = jax.vjp(attend, q, k, v)
         return back((dout, jnp.zeros_like(lse)))
 
@@ -145,5 +145,5 @@ def test_refusal_says_why(dim: int, blocks: tuple[int, int], device: Device, rea
     tokens = Tokens(*[jax.ShapeDtypeStruct((576,), jnp.int32)] * 4)
     build = functools.partial(Mask.build, block_rows=blocks[0], block_keys=blocks[1])
     q = jax.ShapeDtypeStruct((576, 2, dim), jnp.bfloat16)
-    told = interval_triton.refusal(q, jax.eval_shape(build, tokens), device)
+    told = train_attention_triton.refusal(q, jax.eval_shape(build, tokens), device)
     assert told is not None and reason in told

@@ -124,9 +124,9 @@ def logits_of(config: ModelConfig, tensors: dict[str, np.ndarray], dtype: str = 
     return np.asarray(run(state, jnp.asarray(TOKENS)))
 
 
-def relative(got: np.ndarray, want: Float) -> float:
+def relative(got: np.ndarray, what: Float) -> float:
     """Worst row, relative to the typical row."""
-    return float(np.linalg.norm(got - want, axis=-1).max() / np.sqrt((want**2).sum(-1).mean()))
+    return float(np.linalg.norm(got - what, axis=-1).max() / np.sqrt((what**2).sum(-1).mean()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -155,14 +155,14 @@ def test_every_tensor_matters(family: str) -> None:
     tensors = tensors_of(config)
     graph, _ = nnx.split(Decoder.abstract(config, jnp.dtype("float32")))
     run = jax.jit(lambda state, tokens: nnx.merge(graph, state).logits(tokens))
-    want = forward(config, tensors, TOKENS)
+    what = forward(config, tensors, TOKENS)
     for name in tensors:
         if ".layers." in name and f".layers.{config.num_layers - 1}." not in name:
             continue
         # a constant on the key bias would cancel in the softmax but for RoPE; a reversed tensor cancels nowhere
         broken = tensors | {name: tensors[name][::-1].copy()}
         _, state = nnx.split(Decoder.from_tensors(config, broken, jnp.dtype("float32")))
-        assert relative(np.asarray(run(state, jnp.asarray(TOKENS))), want) > 1e-3, name
+        assert relative(np.asarray(run(state, jnp.asarray(TOKENS))), what) > 1e-3, name
 
 
 @pytest.mark.parametrize(

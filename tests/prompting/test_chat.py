@@ -71,7 +71,7 @@ def test_tokens_are_those_of_the_rendered_chat_with_the_chunks_in_place():
 def test_without_knowledge_the_prompt_is_the_rendered_chat():
     prompt = chat_prompt(TOKENIZER, CHAT, None)
     assert prompt.tokens.tolist() == template(TOKENIZER.chat(CHAT))
-    assert [(s.id, s.kind) for s in prompt.segments] == [("question", Kind.JOIN)]
+    assert [(s.id, s.kind) for s in prompt.segments] == [("question", Kind.QUERY)]
 
 
 hostile_text = st.text("ab \n<|>", max_size=6) | st.sampled_from(
@@ -108,7 +108,7 @@ def test_segments_of_a_first_turn():
         ("system", Kind.SYSTEM, "", None),
         ("d#0", Kind.CHUNK, "Title of d#0", 0.9),
         ("d#1", Kind.CHUNK, "Title of d#1", 0.8),
-        ("question", Kind.JOIN, "", None),
+        ("question", Kind.QUERY, "", None),
     ]
     texts = [template("<|start|>system\nBe brief.<|end|>\n<|start|>user\n"), plain(CHUNKS[0]), plain(CHUNKS[1])]
     question = template("Question: Where?<|end|>\n<|start|>assistant\n")
@@ -119,10 +119,10 @@ def test_segments_of_a_later_turn():
     prompt = chat_prompt(TOKENIZER, CHAT, HITS)
     assert [(s.id, s.kind) for s in prompt.segments] == [
         ("system", Kind.SYSTEM),
-        ("history", Kind.JOIN),
+        ("history", Kind.QUERY),
         ("d#0", Kind.CHUNK),
         ("d#1", Kind.CHUNK),
-        ("question", Kind.JOIN),
+        ("question", Kind.QUERY),
     ]
     history = "Who?<|end|>\n<|start|>assistant\nAnn.<|end|>\n<|start|>user\n"
     assert prompt.segments[1].tokens.tolist() == template(history)
@@ -340,7 +340,7 @@ def test_a_template_s_refusal_is_the_request_s_error():
 def test_raw_text_is_plain_text():
     prompt = text_prompt(TOKENIZER, HOSTILE)
     assert prompt.tokens.tolist() == plain(HOSTILE)
-    assert [(s.id, s.kind) for s in prompt.segments] == [("prompt", Kind.JOIN)]
+    assert [(s.id, s.kind) for s in prompt.segments] == [("prompt", Kind.QUERY)]
 
 
 def test_raw_text_begins_with_bos_where_the_model_wants_one():

@@ -13,30 +13,30 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.cache.match import Lease
+from ragjax.cache.match import Match
 from ragjax.commands import gate
 from ragjax.commands.flags import knowledge
 from ragjax.core import (
     Answer,
     ConfigError,
-    Conversation,
     Divergence,
     Document,
     Graph,
     Kind,
     Plan,
+    Prefill,
     Prompt,
     RequestError,
     Span,
     Tokens,
 )
-from ragjax.engine import build as loading
 from ragjax.engine import Engine
+from ragjax.engine import build as loading
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
 from ragjax.reuse import strategies
-from ragjax.reuse.base import Holding
+from ragjax.reuse.base import Allocation
 from ragjax.reuse.full import Full
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.prefix import Prefix
@@ -327,12 +327,12 @@ def test_the_share_of_requests_drawn() -> None:
 class Crooked(Naive):
     """Naive, but cached chunks are read 7 positions off."""
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         def bent(spans: tuple[Span, ...]) -> tuple[Span, ...]:
-            cached = [s.orders[0] >= SYSTEM and not holding.own_pages.issuperset(s.run.pages) for s in spans]
+            cached = [s.indices[0] >= SYSTEM and not allocation.own_pages.issuperset(s.run.pages) for s in spans]
             return tuple(replace(s, offset=s.offset + 7) if c else s for s, c in zip(spans, cached, strict=True))
 
-        talk = super().carry_out(prompt, holding, ratio)
+        talk = super().prefill(prompt, allocation, ratio)
         try:
             step = next(talk)
             while True:
@@ -348,8 +348,8 @@ class Selective(Naive):
     name = "selective"
     selective = True
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
-        return Full().carry_out(prompt, holding) if (ratio or 0) >= 0.5 else super().carry_out(prompt, holding)
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        return Full().prefill(prompt, allocation) if (ratio or 0) >= 0.5 else super().prefill(prompt, allocation)
 
 
 def question(seed: int, chunks: tuple[int, ...] = (40, 40)) -> gate.Question:
@@ -361,14 +361,14 @@ QUESTIONS = tuple(question(seed) for seed in range(4))
 
 
 def overwrite(engine: Engine, tokens: Tokens) -> None:
-    """A stale page: cells of the node that holds `tokens` get the KV of others."""
+    """A stale page: slots of the node that holds `tokens` get the KV of others."""
 
     def run() -> None:
         nodes = [node for node in engine._cache.tree.nodes() if node.run is not None]
         (hit,) = [node for node in nodes if np.array_equal(node.tokens, tokens)][:1]
         other = next(node for node in nodes if node is not hit and len(node.tokens) >= 16)
         assert hit.run is not None and other.run is not None
-        target, source = hit.run.cells(tiny.PAGE)[:16], other.run.cells(tiny.PAGE)[:16]
+        target, source = hit.run.slots(tiny.PAGE)[:16], other.run.slots(tiny.PAGE)[:16]
         engine._runner.move(source, target, np.zeros(16, np.int32), (0, tiny.CONFIG.num_layers))
 
     engine._loop.call(run)
@@ -378,11 +378,11 @@ def exchange(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Another chunk's KV: look-ups of a chunk find one of equal length, if there is one."""
     match = engine._cache._match
 
-    def wrong(context: Lease, tokens: Tokens, *args: Any, **options: Any) -> Lease | None:
+    def wrong(context: Match, tokens: Tokens, *args: Any, **options: Any) -> Match | None:
         nodes = [n for n in engine._cache.tree.nodes() if len(n.tokens) == len(tokens) and n.run is not None]
         others = [n.tokens for n in nodes if not np.array_equal(n.tokens, tokens)]
         found = [match(context, other, *args, **options) for other in others[:3]]
-        return next((lease for lease in found if lease is not None), None) or match(context, tokens, *args, **options)
+        return next((match for match in found if match is not None), None) or match(context, tokens, *args, **options)
 
     monkeypatch.setattr(engine._cache, "_match", wrong)
 
@@ -417,8 +417,8 @@ def test_the_gate_finds_a_wrong_offset() -> None:
 class Void(Naive):
     """Naive, whose last logits are no numbers where it is not exact."""
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
-        plan = yield from super().carry_out(prompt, holding)
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        plan = yield from super().prefill(prompt, allocation)
         return plan if plan.exact_to else replace(plan, logits=np.full_like(plan.logits, np.nan))
 
 

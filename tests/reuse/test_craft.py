@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours_digest
-from ragjax.core import Answer, Kind, Move, OutOfPages, Pass, Prompt, RequestError, Segment, Want
+from ragjax.core import Answer, Kind, Measure, Move, OutOfPages, Pass, Prompt, RequestError, Segment
 from ragjax.reuse.craft import VARIANT, Craft
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.influence import Influence, before, digest, quotas, record
@@ -35,8 +35,8 @@ def chunk(i: int) -> Segment:
 
 def ask(*chunks: int, question: int = 0, history: bool = False) -> Prompt:
     random = np.random.default_rng(1000 + question)
-    turn = Segment("history", Kind.JOIN, np.arange(80, 85, dtype=np.int32))
-    asked = Segment("question", Kind.JOIN, random.integers(0, 256, 6).astype(np.int32))
+    turn = Segment("history", Kind.QUERY, np.arange(80, 85, dtype=np.int32))
+    asked = Segment("question", Kind.QUERY, random.integers(0, 256, 6).astype(np.int32))
     return Prompt((SYSTEM, *((turn,) if history else ()), *map(chunk, chunks), asked))
 
 
@@ -112,12 +112,12 @@ class Shadow:
         found = self.kept.setdefault(digest(prompt.segments[i].tokens), [])
         if any(kept.before == before(prompt, i) for kept in found):
             return
-        mass = np.zeros((prob.shape[0], len(prompt), len(prompt.segments)))
+        score = np.zeros((prob.shape[0], len(prompt), len(prompt.segments)))
         for q in range(begin, end):
             for s in range(len(prompt.segments)):
                 keys = [t for t in range(prompt.starts[s], prompt.starts[s + 1]) if t != q]
-                mass[:, q, s] = prob[:, q][:, :, keys].mean(1).sum(-1)
-        influence = record(prompt, i, np.arange(len(prompt)), mass.astype(np.float32))
+                score[:, q, s] = prob[:, q][:, :, keys].mean(1).sum(-1)
+        influence = record(prompt, i, np.arange(len(prompt)), score.astype(np.float32))
         found.append(Kept(begin, k[:, begin:end].copy(), v[:, begin:end].copy(), before(prompt, i), influence))
 
 
@@ -277,9 +277,9 @@ def test_concurrent_requests_share_a_chunk_unharmed() -> None:
     executor, craft = Executor(), Craft("craft-focus", focus=True)
     executor.run(craft, ask(0, 1, 2, 3))
     pages = np.flatnonzero(np.isfinite(executor.v[0]).all((-1, -2)))
-    nodes = [node.run.cells(16) for i in range(4) for node in executor.cache.variants(chunk(i).tokens, VARIANT)]
-    cells = np.intersect1d(pages, np.concatenate(nodes))
-    was = executor.k[:, cells].copy(), executor.v[:, cells].copy()
+    nodes = [node.run.slots(16) for i in range(4) for node in executor.cache.variants(chunk(i).tokens, VARIANT)]
+    slots = np.intersect1d(pages, np.concatenate(nodes))
+    was = executor.k[:, slots].copy(), executor.v[:, slots].copy()
     alone = [executor.run(craft, prompt, ratio).logits for prompt, ratio in asks]
     talks = [executor.talk(craft, prompt, ratio) for prompt, ratio in asks]
     while any([talk.step() for talk in talks if talk.plan is None]):
@@ -287,7 +287,7 @@ def test_concurrent_requests_share_a_chunk_unharmed() -> None:
     for talk, logits in zip(talks, alone, strict=True):
         assert np.array_equal(talk.plan.logits, logits)
         talk.close()
-    assert np.array_equal(executor.k[:, cells], was[0]) and np.array_equal(executor.v[:, cells], was[1])
+    assert np.array_equal(executor.k[:, slots], was[0]) and np.array_equal(executor.v[:, slots], was[1])
     executor.cache.audit(())
 
 
@@ -407,9 +407,9 @@ def test_chunks_out_of_focus_take_their_old_kv_from_the_next_stage_on(stages: tu
     begin = prompt.starts[-2]
     inter = np.concatenate(
         [
-            r[Want.SEGMENT_MASS][:, p.rows >= begin][..., 1:5].sum(1)
+            r[Measure.SEGMENT_SCORE][:, p.rows >= begin][..., 1:5].sum(1)
             for p, r in zip(done.passes, done.results, strict=True)
-            if isinstance(p, Pass) and Want.SEGMENT_MASS in p.wants
+            if isinstance(p, Pass) and Measure.SEGMENT_SCORE in p.measures
         ]
     )
     picked = np.array(sorted(rows_of(done) - {*range(begin, len(prompt))}))
@@ -445,10 +445,10 @@ def _kept(executor: Executor, prompt: Prompt, made: Model) -> tuple[Array, Array
     for i in range(1, len(prompt.segments) - 1):
         begin, end = prompt.starts[i], prompt.starts[i + 1]
         node = executor.cache.variants(prompt.segments[i].tokens, VARIANT)[0]
-        cells = node.run.cells(16)
-        v[:, begin:end] = executor.v[:, cells]
+        slots = node.run.slots(16)
+        v[:, begin:end] = executor.v[:, slots]
         for layer in range(len(made.layers)):
-            k[layer, begin:end] = made.turn(executor.k[layer, cells], np.full(end - begin, begin - node.local_start))
+            k[layer, begin:end] = made.turn(executor.k[layer, slots], np.full(end - begin, begin - node.local_start))
     return k, v
 
 

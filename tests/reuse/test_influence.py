@@ -25,8 +25,8 @@ def attention(prompt: Prompt, seed: int) -> NDArray[np.float64]:
     return weight / weight.sum(-1, keepdims=True)
 
 
-def segment_mass(prompt: Prompt, a: NDArray[np.float64]) -> NDArray[np.float32]:
-    """What `Want.SEGMENT_MASS` says of it, all rows."""
+def segment_score(prompt: Prompt, a: NDArray[np.float64]) -> NDArray[np.float32]:
+    """What `Measure.SEGMENT_SCORE` says of it, all rows."""
     out = np.zeros((LAYERS, len(prompt), len(prompt.segments)))
     for q in range(len(prompt)):
         for s in range(len(prompt.segments)):
@@ -37,8 +37,8 @@ def segment_mass(prompt: Prompt, a: NDArray[np.float64]) -> NDArray[np.float32]:
 
 
 def measured(prompt: Prompt, index: int, seed: int = 0) -> Influence:
-    mass = segment_mass(prompt, attention(prompt, seed))
-    made = record(prompt, index, np.arange(len(prompt), dtype=np.int32), mass)
+    score = segment_score(prompt, attention(prompt, seed))
+    made = record(prompt, index, np.arange(len(prompt), dtype=np.int32), score)
     return Influence.decode(made.encode())  # through the bytes that a node keeps
 
 
@@ -116,7 +116,7 @@ def test_scores_and_token_sets_are_the_papers(index: int, order: tuple[int, ...]
 
 
 def test_the_system_prompt_is_left_out_and_an_earlier_turn_is_not() -> None:
-    turn = Segment("history", Kind.JOIN, np.arange(3, dtype=np.int32))
+    turn = Segment("history", Kind.QUERY, np.arange(3, dtype=np.int32))
     prompt = Prompt((PROMPT.segments[0], turn, *PROMPT.segments[1:]))
     assert before(prompt, 1) == () and before(prompt, 3) == (digest(turn.tokens), NAMES[0])
     literal, made = Literal(prompt, 3), measured(prompt, 3)
@@ -143,10 +143,10 @@ def test_a_single_token_that_sees_others_is_all_context() -> None:
 
 
 def test_what_is_not_whole_is_refused() -> None:
-    mass = segment_mass(PROMPT, attention(PROMPT, 0))
+    score = segment_score(PROMPT, attention(PROMPT, 0))
     rows = np.delete(np.arange(len(PROMPT), dtype=np.int32), PROMPT.starts[2])
     with pytest.raises(ValueError, match="4 rows of the segment's 5"):
-        record(PROMPT, 2, rows, np.delete(mass, PROMPT.starts[2], axis=1))
+        record(PROMPT, 2, rows, np.delete(score, PROMPT.starts[2], axis=1))
 
 
 def test_bytes_of_another_version_are_no_influence_and_torn_ones_an_error() -> None:

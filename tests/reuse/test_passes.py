@@ -20,20 +20,20 @@ from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.core import (
     NEVER,
-    Conversation,
     Grid,
+    Measure,
     Move,
     Pass,
     Plan,
+    Prefill,
     Prompt,
     Results,
     Run,
     Span,
     Tokens,
     Visibility,
-    Want,
 )
-from ragjax.reuse.base import Holding, orders
+from ragjax.reuse.base import Allocation, indices
 from ragjax.runner.runner import OUTSIDE, Runner
 from ragjax.schedule.scheduler import Scheduler, Task
 from tests.support import tiny
@@ -42,10 +42,10 @@ from tests.support.executor import Executor, model
 Int = NDArray[np.int32]
 
 PAGE, PAGES = tiny.PAGE, 80
-GRID = Grid(rows=((4, 1), (64, 16)), slots=(64,), logits=(2,))
+GRID = Grid(rows=((4, 1), (64, 16)), entries=(64,), logits=(2,))
 ALL, FINE, COARSE = (0, 3), (0, 1, 2, 3), (0, 3)
-LOGITS = frozenset({Want.LOGITS})
-KV = {Want.KEY_MASS, Want.VALUED_MASS}
+LOGITS = frozenset({Measure.LOGITS})
+KV = {Measure.KEY_SCORE, Measure.VALUED_SCORE}
 
 
 @cache
@@ -87,14 +87,14 @@ class Ground:
 
     @property
     def question(self) -> Int:
-        return orders(self.joined, len(self.prompt))
+        return indices(self.joined, len(self.prompt))
 
     @property
     def chunks(self) -> Int:
-        return orders(self.system, self.joined)
+        return indices(self.system, self.joined)
 
     def new(self, *parts: Int) -> tuple[Span, ...]:
-        """Cells of the request's own for these orders: order i lies in cell i of the run."""
+        """Slots of the request's own for these orders: order i lies in slot i of the run."""
         runs = (part for whole in parts for part in np.split(whole, np.flatnonzero(np.diff(whole) != 1) + 1))
         return tuple(
             Span.consecutive(int(part[0]), self.own.slice(int(part[0]), int(part[-1]) + 1, self.page_size))
@@ -104,7 +104,7 @@ class Ground:
 
     def without(self, hidden: Int) -> tuple[Span, ...]:
         """What was kept, less some orders."""
-        return tuple(replace(s, orders=np.where(np.isin(s.orders, hidden), NEVER, s.orders)) for s in self.kept)
+        return tuple(replace(s, indices=np.where(np.isin(s.indices, hidden), NEVER, s.indices)) for s in self.kept)
 
 
 @dataclass
@@ -113,45 +113,45 @@ class Script:
 
     acts: Callable[[Ground], Iterator[Pass | Move]]
     name: str = "script"
-    wants: frozenset[Want] = frozenset(Want)
+    measures: frozenset[Measure] = frozenset(Measure)
     selective: bool = False
     results: list[Results] = field(default_factory=list)
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         return ()
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         system, joined, size = prompt.starts[1], prompt.starts[-2], len(prompt)
-        run = holding.reserve(joined)
-        own = holding.reserve(size + holding.decode_tokens)
+        run = allocation.reserve(joined)
+        own = allocation.reserve(size + allocation.decode_tokens)
         hidden = Visibility.isolated(prompt).hidden
         alone, kept, positions = [], [], []
         for i, segment in enumerate(prompt.segments[:-1]):
             begin, end = prompt.starts[i], prompt.starts[i + 1]
-            cells, offset = run.slice(begin, end, holding.page_size), begin - system if i else 0
-            alone.append(Span.consecutive(begin, cells, 0, hidden[i]))
-            kept.append(Span.consecutive(begin, cells, offset))
-            positions.append(orders(begin, end) - offset)
+            slots, offset = run.slice(begin, end, allocation.page_size), begin - system if i else 0
+            alone.append(Span.consecutive(begin, slots, 0, hidden[i]))
+            kept.append(Span.consecutive(begin, slots, offset))
+            positions.append(indices(begin, end) - offset)
             assert len(segment)
-        yield Pass(orders(0, joined), np.concatenate(positions), tuple(alone))
-        ground = Ground(prompt, tuple(kept), own, holding.page_size)
+        yield Pass(indices(0, joined), np.concatenate(positions), tuple(alone))
+        ground = Ground(prompt, tuple(kept), own, allocation.page_size)
         last: Pass | Move | None = None
         for last in self.acts(ground):
             self.results.append((yield last))
         assert isinstance(last, Pass)
-        tail = own.slice(size, own.length, holding.page_size)
-        return Plan(last.spans, tail, None, (), self.results[-1][Want.LOGITS][-1])
+        tail = own.slice(size, own.length, allocation.page_size)
+        return Plan(last.spans, tail, None, (), self.results[-1][Measure.LOGITS][-1])
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         return
 
 
-def measuring(wants: set[Want], measured: tuple[int, int] | None = None) -> Callable[[Ground], Iterator[Pass]]:
+def measuring(measures: set[Measure], measured: tuple[int, int] | None = None) -> Callable[[Ground], Iterator[Pass]]:
     """The question over what is kept, half of it asking; then most chunk tokens and the question anew."""
 
     def acts(ground: Ground) -> Iterator[Pass]:
         question = ground.question
-        asked = frozenset(wants)
+        asked = frozenset(measures)
         spans = (*ground.kept, *ground.new(question))
         yield Pass(question, question, spans, asked, measured=measured, asking=question[::2])
         chosen = np.setdiff1d(ground.chunks, ground.chunks[::9]).astype(np.int32)
@@ -162,11 +162,13 @@ def measuring(wants: set[Want], measured: tuple[int, int] | None = None) -> Call
     return acts
 
 
-def narrowing(wants: set[Want], cuts: tuple[int, ...], *, drop: bool) -> Callable[[Ground], Iterator[Pass | Move]]:
+def narrowing(
+    measures: set[Measure], cuts: tuple[int, ...], *, drop: bool
+) -> Callable[[Ground], Iterator[Pass | Move]]:
     """Everything behind the system prompt anew; at each cut a third of the chunk tokens goes on as it was kept."""
 
     def acts(ground: Ground) -> Iterator[Pass | Move]:
-        rows = orders(ground.system, len(ground.prompt))
+        rows = indices(ground.system, len(ground.prompt))
         spans = (ground.kept[0], *ground.new(rows))
         for begin, end in zip((0, *cuts), (*cuts, 3), strict=True):
             if begin and drop:
@@ -175,7 +177,7 @@ def narrowing(wants: set[Want], cuts: tuple[int, ...], *, drop: bool) -> Callabl
                 yield Move(dropped, ground.kept, spans, (begin, 3))
             last = end == 3
             logits = (len(ground.prompt) - 1,) if last else ()
-            asked = frozenset(wants) | (LOGITS if last else frozenset())
+            asked = frozenset(measures) | (LOGITS if last else frozenset())
             yield Pass(rows, rows, spans, asked, logits, layers=(begin, end), stale=ground.kept)
 
     return acts
@@ -196,10 +198,10 @@ class Bench:
 
     def start(self, script: Script, prompt: Prompt, ratio: float | None = None) -> Task:
         label = f"task {len(self.scheduler.tasks)}"
-        holding = Holding(
-            self.cache, tenant="", label=label, decode_tokens=8, slots=GRID.slots[-1], stages=self.runner.stages
+        allocation = Allocation(
+            self.cache, tenant="", label=label, decode_tokens=8, entries=GRID.entries[-1], stages=self.runner.stages
         )
-        task = Task(prompt, script, holding, label, ratio)
+        task = Task(prompt, script, allocation, label, ratio)
         task.start()
         self.scheduler.tasks.append(task)
         return task
@@ -248,16 +250,16 @@ def both(
     measures = any(set(result) - LOGITS for script in scripts for result in script.results)
     assert measures in bench.shared and measures in bench.split
     for script, prompt in zip(scripts, prompts(), strict=True):
-        done = Executor(model(), pages=PAGES, slots=64, stages=stages).run(Script(acts), prompt)
+        done = Executor(model(), pages=PAGES, entries=64, stages=stages).run(Script(acts), prompt)
         yield from zip(script.results, done.results[1:], strict=True)
 
 
-def assert_near(found: Results, want: Results, tolerance: float = 1e-4) -> None:
-    assert set(found) == set(want)
-    for name in want:
-        assert found[name].dtype == np.float32 and found[name].shape == want[name].shape, name
-        scale = np.abs(want[name]).max()
-        np.testing.assert_allclose(found[name], want[name], atol=tolerance * scale, err_msg=name)
+def assert_near(found: Results, what: Results, tolerance: float = 1e-4) -> None:
+    assert set(found) == set(what)
+    for name in what:
+        assert found[name].dtype == np.float32 and found[name].shape == what[name].shape, name
+        scale = np.abs(what[name]).max()
+        np.testing.assert_allclose(found[name], what[name], atol=tolerance * scale, err_msg=name)
         assert scale > 0
 
 
@@ -266,33 +268,33 @@ def assert_near(found: Results, want: Results, tolerance: float = 1e-4) -> None:
 
 @pytest.mark.parametrize(
     "wants",
-    [{Want.KEY_MASS}, {Want.VALUED_MASS}, KV, {Want.CHUNK_MASS}, {Want.SEGMENT_MASS}],
-    ids=lambda wants: "+".join(sorted(wants)),
+    [{Measure.KEY_SCORE}, {Measure.VALUED_SCORE}, KV, {Measure.CHUNK_SCORE}, {Measure.SEGMENT_SCORE}],
+    ids=lambda measures: "+".join(sorted(measures)),
 )
-def test_masses_are_those_of_literal_attention(wants: set[Want]) -> None:
-    for found, want in both(runner(), measuring(wants, (1, 3)), FINE):
-        assert_near(found, want)
+def test_scores_are_those_of_literal_attention(measures: set[Measure]) -> None:
+    for found, what in both(runner(), measuring(measures, (1, 3)), FINE):
+        assert_near(found, what)
 
 
 def test_deviation_is_at_equal_rotation() -> None:
-    pairs = list(both(runner(), measuring({Want.DEVIATION}, (0, 2)), FINE))
-    for found, want in pairs[1::2]:  # the first pass has nothing stale
-        assert_near(found, want)
-        key, value = found[Want.DEVIATION]
+    pairs = list(both(runner(), measuring({Measure.DEVIATION}, (0, 2)), FINE))
+    for found, what in pairs[1::2]:  # the first pass has nothing stale
+        assert_near(found, what)
+        key, value = found[Measure.DEVIATION]
         assert (key[0, :-12] < 1e-8).all() and (value[0, :-12] < 1e-8).all()  # the first layer looks at the token alone
         assert (key[1, :-12].max() > 0.1) and not key[:, -7:].any()  # the question has no stale KV
-    assert not any(found[Want.DEVIATION].any() for found, _ in pairs[::2])
+    assert not any(found[Measure.DEVIATION].any() for found, _ in pairs[::2])
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("want", [Want.SEGMENT_MASS, Want.DEVIATION])
-def test_a_layer_within_a_stage_is_measured_by_itself(scanned: bool, want: Want) -> None:
+@pytest.mark.parametrize("want", [Measure.SEGMENT_SCORE, Measure.DEVIATION])
+def test_a_layer_within_a_stage_is_measured_by_itself(scanned: bool, what: Measure) -> None:
     made = runner(3, scanned=scanned)
-    some, whole = (alone(made, measuring({want}, cut)) for cut in ((1, 2), None))
-    axis = 1 if want is Want.DEVIATION else 0
+    some, whole = (alone(made, measuring({what}, cut)) for cut in ((1, 2), None))
+    axis = 1 if what is Measure.DEVIATION else 0
     for one, three in zip(some, whole, strict=True):
-        np.testing.assert_allclose(one[want], np.take(three[want], [1], axis), rtol=1e-6)
-    assert whole[1][want].any()
+        np.testing.assert_allclose(one[what], np.take(three[what], [1], axis), rtol=1e-6)
+    assert whole[1][what].any()
 
 
 def alone(made: Runner, acts: Callable[[Ground], Iterator[Pass | Move]]) -> list[Results]:
@@ -306,11 +308,13 @@ def alone(made: Runner, acts: Callable[[Ground], Iterator[Pass | Move]]) -> list
 @pytest.mark.parametrize("scanned", [False, True])
 def test_measuring_copies_no_pool(scanned: bool) -> None:
     """Nor is one copied for the layers that are not measured."""
-    grid = Grid(rows=((16, 16),), slots=(8,), logits=(2,))
+    grid = Grid(rows=((16, 16),), entries=(8,), logits=(2,))
 
     def temporary(pages: int) -> int:
         made = Runner(tiny.decoder(), pages=pages, page_size=PAGE, grid=grid, scanned=scanned)
-        plan = made._program("stage", 16, 8, 3, Want.DEVIATION if scanned else Want.KEY_MASS, 0).memory_analysis()
+        plan = made._program(
+            "stage", 16, 8, 3, Measure.DEVIATION if scanned else Measure.KEY_SCORE, 0
+        ).memory_analysis()
         return int(plan.temp_size_in_bytes)
 
     assert temporary(800) == temporary(200)
@@ -322,36 +326,36 @@ def test_measuring_copies_no_pool(scanned: bool) -> None:
 @pytest.mark.parametrize("cuts", [(1,), (1, 2)])
 @pytest.mark.parametrize("drop", [False, True])
 def test_passes_over_some_layers_go_on_where_the_last_one_ended(cuts: tuple[int, ...], drop: bool) -> None:
-    for found, want in both(runner(), narrowing(set(), cuts, drop=drop), FINE):
-        if want:
-            assert_near(found, want)
+    for found, what in both(runner(), narrowing(set(), cuts, drop=drop), FINE):
+        if what:
+            assert_near(found, what)
 
 
 def test_layers_in_turn_are_all_layers_at_once() -> None:
-    whole, parts = (alone(runner(), narrowing(set(), cuts, drop=False))[-1][Want.LOGITS] for cuts in ((), (1, 2)))
+    whole, parts = (alone(runner(), narrowing(set(), cuts, drop=False))[-1][Measure.LOGITS] for cuts in ((), (1, 2)))
     np.testing.assert_array_equal(whole, parts)
 
 
 def test_every_pass_of_a_narrowing_measures() -> None:
-    pairs = [pair for pair in both(runner(), narrowing({Want.DEVIATION}, (1, 2), drop=True), FINE) if pair[1]]
+    pairs = [pair for pair in both(runner(), narrowing({Measure.DEVIATION}, (1, 2), drop=True), FINE) if pair[1]]
     assert len(pairs) == 9
-    for i, (found, want) in enumerate(pairs):
+    for i, (found, what) in enumerate(pairs):
         if i % 3:
-            assert_near(found, want)
+            assert_near(found, what)
         else:  # the first layer's KV depends on the token alone
-            assert found[Want.DEVIATION].max() < 1e-8
+            assert found[Measure.DEVIATION].max() < 1e-8
 
 
 @pytest.mark.parametrize("scanned", [False, True])
 def test_a_pass_may_end_within_a_stage(scanned: bool) -> None:
     def acts(ground: Ground) -> Iterator[Pass]:
-        rows = orders(ground.system, len(ground.prompt))
+        rows = indices(ground.system, len(ground.prompt))
         spans = (ground.kept[0], *ground.new(rows))
-        yield Pass(rows, rows, spans, frozenset({Want.DEVIATION}), layers=(0, 2), stale=ground.kept)
+        yield Pass(rows, rows, spans, frozenset({Measure.DEVIATION}), layers=(0, 2), stale=ground.kept)
         yield Pass(rows, rows, spans, LOGITS, (len(ground.prompt) - 1,))
 
-    for found, want in both(runner(3, scanned=scanned), acts, COARSE):
-        assert_near(found, want)
+    for found, what in both(runner(3, scanned=scanned), acts, COARSE):
+        assert_near(found, what)
 
 
 # -------------------------------------------------------------------------------------------------- moves
@@ -364,8 +368,8 @@ def test_a_move_is_a_turned_copy(dtype: str, count: int) -> None:
     random = np.random.default_rng(count)
     k, v = (random.standard_normal((3, PAGES, 2, PAGE, 16)) for _ in "kv")
     fill(made, k, v)
-    cells = random.permutation(np.arange(PAGE, PAGES * PAGE)).astype(np.int32)
-    source, target, others = cells[:count], cells[count : 2 * count], cells[2 * count :]
+    slots = random.permutation(np.arange(PAGE, PAGES * PAGE)).astype(np.int32)
+    source, target, others = slots[:count], slots[count : 2 * count], slots[2 * count :]
     offset = random.integers(-50, 50, count).astype(np.int32)
     offset[0] = 0
     before = [made.read(part) for part in (source, target, others)]
@@ -391,7 +395,7 @@ def fill(made: Runner, k: NDArray[np.float64], v: NDArray[np.float64]) -> None:
     made.insert(np.arange(PAGES, dtype=np.int32), made.upload(*stored))
 
 
-def test_moving_no_cells_does_nothing() -> None:
+def test_moving_no_slots_does_nothing() -> None:
     none = np.zeros(0, np.int32)
     runner().move(none, none, none, (0, 3))
 
@@ -399,9 +403,9 @@ def test_moving_no_cells_does_nothing() -> None:
 @pytest.mark.parametrize(
     ("source", "target", "offset", "layers", "named"),
     [
-        ([16, PAGES * PAGE], [40, 41], [0, 0], ALL, "source holds cells"),
-        ([16, 17], [-1, 41], [0, 0], ALL, "target holds cells"),
-        ([16, 17], [40, 40], [0, 0], ALL, "target names a cell twice"),
+        ([16, PAGES * PAGE], [40, 41], [0, 0], ALL, "source holds slots"),
+        ([16, 17], [-1, 41], [0, 0], ALL, "target holds slots"),
+        ([16, 17], [40, 40], [0, 0], ALL, "target names a slot twice"),
         ([16, 17], [17, 40], [0, 0], ALL, "or one of the source"),
         ([16, 17], [40, 41], [0, 1024], ALL, "offset is outside"),
         ([16, 17], [40, 41], [0, 0], (1, 4), "not between two of"),
@@ -423,7 +427,7 @@ def test_bad_moves_are_refused(
 def test_given_tokens_are_as_if_decoded_one_by_one() -> None:
     bench = Bench(runner())
     tokens = np.array([7, 200, 31, 31, 99], np.int32)
-    tasks = [bench.start(Script(measuring({Want.KEY_MASS})), prompt) for prompt in prompts()]
+    tasks = [bench.start(Script(measuring({Measure.KEY_SCORE})), prompt) for prompt in prompts()]
     bench.run()
     given = []
     for task in tasks:
@@ -436,20 +440,20 @@ def test_given_tokens_are_as_if_decoded_one_by_one() -> None:
     for task, prompt, found in zip(tasks, prompts(), given, strict=True):
         assert task.plan is not None
         np.testing.assert_allclose(bench.continued(task, tokens), found, atol=1e-4)
-        executor = Executor(model(), pages=PAGES, slots=64)
-        talk = executor.talk(Script(measuring({Want.KEY_MASS})), prompt)
+        executor = Executor(model(), pages=PAGES, entries=64)
+        talk = executor.talk(Script(measuring({Measure.KEY_SCORE})), prompt)
         while talk.step():
             pass
-        want = talk.score(np.append(tokens, 0).astype(np.int32))
-        np.testing.assert_allclose(np.concatenate([task.plan.logits[None], found]), want, atol=1e-3)
+        what = talk.score(np.append(tokens, 0).astype(np.int32))
+        np.testing.assert_allclose(np.concatenate([task.plan.logits[None], found]), what, atol=1e-3)
 
 
 @pytest.mark.parametrize("count", [0, 9])
-def test_tokens_that_have_no_cells_are_refused(count: int) -> None:
+def test_tokens_that_have_no_slots_are_refused(count: int) -> None:
     bench = Bench(runner())
     task = bench.start(Script(measuring(set())), prompts()[0])
     bench.run()
-    with pytest.raises(ValueError, match=f"{count} tokens were given; there are cells for 8"):
+    with pytest.raises(ValueError, match=f"{count} tokens were given; there are slots for 8"):
         task.force(np.zeros(count, np.int32))
 
 
@@ -460,9 +464,9 @@ def test_the_ratio_reaches_the_strategy() -> None:
     told = []
 
     class Told(Script):
-        def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+        def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
             told.append(ratio)
-            return super().carry_out(prompt, holding, ratio)
+            return super().prefill(prompt, allocation, ratio)
 
     for ratio in (None, 0.25):
         Bench(runner()).start(Told(measuring(set())), prompts()[0], ratio)
@@ -477,7 +481,9 @@ REFUSED: dict[str, Callable[[Ground, Pass], Pass]] = {
     "orders in logits": lambda ground, one: replace(one, logits=(0,)),
     "orders in asking": lambda ground, one: replace(one, asking=ground.chunks),
     "measures layers": lambda ground, one: replace(one, measured=(1, 4)),
-    "chunk_mass, key_mass": lambda ground, one: replace(one, wants=frozenset({Want.KEY_MASS, Want.CHUNK_MASS})),
+    "chunk_score, key_score": lambda ground, one: replace(
+        one, measures=frozenset({Measure.KEY_SCORE, Measure.CHUNK_SCORE})
+    ),
     "where no pass ended": lambda ground, one: replace(one, layers=(1, 3)),
     "cached pages": lambda ground, one: replace(one, spans=ground.kept),
 }
@@ -510,7 +516,7 @@ def test_a_pass_goes_on_with_rows_of_the_one_before() -> None:
         bench.run()
 
 
-def test_a_move_keeps_to_own_cells_and_to_what_is_there() -> None:
+def test_a_move_keeps_to_own_slots_and_to_what_is_there() -> None:
     def acts(sources: int, own: int, ground: Ground) -> Iterator[Move]:
         yield Move(ground.chunks[:3], ground.kept[:sources], ground.new(ground.chunks[own:]), (0, 3))
 

@@ -16,11 +16,11 @@ from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.tree import Node, Provenance
 from ragjax.commands import preprocess as module
 from ragjax.commands.preprocess import Job, PreprocessReport, fuse, fuse_all, main, preprocess
-from ragjax.core import Answer, Conversation, Document, Kind, Message, OutOfPages, Prompt, RequestError, Segment
+from ragjax.core import Answer, Document, Kind, Message, OutOfPages, Prefill, Prompt, RequestError, Segment
 from ragjax.engine import Engine
 from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.reuse.base import Holding
+from ragjax.reuse.base import Allocation
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import Influence
 from ragjax.reuse.naive import Naive
@@ -86,9 +86,9 @@ def test_a_chunk_is_computed_behind_isolated_neighbours(count: int, warm: int) -
     assert node.provenance is (Provenance.APPROXIMATE if others else Provenance.ISOLATED)
     assert node.local_start == prompt.starts[-2] and node.run is not None
     k, v = dense_fused(system, chunk, others)
-    cells = node.run.cells(executor.page_size)
-    np.testing.assert_allclose(executor.k[:, cells], k, atol=1e-9)
-    np.testing.assert_allclose(executor.v[:, cells], v, atol=1e-9)
+    slots = node.run.slots(executor.page_size)
+    np.testing.assert_allclose(executor.k[:, slots], k, atol=1e-9)
+    np.testing.assert_allclose(executor.v[:, slots], v, atol=1e-9)
     assert len(done.passes) == (1 if 0 < count <= warm else 2)
     assert done.plan.exact_to == (None if others else "full")
 
@@ -96,7 +96,7 @@ def test_a_chunk_is_computed_behind_isolated_neighbours(count: int, warm: int) -
 def test_neighbours_are_kept_as_naive_finds_them() -> None:
     """And what naive kept is what a chunk is fused behind."""
     system, chunk, *others = segments(7)
-    question = Segment("question", Kind.JOIN, np.arange(9, dtype=np.int32))
+    question = Segment("question", Kind.QUERY, np.arange(9, dtype=np.int32))
     executor = Executor()
     executor.run(Fuse(), Job(system, chunk, tuple(others)).prompt)
     after = executor.run(Naive(), Prompt((system, *others, question)))
@@ -121,7 +121,7 @@ def test_the_order_of_fusing_does_not_matter() -> None:
         nodes = [node_of(executor.cache, c, METHOD, node.behind) for c in chunks
                  for node in executor.cache.variants(c.tokens, METHOD)]  # fmt: skip
         assert len(nodes) == 3
-        outcomes.append(np.concatenate([executor.k[:, n.run.cells(executor.page_size)] for n in nodes], axis=1))  # type: ignore[union-attr]
+        outcomes.append(np.concatenate([executor.k[:, n.run.slots(executor.page_size)] for n in nodes], axis=1))  # type: ignore[union-attr]
     for outcome in outcomes[1:]:
         np.testing.assert_allclose(outcome, outcomes[0], atol=1e-9)
 
@@ -160,7 +160,7 @@ def test_attention_to_the_neighbours_is_recorded_if_asked_for() -> None:
 
 @pytest.mark.parametrize("wrong", [(0,), (1, 2), (0, 1, 5)], ids=["system alone", "no system", "a join"])
 def test_other_prompts_are_refused(wrong: Sequence[int]) -> None:
-    parts = (*segments(0), Segment("question", Kind.JOIN, np.arange(4, dtype=np.int32)))
+    parts = (*segments(0), Segment("question", Kind.QUERY, np.arange(4, dtype=np.int32)))
     with pytest.raises(ValueError, match="to fuse takes"):
         Executor().run(Fuse(), Prompt(tuple(parts[i] for i in wrong)))
 
@@ -184,13 +184,15 @@ class Finder(Naive):
     name = "finder"
     found: ClassVar[dict[str, bool]] = {}
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
-        context = holding.prefix(prompt.segments[0].tokens)
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        context = allocation.prefix(prompt.segments[0].tokens)
         for segment in prompt.segments:
             if segment.kind is Kind.CHUNK:
-                lease = holding.segment(context, segment.tokens, Provenance.APPROXIMATE, METHOD, behind=segment.behind)
-                self.found[segment.id] = lease is not None
-        return (yield from super().carry_out(prompt, holding, ratio))
+                match = allocation.segment(
+                    context, segment.tokens, Provenance.APPROXIMATE, METHOD, behind=segment.behind
+                )
+                self.found[segment.id] = match is not None
+        return (yield from super().prefill(prompt, allocation, ratio))
 
 
 def ask(engine: Engine, question: str = "island", **options: Any) -> dict[str, bool]:
@@ -254,7 +256,7 @@ def test_requests_find_what_a_dense_computation_gives(engine: Engine) -> None:
         node = node_of(engine._cache, segment, METHOD, segment.behind)
         assert node.run is not None and node.parent is not None
         assert node.parent.end == len(prompt.segments[0])
-        k_LTKD, v_LTKD = engine._runner.read(node.run.cells(tiny.PAGE))
+        k_LTKD, v_LTKD = engine._runner.read(node.run.slots(tiny.PAGE))
         k, v = dense_fused(prompt.segments[0], segment, others)
         np.testing.assert_allclose(k_LTKD, k, atol=2e-4)
         np.testing.assert_allclose(v_LTKD, v, atol=2e-4)
@@ -461,7 +463,7 @@ def test_given_segments(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None
         node = node_of(engine._cache, job.chunk, METHOD, behind)
         assert node.run is not None
         k, v = dense_fused(system, job.chunk, job.neighbours)
-        for got, expected in zip(engine._runner.read(node.run.cells(tiny.PAGE)), (k, v), strict=True):
+        for got, expected in zip(engine._runner.read(node.run.slots(tiny.PAGE)), (k, v), strict=True):
             np.testing.assert_allclose(got, expected, atol=2e-4)
     begun = Begun(engine, monkeypatch)
     assert fuse_all(engine, jobs, progress=False) == digests and begun.prompts == []

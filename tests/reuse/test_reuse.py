@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.tree import Provenance
-from ragjax.core import NEVER, Answer, Conversation, Kind, Pass, Plan, Prompt, Segment, Span, Tokens, Want
+from ragjax.core import NEVER, Answer, Kind, Measure, Pass, Plan, Prefill, Prompt, Segment, Span, Tokens
 from ragjax.engine import Engine
 from ragjax.kernels.rope import rotate
 from ragjax.models.decoder import rotation_table
 from ragjax.reuse import strategies
-from ragjax.reuse.base import Holding, lease_spans, orders, report, segments_of
+from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
 from ragjax.reuse.naive import Naive
 from tests.support import tiny
 from tests.support.executor import Executor
@@ -30,50 +30,50 @@ class Repair:
     """Two passes, for tests: naive with the question's attention measured, then the likeliest share recomputed."""
 
     name = "repair"
-    wants = frozenset({Want.LOGITS, Want.KEY_MASS})
+    measures = frozenset({Measure.LOGITS, Measure.KEY_SCORE})
     selective = False
     ratio = 0.2
-    mass: NDArray[np.float32] | None = None
+    score: NDArray[np.float32] | None = None
     chosen: NDArray[np.int32] = np.zeros(0, np.int32)
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         return Naive().keys(prompt, cache, tenant)
 
-    def carry_out(self, prompt: Prompt, holding: Holding, ratio: float | None = None) -> Conversation:
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         system = prompt.starts[1]
-        warm = holding.prefix(prompt.tokens[:system])
+        warm = allocation.prefix(prompt.tokens[:system])
         assert warm.complete, "the test warms the cache by naive first"
         chunks = segments_of(prompt, Kind.CHUNK)
-        leases = [holding.segment(warm, prompt.segments[i].tokens, Provenance.ISOLATED, Naive.name) for i in chunks]
+        matches = [allocation.segment(warm, prompt.segments[i].tokens, Provenance.ISOLATED, Naive.name) for i in chunks]
         joined = len(prompt) - len(prompt.segments[-1])
-        question = orders(joined, len(prompt))
-        own = holding.reserve(len(question) + holding.decode_tokens)
-        spans = list(lease_spans(warm, 0))
-        for i, lease in zip(chunks, leases, strict=True):
-            assert lease is not None
-            spans += lease_spans(lease, prompt.starts[i])
-        question_span = Span.consecutive(joined, own.slice(0, len(question), holding.page_size))
-        first = yield Pass(question, question, (*spans, question_span), self.wants, (len(prompt) - 1,))
-        self.mass = first[Want.KEY_MASS]
+        question = indices(joined, len(prompt))
+        own = allocation.reserve(len(question) + allocation.decode_tokens)
+        spans = list(match_spans(warm, 0))
+        for i, match in zip(chunks, matches, strict=True):
+            assert match is not None
+            spans += match_spans(match, prompt.starts[i])
+        question_span = Span.consecutive(joined, own.slice(0, len(question), allocation.page_size))
+        first = yield Pass(question, question, (*spans, question_span), self.measures, (len(prompt) - 1,))
+        self.score = first[Measure.KEY_SCORE]
         count = round(self.ratio * (joined - system))
-        chosen = np.sort(np.argsort(-self.mass.sum(0)[system:joined], kind="stable")[:count]).astype(np.int32) + system
+        chosen = np.sort(np.argsort(-self.score.sum(0)[system:joined], kind="stable")[:count]).astype(np.int32) + system
         self.chosen = chosen
         if not count:
-            return self._plan(prompt, (*spans, question_span), own, len(question), holding, first[Want.LOGITS][0])
-        fresh = holding.reserve(count)
-        stale = [replace(s, orders=np.where(np.isin(s.orders, chosen), NEVER, s.orders)) for s in spans]
+            return self._plan(prompt, (*spans, question_span), own, len(question), allocation, first[Measure.LOGITS][0])
+        fresh = allocation.reserve(count)
+        stale = [replace(s, indices=np.where(np.isin(s.indices, chosen), NEVER, s.indices)) for s in spans]
         rows = np.concatenate([chosen, question])
         final = (*stale, Span(chosen, fresh), question_span)
-        second = yield Pass(rows, rows, final, frozenset({Want.LOGITS}), (len(prompt) - 1,))
-        return self._plan(prompt, final, own, len(question), holding, second[Want.LOGITS][0])
+        second = yield Pass(rows, rows, final, frozenset({Measure.LOGITS}), (len(prompt) - 1,))
+        return self._plan(prompt, final, own, len(question), allocation, second[Measure.LOGITS][0])
 
     def _plan(
-        self, prompt: Prompt, spans: tuple[Span, ...], own: object, used: int, holding: Holding, logits: object
+        self, prompt: Prompt, spans: tuple[Span, ...], own: object, used: int, allocation: Allocation, logits: object
     ) -> Plan:
-        tail = own.slice(used, own.length, holding.page_size)  # type: ignore[attr-defined]
+        tail = own.slice(used, own.length, allocation.page_size)  # type: ignore[attr-defined]
         return Plan(spans, tail, None, report(prompt, {}), logits)  # type: ignore[arg-type]
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, holding: Holding) -> None:
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         return
 
 
@@ -190,7 +190,7 @@ def two_turns(seed: int = 3) -> Prompt:
     """system, A, B, question, answer, C, D, question."""
     first, second = tiny.prompt(seed, chunks=(30, 41)), tiny.prompt(seed + 1, chunks=(25, 37))
     again = [replace(s, id=f"second {s.id}") for s in second.segments[1:]]
-    answer = Segment("answer", Kind.JOIN, np.arange(60, 75, dtype=np.int32))
+    answer = Segment("answer", Kind.QUERY, np.arange(60, 75, dtype=np.int32))
     return Prompt((*first.segments, answer, *again))
 
 
@@ -226,8 +226,8 @@ def test_prefix_finds_the_finished_turn(engine: Engine) -> None:
     prompt = tiny.prompt(6)
     answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=12)
     assert answer.finish_reason == "length"
-    turn = Segment("answer", Kind.JOIN, np.array(answer.tokens, np.int32))
-    more = Segment("more", Kind.JOIN, np.arange(9, dtype=np.int32))
+    turn = Segment("answer", Kind.QUERY, np.array(answer.tokens, np.int32))
+    more = Segment("more", Kind.QUERY, np.arange(9, dtype=np.int32))
     follow = Prompt((*prompt.segments, turn, more))
     second = engine.answer_prompt(follow, strategy="prefix", max_tokens=1, want_logits=True)
     assert second.cached_tokens == len(prompt) + 11  # the last token's KV was never computed
@@ -287,9 +287,9 @@ def test_a_strategy_of_two_passes_measures_and_repairs(engine: Engine, ratio: fl
     assert isinstance(repair, Repair)
     repair.ratio = ratio
     answer = engine.answer_prompt(prompt, strategy="repair", max_tokens=10, want_logits=True)
-    assert repair.mass is not None
+    assert repair.score is not None
     rows = len(prompt.segments[-1])
-    np.testing.assert_allclose(repair.mass.sum(1), rows, rtol=1e-4)  # each row gives a mass of one in every layer
+    np.testing.assert_allclose(repair.score.sum(1), rows, rtol=1e-4)  # each row gives a mass of one in every layer
     full = dense(prompt)
     if like == "naive":
         np.testing.assert_allclose(answer.logits, naive, atol=TOLERANCE)

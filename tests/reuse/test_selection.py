@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Move, OutOfPages, Pass, Prompt, Run, Segment, Want
+from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
 from ragjax.reuse import setcache, strategies
-from ragjax.reuse.base import Holding, segments_of
+from ragjax.reuse.base import Allocation, segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
 from ragjax.reuse.fusion import Fused, QueryGuided
 from ragjax.reuse.repair import Selective
@@ -65,10 +65,10 @@ def fused(prompt: Prompt, i: int, behind: Sequence[Segment]) -> Dense:
 
 
 def joins(prompt: Prompt) -> NDArray[np.int64]:
-    return orders_of(prompt, Kind.JOIN)
+    return indices_of(prompt, Kind.QUERY)
 
 
-def orders_of(prompt: Prompt, kind: Kind) -> NDArray[np.int64]:
+def indices_of(prompt: Prompt, kind: Kind) -> NDArray[np.int64]:
     parts = [np.arange(prompt.starts[i], prompt.starts[i + 1]) for i in segments_of(prompt, kind)]
     return np.concatenate(parts)
 
@@ -88,7 +88,7 @@ def deviations(prompt: Prompt, kept: tuple[Array, Array], layer: int = 1) -> tup
     """Eq. 7 at one layer (the second), of keys and of values, for every chunk token."""
     full = MODEL.dense(prompt.tokens)
     key, value = {}, {}
-    for order in map(int, orders_of(prompt, Kind.CHUNK)):
+    for order in map(int, indices_of(prompt, Kind.CHUNK)):
         key[order] = float(((full.k[layer, order] - kept[0][layer, order]) ** 2).sum())
         value[order] = float(((full.v[layer, order] - kept[1][layer, order]) ** 2).sum())
     return key, value
@@ -101,14 +101,14 @@ def chosen_of(done: Done, prompt: Prompt) -> list[int]:
     return [int(order) for order in last.rows if order not in set(joins(prompt))]
 
 
-def results_of(done: Done, want: Want) -> NDArray[np.float32]:
-    found = [results[want] for results in done.results if want in results]
+def results_of(done: Done, what: Measure) -> NDArray[np.float32]:
+    found = [results[what] for results in done.results if what in results]
     assert len(found) == 1
     return found[0]
 
 
 def counted(prompt: Prompt, ratio: float) -> int:
-    return math.ceil(round(ratio * len(orders_of(prompt, Kind.CHUNK)), 9))
+    return math.ceil(round(ratio * len(indices_of(prompt, Kind.CHUNK)), 9))
 
 
 def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment]) -> bytes:
@@ -116,8 +116,8 @@ def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment])
     dense, cache = fused(prompt, i, behind), executor.cache
     n, system = len(prompt.segments[i]), len(prompt.segments[0])
     run = cache.reserve(n)
-    cells = run.cells(executor.page_size)
-    executor.k[:, cells], executor.v[:, cells] = dense.k[:, -n:], dense.v[:, -n:]
+    slots = run.slots(executor.page_size)
+    executor.k[:, slots], executor.v[:, slots] = dense.k[:, -n:], dense.v[:, -n:]
     digest = neighbours_digest([segment.tokens for segment in behind])
     with cache.match_prefix(prompt.segments[0].tokens) as context:
         assert context.complete, "run a strategy first, so that the system prompt is kept"
@@ -132,7 +132,7 @@ def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment])
 def two_turns(seed: int = 3) -> Prompt:
     """system, A, B, question, answer, C, D, question."""
     first, second = tiny.prompt(seed, chunks=(30, 41)), tiny.prompt(seed + 1, chunks=(25, 37))
-    answer = Segment("answer", Kind.JOIN, np.arange(60, 75, dtype=np.int32))
+    answer = Segment("answer", Kind.QUERY, np.arange(60, 75, dtype=np.int32))
     return Prompt((*first.segments, answer, *(replace(s, id=f"second {s.id}") for s in second.segments[1:])))
 
 
@@ -239,7 +239,7 @@ def test_blend_takes_the_highest_deviation_at_the_second_layer(of: Of, seed: int
     strategy = Selective("blend", Isolated(), Deviation(of))
     for ratio in (0.15, 0.4):
         done = executor.run(strategy, prompt, ratio)
-        measured = results_of(done, Want.DEVIATION)[:, -1]
+        measured = results_of(done, Measure.DEVIATION)[:, -1]
         np.testing.assert_allclose(measured, [list(key.values()), list(value.values())], rtol=1e-5, atol=1e-5)
         assert chosen_of(done, prompt) == highest(scores, counted(prompt, ratio))
         np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
@@ -254,7 +254,7 @@ def literal_gradual(
     Logits of the last token, and K and V [L, T, K, D] as generated tokens see them.
     """
     k, v = kept[0].copy(), kept[1].copy()
-    total, count = len(orders_of(prompt, Kind.CHUNK)), counted(prompt, ratio)
+    total, count = len(indices_of(prompt, Kind.CHUNK)), counted(prompt, ratio)
     key, _ = deviations(prompt, kept)
     chosen = highest(key, min(2 * count, total))
     numbers = [round(len(chosen) + (count - len(chosen)) * s / (len(stages) - 2)) for s in range(1, len(stages) - 1)]
@@ -336,8 +336,8 @@ def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, sof
     zero = executor.run(strategy, prompt, 0.0)
     np.testing.assert_allclose(zero.logits, dense.logits[-1], atol=1e-5)
     done = executor.run(strategy, prompt, 0.15)
-    want = Want.KEY_MASS if softmax_over == "joint" else Want.CHUNK_MASS
-    np.testing.assert_allclose(results_of(done, want)[-1, list(scores)], list(scores.values()), atol=1e-5)
+    what = Measure.KEY_SCORE if softmax_over == "joint" else Measure.CHUNK_SCORE
+    np.testing.assert_allclose(results_of(done, what)[-1, list(scores)], list(scores.values()), atol=1e-5)
     assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.15))
     np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
     assert done.plan.exact_to is None
@@ -353,7 +353,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
         mixed[:, first] = alone[:, first]
     dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
     group = dense.prob.shape[2] // dense.v.shape[2]
-    scores = dict.fromkeys(map(int, orders_of(prompt, Kind.CHUNK)), 0.0)
+    scores = dict.fromkeys(map(int, indices_of(prompt, Kind.CHUNK)), 0.0)
     for layer, prob in list(enumerate(dense.prob))[2:]:  # the later of stages (0, 1), (1, 2), (2, 3)
         for head in range(prob.shape[1]):
             for order in scores:
@@ -362,7 +362,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
     strategy = strategies()["ragjax"]
     np.testing.assert_allclose(executor.run(strategy, prompt, 0.0).logits, dense.logits[-1], atol=1e-5)
     done = executor.run(strategy, prompt, 0.15)
-    found = results_of(done, Want.VALUED_MASS).sum(0)
+    found = results_of(done, Measure.VALUED_SCORE).sum(0)
     np.testing.assert_allclose(found[list(scores)], list(scores.values()), atol=1e-5)
     others = {order: score for order, score in scores.items() if order not in set(first)}
     assert chosen_of(done, prompt) == highest(others, counted(prompt, 0.15))
@@ -388,7 +388,7 @@ def test_fusion_asks_the_last_question_only():
     kept = isolated(prompt)
     prob = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept).prob[-1, prompt.starts[-2] :].sum(0).mean(0)
     done = executor.run(strategies()["fusion"], prompt, 0.2)
-    scores = {int(order): float(prob[order]) for order in orders_of(prompt, Kind.CHUNK)}
+    scores = {int(order): float(prob[order]) for order in indices_of(prompt, Kind.CHUNK)}
     assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.2))
 
 
@@ -420,7 +420,7 @@ def test_alternative_path_drops_earlier_chunks_one_by_one():
         last = talk.passes[-1]
         assert isinstance(last, Pass)
         begin = prompt.starts[1 + [chunk.id for chunk in chunks].index(b.id)]
-        offset = next(span.offset for span in last.spans if span.orders[0] == begin)
+        offset = next(span.offset for span in last.spans if span.indices[0] == begin)
         talk.close()
         computed_at = begin - offset - len(system)
         return {0: "isolated", len(a): "behind a", len(c) + len(a): "behind c, a"}[computed_at]
@@ -513,9 +513,9 @@ def test_set_cache_tries_equal_chunks_in_one_order(monkeypatch: pytest.MonkeyPat
     asked: list[tuple[int, ...]] = []
     holds = setcache._holds
 
-    def noted(prompt: Prompt, order: tuple[int, ...], holding: Holding) -> bool:
+    def noted(prompt: Prompt, order: tuple[int, ...], allocation: Allocation) -> bool:
         asked.append(order)
-        return holds(prompt, order, holding)
+        return holds(prompt, order, allocation)
 
     monkeypatch.setattr(setcache, "_holds", noted)
     done = executor.run(strategy, Prompt((system, b, a, a, a, a, a, question)))
@@ -537,13 +537,13 @@ def test_waiting_requests_name_the_nodes_they_will_use(name):
 
 
 @pytest.mark.parametrize("name", ["blend", "blend-gradual"])
-def test_cells_of_the_probe_are_given_back(name):
+def test_slots_of_the_probe_are_given_back(name):
     prompt, executor = tiny.prompt(44), Executor()
     executor.run(strategies()["naive"], prompt)
     talk = executor.talk(strategies()[name], prompt, 0.15, decode_tokens=1)
     held = []
     while talk.step():
-        held.append(len(talk.holding.own_pages))
+        held.append(len(talk.allocation.own_pages))
     assert held[0] - held[-1] == -(-130 // executor.page_size)
     talk.close()
 
@@ -568,8 +568,8 @@ def test_requests_with_different_sets_share_chunks():
     alone = [warmed().run(strategies()[name], prompt, ratio).logits for name, prompt, ratio in asked]
     executor = warmed()
     kept = [node.run for node in executor.cache.tree.nodes()]
-    cells = np.concatenate([run.cells(executor.page_size) for run in kept if isinstance(run, Run)])
-    before = executor.k[:, cells].tobytes(), executor.v[:, cells].tobytes()
+    slots = np.concatenate([run.slots(executor.page_size) for run in kept if isinstance(run, Run)])
+    before = executor.k[:, slots].tobytes(), executor.v[:, slots].tobytes()
     talks = [executor.talk(strategies()[name], prompt, ratio) for name, prompt, ratio in asked]
     running = list(talks)
     while running:
@@ -577,7 +577,7 @@ def test_requests_with_different_sets_share_chunks():
     for talk, expected in zip(talks, alone, strict=True):
         assert talk.plan is not None
         np.testing.assert_allclose(talk.plan.logits, expected, atol=1e-6)
-    assert (executor.k[:, cells].tobytes(), executor.v[:, cells].tobytes()) == before, "cached pages stay as they are"
+    assert (executor.k[:, slots].tobytes(), executor.v[:, slots].tobytes()) == before, "cached pages stay as they are"
     for talk in talks:
         talk.close()
     executor.cache.audit(live=())

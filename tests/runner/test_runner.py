@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import ragjax.runner.runner
-from ragjax.core import NEVER, ConfigError, Grid, Probe, Run, Span, Step, Want
+from ragjax.core import NEVER, ConfigError, Grid, Measure, Probe, Run, Span, Step
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.pages import Pages
@@ -30,7 +30,7 @@ CONFIG = ModelConfig(
     head_dim=8, rope_theta=1000.0, rope_scaling=None, norm_eps=1e-6, tie_embeddings=False, qkv_bias=False,
     qk_norm=True, context_length=256, eos_ids=(1,), bos_id=0,
 )  # fmt: skip
-GRID = Grid(rows=((2, 2), (4, 1), (24, 8)), slots=(16,), logits=(2, 4))
+GRID = Grid(rows=((2, 2), (4, 1), (24, 8)), entries=(16,), logits=(2, 4))
 
 
 def make_decoder(config: ModelConfig = CONFIG, dtype: str = "float32") -> Decoder:
@@ -59,55 +59,55 @@ class Part:
     """One request's share of a step: the orders to compute, their tokens and positions, and its keys."""
 
     tokens: np.ndarray
-    orders: np.ndarray
+    indices: np.ndarray
     spans: tuple[Span, ...]
     positions: np.ndarray | None = None
 
 
 def run_of(first_page: int, length: int, start: int = 0) -> Run:
-    """Cells on pages that run backwards, so that no page follows the one before it."""
+    """Slots on pages that run backwards, so that no page follows the one before it."""
     pages = tuple(first_page + i for i in reversed(range((start + length - 1) // PAGE + 1)))
     return Run(pages, start, length)
 
 
-def step_of(parts: Sequence[Part], rows: int, *, slots: int = 16, grid: Grid = GRID, mass: int = 0) -> Step:
+def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid = GRID, score: int = 0) -> Step:
     """Arrays of one step; requests take whole row blocks, in turn. mass: layers, from the first, that measure it."""
     block = dict(grid.rows)[rows]
-    t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "cell")} | {"order": -np.ones(rows, int)}
-    s = {"page": np.zeros(slots), "offset": np.zeros(slots), "request": -np.ones(slots)}
-    c = {n: np.zeros((slots, PAGE), np.int64) for n in ("hide_from", "hide_until")}
-    c["order"] = np.full((slots, PAGE), NEVER)
-    row, slot = 0, 0
+    t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "slot")} | {"order": -np.ones(rows, int)}
+    s = {"page": np.zeros(entries), "offset": np.zeros(entries), "request": -np.ones(entries)}
+    c = {n: np.zeros((entries, PAGE), np.int64) for n in ("hide_from", "hide_until")}
+    c["order"] = np.full((entries, PAGE), NEVER)
+    row, entry = 0, 0
     for request, part in enumerate(parts):
-        here = slice(row, row + len(part.orders))
-        row += -(-len(part.orders) // block) * block
-        cell_of = {
-            int(o): int(cell)
+        here = slice(row, row + len(part.indices))
+        row += -(-len(part.indices) // block) * block
+        slot_of = {
+            int(o): int(slot)
             for span in part.spans
             if span.offset == 0
-            for o, cell in zip(span.orders, span.run.cells(PAGE), strict=True)
+            for o, slot in zip(span.indices, span.run.slots(PAGE), strict=True)
         }
-        t["token"][here], t["order"][here], t["request"][here] = part.tokens, part.orders, request
-        t["position"][here] = part.orders if part.positions is None else part.positions
-        t["cell"][here] = [cell_of[int(o)] for o in part.orders]
+        t["token"][here], t["order"][here], t["request"][here] = part.tokens, part.indices, request
+        t["position"][here] = part.indices if part.positions is None else part.positions
+        t["slot"][here] = [slot_of[int(o)] for o in part.indices]
         for span in part.spans:
-            cells = span.run.cells(PAGE)
-            for page in dict.fromkeys(cells // PAGE):
-                on = cells // PAGE == page
-                s["page"][slot], s["offset"][slot], s["request"][slot] = page, span.offset, request
-                c["order"][slot, cells[on] % PAGE] = span.orders[on]
-                c["hide_from"][slot, cells[on] % PAGE], c["hide_until"][slot, cells[on] % PAGE] = span.hidden
-                slot += 1
+            slots = span.run.slots(PAGE)
+            for page in dict.fromkeys(slots // PAGE):
+                on = slots // PAGE == page
+                s["page"][entry], s["offset"][entry], s["request"][entry] = page, span.offset, request
+                c["order"][entry, slots[on] % PAGE] = span.indices[on]
+                c["hide_from"][entry, slots[on] % PAGE], c["hide_until"][entry, slots[on] % PAGE] = span.hidden
+                entry += 1
     assert row <= rows
     named = (
         {f"{n}_T": x for n, x in t.items()} | {f"{n}_S": x for n, x in s.items()} | {f"{n}_SC": x for n, x in c.items()}
     )
-    probe = Probe(Want.KEY_MASS, (0, mass), {"asking_T": np.ones(rows, np.int32)}) if mass else None
+    probe = Probe(Measure.KEY_SCORE, (0, score), {"asking_T": np.ones(rows, np.int32)}) if score else None
     return Step(**{name: x.astype(np.int32) for name, x in named.items()}, probe=probe)
 
 
 def rows_of(step: Step, request: int) -> np.ndarray:
-    return np.flatnonzero((step.request_T == request) & (step.order_T >= 0))
+    return np.flatnonzero((step.request_T == request) & (step.index_T >= 0))
 
 
 def compute(runner: Runner, parts: Sequence[Part], rows: int) -> list[np.ndarray]:
@@ -136,12 +136,12 @@ def piece(part: Part, begin: int, end: int) -> Part:
     """Rows [begin, end) of a prompt, over the keys up to them."""
     span = part.spans[0]
     upto = Span.consecutive(0, span.run.slice(0, end, PAGE))
-    return replace(part, tokens=part.tokens[begin:end], orders=part.orders[begin:end], spans=(upto,))
+    return replace(part, tokens=part.tokens[begin:end], indices=part.indices[begin:end], spans=(upto,))
 
 
-def assert_near(got: np.ndarray, want: np.ndarray, tolerance: float = 1e-5) -> None:
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+def assert_near(got: np.ndarray, what: np.ndarray, tolerance: float = 1e-5) -> None:
+    assert got.shape == what.shape
+    assert np.abs(got - what).max() <= tolerance * np.abs(what).max()
 
 
 # ------------------------------------------------------------------------------------------ equals dense
@@ -210,8 +210,8 @@ def test_several_stages_equal_one(runner: Runner, monkeypatch: pytest.MonkeyPatc
     tokens = tokens_of(6, 20)
     parts = [whole(tokens, 4)]
     assert_near(compute(staged, parts, 24)[0], compute(runner, parts, 24)[0], 2e-6)
-    cells = parts[0].spans[0].run.cells(PAGE)
-    for one, other in zip(staged.read(cells), runner.read(cells), strict=True):
+    slots = parts[0].spans[0].run.slots(PAGE)
+    for one, other in zip(staged.read(slots), runner.read(slots), strict=True):
         assert one.shape == (4, 20, 4, 8)
         np.testing.assert_allclose(one, other, atol=1e-5)
 
@@ -222,15 +222,15 @@ def test_several_stages_equal_one(runner: Runner, monkeypatch: pytest.MonkeyPatc
 def test_cached_keys_take_part_at_any_offset(runner: Runner) -> None:
     """Keys made at positions 0.. are read at 100..; RoPE being relative, the logits are those of the prompt."""
     tokens = tokens_of(7, 18)
-    want = dense(tokens)
+    what = dense(tokens)
     compute(runner, [piece(whole(tokens, 2), 0, 11)], 24)
     prefix = Span.consecutive(0, whole(tokens, 2).spans[0].run.slice(0, 11, PAGE), offset=100)
     own = Span.consecutive(11, run_of(20, 7, start=2))
     moved = Part(tokens[11:], np.arange(11, 18), (own, prefix), np.arange(111, 118))
-    assert_near(compute(runner, [moved], 24)[0], want[11:])
+    assert_near(compute(runner, [moved], 24)[0], what[11:])
     # and a wrong offset shows
     wrong = replace(moved, spans=(own, replace(prefix, offset=99)))
-    assert np.abs(compute(runner, [wrong], 24)[0] - want[11:]).max() > 1e-2 * np.abs(want).max()
+    assert np.abs(compute(runner, [wrong], 24)[0] - what[11:]).max() > 1e-2 * np.abs(what).max()
 
 
 def test_one_page_serves_two_requests_at_two_offsets(runner: Runner) -> None:
@@ -240,8 +240,8 @@ def test_one_page_serves_two_requests_at_two_offsets(runner: Runner) -> None:
     parts = []
     for i, (end, offset) in enumerate(zip(ends, (0, 50), strict=True)):
         spans = Span.consecutive(10, run_of(10 + 5 * i, len(end))), Span.consecutive(0, run, offset=offset)
-        orders = np.arange(10, 10 + len(end))
-        parts.append(Part(end, orders, spans, orders + offset))
+        indices = np.arange(10, 10 + len(end))
+        parts.append(Part(end, indices, spans, indices + offset))
     for got, end in zip(compute(runner, parts, 24), ends, strict=True):
         assert_near(got, dense(np.concatenate([shared, end]))[10:])
 
@@ -281,22 +281,22 @@ def test_requests_of_a_batch_cannot_see_each_other(runner: Runner, rows: int) ->
         other = tokens_of(seed, 8)
         compute(runner, [whole(other, 12, start=seed - 16)], 24)
         neighbour = piece(whole(other, 12, start=seed - 16), 7, 8)
-        neighbour = replace(neighbour, positions=neighbour.orders + extra)
+        neighbour = replace(neighbour, positions=neighbour.indices + extra)
         results.append(compute(runner, [mine, neighbour], rows))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     assert np.abs(results[0][1] - results[1][1]).max() > 1e-3
     assert_near(results[0][0], dense(own)[8:])
 
 
-def test_cells_of_others_are_not_written(runner: Runner) -> None:
+def test_slots_of_others_are_not_written(runner: Runner) -> None:
     tokens = tokens_of(18, 12)
     compute(runner, [whole(tokens, 2)], 24)
-    others = np.setdiff1d(np.arange(PAGE, 40 * PAGE), whole(tokens, 30).spans[0].run.cells(PAGE)).astype(np.int32)
+    others = np.setdiff1d(np.arange(PAGE, 40 * PAGE), whole(tokens, 30).spans[0].run.slots(PAGE)).astype(np.int32)
     before = runner.read(others)
     compute(runner, [whole(tokens, 30)], 24)
     for one, other in zip(before, runner.read(others), strict=True):
         np.testing.assert_array_equal(one, other)
-    made = [runner.read(whole(tokens, page).spans[0].run.cells(PAGE)) for page in (2, 30)]
+    made = [runner.read(whole(tokens, page).spans[0].run.slots(PAGE)) for page in (2, 30)]
     np.testing.assert_allclose(made[0][0], made[1][0], atol=1e-6)
     assert np.abs(made[0][0]).max() > 0.1
 
@@ -304,26 +304,26 @@ def test_cells_of_others_are_not_written(runner: Runner) -> None:
 # --------------------------------------------------------------------------------------------- key mass
 
 
-def test_key_mass_adds_up_per_request_and_layer(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_score_adds_up_per_request_and_layer(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", 2)
     parts = [whole(tokens_of(19, 13), 2), whole(tokens_of(20, 6), 9)]
-    step = step_of(parts, 24, mass=4)
+    step = step_of(parts, 24, score=4)
     for some in (runner, make_runner()):
         outcome = some.step(step)
         assert outcome.measured is not None
         assert outcome.measured.shape == (4, 16, PAGE)
         for request, part in enumerate(parts):
             mine = outcome.measured[:, step.request_S == request].sum((1, 2))
-            np.testing.assert_allclose(mine, len(part.orders), rtol=1e-5)
-        assert not outcome.measured[:, step.order_SC == NEVER].any()
+            np.testing.assert_allclose(mine, len(part.indices), rtol=1e-5)
+        assert not outcome.measured[:, step.index_SC == NEVER].any()
         # a row's first key is seen by all rows of its request, its last by one
-        first, last = (outcome.measured[:, (step.order_SC == o) & (step.request_S == 0)[:, None]] for o in (0, 12))
+        first, last = (outcome.measured[:, (step.index_SC == o) & (step.request_S == 0)[:, None]] for o in (0, 12))
         assert (first > last).all()
 
 
 def test_measuring_changes_no_result(runner: Runner) -> None:
     parts = [whole(tokens_of(19, 13), 2)]
-    plain, measured = (runner.step(step_of(parts, 24, mass=mass)) for mass in (0, 4))
+    plain, measured = (runner.step(step_of(parts, 24, score=score)) for score in (0, 4))
     np.testing.assert_allclose(plain.x_TE, measured.x_TE, atol=1e-5)
 
 
@@ -331,18 +331,18 @@ def test_measuring_changes_no_result(runner: Runner) -> None:
 
 
 def test_compile_compiles_everything() -> None:
-    small = Grid(rows=((2, 2), (4, 1)), slots=(4,), logits=(2,))
+    small = Grid(rows=((2, 2), (4, 1)), entries=(4,), logits=(2,))
     made = make_runner(replace(CONFIG, num_layers=2), grid=small)
     names: list[str] = []
-    wants = {Want.LOGITS, Want.KEY_MASS}
-    made.compile(wants, progress=names.append)
-    assert len(names) == len(made.programs(wants)) == 2 + 4 + 2 + 2 * len(BUCKETS)
+    measures = {Measure.LOGITS, Measure.KEY_SCORE}
+    made.compile(measures, progress=names.append)
+    assert len(names) == len(made.programs(measures)) == 2 + 4 + 2 + 2 * len(BUCKETS)
     before = set(made._programs)
     tokens = tokens_of(21, 4)
     for begin, rows in ((0, 2), (2, 2)):
         part = piece(whole(tokens, 2), begin, begin + 2)
-        for mass in (0, 2):
-            outcome = made.step(step_of([part], rows, slots=4, grid=small, mass=mass))
+        for score in (0, 2):
+            outcome = made.step(step_of([part], rows, entries=4, grid=small, score=score))
         made.logits(outcome, [0, 1])
     assert set(made._programs) == before
 
@@ -361,7 +361,7 @@ def test_logits_of_more_rows_than_a_bucket_in_any_order(runner: Runner) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_temporary_memory_does_not_grow_with_the_pool(dtype: str, scanned: bool) -> None:
     def measure(pages: int) -> tuple[int, int]:
-        grid = Grid(rows=((32, 32),), slots=(64,), logits=(2,))
+        grid = Grid(rows=((32, 32),), entries=(64,), logits=(2,))
         config = replace(CONFIG, head_dim=16, num_layers=2)
         return make_runner(config, dtype, pages=pages, page_size=64, grid=grid, scanned=scanned).memory(32, 64)
 
@@ -436,12 +436,12 @@ def test_pages_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch, layers:
     assert_same(out(made, order[:7] + order[12:]), [np.delete(x, np.s_[7:12], 1) for x in kept])
     made.insert(np.array(order[20:39], np.int32), made.extract(np.array(order[:19], np.int32)))  # with no detour
     assert_same(out(made, order[20:39]), out(made, order[:19]))
-    # and the cells are those that steps read
-    page, cell = order[9], 5
-    k, v = made.read(np.array([page * PAGE + cell], np.int32))
+    # and the slots are those that steps read
+    page, slot = order[9], 5
+    k, v = made.read(np.array([page * PAGE + slot], np.int32))
     for got, pages in zip((k, v), some, strict=True):
-        want = pages[:, 2, :, cell]
-        np.testing.assert_array_equal(got[:, 0], want if dtype == "float32" else want.view(jnp.bfloat16).astype("f4"))
+        what = pages[:, 2, :, slot]
+        np.testing.assert_array_equal(got[:, 0], what if dtype == "float32" else what.view(jnp.bfloat16).astype("f4"))
 
 
 def test_nothing_moves_for_no_pages(runner: Runner) -> None:
@@ -596,8 +596,8 @@ def test_decoder_on_pallas_attention(monkeypatch: pytest.MonkeyPatch, scanned: b
     part = whole(tokens, 3, start=5)
     (first,) = compute(made, [piece(part, 0, 20)], 24)
     (last,) = compute(made, [piece(part, 20, 21)], 2)
-    want = np.asarray(jax.jit(make_decoder(replace(CONFIG, num_layers=2)).logits)(jnp.asarray(tokens)))
-    assert_near(np.concatenate([first, last]), want)
+    what = np.asarray(jax.jit(make_decoder(replace(CONFIG, num_layers=2)).logits)(jnp.asarray(tokens)))
+    assert_near(np.concatenate([first, last]), what)
     assert made.calls == {"triton": 4} and not made.fallbacks
 
 
@@ -621,13 +621,13 @@ def test_unknown_attention_backend_is_refused() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
-        ("page_S", 40, "slots.page holds 40"),
-        ("page_S", -1, "slots.page holds -1"),
-        ("offset_S", -256, "slots.offset holds 256"),
+        ("page_S", 40, "entries.page holds 40"),
+        ("page_S", -1, "entries.page holds -1"),
+        ("offset_S", -256, "entries.offset holds 256"),
         ("position_T", 256, "rows.position holds 256"),
         ("request_T", 1, "rows.request mixes requests in block 0"),
-        ("cell_T", 40 * PAGE, "step.cell_T"),
-        ("cell_T", -1, "step.cell_T"),
+        ("slot_T", 40 * PAGE, "step.slot_T"),
+        ("slot_T", -1, "step.slot_T"),
     ],
 )
 def test_step_out_of_range_is_refused(runner: Runner, field: str, value: int, named: str) -> None:
@@ -642,7 +642,7 @@ def test_step_out_of_range_is_refused(runner: Runner, field: str, value: int, na
     assert_near(after, before[-1:])
 
 
-def test_padding_and_unused_slots_may_hold_anything(runner: Runner) -> None:
+def test_padding_and_unused_entries_may_hold_anything(runner: Runner) -> None:
     part = whole(tokens_of(0, 5), 3)
     step = step_of([part], 24)
     step.page_S[-1], step.offset_S[-1], step.position_T[-1], step.request_T[-1] = 10**6, 10**6, 10**6, 7
@@ -688,10 +688,10 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     made.insert(pages + 30, copies)
     assert {s.data.shape for s in made._pools[0].k_LPKCD.addressable_shards} == {shard}
     moved = [*t.out(made, range(21, 27)), *t.out(made, range(31, 37))]
-    stale = {"stale_T": np.where(step.order_T >= 0, 8, -1).astype(np.int32), "turn_T": np.full(24, 3, np.int32)}
-    apart = made.step(replace(step, probe=t.Probe(t.Want.DEVIATION, (1, 2), stale))).measured
+    stale = {"stale_T": np.where(step.index_T >= 0, 8, -1).astype(np.int32), "turn_T": np.full(24, 3, np.int32)}
+    apart = made.step(replace(step, probe=t.Probe(t.Measure.DEVIATION, (1, 2), stale))).measured
     assert apart.shape == (1, 2, 24) and apart.max() > 1
-    results.append([*logits, *again, outcome.measured, apart, *made.read(parts[0].spans[0].run.cells(t.PAGE)), *moved])
+    results.append([*logits, *again, outcome.measured, apart, *made.read(parts[0].spans[0].run.slots(t.PAGE)), *moved])
 for one, *others in zip(*results, strict=True):
     for other in others:
         assert one.shape == other.shape

@@ -77,11 +77,11 @@ def reference(temperature, top_k, top_p):
     weights = {token: p ** (1 / temperature) for token, p in PROBABILITIES.items()}
     ranked = sorted(weights, key=weights.get, reverse=True)[: top_k or None]
     total = sum(weights[token] for token in ranked)
-    nucleus, mass = [], 0.0
+    nucleus, score = [], 0.0
     for token in ranked:
         nucleus.append(token)
-        mass += weights[token] / total
-        if mass >= top_p:
+        score += weights[token] / total
+        if score >= top_p:
             break
     total = sum(weights[token] for token in nucleus)
     return {token: weights[token] / total for token in nucleus}

@@ -1,7 +1,7 @@
-"""Slots, tasks and batches, without a model: a simulated device checks that every row sees exactly what it should.
+"""Entries, tasks and batches, without a model: a simulated device checks that every row sees exactly what it should.
 
-The simulated device writes each row's token and position into its cell. A row that finds, through the step's slots,
-the right token at the right position for every order it may see (and nothing else) proves slots, spans, packing and
+The simulated device writes each row's token and position into its slot. A row that finds, through the step's entries,
+the right token at the right position for every order it may see (and nothing else) proves entries, spans, packing and
 the order of steps at once.
 """
 
@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import PagePool
-from ragjax.core import NEVER, Grid, Kind, OutOfPages, Pass, Plan, Prompt, Run, Segment, Span, Want
+from ragjax.core import NEVER, Grid, Kind, Measure, OutOfPages, Pass, Plan, Prompt, Run, Segment, Span
 from ragjax.reuse import Full, Naive, Prefix
-from ragjax.reuse.base import Holding, lease_spans
-from ragjax.schedule.scheduler import Scheduler, SlotTable, Task
+from ragjax.reuse.base import Allocation, match_spans
+from ragjax.schedule.scheduler import PageTable, Scheduler, Task
 
 PAGE = 4
 STAGES = (0, 1, 2)
-SMALL = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), slots=(8, 96), logits=(2, 4))
+SMALL = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), entries=(8, 96), logits=(2, 4))
 
 
 def make_prompt(*segments):
@@ -37,14 +37,14 @@ def text(length, seed=0):
 
 
 def simple(length, seed=0):
-    return make_prompt((Kind.JOIN, text(length, seed)))
+    return make_prompt((Kind.QUERY, text(length, seed)))
 
 
-def orders(begin, end):
+def indices(begin, end):
     return np.arange(begin, end, dtype=np.int32)
 
 
-# -------------------------------------------------------------------------------------- slot table
+# -------------------------------------------------------------------------------------- entry table
 
 
 @st.composite
@@ -62,36 +62,36 @@ tables = st.sampled_from([1, 4, 16]).flatmap(lambda size: st.tuples(st.just(size
 
 
 def read_slowly(span, page_size):
-    """(page, cell, order, offset, orders it is hidden from) of each token, one at a time."""
+    """(page, slot, order, offset, orders it is hidden from) of each token, one at a time."""
     begin, end = span.hidden
-    for i, order in enumerate(span.orders.tolist()):
+    for i, order in enumerate(span.indices.tolist()):
         at = span.run.start + i
         hidden = tuple(q for q in range(14) if begin <= q < end)
         yield span.run.pages[at // page_size], at % page_size, order, span.offset, hidden
 
 
 def read_table(table, page_size):
-    """The same of every cell that a row could see."""
+    """The same of every slot that a row could see."""
     for s in range(len(table)):
         for c in range(page_size):
-            if table.order_SC[s, c] == NEVER:
+            if table.index_SC[s, c] == NEVER:
                 continue
             hidden = tuple(q for q in range(14) if table.hide_from_SC[s, c] <= q < table.hide_until_SC[s, c])
-            yield int(table.page_S[s]), c, int(table.order_SC[s, c]), int(table.offset_S[s]), hidden
+            yield int(table.page_S[s]), c, int(table.index_SC[s, c]), int(table.offset_S[s]), hidden
 
 
 @settings(max_examples=150, deadline=None)
 @given(tables)
-def test_slots_say_what_spans_say(case):
+def test_entries_say_what_spans_say(case):
     page_size, given_spans = case
-    table = SlotTable(given_spans, page_size)
+    table = PageTable(given_spans, page_size)
     pages = [(page, span.offset) for span in given_spans for page in span.run.pages]
-    cells = [(*key[:2], span.offset) for span in given_spans for key in read_slowly(span, page_size)]
+    slots = [(*key[:2], span.offset) for span in given_spans for key in read_slowly(span, page_size)]
     assert len(set(pages)) <= len(table) <= len(pages)
-    assert len(table) == len(set(pages)) or len(set(cells)) < len(cells)  # more only if cells are taken twice
+    assert len(table) == len(set(pages)) or len(set(slots)) < len(slots)  # more only if slots are taken twice
     expected = [key for span in given_spans for key in read_slowly(span, page_size) if key[2] != NEVER]
     assert Counter(read_table(table, page_size)) == Counter(expected)
-    for name in ("page_S", "offset_S", "order_SC", "hide_from_SC", "hide_until_SC"):
+    for name in ("page_S", "offset_S", "index_SC", "hide_from_SC", "hide_until_SC"):
         assert getattr(table, name).dtype == np.int32
         assert getattr(table, name).shape == (len(table), page_size)[: 1 + name.endswith("SC")]
 
@@ -100,25 +100,25 @@ def test_slots_say_what_spans_say(case):
 @given(tables, st.integers(0, 14), st.integers(0, 99))
 def test_values_are_summed_by_order(case, size, seed):
     page_size, given_spans = case
-    table = SlotTable(given_spans, page_size)
+    table = PageTable(given_spans, page_size)
     values = np.random.default_rng(seed).random((2, len(table), page_size), np.float32)
     expected = np.zeros((2, size))
     for s in range(len(table)):
         for c in range(page_size):
-            if table.order_SC[s, c] < size:
-                expected[:, table.order_SC[s, c]] += values[:, s, c]
-    found = table.by_order(values, size)
+            if table.index_SC[s, c] < size:
+                expected[:, table.index_SC[s, c]] += values[:, s, c]
+    found = table.by_index(values, size)
     assert found.dtype == np.float32 and found.shape == (2, size)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_a_token_shown_is_one_of_the_last_span():
     before, tail = Run((3, 4), 1, 6), Run((4, 9), 3, 4)
-    table = SlotTable((Span.consecutive(0, before), Span(np.full(4, NEVER), tail)), PAGE)
+    table = PageTable((Span.consecutive(0, before), Span(np.full(4, NEVER), tail)), PAGE)
     seen = set(read_table(table, PAGE))
-    for index, (page, cell) in enumerate([(4, 3), (9, 0), (9, 1), (9, 2)]):
+    for index, (page, slot) in enumerate([(4, 3), (9, 0), (9, 1), (9, 2)]):
         table.show(index, 6 + index)
-        seen.add((page, cell, 6 + index, 0, ()))
+        seen.add((page, slot, 6 + index, 0, ()))
         assert set(read_table(table, PAGE)) == seen
 
 
@@ -126,7 +126,7 @@ def test_a_token_shown_is_one_of_the_last_span():
 
 
 class Device:
-    """Cells that remember token and position, and steps that check what their rows see."""
+    """Slots that remember token and position, and steps that check what their rows see."""
 
     def __init__(self, pages, grid):
         self.grid = grid
@@ -138,49 +138,49 @@ class Device:
         """(logits, mass) of a batch: a logits row is (token, order); mass counts the rows that see each key."""
         step = batch.step
         self._check_shape(batch)
-        live = np.flatnonzero(step.order_T >= 0)
-        self.token[step.cell_T[live]] = step.token_T[live]
-        self.position[step.cell_T[live]] = step.position_T[live]
-        cell_SC = step.page_S[:, None] * PAGE + np.arange(PAGE)
-        mass_SC = np.zeros(step.order_SC.shape, np.float32)
+        live = np.flatnonzero(step.index_T >= 0)
+        self.token[step.slot_T[live]] = step.token_T[live]
+        self.position[step.slot_T[live]] = step.position_T[live]
+        slot_SC = step.page_S[:, None] * PAGE + np.arange(PAGE)
+        score_SC = np.zeros(step.index_SC.shape, np.float32)
         for row in live:
-            order = step.order_T[row]
-            seen = (step.request_S[:, None] == step.request_T[row]) & (step.order_SC <= order)
+            order = step.index_T[row]
+            seen = (step.request_S[:, None] == step.request_T[row]) & (step.index_SC <= order)
             seen &= ~((step.hide_from_SC <= order) & (order < step.hide_until_SC))
-            mass_SC += seen
+            score_SC += seen
             task = batch.pieces[step.request_T[row]].task
             self.computed[task.label] += 1
             offset = np.broadcast_to(step.offset_S[:, None], seen.shape)[seen]
-            self._check_row(task, step, row, step.order_SC[seen], cell_SC[seen], offset)
-        logits = np.stack([step.token_T, step.order_T], 1).astype(np.float32)[list(batch.logit_rows)]
-        return logits if batch.logit_rows else None, np.stack([mass_SC, 2 * mass_SC]) if step.probe else None
+            self._check_row(task, step, row, step.index_SC[seen], slot_SC[seen], offset)
+        logits = np.stack([step.token_T, step.index_T], 1).astype(np.float32)[list(batch.logit_rows)]
+        return logits if batch.logit_rows else None, np.stack([score_SC, 2 * score_SC]) if step.probe else None
 
-    def _check_row(self, task, step, row, order, cell, offset):
+    def _check_row(self, task, step, row, order, slot, offset):
         sequence = np.concatenate([task.prompt.tokens, np.asarray(task.generated, np.int32)])
-        assert step.token_T[row] == sequence[step.order_T[row]]
-        expected, positions = visible(task, step.order_T[row])
-        by_order = np.argsort(order, kind="stable")
-        order, cell, offset = order[by_order], cell[by_order], offset[by_order]
+        assert step.token_T[row] == sequence[step.index_T[row]]
+        expected, positions = visible(task, step.index_T[row])
+        by_index = np.argsort(order, kind="stable")
+        order, slot, offset = order[by_index], slot[by_index], offset[by_index]
         assert order.tolist() == expected
-        assert self.token[cell].tolist() == sequence[order].tolist(), "a key is another token's, or not computed yet"
-        assert (self.position[cell] + offset).tolist() == positions
+        assert self.token[slot].tolist() == sequence[order].tolist(), "a key is another token's, or not computed yet"
+        assert (self.position[slot] + offset).tolist() == positions
         assert step.position_T[row] == positions[-1]
 
     def _check_shape(self, batch):
         step = batch.step
-        rows, slots = len(step.order_T), len(step.page_S)
+        rows, entries = len(step.index_T), len(step.page_S)
         block = dict(self.grid.rows)[rows]
-        assert slots in self.grid.slots
+        assert entries in self.grid.entries
         for part in step.request_T.reshape(-1, block):
             assert len(set(part.tolist()) - {-1}) <= 1, "a block holds rows of two requests"
-        padding = step.order_T < 0
-        assert (step.order_T[padding] == -1).all() and (step.request_T[padding] == -1).all()
-        assert (step.cell_T[padding] < PAGE).all(), "padding writes into page 0 alone"
-        assert (step.cell_T[~padding] >= PAGE).all()
-        assert len(set(step.cell_T[~padding].tolist())) == (~padding).sum(), "two rows write one cell"
+        padding = step.index_T < 0
+        assert (step.index_T[padding] == -1).all() and (step.request_T[padding] == -1).all()
+        assert (step.slot_T[padding] < PAGE).all(), "padding writes into page 0 alone"
+        assert (step.slot_T[~padding] >= PAGE).all()
+        assert len(set(step.slot_T[~padding].tolist())) == (~padding).sum(), "two rows write one slot"
         assert (step.request_T[~padding] >= 0).all()
         unused = step.request_S < 0
-        assert (step.order_SC[unused] == NEVER).all() and (step.page_S[unused] == 0).all()
+        assert (step.index_SC[unused] == NEVER).all() and (step.page_S[unused] == 0).all()
         assert (~padding).sum() == sum(piece.end - piece.begin for piece in batch.pieces)
 
 
@@ -211,10 +211,10 @@ class Bench:
     def task(self, prompt, strategy, limit=4):
         self.count += 1
         label = f"request-{self.count}"
-        slots = self.scheduler.grid.slots[-1]
-        holding = Holding(self.cache, tenant="", label=label, decode_tokens=limit, slots=slots, stages=STAGES)
+        entries = self.scheduler.grid.entries[-1]
+        allocation = Allocation(self.cache, tenant="", label=label, decode_tokens=limit, entries=entries, stages=STAGES)
         self.limits[label] = limit
-        return Task(prompt, strategy, holding, label)
+        return Task(prompt, strategy, allocation, label)
 
     def start(self, prompt, strategy, limit=4):
         task = self.task(prompt, strategy, limit)
@@ -277,7 +277,7 @@ class Scripted:
     """A strategy of given passes over a prompt in pages of its own; remembers what it was told."""
 
     name = "scripted"
-    wants = frozenset({Want.LOGITS, Want.KEY_MASS})
+    measures = frozenset({Measure.LOGITS, Measure.KEY_SCORE})
 
     def __init__(self, *passes):
         self.passes = passes
@@ -285,19 +285,21 @@ class Scripted:
         self.finished = None
         self.stopped = False
 
-    def carry_out(self, prompt, holding, ratio=None):
+    def prefill(self, prompt, allocation, ratio=None):
         n = len(prompt)
-        run = holding.reserve(n + holding.decode_tokens)
+        run = allocation.reserve(n + allocation.decode_tokens)
         spans = (Span.consecutive(0, run.slice(0, n, PAGE)),)
         try:
-            for rows, wants, logits in self.passes or ((orders(0, n), self.wants - {Want.KEY_MASS}, (n - 1,)),):
-                self.results.append((yield Pass(rows, rows, spans, frozenset(wants), logits)))
+            for rows, measures, logits in self.passes or (
+                (indices(0, n), self.measures - {Measure.KEY_SCORE}, (n - 1,)),
+            ):
+                self.results.append((yield Pass(rows, rows, spans, frozenset(measures), logits)))
         finally:
             self.stopped = True
-        last = self.results[-1][Want.LOGITS][-1]
+        last = self.results[-1][Measure.LOGITS][-1]
         return Plan(spans, run.slice(n, run.length, PAGE), "full", (), last)
 
-    def finish(self, prompt, plan, generated, holding):
+    def finish(self, prompt, plan, generated, allocation):
         self.finished = generated.tolist()
 
 
@@ -307,7 +309,9 @@ def logit_rows(prompt, *at):
 
 def test_passes_get_their_results_and_end_in_a_plan():
     bench, prompt = Bench(), simple(21)
-    strategy = Scripted((orders(0, 9), {Want.LOGITS}, (3, 8)), (orders(9, 12), (), ()), (orders(12, 21), (), (20,)))
+    strategy = Scripted(
+        (indices(0, 9), {Measure.LOGITS}, (3, 8)), (indices(9, 12), (), ()), (indices(12, 21), (), (20,))
+    )
     task = bench.start(prompt, strategy, limit=3)
     bench.step()
     assert not task.decoding and not task.generated and len(strategy.results) == 1
@@ -315,39 +319,39 @@ def test_passes_get_their_results_and_end_in_a_plan():
     bench.step()
     assert task.decoding and len(task.generated) == 1 and strategy.stopped
     first, second, third = strategy.results
-    assert first[Want.LOGITS].tolist() == logit_rows(prompt, 3, 8)
+    assert first[Measure.LOGITS].tolist() == logit_rows(prompt, 3, 8)
     assert second == {}
-    assert third[Want.LOGITS].tolist() == logit_rows(prompt, 20)
+    assert third[Measure.LOGITS].tolist() == logit_rows(prompt, 20)
 
 
 def test_logits_come_in_the_order_asked_for_even_over_several_steps():
     bench, prompt = Bench(), simple(150)
     asked = (149, 0, 70, 63, 64, 1)
-    strategy = Scripted((orders(0, 150), {Want.LOGITS}, asked), (orders(149, 150), {Want.LOGITS}, (149,)))
+    strategy = Scripted((indices(0, 150), {Measure.LOGITS}, asked), (indices(149, 150), {Measure.LOGITS}, (149,)))
     bench.start(prompt, strategy, limit=1)
     bench.run()
-    assert strategy.results[0][Want.LOGITS].tolist() == logit_rows(prompt, *asked)
+    assert strategy.results[0][Measure.LOGITS].tolist() == logit_rows(prompt, *asked)
 
 
-def test_key_mass_is_the_whole_pass_s_though_it_ran_in_several_steps():
+def test_key_score_is_the_whole_pass_s_though_it_ran_in_several_steps():
     bench, prompt = Bench(), simple(100)
-    rows = np.concatenate([orders(0, 70), orders(90, 100)])
-    both = {Want.LOGITS, Want.KEY_MASS}
-    strategy = Scripted((orders(0, 100), (), ()), (rows, both, (99,)))
-    bench.start(simple(30, seed=1), Scripted((orders(0, 30), both, (29,))), limit=1)
+    rows = np.concatenate([indices(0, 70), indices(90, 100)])
+    both = {Measure.LOGITS, Measure.KEY_SCORE}
+    strategy = Scripted((indices(0, 100), (), ()), (rows, both, (99,)))
+    bench.start(simple(30, seed=1), Scripted((indices(0, 30), both, (29,))), limit=1)
     bench.start(prompt, strategy, limit=1)
     bench.run()
-    assert Want.KEY_MASS not in strategy.results[0]
-    mass = strategy.results[1][Want.KEY_MASS]
+    assert Measure.KEY_SCORE not in strategy.results[0]
+    score = strategy.results[1][Measure.KEY_SCORE]
     expected = [int((rows >= order).sum()) for order in range(100)]
-    assert mass.tolist() == [expected, [2 * count for count in expected]]
+    assert score.tolist() == [expected, [2 * count for count in expected]]
 
 
-def test_tasks_with_and_without_mass_share_no_step():
+def test_tasks_with_and_without_score_share_no_step():
     bench = Bench()
     for seed in range(4):
-        wants = {Want.LOGITS, Want.KEY_MASS} if seed % 2 else {Want.LOGITS}
-        bench.start(simple(5, seed), Scripted((orders(0, 5), wants, (4,))), limit=2)
+        measures = {Measure.LOGITS, Measure.KEY_SCORE} if seed % 2 else {Measure.LOGITS}
+        bench.start(simple(5, seed), Scripted((indices(0, 5), measures, (4,))), limit=2)
     for batch, kinds in zip(bench.run(), bench.kinds, strict=True):
         assert {measures for _, measures in kinds} == {batch.step.probe is not None}
 
@@ -359,10 +363,10 @@ def test_decoding_goes_on_where_the_prompt_ends():
     seen = []
     while bench.scheduler.tasks:
         work = task.work
-        seen.append((int(work.order[0]), int(work.position[0]), int(work.cell[0]), work.context))
+        seen.append((int(work.order[0]), int(work.position[0]), int(work.slot[0]), work.context))
         bench.step()
-    cells = task.plan.tail.cells(PAGE).tolist()
-    assert seen == [(7 + i, 7 + i, cells[i], 8 + i) for i in range(5)]
+    slots = task.plan.tail.slots(PAGE).tolist()
+    assert seen == [(7 + i, 7 + i, slots[i], 8 + i) for i in range(5)]
 
 
 def test_finish_is_told_of_the_tokens_whose_kv_exists():
@@ -385,44 +389,44 @@ def test_finish_is_told_of_the_tokens_whose_kv_exists():
 
 
 class Writes(Scripted):
-    """A warm prefix in the cache, and one pass over spans that a test makes of lease and run."""
+    """A warm prefix in the cache, and one pass over spans that a test makes of match and run."""
 
     def __init__(self, spans_of, rows):
         super().__init__()
         self.spans_of, self.rows = spans_of, rows
 
-    def carry_out(self, prompt, holding, ratio=None):
-        lease = holding.prefix(prompt.tokens)
-        run = holding.reserve(len(prompt))
-        yield Pass(self.rows, self.rows, self.spans_of(lease, run))
+    def prefill(self, prompt, allocation, ratio=None):
+        match = allocation.prefix(prompt.tokens)
+        run = allocation.reserve(len(prompt))
+        yield Pass(self.rows, self.rows, self.spans_of(match, run))
 
 
-def consecutive(lease, run):
-    return (*lease_spans(lease, 0), Span.consecutive(10, run.slice(10, 20, PAGE)))
+def consecutive(match, run):
+    return (*match_spans(match, 0), Span.consecutive(10, run.slice(10, 20, PAGE)))
 
 
-def moved(lease, run):
+def moved(match, run):
     return (Span.consecutive(0, run, offset=3),)
 
 
-def hidden(lease, run):
-    return (Span(np.where(orders(0, 20) == 15, NEVER, orders(0, 20)), run),)
+def hidden(match, run):
+    return (Span(np.where(indices(0, 20) == 15, NEVER, indices(0, 20)), run),)
 
 
 @pytest.mark.parametrize(
     ("spans_of", "rows"),
     [
-        (consecutive, orders(9, 20)),  # token 9 is the cache's
-        (consecutive, orders(0, 20)),
-        (moved, orders(5, 6)),  # where an offset is, the row's own K would be stored at the wrong position
-        (hidden, orders(14, 17)),  # row 15 has no cell
-        (lambda lease, run: (Span.consecutive(0, run.slice(0, 10, PAGE)),), orders(8, 12)),
+        (consecutive, indices(9, 20)),  # token 9 is the cache's
+        (consecutive, indices(0, 20)),
+        (moved, indices(5, 6)),  # where an offset is, the row's own K would be stored at the wrong position
+        (hidden, indices(14, 17)),  # row 15 has no slot
+        (lambda match, run: (Span.consecutive(0, run.slice(0, 10, PAGE)),), indices(8, 12)),
     ],
 )
 def test_a_pass_that_would_write_what_is_not_the_request_s_own_is_refused(spans_of, rows):
     bench = Bench()
     prompt = simple(20)
-    work_on(bench, make_prompt((Kind.JOIN, prompt.tokens[:10])), Prefix(), limit=1)
+    work_on(bench, make_prompt((Kind.QUERY, prompt.tokens[:10])), Prefix(), limit=1)
     before = bench.cache.metrics.pages_used
     task = bench.task(prompt, Writes(spans_of, rows))
     with pytest.raises(RuntimeError, match="scripted would write into cached pages"):
@@ -430,7 +434,7 @@ def test_a_pass_that_would_write_what_is_not_the_request_s_own_is_refused(spans_
     task.close()
     bench.cache.audit(live=())
     assert bench.cache.metrics.pages_used == before
-    accepted = bench.task(prompt, Writes(consecutive, orders(10, 20)))
+    accepted = bench.task(prompt, Writes(consecutive, indices(10, 20)))
     accepted.start()
     accepted.close()
 
@@ -438,7 +442,7 @@ def test_a_pass_that_would_write_what_is_not_the_request_s_own_is_refused(spans_
 def test_a_pass_without_rows_is_refused():
     """It would never be done: no step could hold a row of it."""
     bench = Bench()
-    task = bench.task(simple(8), Scripted((orders(0, 0), (), ()), (orders(0, 8), {Want.LOGITS}, (7,))))
+    task = bench.task(simple(8), Scripted((indices(0, 0), (), ()), (indices(0, 8), {Measure.LOGITS}, (7,))))
     with pytest.raises((RuntimeError, ValueError), match="rows"):
         task.start()
     task.close()
@@ -451,20 +455,20 @@ def knowledge_prompt(question_seed=9, chunks=(1, 2, 3)):
     return make_prompt(
         (Kind.SYSTEM, text(6)),
         *((Kind.CHUNK, text(5 + 3 * seed, seed)) for seed in chunks),
-        (Kind.JOIN, text(7, question_seed)),
+        (Kind.QUERY, text(7, question_seed)),
     )
 
 
 def scripted_in_three():
     n = len(knowledge_prompt())
-    return Scripted((orders(0, 9), (), ()), (orders(9, 30), (), ()), (orders(30, n), {Want.LOGITS}, (n - 1,)))
+    return Scripted((indices(0, 9), (), ()), (indices(9, 30), (), ()), (indices(30, n), {Measure.LOGITS}, (n - 1,)))
 
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("strategy", [Full, Prefix, Naive, scripted_in_three])
 def test_close_gives_everything_back_at_any_point(strategy, warm):
     for steps in range(12):
-        bench = Bench(grid=Grid(rows=((2, 2), (4, 1), (16, 8)), slots=(8, 96), logits=(2,)))
+        bench = Bench(grid=Grid(rows=((2, 2), (4, 1), (16, 8)), entries=(8, 96), logits=(2,)))
         if warm:
             work_on(bench, knowledge_prompt(8, (3, 1)), strategy() if strategy is not scripted_in_three else Naive())
         task = bench.start(knowledge_prompt(), strategy(), limit=6)
@@ -494,7 +498,7 @@ def test_close_before_the_start_and_without_work():
 @pytest.mark.parametrize("strategy", [Full, Prefix, Naive])
 def test_no_room_at_the_start_leaves_nothing_behind(strategy):
     bench = Bench(pages=24)
-    work_on(bench, make_prompt((Kind.SYSTEM, text(6)), (Kind.JOIN, text(2, 5))), strategy(), limit=1)
+    work_on(bench, make_prompt((Kind.SYSTEM, text(6)), (Kind.QUERY, text(2, 5))), strategy(), limit=1)
     holder = bench.start(simple(40, seed=3), Full(), limit=4)
     task = bench.task(knowledge_prompt(), strategy())
     with pytest.raises(OutOfPages):
@@ -519,17 +523,17 @@ def least_cost(rows):
 
 
 class Fixed:
-    """Work without a conversation: rows left, slots in use."""
+    """Work without a conversation: rows left, entries in use."""
 
-    def __init__(self, rows, slots=1, decoding=False, mass=False):
+    def __init__(self, rows, entries=1, decoding=False, score=False):
         bench = Bench(
-            pages=rows // PAGE + slots + 3, grid=Grid(rows=SMALL.rows, slots=(rows // PAGE + 8,), logits=(2,))
+            pages=rows // PAGE + entries + 3, grid=Grid(rows=SMALL.rows, entries=(rows // PAGE + 8,), logits=(2,))
         )
-        wants = {Want.KEY_MASS} if mass else ()
-        self.task = bench.task(simple(rows), Scripted((orders(0, rows), wants, ())), limit=1)
+        measures = {Measure.KEY_SCORE} if score else ()
+        self.task = bench.task(simple(rows), Scripted((indices(0, rows), measures, ())), limit=1)
         self.task.start()
-        pages = tuple(range(1, slots + 1))
-        self.task.work.table = SlotTable((Span(np.full(slots * PAGE, NEVER), Run(pages, 0, slots * PAGE)),), PAGE)
+        pages = tuple(range(1, entries + 1))
+        self.task.work.table = PageTable((Span(np.full(entries * PAGE, NEVER), Run(pages, 0, entries * PAGE)),), PAGE)
         if decoding:
             self.task.plan = Plan((), Run((), 0, 0), None, (), np.zeros(0, np.float32))
 
@@ -544,10 +548,10 @@ def run_fixed(scheduler, costs=COSTS):
     """Run until nothing is left; (milliseconds, batches)."""
     spent, batches = 0, []
     while (batch := scheduler.next_batch()) is not None:
-        spent += costs[len(batch.step.order_T)]
+        spent += costs[len(batch.step.index_T)]
         batches.append(batch)
-        mass = np.zeros((1, *batch.step.order_SC.shape), np.float32)
-        for task in batch.deliver(np.zeros((len(batch.logit_rows), 1), np.float32), mass):
+        score = np.zeros((1, *batch.step.index_SC.shape), np.float32)
+        for task in batch.deliver(np.zeros((len(batch.logit_rows), 1), np.float32), score):
             scheduler.tasks.remove(task)
         assert len(batches) < 2000
     return spent, batches
@@ -583,14 +587,14 @@ def test_a_batch_never_mixes_requests_in_a_block(lefts):
     _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 16, 64), 1))
     computed = {id(task): [] for task in tasks}
     for batch in batches:
-        block = dict(SMALL.rows)[len(batch.step.order_T)]
+        block = dict(SMALL.rows)[len(batch.step.index_T)]
         for part in batch.step.request_T.reshape(-1, block):
             assert len(set(part.tolist()) - {-1}) <= 1
         for index, piece in enumerate(batch.pieces):
             at = np.flatnonzero(batch.step.request_T == index)
             assert at.tolist() == [*range(piece.row, piece.row + piece.end - piece.begin)]
-            computed[id(piece.task)] += batch.step.order_T[at].tolist()
-            assert set(np.flatnonzero(batch.step.request_S == index)) == {piece.slot}
+            computed[id(piece.task)] += batch.step.index_T[at].tolist()
+            assert set(np.flatnonzero(batch.step.request_S == index)) == {piece.entry}
     assert [computed[id(task)] for task in tasks] == [[*range(n)] for n in lefts], "each row once, in order"
 
 
@@ -640,7 +644,7 @@ def test_every_decoding_request_is_served_in_turn(count, busy):
         batch = scheduler.next_batch()
         if is_decode(batch):
             served.append({id(piece.task) for piece in batch.pieces})
-            assert len(batch.step.order_T) == (2 if len(batch.pieces) == 1 else 4)
+            assert len(batch.step.index_T) == (2 if len(batch.pieces) == 1 else 4)
         else:
             batch.deliver(None, None)
     for begin in range(3 * due + 1):
@@ -668,11 +672,11 @@ def test_the_oldest_request_is_prefilled_first():
 
 @pytest.mark.parametrize("decoding", [False, True])
 @settings(max_examples=40, deadline=None)
-@given(slots=st.lists(st.integers(1, 96), min_size=1, max_size=8))
-def test_slots_never_exceed_the_largest_bucket(decoding, slots):
+@given(entries=st.lists(st.integers(1, 96), min_size=1, max_size=8))
+def test_entries_never_exceed_the_largest_bucket(decoding, entries):
     scheduler = Scheduler(SMALL, PAGE)
-    for n in slots:
-        fixed_tasks(scheduler, [1], slots=n, decoding=decoding)
+    for n in entries:
+        fixed_tasks(scheduler, [1], entries=n, decoding=decoding)
     _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 16, 64), 1))
     for batch in batches:
         used = sum(len(piece.task.work.table) for piece in batch.pieces)
@@ -680,13 +684,13 @@ def test_slots_never_exceed_the_largest_bucket(decoding, slots):
         assert len(batch.step.page_S) == (8 if used <= 8 else 96)
 
 
-def test_a_request_that_fits_never_exceeds_the_slots():
+def test_a_request_that_fits_never_exceeds_the_entries():
     """However scattered its prefix lies: `fits` counts segments, not the runs that a prefix was found in."""
-    grid = Grid(rows=SMALL.rows, slots=(8, 24), logits=(2,))
+    grid = Grid(rows=SMALL.rows, entries=(8, 24), logits=(2,))
     bench = Bench(pages=200, grid=grid)
     prompt = simple(40)
     for n in range(2, 40):
-        work_on(bench, make_prompt((Kind.JOIN, prompt.tokens[:n])), Prefix(), limit=1)
+        work_on(bench, make_prompt((Kind.QUERY, prompt.tokens[:n])), Prefix(), limit=1)
     assert bench.scheduler.fits(1, 44)
     assert work_on(bench, prompt, Prefix(), limit=4) <= 40 + 3
 

@@ -23,7 +23,6 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from tests.support.fakes import FakeEngine
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import TypeAdapter
@@ -33,6 +32,7 @@ from ragjax.engine import Engine
 from ragjax.retrieval.reader import read
 from ragjax.serve import create_app, main, schema
 from ragjax.serve.command import _storage, parse_options
+from tests.support.fakes import FakeEngine
 
 MESSAGES = [{"role": "user", "content": "What colour is the lighthouse?"}]
 CHAT = {"model": "fake", "messages": MESSAGES}

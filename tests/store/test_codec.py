@@ -41,8 +41,8 @@ def normal(tokens: int, dtype: np.dtype[Any], seed: int = 0, loud: float = 1.0) 
     return rest(pair[0], dtype), rest(pair[1], dtype)
 
 
-def error(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(wide(got) - wide(want)) / np.linalg.norm(wide(want)))
+def error(got: np.ndarray, what: np.ndarray) -> float:
+    return float(np.linalg.norm(wide(got) - wide(what)) / np.linalg.norm(wide(what)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

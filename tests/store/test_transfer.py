@@ -1,4 +1,6 @@
-"""`Mover`: whatever way KV takes between the tiers it is the same bytes, or an error; against a plain dictionary."""
+"""`KVTransfer`: whatever way KV takes between the tiers it is the same bytes, or an error; against a plain
+dictionary.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ from jax.sharding import PartitionSpec as P
 
 import ragjax.runner.runner
 from ragjax.core import Run
-from ragjax.core.tiers import Carrier, Copy, Done, Load, Record, Save, Write
+from ragjax.core.tiers import Copy, Done, Load, Record, Save, TransferEngine, Write
 from ragjax.kernels.pages import Pages
 from ragjax.runner.runner import Runner
 from ragjax.store import device as page_store
 from ragjax.store import host
-from ragjax.store.transfer import Mover
+from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.compiler import custom_calls, hopper_mesh, lower
 
@@ -82,26 +84,26 @@ def disk() -> FakeDisk:
     return FakeDisk()
 
 
-Start = Callable[..., Mover]
+Start = Callable[..., KVTransfer]
 
 
 @pytest.fixture
 def start(runner: Runner, disk: FakeDisk) -> Iterator[Start]:
     """Make movers of this runner and disk; each is closed at the end."""
-    made: list[Mover] = []
+    made: list[KVTransfer] = []
 
-    def start_one(kind: Any = "raw", **options: Any) -> Mover:
-        made.append(Mover(runner, kind, **({"disk": disk} | options)))
+    def start_one(kind: Any = "raw", **options: Any) -> KVTransfer:
+        made.append(KVTransfer(runner, kind, **({"disk": disk} | options)))
         return made[-1]
 
     yield start_one
     disk.open.set()
-    for mover in made:
-        mover.close()
+    for transfer in made:
+        transfer.close()
 
 
 @pytest.fixture
-def mover(start: Start) -> Mover:
+def transfer(start: Start) -> KVTransfer:
     return start()
 
 
@@ -129,9 +131,9 @@ def pool_of(runner: Runner) -> KV:
 
 
 def at(pool: KV, run: Run) -> KV:
-    """What a run holds, by its cells."""
-    cells = run.cells(PAGE)
-    k, v = (np.moveaxis(x[:, cells // PAGE, :, cells % PAGE], 0, 2) for x in pool)
+    """What a run holds, by its slots."""
+    slots = run.slots(PAGE)
+    k, v = (np.moveaxis(x[:, slots // PAGE, :, slots % PAGE], 0, 2) for x in pool)
     return k, v
 
 
@@ -148,14 +150,14 @@ def same(one: KV, other: KV) -> bool:
     return all(x.tobytes() == y.tobytes() for x, y in zip(one, other, strict=True))
 
 
-def finish(mover: Mover) -> list[Done]:
+def finish(transfer: KVTransfer) -> list[Done]:
     """Everything begun so far, finished."""
-    mover.flush()
-    return list(mover.poll())
+    transfer.flush()
+    return list(transfer.poll())
 
 
-def succeed(mover: Mover) -> list[Done]:
-    done = finish(mover)
+def succeed(transfer: KVTransfer) -> list[Done]:
+    done = finish(transfer)
     assert [d.error for d in done] == [None] * len(done)
     return done
 
@@ -165,7 +167,7 @@ def record(name: int, tokens: int) -> Record:
 
 
 def fresh(first: int, length: int) -> Run:
-    """A run from a page's first cell on."""
+    """A run from a page's first slot on."""
     return Run(tuple(range(first, first - (-length // PAGE))), 0, length)
 
 
@@ -176,8 +178,8 @@ MIDDLE = Run((9, 4, 5, 17), 11, 48)
 # ------------------------------------------------------------------------------------------ round trips
 
 
-def test_it_is_a_carrier(mover: Mover) -> None:
-    carrier: Carrier = mover
+def test_it_is_a_carrier(transfer: KVTransfer) -> None:
+    carrier: TransferEngine = transfer
     assert not carrier.lossy and carrier.poll() == []
 
 
@@ -188,21 +190,21 @@ def test_it_is_a_carrier(mover: Mover) -> None:
     ids=lambda run: f"{run.start}+{run.length}",
 )  # fmt: skip
 @pytest.mark.parametrize("through", ["host", "disk"])
-def test_round_trip_is_bit_for_bit(runner: Runner, mover: Mover, run: Run, through: str) -> None:
+def test_round_trip_is_bit_for_bit(runner: Runner, transfer: KVTransfer, run: Run, through: str) -> None:
     fill(runner, range(1, TOTAL), 1)
     kept = at(pool_of(runner), run)
-    mover.save([Save(7, run)])
-    mover.write([Write(record(1, run.length), Copy(7, 0, run.length))])
+    transfer.save([Save(7, run)])
+    transfer.write([Write(record(1, run.length), Copy(7, 0, run.length))])
     fill(runner, range(1, TOTAL), 2)
-    mover.flush()
+    transfer.flush()
     if through == "disk":
-        mover.forget([7])
+        transfer.forget([7])
     before = pool_of(runner)
     target = fresh(20, run.length)
-    mover.load([Load(1, target, (Copy(7 if through == "host" else record(1, 0).key, 0, run.length),))])
-    mover.flush()
+    transfer.load([Load(1, target, (Copy(7 if through == "host" else record(1, 0).key, 0, run.length),))])
+    transfer.flush()
     assert same(pool_of(runner), before)  # the pool changes in poll() alone
-    done = mover.poll()
+    done = transfer.poll()
     assert [type(d.job) for d in done] == [Save, Write, Load] and all(d.error is None for d in done)
     after = pool_of(runner)
     assert same(at(after, target), kept)
@@ -210,85 +212,87 @@ def test_round_trip_is_bit_for_bit(runner: Runner, mover: Mover, run: Run, throu
     assert same((after[0][:, others], after[1][:, others]), (before[0][:, others], before[1][:, others]))
 
 
-def test_saved_bytes_are_those_of_the_moment(runner: Runner, mover: Mover) -> None:
+def test_saved_bytes_are_those_of_the_moment(runner: Runner, transfer: KVTransfer) -> None:
     """The pages may be written again as soon as save() returns."""
     run = Run(tuple(range(1, 20)), 5, 18 * PAGE + 2)
     for seed in range(10):
         fill(runner, range(1, TOTAL), seed)
         kept = at(pool_of(runner), run)
-        mover.save([Save(seed, run)])
+        transfer.save([Save(seed, run)])
         fill(runner, range(1, TOTAL), seed + 100)
-        mover.load([Load(seed, fresh(20, run.length), (Copy(seed, 0, run.length),))])
-        succeed(mover)
+        transfer.load([Load(seed, fresh(20, run.length), (Copy(seed, 0, run.length),))])
+        succeed(transfer)
         assert same(at(pool_of(runner), fresh(20, run.length)), kept)
 
 
-def test_runs_of_one_batch_share_pages(runner: Runner, mover: Mover) -> None:
+def test_runs_of_one_batch_share_pages(runner: Runner, transfer: KVTransfer) -> None:
     """Neighbours cut in the middle of a page, each page of which moves once."""
     fill(runner, range(1, TOTAL), 1)
     pool = pool_of(runner)
     cuts = (0, 10, 11, 30, 48)
     runs = [MIDDLE.slice(a, b, PAGE) for a, b in pairwise(cuts)]
-    mover.save([Save(i, run) for i, run in enumerate(runs)])
-    assert mover.traffic()["device_to_host"].bytes == 4 * 2 * LAYERS * HEADS * PAGE * DIM * pool[0].itemsize
+    transfer.save([Save(i, run) for i, run in enumerate(runs)])
+    assert transfer.traffic()["device_to_host"].bytes == 4 * 2 * LAYERS * HEADS * PAGE * DIM * pool[0].itemsize
     order = (2, 0, 3, 1)
-    mover.load([Load(1, fresh(20, 48), tuple(Copy(i, 0, runs[i].length) for i in order))])
-    succeed(mover)
+    transfer.load([Load(1, fresh(20, 48), tuple(Copy(i, 0, runs[i].length) for i in order))])
+    succeed(transfer)
     assert same(at(pool_of(runner), fresh(20, 48)), join([at(pool, runs[i]) for i in order]))
 
 
-def test_slices_of_entries_from_everywhere_fill_one_run(runner: Runner, mover: Mover) -> None:
+def test_slices_of_entries_from_everywhere_fill_one_run(runner: Runner, transfer: KVTransfer) -> None:
     fill(runner, range(1, TOTAL), 1)
     pool = pool_of(runner)
     other = Run((30, 31), 3, 20)
-    mover.save([Save(1, MIDDLE), Save(2, other)])
-    mover.write([Write(record(5, 30), Copy(1, 12, 30))])  # a slice is what is written
-    mover.flush()
+    transfer.save([Save(1, MIDDLE), Save(2, other)])
+    transfer.write([Write(record(5, 30), Copy(1, 12, 30))])  # a slice is what is written
+    transfer.flush()
     key = record(5, 0).key
     pieces = (Copy(key, 20, 5), Copy(2, 4, 13), Copy(1, 0, 1), Copy(key, 0, 4), Copy(1, 40, 8))
-    mover.load([Load(1, fresh(20, 31), pieces)])
-    succeed(mover)
+    transfer.load([Load(1, fresh(20, 31), pieces)])
+    succeed(transfer)
     first, second = at(pool, MIDDLE), at(pool, other)
-    want = [sliced(first, 32, 37), sliced(second, 4, 17), sliced(first, 0, 1), sliced(first, 12, 16)]
-    assert same(at(pool_of(runner), fresh(20, 31)), join([*want, sliced(first, 40, 48)]))
-    assert mover.traffic()["disk_to_host"].jobs == 1  # once for both its pieces
+    what = [sliced(first, 32, 37), sliced(second, 4, 17), sliced(first, 0, 1), sliced(first, 12, 16)]
+    assert same(at(pool_of(runner), fresh(20, 31)), join([*what, sliced(first, 40, 48)]))
+    assert transfer.traffic()["disk_to_host"].jobs == 1  # once for both its pieces
 
 
-def test_unused_cells_of_loaded_pages_are_finite(runner: Runner, mover: Mover) -> None:
+def test_unused_slots_of_loaded_pages_are_finite(runner: Runner, transfer: KVTransfer) -> None:
     fill(runner, range(1, TOTAL), 1)
-    mover.save([Save(1, MIDDLE)])
-    mover.load([Load(1, fresh(20, 5), (Copy(1, 0, 5),))])
-    succeed(mover)
+    transfer.save([Save(1, MIDDLE)])
+    transfer.load([Load(1, fresh(20, 5), (Copy(1, 0, 5),))])
+    succeed(transfer)
     assert not any(x[:, 20, :, 5:].any() for x in pool_of(runner))
 
 
-def test_nothing_is_moved_for_no_tokens(runner: Runner, mover: Mover) -> None:
-    mover.save([])
-    mover.save([Save(1, Run((), 0, 0))])
-    mover.load([Load(1, Run((), 0, 0), (Copy(1, 0, 0),))])
-    assert len(succeed(mover)) == 2
+def test_nothing_is_moved_for_no_tokens(runner: Runner, transfer: KVTransfer) -> None:
+    transfer.save([])
+    transfer.save([Save(1, Run((), 0, 0))])
+    transfer.load([Load(1, Run((), 0, 0), (Copy(1, 0, 0),))])
+    assert len(succeed(transfer)) == 2
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), ("float8", 0.03)])
 def test_lossy_kinds_say_so(runner: Runner, start: Start, kind: str, bound: float) -> None:
-    mover = start(kind)
-    assert mover.lossy
+    transfer = start(kind)
+    assert transfer.lossy
     fill(runner, range(1, TOTAL), 1)
     run = Run(tuple(range(1, 14)), 0, 13 * PAGE)
     kept = at(pool_of(runner), run)
-    mover.save([Save(1, run)])
-    mover.write([Write(record(1, run.length), Copy(1, 0, run.length))])
-    saved, written = succeed(mover)
+    transfer.save([Save(1, run)])
+    transfer.write([Write(record(1, run.length), Copy(1, 0, run.length))])
+    saved, written = succeed(transfer)
     assert 0.2 * bound < saved.loss < bound
-    assert saved.bytes == written.bytes == mover.size(run.length) == mover.host.bytes
-    mover.load([Load(1, fresh(20, 20), (Copy(1, 30, 20),)), Load(2, fresh(30, 20), (Copy(record(1, 0).key, 30, 20),))])
-    succeed(mover)
+    assert saved.bytes == written.bytes == transfer.size(run.length) == transfer.host.bytes
+    transfer.load(
+        [Load(1, fresh(20, 20), (Copy(1, 30, 20),)), Load(2, fresh(30, 20), (Copy(record(1, 0).key, 30, 20),))]
+    )
+    succeed(transfer)
     pool = pool_of(runner)
     assert same(at(pool, fresh(20, 20)), at(pool, fresh(30, 20)))
-    for got, want in zip(at(pool, fresh(20, 20)), sliced(kept, 30, 50), strict=True):
-        got, want = (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x for x in (got, want))
-        got, want = got.astype(np.float64), want.astype(np.float64)
-        assert 0 < np.linalg.norm(got - want) < 1.5 * bound * np.linalg.norm(want)
+    for got, what in zip(at(pool, fresh(20, 20)), sliced(kept, 30, 50), strict=True):
+        got, what = (x.view(ml_dtypes.bfloat16) if x.dtype == np.uint16 else x for x in (got, what))
+        got, what = got.astype(np.float64), what.astype(np.float64)
+        assert 0 < np.linalg.norm(got - what) < 1.5 * bound * np.linalg.norm(what)
 
 
 def test_an_entry_of_another_kind_is_read(runner: Runner, start: Start) -> None:
@@ -297,9 +301,9 @@ def test_an_entry_of_another_kind_is_read(runner: Runner, start: Start) -> None:
     one.save([Save(1, MIDDLE)])
     one.write([Write(record(1, 48), Copy(1, 0, 48))])
     succeed(one)
-    for mover, number, first in ((one, 1, 20), (other, 2, 30)):
-        mover.load([Load(number, fresh(first, 48), (Copy(record(1, 0).key, 0, 48),))])
-        succeed(mover)
+    for transfer, number, first in ((one, 1, 20), (other, 2, 30)):
+        transfer.load([Load(number, fresh(first, 48), (Copy(record(1, 0).key, 0, 48),))])
+        succeed(transfer)
     pool = pool_of(runner)
     assert same(at(pool, fresh(20, 48)), at(pool, fresh(30, 48)))
     assert not same(at(pool, fresh(20, 48)), at(pool, MIDDLE))
@@ -309,7 +313,7 @@ def test_an_entry_of_another_kind_is_read(runner: Runner, start: Start) -> None:
 
 
 def test_a_load_waits_for_its_save_and_is_reported_after_it(
-    runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, transfer: KVTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(runner, range(1, TOTAL), 1)
     kept = at(pool_of(runner), MIDDLE)
@@ -320,85 +324,87 @@ def test_a_load_waits_for_its_save_and_is_reported_after_it(
         return real(*args)
 
     monkeypatch.setattr(host, "to_numpy", slow)
-    mover.save([Save(1, MIDDLE)])
-    mover.load([Load(i, fresh(20 + 4 * i, 48), (Copy(1, 0, 48),)) for i in range(4)])
-    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
-    mover.forget([1])
-    assert not mover.poll()
+    transfer.save([Save(1, MIDDLE)])
+    transfer.load([Load(i, fresh(20 + 4 * i, 48), (Copy(1, 0, 48),)) for i in range(4)])
+    transfer.write([Write(record(1, 48), Copy(1, 0, 48))])
+    transfer.forget([1])
+    assert not transfer.poll()
     gate.set()
-    done = succeed(mover)
+    done = succeed(transfer)
     assert isinstance(done[0].job, Save) and len(done) == 6
     pool = pool_of(runner)
     assert all(same(at(pool, fresh(20 + 4 * i, 48)), kept) for i in range(4))
-    assert (mover.host.bytes, len(mover.host)) == (0, 0)
+    assert (transfer.host.bytes, len(transfer.host)) == (0, 0)
 
 
-def test_loads_pass_slow_writes(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
+def test_loads_pass_slow_writes(runner: Runner, transfer: KVTransfer, disk: FakeDisk) -> None:
     fill(runner, range(1, TOTAL), 1)
-    mover.save([Save(1, MIDDLE)])
-    succeed(mover)
+    transfer.save([Save(1, MIDDLE)])
+    succeed(transfer)
     disk.open.clear()
-    mover.write([Write(record(i, 48), Copy(1, 0, 48)) for i in range(5)])
+    transfer.write([Write(record(i, 48), Copy(1, 0, 48)) for i in range(5)])
     disk.reached.wait()
     loaded = Event()
-    mover.notify = loaded.set
-    mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
+    transfer.notify = loaded.set
+    transfer.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
     loaded.wait()
-    assert [type(d.job) for d in mover.poll()] == [Load]
+    assert [type(d.job) for d in transfer.poll()] == [Load]
     disk.open.set()
-    assert len(succeed(mover)) == 5
+    assert len(succeed(transfer)) == 5
 
 
-def test_an_entry_forgotten_during_a_write_is_written_and_freed(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
+def test_an_entry_forgotten_during_a_write_is_written_and_freed(
+    runner: Runner, transfer: KVTransfer, disk: FakeDisk
+) -> None:
     fill(runner, range(1, TOTAL), 1)
     kept = at(pool_of(runner), MIDDLE)
-    mover.save([Save(1, MIDDLE)])
-    succeed(mover)
+    transfer.save([Save(1, MIDDLE)])
+    succeed(transfer)
     disk.open.clear()
-    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
+    transfer.write([Write(record(1, 48), Copy(1, 0, 48))])
     disk.reached.wait()
-    mover.forget([1])
-    assert mover.host.bytes == mover.size(48) and 1 not in mover.host
-    mover.save([Save(1, Run((30,), 0, 3))])  # the number is free
+    transfer.forget([1])
+    assert transfer.host.bytes == transfer.size(48) and 1 not in transfer.host
+    transfer.save([Save(1, Run((30,), 0, 3))])  # the number is free
     disk.open.set()
-    succeed(mover)
-    assert mover.host.bytes == mover.size(3)
-    mover.load([Load(1, fresh(20, 48), (Copy(record(1, 0).key, 0, 48),))])
-    succeed(mover)
+    succeed(transfer)
+    assert transfer.host.bytes == transfer.size(3)
+    transfer.load([Load(1, fresh(20, 48), (Copy(record(1, 0).key, 0, 48),))])
+    succeed(transfer)
     assert same(at(pool_of(runner), fresh(20, 48)), kept)
 
 
 def test_notice_is_given_for_all_that_can_be_polled(runner: Runner, start: Start) -> None:
     """A loop that sleeps until it is told hears of every job."""
     notice = Event()
-    mover = start(notify=notice.set)
+    transfer = start(notify=notice.set)
     fill(runner, range(1, TOTAL), 1)
-    mover.save([Save(1, MIDDLE), Save(2, Run((1,), 0, 2))])
-    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
-    mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),)), Load(2, fresh(30, 2), (Copy(b"missing", 0, 2),))])
+    transfer.save([Save(1, MIDDLE), Save(2, Run((1,), 0, 2))])
+    transfer.write([Write(record(1, 48), Copy(1, 0, 48))])
+    transfer.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),)), Load(2, fresh(30, 2), (Copy(b"missing", 0, 2),))])
     seen: list[Done] = []
     while len(seen) < 5:
         notice.wait()
         notice.clear()
-        seen += mover.poll()
+        seen += transfer.poll()
     assert [d.job for d in seen if d.error] == [Load(2, fresh(30, 2), (Copy(b"missing", 0, 2),))]
     assert all(d.seconds > 0 for d in seen)
-    mover.flush()
+    transfer.flush()
     notice.clear()
-    mover.load([Load(3, fresh(30, 2), (Copy(b"missing", 0, 2),))])
-    mover.flush()
+    transfer.load([Load(3, fresh(30, 2), (Copy(b"missing", 0, 2),))])
+    transfer.flush()
     assert notice.is_set()  # also where a failure is all there is to hear of
 
 
 # ------------------------------------------------------------------------------------------ failures
 
 
-def on_disk(runner: Runner, mover: Mover) -> KV:
+def on_disk(runner: Runner, transfer: KVTransfer) -> KV:
     """Entry 1 with MIDDLE's KV, in host memory and on disk."""
     fill(runner, range(1, TOTAL), 1)
-    mover.save([Save(1, MIDDLE)])
-    mover.write([Write(record(1, 48), Copy(1, 0, 48))])
-    succeed(mover)
+    transfer.save([Save(1, MIDDLE)])
+    transfer.write([Write(record(1, 48), Copy(1, 0, 48))])
+    succeed(transfer)
     return at(pool_of(runner), MIDDLE)
 
 
@@ -406,29 +412,31 @@ FROM_DISK = Load(1, fresh(20, 48), (Copy(record(1, 0).key, 0, 48),))
 PIECES = Load(2, fresh(20, 58), (Copy(1, 0, 10), Copy(record(1, 0).key, 0, 48)))
 
 
-def test_a_failed_read_is_tried_again(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
-    kept = on_disk(runner, mover)
+def test_a_failed_read_is_tried_again(runner: Runner, transfer: KVTransfer, disk: FakeDisk) -> None:
+    kept = on_disk(runner, transfer)
     disk.failures = [OSError("disk is tired")]
-    mover.load([FROM_DISK])
-    succeed(mover)
+    transfer.load([FROM_DISK])
+    succeed(transfer)
     assert same(at(pool_of(runner), FROM_DISK.run), kept)
-    traffic = mover.traffic()["disk_to_host"]
+    traffic = transfer.traffic()["disk_to_host"]
     assert (traffic.jobs, traffic.retries, traffic.failures, disk.reads) == (1, 1, 0, 2)
 
 
 @pytest.mark.parametrize("job", [FROM_DISK, PIECES], ids=["alone", "one piece"])
-def test_a_load_that_fails_for_good_changes_nothing(runner: Runner, mover: Mover, disk: FakeDisk, job: Load) -> None:
-    on_disk(runner, mover)
+def test_a_load_that_fails_for_good_changes_nothing(
+    runner: Runner, transfer: KVTransfer, disk: FakeDisk, job: Load
+) -> None:
+    on_disk(runner, transfer)
     before = pool_of(runner)
     disk.failures = [OSError("checksum differs"), KeyError("missing")]
-    mover.load([job])
-    (done,) = finish(mover)
+    transfer.load([job])
+    (done,) = finish(transfer)
     assert (done.job, done.error, done.bytes) == (job, "OSError: checksum differs", 0)
     assert same(pool_of(runner), before)
-    traffic = mover.traffic()
+    traffic = transfer.traffic()
     assert (traffic["disk_to_host"].failures, traffic["disk_to_host"].bytes) == (1, 0)
-    mover.load([job])  # and the next one is fine
-    succeed(mover)
+    transfer.load([job])  # and the next one is fine
+    succeed(transfer)
 
 
 @pytest.mark.parametrize(
@@ -444,32 +452,32 @@ def test_a_load_that_fails_for_good_changes_nothing(runner: Runner, mover: Mover
     ],
 )
 def test_a_foreign_entry_is_an_error(
-    runner: Runner, mover: Mover, disk: FakeDisk, harm: Callable[[dict[str, np.ndarray]], Any], named: str
+    runner: Runner, transfer: KVTransfer, disk: FakeDisk, harm: Callable[[dict[str, np.ndarray]], Any], named: str
 ) -> None:
-    on_disk(runner, mover)
+    on_disk(runner, transfer)
     before = pool_of(runner)
     reads = disk.reads
     disk.entries[record(1, 0).key] = harm(disk.entries[record(1, 0).key])
-    mover.load([PIECES])
-    (done,) = finish(mover)
+    transfer.load([PIECES])
+    (done,) = finish(transfer)
     assert done.error is not None and done.error.startswith("ValueError: ") and named in done.error
     assert same(pool_of(runner), before)
     assert disk.reads == reads + 1  # it would be no better the second time
 
 
-def test_a_failed_write_is_reported_once(runner: Runner, mover: Mover, disk: FakeDisk) -> None:
-    on_disk(runner, mover)
+def test_a_failed_write_is_reported_once(runner: Runner, transfer: KVTransfer, disk: FakeDisk) -> None:
+    on_disk(runner, transfer)
     disk.failures = [OSError("no space left")]
-    mover.write([Write(record(i, 48), Copy(1, 0, 48)) for i in (2, 3)])
-    first, second = finish(mover)
+    transfer.write([Write(record(i, 48), Copy(1, 0, 48)) for i in (2, 3)])
+    first, second = finish(transfer)
     assert (first.error, second.error) == ("OSError: no space left", None)
     assert record(2, 0).key not in disk.entries
-    assert mover.traffic()["host_to_disk"].failures == 1
+    assert transfer.traffic()["host_to_disk"].failures == 1
 
 
 @pytest.mark.parametrize("where", ["extract", "to_numpy"])
 def test_a_failed_save_fails_what_waits_for_it(
-    runner: Runner, mover: Mover, disk: FakeDisk, monkeypatch: pytest.MonkeyPatch, where: str
+    runner: Runner, transfer: KVTransfer, disk: FakeDisk, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("device lost")
@@ -478,48 +486,48 @@ def test_a_failed_save_fails_what_waits_for_it(
     before = pool_of(runner)
     with monkeypatch.context() as patch:
         patch.setattr(*((runner, where) if where == "extract" else (host, where)), fail)
-        mover.save([Save(1, MIDDLE), Save(2, Run((1,), 0, 2))])
-        mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
-        mover.write([Write(record(1, 48), Copy(1, 0, 48))])
-        errors = {d.job: d.error for d in finish(mover)}
+        transfer.save([Save(1, MIDDLE), Save(2, Run((1,), 0, 2))])
+        transfer.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
+        transfer.write([Write(record(1, 48), Copy(1, 0, 48))])
+        errors = {d.job: d.error for d in finish(transfer)}
     assert len(errors) == 4 and all("device lost" in str(error) for error in errors.values())
     assert same(pool_of(runner), before) and not disk.entries
-    assert mover.traffic()["device_to_host"].failures == 2
-    mover.forget([1, 2])
-    assert (mover.host.bytes, len(mover.host)) == (0, 0)
-    mover.save([Save(1, MIDDLE)])
-    succeed(mover)
+    assert transfer.traffic()["device_to_host"].failures == 2
+    transfer.forget([1, 2])
+    assert (transfer.host.bytes, len(transfer.host)) == (0, 0)
+    transfer.save([Save(1, MIDDLE)])
+    succeed(transfer)
 
 
 @pytest.mark.parametrize("where", ["upload", "insert"])
 def test_a_load_that_the_device_refuses_is_an_error(
-    runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch, where: str
+    runner: Runner, transfer: KVTransfer, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("out of memory")
 
-    on_disk(runner, mover)
+    on_disk(runner, transfer)
     with monkeypatch.context() as patch:
         patch.setattr(runner, where, fail)
-        mover.load([FROM_DISK])
-        (done,) = finish(mover)
+        transfer.load([FROM_DISK])
+        (done,) = finish(transfer)
     assert done.error == "RuntimeError: out of memory" and done.bytes == 0
-    assert mover.traffic()["host_to_device"].failures == 1
+    assert transfer.traffic()["host_to_device"].failures == 1
 
 
-def test_kv_outlives_the_pool(runner: Runner, mover: Mover) -> None:
+def test_kv_outlives_the_pool(runner: Runner, transfer: KVTransfer) -> None:
     """The device loses everything, also what was on its way; host and disk bring back theirs."""
-    kept = on_disk(runner, mover)
+    kept = on_disk(runner, transfer)
     for pool in runner._pools:
         pool.k_LPKCD.delete()
     assert runner.lost
-    mover.save([Save(2, MIDDLE)])
-    mover.load([Load(3, fresh(30, 48), (Copy(1, 0, 48),))])
-    saved, loaded = finish(mover)
+    transfer.save([Save(2, MIDDLE)])
+    transfer.load([Load(3, fresh(30, 48), (Copy(1, 0, 48),))])
+    saved, loaded = finish(transfer)
     assert saved.error and loaded.error
     runner.reset()
-    mover.load([FROM_DISK, Load(3, fresh(30, 48), (Copy(1, 0, 48),))])
-    succeed(mover)
+    transfer.load([FROM_DISK, Load(3, fresh(30, 48), (Copy(1, 0, 48),))])
+    succeed(transfer)
     assert all(same(at(pool_of(runner), run), kept) for run in (FROM_DISK.run, fresh(30, 48)))
 
 
@@ -539,56 +547,58 @@ def test_kv_outlives_the_pool(runner: Runner, mover: Mover) -> None:
     ],
 )
 def test_orders_that_cannot_be_are_refused_before_anything_begins(
-    runner: Runner, mover: Mover, disk: FakeDisk, order: Callable[[Mover], None], named: str
+    runner: Runner, transfer: KVTransfer, disk: FakeDisk, order: Callable[[KVTransfer], None], named: str
 ) -> None:
-    on_disk(runner, mover)
+    on_disk(runner, transfer)
     with pytest.raises(ValueError, match=named):
-        order(mover)
-    assert not finish(mover) and len(mover.host) == 1 and len(disk.entries) == 1
+        order(transfer)
+    assert not finish(transfer) and len(transfer.host) == 1 and len(disk.entries) == 1
 
 
 def test_without_a_disk_none_is_used(runner: Runner, start: Start) -> None:
-    mover = start(disk=None)
+    transfer = start(disk=None)
     fill(runner, range(1, TOTAL), 1)
-    mover.save([Save(1, MIDDLE)])
+    transfer.save([Save(1, MIDDLE)])
     for order in (
-        lambda: mover.write([Write(record(1, 48), Copy(1, 0, 48))]),
-        lambda: mover.load([FROM_DISK]),
+        lambda: transfer.write([Write(record(1, 48), Copy(1, 0, 48))]),
+        lambda: transfer.load([FROM_DISK]),
     ):
         with pytest.raises(ValueError, match="disk"):
             order()
-    assert len(succeed(mover)) == 1
+    assert len(succeed(transfer)) == 1
 
 
 # ------------------------------------------------------------------------------------------ end, counters
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_close_finishes_or_drops_what_has_begun(runner: Runner, mover: Mover, disk: FakeDisk, wait: bool) -> None:
-    on_disk(runner, mover)
+def test_close_finishes_or_drops_what_has_begun(
+    runner: Runner, transfer: KVTransfer, disk: FakeDisk, wait: bool
+) -> None:
+    on_disk(runner, transfer)
     disk.open.clear()
     disk.reached.clear()
-    mover.write([Write(record(i, 48), Copy(1, 0, 48)) for i in range(2, 9)])
+    transfer.write([Write(record(i, 48), Copy(1, 0, 48)) for i in range(2, 9)])
     disk.reached.wait()
     later = Timer(0.1, disk.open.set)
     later.start()
-    mover.close(wait)
-    mover.flush()
-    mover.close()
+    transfer.close(wait)
+    transfer.flush()
+    transfer.close()
     later.join()
     assert len(disk.entries) == (8 if wait else 2)
     for order in (
-        lambda: mover.save([Save(2, MIDDLE)]),
-        lambda: mover.load([FROM_DISK]),
-        lambda: mover.write([Write(record(2, 48), Copy(1, 0, 48))]),
+        lambda: transfer.save([Save(2, MIDDLE)]),
+        lambda: transfer.load([FROM_DISK]),
+        lambda: transfer.write([Write(record(2, 48), Copy(1, 0, 48))]),
     ):
-        with pytest.raises(RuntimeError, match="the mover is closed"):
+        with pytest.raises(RuntimeError, match="the transfer engine is closed"):
             order()
-    assert len(mover.host) == 1
+    assert len(transfer.host) == 1
 
 
 def test_what_waits_for_a_save_when_the_mover_closes_is_dropped(
-    runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    runner: Runner, transfer: KVTransfer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(runner, range(1, TOTAL), 1)
     real, reached, gate = host.to_numpy, Event(), Event()
@@ -599,22 +609,22 @@ def test_what_waits_for_a_save_when_the_mover_closes_is_dropped(
         return real(*args)
 
     monkeypatch.setattr(host, "to_numpy", slow)
-    mover.save([Save(1, MIDDLE)])
-    mover.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
+    transfer.save([Save(1, MIDDLE)])
+    transfer.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
     reached.wait()
-    mover.close(wait=False)
+    transfer.close(wait=False)
     gate.set()
-    mover.close()
-    assert [type(d.job) for d in mover.poll()] == [Save]
+    transfer.close()
+    assert [type(d.job) for d in transfer.poll()] == [Save]
     assert not caplog.records
 
 
-def test_counters_add_up(runner: Runner, mover: Mover) -> None:
-    on_disk(runner, mover)
-    mover.load([FROM_DISK, replace(PIECES, number=3)])
-    done = succeed(mover)
+def test_counters_add_up(runner: Runner, transfer: KVTransfer) -> None:
+    on_disk(runner, transfer)
+    transfer.load([FROM_DISK, replace(PIECES, number=3)])
+    done = succeed(transfer)
     page = 2 * LAYERS * HEADS * PAGE * DIM * runner.storage_dtype.itemsize
-    traffic = mover.traffic()
+    traffic = transfer.traffic()
     assert {name: (t.jobs, t.bytes) for name, t in traffic.items()} == {
         "device_to_host": (1, 4 * page),
         "host_to_device": (2, 7 * page),
@@ -623,13 +633,13 @@ def test_counters_add_up(runner: Runner, mover: Mover) -> None:
     }
     assert sorted(d.bytes for d in done) == [3 * page, 4 * page]
     assert all(t.seconds > 0 and not t.failures and not t.retries for t in traffic.values())
-    assert mover.size(48) == 3 * page == mover.host.bytes
+    assert transfer.size(48) == 3 * page == transfer.host.bytes
 
 
 # ------------------------------------------------------------------------------------------ pinned memory
 
 
-def test_arrays_go_through_pinned_memory(runner: Runner, mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_go_through_pinned_memory(runner: Runner, transfer: KVTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: JAX knows pinned memory on CPU too, where it is of no use."""
     kinds: list[str] = []
     put = jax.device_put
@@ -640,12 +650,12 @@ def test_arrays_go_through_pinned_memory(runner: Runner, mover: Mover, monkeypat
 
     monkeypatch.setattr(host, "staging", lambda sharding: sharding.with_memory_kind(host.PINNED))
     monkeypatch.setattr(jax, "device_put", watched)
-    kept = on_disk(runner, mover)
+    kept = on_disk(runner, transfer)
     # 39 pages went up in parts of 16, 16, 2, 1 and 4, keys and values; four came down in one
     arrays = 2 * len(runner._pools)
     assert kinds == ["pinned_host", "device"] * arrays * 5 + ["pinned_host"] * arrays
-    mover.load([FROM_DISK])
-    succeed(mover)
+    transfer.load([FROM_DISK])
+    succeed(transfer)
     assert same(at(pool_of(runner), FROM_DISK.run), kept)
     assert runner._pools[0].k_LPKCD.sharding.memory_kind == "device"
 
@@ -698,7 +708,7 @@ def random_run(random: np.random.Generator, pages: Sequence[int]) -> Run:
 def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: FakeDisk, seed: int) -> None:
     """Any order of jobs, failures among them, polled at any time: what a load brings is what was saved."""
     random = np.random.default_rng(seed)
-    mover = start(retries=0)
+    transfer = start(retries=0)
     fill(runner, range(TOTAL), seed)
     pool = [x.copy() for x in pool_of(runner)]
     entries: dict[int, KV] = {}
@@ -718,12 +728,12 @@ def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: 
                 busy.difference_update(one.job.run.pages)
                 loaded += one.error is None
                 if one.error is None:
-                    # a load writes whole pages: the cells after its tokens are zeros
+                    # a load writes whole pages: the slots after its tokens are zeros
                     kv, run = wanted.pop(one.job), one.job.run
                     for x, new in zip(pool, kv, strict=True):
                         x[:, run.pages] = 0
-                        cells = run.cells(PAGE)
-                        x[:, cells // PAGE, :, cells % PAGE] = np.moveaxis(new, 2, 0)
+                        slots = run.slots(PAGE)
+                        x[:, slots // PAGE, :, slots % PAGE] = np.moveaxis(new, 2, 0)
 
     def free() -> list[int]:
         return [int(p) for p in random.permutation(np.setdiff1d(np.arange(1, TOTAL), sorted(busy)))]
@@ -731,7 +741,7 @@ def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: 
     def save(step: int) -> None:
         jobs = [Save(10 * step + i, random_run(random, free())) for i in range(int(random.integers(1, 4)))]
         entries.update({job.entry: at((pool[0], pool[1]), job.run) for job in jobs})
-        mover.save(jobs)
+        transfer.save(jobs)
 
     def piece(source: dict[Any, KV]) -> tuple[Copy, KV]:
         name = list(source)[int(random.integers(len(source)))]
@@ -743,7 +753,7 @@ def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: 
             copy, kv = piece(entries)
             job = Write(record(step, copy.length), copy)
             written[job] = kv
-            mover.write([job])
+            transfer.write([job])
 
     def load(step: int) -> None:
         sources = [source for source in (entries, files) if source]
@@ -757,7 +767,7 @@ def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: 
         job = Load(step, Run(tuple(pages), 0, kv[0].shape[2]), tuple(copy for copy, _ in parts))
         wanted[job] = kv
         busy.update(pages)
-        mover.load([job])
+        transfer.load([job])
 
     def overwrite(step: int) -> None:
         pages = free()[:3]
@@ -768,10 +778,10 @@ def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: 
         if entries:
             number = list(entries)[int(random.integers(len(entries)))]
             del entries[number]
-            mover.forget([number])
+            transfer.forget([number])
 
     def poll(step: int) -> None:
-        settle(mover.poll())
+        settle(transfer.poll())
 
     def harm(step: int) -> None:
         with disk.lock:
@@ -781,10 +791,10 @@ def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: 
     for step in range(150):
         actions[int(random.integers(len(actions)))](step)
         if step % 30 == 29:
-            settle(finish(mover))
+            settle(finish(transfer))
             assert same(pool_of(runner), (pool[0], pool[1])), f"seed {seed}, step {step}"
-            assert mover.host.bytes == sum(k.nbytes + v.nbytes for k, v in entries.values())
+            assert transfer.host.bytes == sum(k.nbytes + v.nbytes for k, v in entries.values())
     assert failed > 2 and loaded > 10
-    mover.forget(list(entries))
-    settle(finish(mover))
-    assert (mover.host.bytes, len(mover.host), len(busy)) == (0, 0, 0)
+    transfer.forget(list(entries))
+    settle(finish(transfer))
+    assert (transfer.host.bytes, len(transfer.host), len(busy)) == (0, 0, 0)

@@ -21,7 +21,7 @@ from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from tests.support.oracle import (
     EMPTY,
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(page_size=self.page_size, pages=48, slots=48)
+        return Sizes(page_size=self.page_size, pages=48, entries=48)
 
     @property
     def longest(self) -> int:
@@ -104,9 +104,9 @@ def rotation(dim: int, scaled: bool, length: int) -> Rotation:
 
 
 @functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
-def compiled(q, rows, pages, layer, slots, rotation, *, block_rows, backend):  # type: ignore[no-untyped-def]
+def compiled(q, rows, pages, layer, entries, rotation, *, block_rows, backend):  # type: ignore[no-untyped-def]
     scale = q.shape[-1] ** -0.5
-    view = View.build(rows, pages, layer, slots, rotation, scale=scale, block_rows=block_rows)
+    view = View.build(rows, pages, layer, entries, rotation, scale=scale, block_rows=block_rows)
     return paged_interval_attention(q, view, backend=backend)
 
 
@@ -124,8 +124,8 @@ class Writer:
 
     def add(self, order: int, length: int, position: int, hidden: tuple[int, int] = EMPTY) -> None:
         content = self.first + len(self.pieces)
-        orders = tuple(range(order, order + length))
-        self.pieces.append(Piece(self.request, orders, self.base + position, hidden, content))
+        indices = tuple(range(order, order + length))
+        self.pieces.append(Piece(self.request, indices, self.base + position, hidden, content))
 
 
 def chain(writer: Writer, lengths: list[int], rng: np.random.Generator) -> None:
@@ -166,8 +166,8 @@ def tree(writer: Writer, lengths: list[int], rng: np.random.Generator) -> None:
 def patched(writer: Writer, lengths: list[int], rng: np.random.Generator) -> None:
     """A chain where some tokens are stale: dead in their piece, and present anew in a last piece of gathered orders."""
     chain(writer, lengths, rng)
-    stale = [o for p in writer.pieces for o in p.orders if rng.random() < 0.3][:8]
-    dead = [replace(p, orders=tuple(NEVER if o in stale else o for o in p.orders)) for p in writer.pieces]
+    stale = [o for p in writer.pieces for o in p.indices if rng.random() < 0.3][:8]
+    dead = [replace(p, indices=tuple(NEVER if o in stale else o for o in p.indices)) for p in writer.pieces]
     writer.pieces[:] = dead
     for order in stale[:2]:
         writer.add(order, 1, order)
@@ -213,11 +213,15 @@ class Case:
     def inv_freq_R(self) -> Float:
         return frequencies(self.shape.dim, self.shape.scaled)
 
-    def want(self) -> tuple[Float, Float, Float]:
+    def what(self) -> tuple[Float, Float, Float]:
         return attend(self.queries, self.keys, self.inv_freq_R, self.shape.dim**-0.5)
 
     def run(
-        self, backend: str = "xla", slots: Slots | None = None, pages: Pages | None = None, rows: Rows | None = None
+        self,
+        backend: str = "xla",
+        entries: PageTable | None = None,
+        pages: Pages | None = None,
+        rows: Rows | None = None,
     ):  # type: ignore[no-untyped-def]
         layout = self.layout
         out, lse = compiled(
@@ -225,7 +229,7 @@ class Case:
             rows or self.rows,
             pages or layout.pages,
             jnp.int32(layout.layer),
-            slots or layout.slots,
+            entries or layout.entries,
             rotation(self.shape.dim, self.shape.scaled, self.shape.max_offset + LOCAL),
             block_rows=self.shape.block_rows,
             backend=backend,
@@ -233,7 +237,7 @@ class Case:
         return np.asarray(out), np.asarray(lse)
 
     def errors(self, out: np.ndarray, lse: np.ndarray) -> tuple[float, float]:
-        want_out, want_lse, _ = self.want()
+        want_out, want_lse, _ = self.what()
         return worst_error(out[self.place_T], want_out), lse_error(lse[self.place_T], want_lse)
 
 
@@ -258,7 +262,7 @@ def make_case(shape: Shape, requests: list[Request], seed: int, garbage: float =
 
 
 def share(pieces: list[Piece], rng: np.random.Generator) -> list[Piece]:
-    """Let some pieces hold the content of an earlier one of equal length: one page, several slots and offsets."""
+    """Let some pieces hold the content of an earlier one of equal length: one page, several entries and offsets."""
     shared: list[Piece] = []
     for piece in pieces:
         twins = [p for p in shared if len(p) == len(piece) and p.request != piece.request]
@@ -270,20 +274,20 @@ def share(pieces: list[Piece], rng: np.random.Generator) -> list[Piece]:
 def choose_rows(shape: Shape, requests: list[Request], keys: Keys, rng: np.random.Generator) -> Queries:
     """Gathered subsets of each request's tokens, the next token to come, and order 0."""
     blocks = shape.rows // shape.block_rows // len(requests)
-    request_T, order_T, position_T = [], [], []
+    request_T, index_T, position_T = [], [], []
     for number, request in enumerate(requests):
-        own = (keys.request_N == number) & (keys.order_N < NEVER)
-        position = dict(zip(keys.order_N[own].tolist(), keys.position_N[own].tolist(), strict=True))
+        own = (keys.request_N == number) & (keys.index_N < NEVER)
+        position = dict(zip(keys.index_N[own].tolist(), keys.position_N[own].tolist(), strict=True))
         ahead = max(position, default=0) + 1
-        orders = sorted({*position, 0, ahead})
+        indices = sorted({*position, 0, ahead})
         most = blocks * shape.block_rows
-        count = min(len(orders), most) if request.dense else int(rng.integers(1, min(len(orders), most) + 1))
-        for order in sorted(rng.choice(orders, count, replace=False).tolist()):
+        count = min(len(indices), most) if request.dense else int(rng.integers(1, min(len(indices), most) + 1))
+        for order in sorted(rng.choice(indices, count, replace=False).tolist()):
             request_T.append(number)
-            order_T.append(order)
+            index_T.append(order)
             position_T.append(position.get(order, int(keys.position_N.min()) + order))
-    q_THD = rng.standard_normal((len(order_T), shape.kv_heads * shape.groups, shape.dim))
-    return Queries(np.asarray(request_T), np.asarray(order_T), np.asarray(position_T), q_THD)
+    q_THD = rng.standard_normal((len(index_T), shape.kv_heads * shape.groups, shape.dim))
+    return Queries(np.asarray(request_T), np.asarray(index_T), np.asarray(position_T), q_THD)
 
 
 @st.composite
@@ -327,7 +331,7 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
     """Hold a backend's result to the oracle's."""
     assert out.dtype == np.float32 and lse.dtype == np.float32
     worst_out, worst_lse = TOLERANCE[case.shape.dtype]
-    want_out, want_lse, _ = case.want()
+    want_out, want_lse, _ = case.what()
     assert worst_error(out[case.place_T], want_out) <= worst_out
     assert lse_error(lse[case.place_T], want_lse) <= worst_lse
     overall = np.linalg.norm(out[case.place_T] - want_out) / max(np.linalg.norm(want_out), 1.0)

@@ -27,8 +27,8 @@ from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.slots import Rows, Slots
-from ragjax.kernels.train_attention import triton as interval_triton
+from ragjax.kernels.table import PageTable, Rows
+from ragjax.kernels.train_attention import triton as train_attention_triton
 from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens
 from ragjax.kernels.view import View
 
@@ -229,7 +229,7 @@ def serving(
 
 
 def production_call(
-    model: Model, page_size: int, *, rows: int, block_rows: int, slots: int = 512, dtype: str = "bfloat16"
+    model: Model, page_size: int, *, rows: int, block_rows: int, entries: int = 512, dtype: str = "bfloat16"
 ) -> tuple[jax.ShapeDtypeStruct, View]:
     """Shapes of a query and a view as they are in service: positions up to 128K, the layer traced."""
 
@@ -243,9 +243,9 @@ def production_call(
         Rows(ints(rows), ints(rows), ints(rows)),
         Pages(pool, pool),
         ints(),
-        Slots(ints(1, slots), ints(1, slots), ints(slots), *(ints(1, slots, page_size) for _ in range(3))),
+        PageTable(ints(1, entries), ints(1, entries), ints(entries), *(ints(1, entries, page_size) for _ in range(3))),
         Rotation(table, table),
-        Blocks(ints(n, slots), ints(n), ints(n, slots), ints(n, slots), ints(n)),
+        Blocks(ints(n, entries), ints(n), ints(n, entries), ints(n, entries), ints(n)),
         scale=model.dim**-0.5,
         block_rows=block_rows,
     )
@@ -259,13 +259,13 @@ Call = tuple[Any, ...]
 def reductions(q: jax.ShapeDtypeStruct, view: View, segments: int = 16) -> dict[str, Call]:
     """The reductions over a serving call, by name."""
     lse = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
-    row_segment = view.rows.order_T
-    key_segment = jax.ShapeDtypeStruct(view.slots.order_ASC.shape[1:], jnp.int32)
-    segment_mass = partial(reductions_triton.row_segment_mass, segments=segments)
+    row_segment = view.rows.index_T
+    key_segment = jax.ShapeDtypeStruct(view.entries.index_ASC.shape[1:], jnp.int32)
+    segment_score = partial(reductions_triton.row_segment_score, segments=segments)
     return {
-        "key_mass": (partial(reductions_triton.key_masses, valued=False), q, lse, view),
-        "key_masses": (partial(reductions_triton.key_masses, valued=True), q, lse, view),
-        "row_segment_mass": (segment_mass, q, lse, view, row_segment, key_segment),
+        "key_score": (partial(reductions_triton.key_scores, valued=False), q, lse, view),
+        "key_scores": (partial(reductions_triton.key_scores, valued=True), q, lse, view),
+        "row_segment_score": (segment_score, q, lse, view, row_segment, key_segment),
     }
 
 
@@ -282,9 +282,9 @@ def training(model: Model, *, block: int = 64, rows: int = 4096, dtype: str = "b
     k = jax.ShapeDtypeStruct((rows, model.kv_heads, model.dim), jnp.dtype(dtype))
     lse = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     return {
-        "forward": (lambda q, k, v, mask: interval_triton.forward(q, k, v, mask, scale), q, k, k, mask),
+        "forward": (lambda q, k, v, mask: train_attention_triton.forward(q, k, v, mask, scale), q, k, k, mask),
         "backward": (
-            lambda q, k, v, mask, *rest: interval_triton.backward(q, k, v, mask, scale, *rest),
+            lambda q, k, v, mask, *rest: train_attention_triton.backward(q, k, v, mask, scale, *rest),
             *(q, k, k, mask, q, lse, lse),
         ),
     }

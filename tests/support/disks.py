@@ -40,13 +40,13 @@ def arrays_of(key: bytes, scale: int = 1) -> dict[str, np.ndarray]:
     }
 
 
-def same(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> bool:
+def same(got: dict[str, np.ndarray], what: dict[str, np.ndarray]) -> bool:
     """Equal names, dtypes, shapes and bits."""
-    return got.keys() == want.keys() and all(
-        got[name].dtype == want[name].dtype
-        and got[name].shape == want[name].shape
-        and got[name].tobytes() == want[name].tobytes()
-        for name in want
+    return got.keys() == what.keys() and all(
+        got[name].dtype == what[name].dtype
+        and got[name].shape == what[name].shape
+        and got[name].tobytes() == what[name].tobytes()
+        for name in what
     )
 
 

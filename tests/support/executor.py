@@ -10,7 +10,7 @@ prompt and keeps what was passed and measured:
     while talk.step(): ...
     talk.close()
 
-Cells that nobody wrote hold NaN, so that whoever reads them notices.
+Slots that nobody wrote hold NaN, so that whoever reads them notices.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import NEVER, Conversation, Move, Pass, Plan, Prompt, Results, Span, Want
+from ragjax.core import NEVER, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Span
 from ragjax.models.decoder import Decoder
-from ragjax.reuse.base import Holding, Strategy
+from ragjax.reuse.base import Allocation, Strategy
 from tests.support import tiny
 
 Array = NDArray[np.float64]
@@ -166,10 +166,10 @@ class Done:
 
 @dataclass(frozen=True)
 class Keys:
-    """All keys of a pass: order, cell, offset [S]; hidden [S, 2]."""
+    """All keys of a pass: order, slot, offset [S]; hidden [S, 2]."""
 
     order: NDArray[np.int64]
-    cell: NDArray[np.int64]
+    slot: NDArray[np.int64]
     offset: NDArray[np.int64]
     hidden: NDArray[np.int64]
 
@@ -181,9 +181,9 @@ class Keys:
             AssertionError: if an order occurs twice.
         """
         entries = [
-            (int(order), int(cell), span.offset, *span.hidden)
+            (int(order), int(slot), span.offset, *span.hidden)
             for span in spans
-            for order, cell in zip(span.orders, span.run.cells(page_size), strict=True)
+            for order, slot in zip(span.indices, span.run.slots(page_size), strict=True)
             if order != NEVER
         ]
         table = np.array(entries, np.int64).reshape(-1, 5)
@@ -195,10 +195,10 @@ class Keys:
         behind = self.order <= order
         return behind & ~((self.hidden[:, 0] <= order) & (order < self.hidden[:, 1]))
 
-    def at(self, orders: NDArray[np.integer]) -> NDArray[np.int64]:
+    def at(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """Index of each order; -1 where there is none."""
         index = {int(order): i for i, order in enumerate(self.order)}
-        return np.array([index.get(int(order), -1) for order in orders], np.int64)
+        return np.array([index.get(int(order), -1) for order in indices], np.int64)
 
 
 @dataclass
@@ -207,8 +207,8 @@ class Talk:
 
     executor: Executor
     prompt: Prompt
-    holding: Holding
-    conversation: Conversation
+    allocation: Allocation
+    conversation: Prefill
     passes: list[Pass | Move] = field(default_factory=list)
     results: list[Results] = field(default_factory=list)
     plan: Plan | None = None
@@ -239,13 +239,13 @@ class Talk:
         span = Span.consecutive(size, tail)
         keys = Keys.of((*self.plan.spans, span), self.executor.page_size)
         x = self.executor.model.embedding[continuation]
-        x, _ = self._layers(keys, x, order, order, tail.cells(self.executor.page_size), 0, self._depth)
+        x, _ = self._layers(keys, x, order, order, tail.slots(self.executor.page_size), 0, self._depth)
         return np.concatenate([self.plan.logits[None], self.executor.model.unembed(x)[:-1]])
 
     def close(self) -> None:
         """Give everything back."""
         self.conversation.close()
-        self.holding.close()
+        self.allocation.close()
 
     @property
     def _depth(self) -> int:
@@ -255,63 +255,63 @@ class Talk:
         page_size, model_ = self.executor.page_size, self.executor.model
         begin, end = asked.layers or (0, self._depth)
         first, last = asked.measured or (begin, end)
-        bounds = {*self.holding.stages, begin, end}
-        assert begin in self.holding.stages and 0 <= begin < end <= self._depth, "a pass begins at a stage"
+        bounds = {*self.allocation.stages, begin, end}
+        assert begin in self.allocation.stages and 0 <= begin < end <= self._depth, "a pass begins at a stage"
         assert begin <= first < last <= end and {first, last} <= bounds, "measured layers are cut at stages"
         assert len(asked.rows) and (np.diff(asked.rows) > 0).all() and asked.rows[-1] < len(self.prompt)
-        slots = len({(page, span.offset) for span in asked.spans for page in span.run.pages})
-        assert slots <= self.holding.slots, f"{slots} slots"
+        entries = len({(page, span.offset) for span in asked.spans for page in span.run.pages})
+        assert entries <= self.allocation.entries, f"{entries} entries"
         keys = Keys.of(asked.spans, page_size)
         at = keys.at(asked.rows)
         assert (at >= 0).all() and (keys.offset[at] == 0).all(), "each row lies in a span of offset 0"
-        cells = keys.cell[at]
-        assert {int(cell) // page_size for cell in cells} <= self.holding.own_pages, "cached pages are not written"
+        slots = keys.slot[at]
+        assert {int(slot) // page_size for slot in slots} <= self.allocation.own_pages, "cached pages are not written"
         if begin == 0:
             x = model_.embedding[self.prompt.tokens[asked.rows]]
         else:
             assert self._reached == begin and set(asked.rows) <= set(self._residual), "goes on from the pass before"
             x = np.stack([self._residual[int(order)] for order in asked.rows])
-        x, measured = self._layers(keys, x, asked.rows, asked.positions, cells, begin, end, asked)
+        x, measured = self._layers(keys, x, asked.rows, asked.positions, slots, begin, end, asked)
         self._residual, self._reached = dict(zip(map(int, asked.rows), x, strict=True)), end
-        results: dict[Want, NDArray[np.float32]] = {
-            want: np.stack(values[first - begin : last - begin], axis=1 if want is Want.DEVIATION else 0)
-            for want, values in measured.items()
-            if want in asked.wants
+        results: dict[Measure, NDArray[np.float32]] = {
+            what: np.stack(values[first - begin : last - begin], axis=1 if what is Measure.DEVIATION else 0)
+            for what, values in measured.items()
+            if what in asked.measures
         }
         if asked.logits:
-            assert Want.LOGITS in asked.wants and end == self._depth
+            assert Measure.LOGITS in asked.measures and end == self._depth
             which = [list(asked.rows).index(order) for order in asked.logits]
-            results[Want.LOGITS] = model_.unembed(x[which])
-        return {want: value.astype(np.float32) for want, value in results.items()}
+            results[Measure.LOGITS] = model_.unembed(x[which])
+        return {what: value.astype(np.float32) for what, value in results.items()}
 
     def _layers(
         self,
         keys: Keys,
         x: Array,
-        orders: NDArray[np.integer],
+        indices: NDArray[np.integer],
         positions: NDArray[np.integer],
-        cells: NDArray[np.integer],
+        slots: NDArray[np.integer],
         begin: int,
         end: int,
         asked: Pass | None = None,
-    ) -> tuple[Array, dict[Want, list[Array]]]:
+    ) -> tuple[Array, dict[Measure, list[Array]]]:
         """Layers [begin, end) over the rows: the residual stream behind them, and each layer's measurements."""
-        executor, measured = self.executor, {want: list[Array]() for want in Want}
-        seen = np.stack([keys.seen_by(int(order)) for order in orders])
+        executor, measured = self.executor, {what: list[Array]() for what in Measure}
+        seen = np.stack([keys.seen_by(int(order)) for order in indices])
         for layer in range(begin, end):
             q, k, v = executor.model.project(layer, x, positions)
-            executor.k[layer, cells], executor.v[layer, cells] = k, v
-            all_k = executor.model.turn(executor.k[layer, keys.cell], keys.offset)
-            all_v = executor.v[layer, keys.cell]
-            assert np.isfinite(all_k[seen.any(0)]).all(), "a row sees a cell that nobody wrote"
+            executor.k[layer, slots], executor.v[layer, slots] = k, v
+            all_k = executor.model.turn(executor.k[layer, keys.slot], keys.offset)
+            all_v = executor.v[layer, keys.slot]
+            assert np.isfinite(all_k[seen.any(0)]).all(), "a row sees a slot that nobody wrote"
             all_k, all_v = np.nan_to_num(all_k), np.nan_to_num(all_v)
             scores = executor.model.scores(q, all_k)
             prob = softmax(scores, seen[:, None])
             x = executor.model.finish(layer, x, executor.model.mix(prob, all_v))
             if asked is not None:
-                for want, value in self._measure(asked, keys, layer, scores, seen, prob, k, v, all_v).items():
-                    measured[want].append(value)
-        return x, {want: values for want, values in measured.items() if values}
+                for what, value in self._measure(asked, keys, layer, scores, seen, prob, k, v, all_v).items():
+                    measured[what].append(value)
+        return x, {what: values for what, values in measured.items() if values}
 
     def _measure(
         self,
@@ -324,41 +324,41 @@ class Talk:
         k: Array,
         v: Array,
         all_v: Array,
-    ) -> dict[Want, Array]:
+    ) -> dict[Measure, Array]:
         size, starts = len(self.prompt), np.array(self.prompt.starts)
         asking = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
         assert asked.asking is None or asking.sum() == len(asked.asking), "asking orders are among the rows"
         segment_of_key = np.searchsorted(starts, keys.order, side="right") - 1
 
-        def by_order(value_S: Array) -> Array:
+        def by_index(value_S: Array) -> Array:
             out = np.zeros(size)
             out[keys.order] = value_S
             return out
 
-        out: dict[Want, Array] = {}
-        if {Want.KEY_MASS, Want.VALUED_MASS} & asked.wants:
-            mass_HS = prob[asking].sum(0)
+        out: dict[Measure, Array] = {}
+        if {Measure.KEY_SCORE, Measure.VALUED_SCORE} & asked.measures:
+            score_HS = prob[asking].sum(0)
             length_SK = np.sqrt((all_v**2).sum(-1))
             length_HS = np.repeat(length_SK.T, prob.shape[1] // length_SK.shape[1], axis=0)
-            out[Want.KEY_MASS] = by_order(mass_HS.mean(0))
-            if Want.VALUED_MASS in asked.wants:
-                out[Want.VALUED_MASS] = by_order((mass_HS * length_HS).mean(0))
-        if Want.CHUNK_MASS in asked.wants:
-            mass_S = np.zeros(len(keys.order))
+            out[Measure.KEY_SCORE] = by_index(score_HS.mean(0))
+            if Measure.VALUED_SCORE in asked.measures:
+                out[Measure.VALUED_SCORE] = by_index((score_HS * length_HS).mean(0))
+        if Measure.CHUNK_SCORE in asked.measures:
+            score_S = np.zeros(len(keys.order))
             for segment in range(len(starts) - 1):
                 inside = segment_of_key == segment
                 alone = softmax(scores[asking], seen[asking][:, None] & inside)
-                mass_S += alone.sum(0).mean(0)
-            out[Want.CHUNK_MASS] = by_order(mass_S)
-        if Want.SEGMENT_MASS in asked.wants:
-            mass_TZ = np.zeros((len(asked.rows), len(starts) - 1))
+                score_S += alone.sum(0).mean(0)
+            out[Measure.CHUNK_SCORE] = by_index(score_S)
+        if Measure.SEGMENT_SCORE in asked.measures:
+            score_TZ = np.zeros((len(asked.rows), len(starts) - 1))
             for t, order in enumerate(asked.rows):
                 for s, segment in enumerate(segment_of_key):
                     if keys.order[s] != order:
-                        mass_TZ[t, segment] += prob[t, :, s].mean()
-            out[Want.SEGMENT_MASS] = mass_TZ
-        if Want.DEVIATION in asked.wants:
-            out[Want.DEVIATION] = self._deviation(asked, layer, k, v)
+                        score_TZ[t, segment] += prob[t, :, s].mean()
+            out[Measure.SEGMENT_SCORE] = score_TZ
+        if Measure.DEVIATION in asked.measures:
+            out[Measure.DEVIATION] = self._deviation(asked, layer, k, v)
         return out
 
     def _deviation(self, asked: Pass, layer: int, k: Array, v: Array) -> Array:
@@ -366,24 +366,24 @@ class Talk:
         at = stale.at(asked.rows)
         out = np.zeros((2, len(at)))
         for t in np.flatnonzero(at >= 0):
-            cell, offset = stale.cell[at[t]], stale.offset[at[t]]
-            old_k = self.executor.model.turn(self.executor.k[layer, cell][None], np.array([offset]))[0]
+            slot, offset = stale.slot[at[t]], stale.offset[at[t]]
+            old_k = self.executor.model.turn(self.executor.k[layer, slot][None], np.array([offset]))[0]
             out[0, t] = ((k[t] - old_k) ** 2).sum()
-            out[1, t] = ((v[t] - self.executor.v[layer, cell]) ** 2).sum()
+            out[1, t] = ((v[t] - self.executor.v[layer, slot]) ** 2).sum()
         return out
 
     def _move(self, move: Move) -> Results:
         page_size, executor = self.executor.page_size, self.executor
         source, target = Keys.of(move.source, page_size), Keys.of(move.target, page_size)
-        there, here = source.at(move.orders), target.at(move.orders)
+        there, here = source.at(move.indices), target.at(move.indices)
         assert (there >= 0).all() and (here >= 0).all() and (target.offset[here] == 0).all()
-        assert set(move.layers) <= set(self.holding.stages)
-        cells = target.cell[here]
-        assert {int(cell) // page_size for cell in cells} <= self.holding.own_pages, "cached pages are not written"
+        assert set(move.layers) <= set(self.allocation.stages)
+        slots = target.slot[here]
+        assert {int(slot) // page_size for slot in slots} <= self.allocation.own_pages, "cached pages are not written"
         for layer in range(*move.layers):
-            old = executor.k[layer, source.cell[there]]
-            executor.k[layer, cells] = executor.model.turn(old, source.offset[there])
-            executor.v[layer, cells] = executor.v[layer, source.cell[there]]
+            old = executor.k[layer, source.slot[there]]
+            executor.k[layer, slots] = executor.model.turn(old, source.offset[there])
+            executor.v[layer, slots] = executor.v[layer, source.slot[there]]
         return {}
 
 
@@ -399,11 +399,11 @@ class Executor:
         *,
         pages: int = 200,
         page_size: int = tiny.PAGE,
-        slots: int = 320,
+        entries: int = 320,
         stages: tuple[int, ...] = (0, 1, 2, 3),
     ):
         self.model = made or model()
-        self.page_size, self.slots, self.stages = page_size, slots, stages
+        self.page_size, self.entries, self.stages = page_size, entries, stages
         assert stages[0] == 0 and stages[-1] == len(self.model.layers)
         profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
         self.cache = KnowledgeCache(b"executor", PagePool(pages, page_size), POLICIES["lru"](profile))
@@ -423,15 +423,15 @@ class Executor:
     ) -> Talk:
         """A conversation that has not begun."""
         self._talks += 1
-        holding = Holding(
+        allocation = Allocation(
             self.cache,
             tenant=tenant,
             label=f"talk {self._talks}",
             decode_tokens=decode_tokens,
-            slots=self.slots,
+            entries=self.entries,
             stages=self.stages,
         )
-        return Talk(self, prompt, holding, strategy.carry_out(prompt, holding, ratio))
+        return Talk(self, prompt, allocation, strategy.prefill(prompt, allocation, ratio))
 
     def run(
         self,

@@ -1,11 +1,11 @@
 """Paged interval attention in float64 NumPy, from the words of its contract, and a builder of its inputs.
 
 `attend` takes keys token by token: un-rotated, at absolute positions, each with its request, order and hide interval.
-It knows no pages, slots, offsets or blocks, and rotates by multiplying complex numbers; it shares no code with the
+It knows no pages, entries, offsets or blocks, and rotates by multiplying complex numbers; it shares no code with the
 kernels. `lay_out` turns the same keys into pages: every piece rotated at a stored position of its own, pieces side
-by side on scattered pages, cells nobody owns filled with garbage.
+by side on scattered pages, slots nobody owns filled with garbage.
 
-Sizes: N keys (tokens), T rows, H query heads, K KV heads, D head dim, R = D / 2, S slots, P pages, C cells of a page.
+Sizes: N keys (tokens), T rows, H query heads, K KV heads, D head dim, R = D / 2, S entries, P pages, C slots of a page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.kernels.pages import Pages
-from ragjax.kernels.slots import Rows, Slots
+from ragjax.kernels.table import PageTable, Rows
 
 Float = NDArray[np.float64]
 Int = NDArray[np.int64]
@@ -36,7 +36,7 @@ class Keys:
     """Token-level keys: request, order, absolute position and hide interval, int [N]; k (un-rotated), v [N, K, D]."""
 
     request_N: Int
-    order_N: Int
+    index_N: Int
     position_N: Int
     hide_from_N: Int
     hide_until_N: Int
@@ -49,7 +49,7 @@ class Queries:
     """Token-level rows: request, order and absolute position, int [T]; q (un-rotated) [T, H, D]."""
 
     request_T: Int
-    order_T: Int
+    index_T: Int
     position_T: Int
     q_THD: Float
 
@@ -64,7 +64,7 @@ def turn(x: Float, position: Int, inv_freq_R: Float) -> Float:
 
 def is_visible(queries: Queries, keys: Keys, t: int, n: int) -> bool:
     """The rule, for one row and one key."""
-    row, key = int(queries.order_T[t]), int(keys.order_N[n])
+    row, key = int(queries.index_T[t]), int(keys.index_N[n])
     if row < 0 or queries.request_T[t] != keys.request_N[n]:
         return False
     hidden = keys.hide_from_N[n] <= row < keys.hide_until_N[n]
@@ -120,17 +120,17 @@ class Piece:
     """A run of tokens of one request at consecutive positions, as it is kept in the pool.
 
     orders: order of each token, `NEVER` for one that takes no part. content: pieces of equal content hold equal k
-    and v and share their cells, though at other positions, orders and intervals.
+    and v and share their slots, though at other positions, orders and intervals.
     """
 
     request: int
-    orders: tuple[int, ...]
+    indices: tuple[int, ...]
     position: int
     hidden: tuple[int, int]
     content: int
 
     def __len__(self) -> int:
-        return len(self.orders)
+        return len(self.indices)
 
 
 def keys_of(pieces: Sequence[Piece], kv_heads: int, dim: int, seed: int) -> Keys:
@@ -142,7 +142,7 @@ def keys_of(pieces: Sequence[Piece], kv_heads: int, dim: int, seed: int) -> Keys
 
     return Keys(
         request_N=per_token([p.request for p in pieces]),
-        order_N=np.concatenate([np.asarray(p.orders, np.int64) for p in pieces]),
+        index_N=np.concatenate([np.asarray(p.indices, np.int64) for p in pieces]),
         position_N=np.concatenate([p.position + np.arange(len(p)) for p in pieces]),
         hide_from_N=per_token([p.hidden[0] for p in pieces]),
         hide_until_N=per_token([p.hidden[1] for p in pieces]),
@@ -160,19 +160,19 @@ class Sizes:
 
     page_size: int
     pages: int
-    slots: int
+    entries: int
     layers: int = 2
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Kernel inputs, and where each token-level key went (slot and cell, int [N])."""
+    """Kernel inputs, and where each token-level key went (entry and slot, int [N])."""
 
     pages: Pages
-    slots: Slots
+    entries: PageTable
     layer: int
+    entry_N: Int
     slot_N: Int
-    cell_N: Int
 
 
 def lay_out(
@@ -188,8 +188,8 @@ def lay_out(
 ) -> Layout:
     """Put pieces into a pool of `sizes` at random stored positions, at most `max_offset` from where they take part.
 
-    dtype: of the pool; "uint16" holds bfloat16 bits. garbage: what every unowned cell and every other layer holds.
-    Unused slots name pages, orders and offsets that would show if they were read.
+    dtype: of the pool; "uint16" holds bfloat16 bits. garbage: what every unowned slot and every other layer holds.
+    Unused entries name pages, orders and offsets that would show if they were read.
     """
     rng = np.random.default_rng(seed)
     kv_heads, dim = keys.k_NKD.shape[1:]
@@ -198,9 +198,9 @@ def lay_out(
     layer = int(rng.integers(sizes.layers))
     physical = rng.permutation(sizes.pages)
 
-    slot = _Slots.unused(sizes, rng, max_offset)
-    names = rng.permutation(sizes.slots)
-    slot_N, cell_N = np.zeros(len(keys.order_N), np.int64), np.zeros(len(keys.order_N), np.int64)
+    entry = _Entries.unused(sizes, rng, max_offset)
+    names = rng.permutation(sizes.entries)
+    entry_N, slot_N = np.zeros(len(keys.index_N), np.int64), np.zeros(len(keys.index_N), np.int64)
     placed: dict[int, tuple[int, int]] = {}
     frontier, used, begin = 0, 0, 0
     for piece in pieces:
@@ -213,20 +213,20 @@ def lay_out(
             frontier += len(piece)
         start, stored = placed[piece.content]
         flat = start + np.arange(len(piece))
-        page, cell = physical[flat // sizes.page_size], flat % sizes.page_size
+        page, slot = physical[flat // sizes.page_size], flat % sizes.page_size
         stored_n = stored + np.arange(len(piece))
-        pools[0][layer, page, :, cell] = turn(keys.k_NKD[n], stored_n, inv_freq_R)
-        pools[1][layer, page, :, cell] = keys.v_NKD[n]
+        pools[0][layer, page, :, slot] = turn(keys.k_NKD[n], stored_n, inv_freq_R)
+        pools[1][layer, page, :, slot] = keys.v_NKD[n]
         for number in dict.fromkeys(flat // sizes.page_size):
             here = flat // sizes.page_size == number
             s = names[used]
             used += 1
-            slot.open(s, int(physical[number]), piece.position - stored, piece.request)
-            slot.order_SC[s, cell[here]] = np.minimum(keys.order_N[n[here]], NEVER)
-            slot.hide_from_SC[s, cell[here]], slot.hide_until_SC[s, cell[here]] = piece.hidden
-            slot_N[n[here]], cell_N[n[here]] = s, cell[here]
+            entry.open(s, int(physical[number]), piece.position - stored, piece.request)
+            entry.index_SC[s, slot[here]] = np.minimum(keys.index_N[n[here]], NEVER)
+            entry.hide_from_SC[s, slot[here]], entry.hide_until_SC[s, slot[here]] = piece.hidden
+            entry_N[n[here]], slot_N[n[here]] = s, slot[here]
     pages = Pages(*(store(pool, dtype) for pool in pools))
-    return Layout(pages, slot.to_kernel(), layer, slot_N, cell_N)
+    return Layout(pages, entry.to_kernel(), layer, entry_N, slot_N)
 
 
 def _stored_position(rng: np.random.Generator, piece: Piece, max_offset: int) -> int:
@@ -244,36 +244,36 @@ def store(pool: NDArray[np.floating], dtype: str) -> jnp.ndarray:
 
 
 @dataclass
-class _Slots:
+class _Entries:
     page_S: NDArray[np.int32]
     offset_S: NDArray[np.int32]
     request_S: NDArray[np.int32]
-    order_SC: NDArray[np.int32]
+    index_SC: NDArray[np.int32]
     hide_from_SC: NDArray[np.int32]
     hide_until_SC: NDArray[np.int32]
 
     @staticmethod
-    def unused(sizes: Sizes, rng: np.random.Generator, max_offset: int) -> _Slots:
-        cells = (sizes.slots, sizes.page_size)
-        return _Slots(
-            page_S=rng.integers(0, sizes.pages, sizes.slots).astype(np.int32),
-            offset_S=rng.integers(-max_offset, max_offset + 1, sizes.slots).astype(np.int32),
-            request_S=np.full(sizes.slots, -1, np.int32),
-            order_SC=np.zeros(cells, np.int32),
-            hide_from_SC=np.zeros(cells, np.int32),
-            hide_until_SC=np.zeros(cells, np.int32),
+    def unused(sizes: Sizes, rng: np.random.Generator, max_offset: int) -> _Entries:
+        slots = (sizes.entries, sizes.page_size)
+        return _Entries(
+            page_S=rng.integers(0, sizes.pages, sizes.entries).astype(np.int32),
+            offset_S=rng.integers(-max_offset, max_offset + 1, sizes.entries).astype(np.int32),
+            request_S=np.full(sizes.entries, -1, np.int32),
+            index_SC=np.zeros(slots, np.int32),
+            hide_from_SC=np.zeros(slots, np.int32),
+            hide_until_SC=np.zeros(slots, np.int32),
         )
 
     def open(self, s: int, page: int, offset: int, request: int) -> None:
         self.page_S[s], self.offset_S[s], self.request_S[s] = page, offset, request
-        self.order_SC[s] = NEVER
+        self.index_SC[s] = NEVER
 
-    def to_kernel(self) -> Slots:
-        return Slots(
+    def to_kernel(self) -> PageTable:
+        return PageTable(
             jnp.asarray(self.page_S[None]),
             jnp.asarray(self.offset_S[None]),
             jnp.asarray(self.request_S),
-            jnp.asarray(self.order_SC[None]),
+            jnp.asarray(self.index_SC[None]),
             jnp.asarray(self.hide_from_SC[None]),
             jnp.asarray(self.hide_until_SC[None]),
         )
@@ -292,11 +292,11 @@ def lay_rows(
         own = np.flatnonzero(queries.request_T == request)
         blocks += [own[i : i + block_rows] for i in range(0, len(own), block_rows)]
     places = rng.permutation(total // block_rows)[: len(blocks)]
-    place_T = np.zeros(len(queries.order_T), np.int64)
+    place_T = np.zeros(len(queries.index_T), np.int64)
     for place, block in zip(places, blocks, strict=True):
         place_T[block] = place * block_rows + np.arange(len(block))
     q = np.full((total, *queries.q_THD.shape[1:]), 3.0, np.float32)
     q[place_T] = turn(queries.q_THD, queries.position_T, inv_freq_R)
     order, position, request = np.full(total, -1), np.zeros(total, np.int64), rng.integers(-1, 2, total)
-    order[place_T], position[place_T], request[place_T] = queries.order_T, queries.position_T, queries.request_T
+    order[place_T], position[place_T], request[place_T] = queries.index_T, queries.position_T, queries.request_T
     return jnp.asarray(q), Rows(*(jnp.asarray(x, jnp.int32) for x in (order, position, request))), place_T

@@ -29,7 +29,7 @@ from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
-from ragjax.store.transfer import Mover
+from ragjax.store.transfer import KVTransfer
 
 CONFIG = ModelConfig(
     family="llama",
@@ -50,7 +50,7 @@ CONFIG = ModelConfig(
     eos_ids=(257,),
     bos_id=None,
 )
-GRID = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), slots=(320,), logits=(2, 4))
+GRID = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), entries=(320,), logits=(2, 4))
 PAGE = 16
 
 TEMPLATE = (
@@ -149,14 +149,14 @@ def engine(
     """An engine around a runner (the shared float32 one by default) of which it uses `pages` pages."""
     made = made or runner()
     tokenizer = byte_tokenizer()
-    mover = Mover(made, at_rest, disk=disk)
+    transfer = KVTransfer(made, at_rest, disk=disk)
     profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
-    storage = Storage(mover, host_bytes, disk, quota)
+    storage = Storage(transfer, host_bytes, disk, quota)
     return Engine(
         made,
         tokenizer,
         KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy](profile), storage),
-        mover=mover,
+        transfer=transfer,
         disk=disk,
         model_name="tiny",
         context_length=CONFIG.context_length,

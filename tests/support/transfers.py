@@ -1,6 +1,6 @@
 """Fakes below the cache: a carrier and a shelf that move simulated KV, and a bench that plays requests.
 
-Each cell of the simulated pool holds a hash of everything the KV there depends on, so a lease whose cells hold the
+Each slot of the simulated pool holds a hash of everything the KV there depends on, so a match whose slots hold the
 hashes of its own tokens is proof that no page was lost, doubled, shifted, reused too early or read before its bytes
 came. The lowest bit says that precision was lost. The fakes hold the cache to its contract: they complain (`Misuse`)
 where a real carrier would corrupt something.
@@ -39,7 +39,7 @@ def value(*what):
 
 
 def causal_content(tenant, ids):
-    """What the cells of a causal run hold: each token's whole path, hashed; int64 [n]."""
+    """What the slots of a causal run hold: each token's whole path, hashed; int64 [n]."""
     return np.asarray([value(tenant, tuple(ids[: i + 1])) for i in range(len(ids))], np.int64)
 
 
@@ -59,7 +59,7 @@ def alternatives(cache, context, chunks, method):
 # --------------------------------------------------------------------------------------------- fakes
 
 
-class FakeShelf:
+class FakeDiskIndex:
     """Entries on disk, shared by all caches that are given it. bad: keys whose bytes cannot be read."""
 
     def __init__(self):
@@ -110,7 +110,7 @@ class FakeCarrier:
     entries: host entries not forgotten, number: tokens. pending: jobs begun. calls: how often each kind was ordered.
     """
 
-    def __init__(self, pool, cells, shelf=None, *, host_bytes=0, lossy=False, lag=False, overhead=0):
+    def __init__(self, pool, slots, shelf=None, *, host_bytes=0, lossy=False, lag=False, overhead=0):
         self.lossy = lossy
         self.lag = lag
         self.backlog = 0
@@ -118,7 +118,7 @@ class FakeCarrier:
         self.pending = []
         self.calls = Counter()
         self.refuse = {}
-        self._pool, self._cells, self._shelf = pool, cells, shelf
+        self._pool, self._slots, self._shelf = pool, slots, shelf
         self._host_bytes, self._overhead = host_bytes, overhead
         self._data = {}
         self._seen = set()
@@ -133,9 +133,9 @@ class FakeCarrier:
         for job in jobs:
             if job.entry in self._seen:
                 raise Misuse(f"entry {job.entry} is saved twice")
-            data = self._cells[job.run.cells(self._pool.page_size)]  # as it is now: a copy
+            data = self._slots[job.run.slots(self._pool.page_size)]  # as it is now: a copy
             if job.run.length < 1 or (data == GARBAGE).any():
-                raise Misuse(f"{job} reads cells that nobody wrote, or that were given away")
+                raise Misuse(f"{job} reads slots that nobody wrote, or that were given away")
             self._seen.add(job.entry)
             self.entries[job.entry] = job.run.length
             self._data[job.entry] = data | self.lossy
@@ -158,7 +158,7 @@ class FakeCarrier:
             for piece in job.pieces:
                 self._require(piece)
             self._require_held(job)
-            self._cells[self._page_cells(job)] = GARBAGE
+            self._slots[self._page_slots(job)] = GARBAGE
             self._begin(job)
 
     def give_up(self, number):
@@ -236,10 +236,10 @@ class FakeCarrier:
             self._shelf.put(job.record, self._read(job.copy))
         elif isinstance(job, Load):
             self._require_held(job)
-            cells = self._page_cells(job)
+            slots = self._page_slots(job)
             data = np.concatenate([self._read(piece) for piece in job.pieces])
-            self._cells[cells] = 0
-            self._cells[cells[: len(data)]] = data
+            self._slots[slots] = 0
+            self._slots[slots[: len(data)]] = data
 
     def _read(self, piece):
         on_disk = isinstance(piece.entry, bytes)
@@ -269,7 +269,7 @@ class FakeCarrier:
         if any(not self._pool._pinned[page] for page in job.run.pages):
             raise Misuse(f"the pages of {job} may be given away before its bytes come")
 
-    def _page_cells(self, job):
+    def _page_slots(self, job):
         size = self._pool.page_size
         return (np.asarray(job.run.pages)[:, None] * size + np.arange(size)).reshape(-1)
 
@@ -295,13 +295,13 @@ class Bench:
         overhead=0,
     ):
         self.pool = PagePool(pages, PAGE)
-        self.cells = np.full(pages * PAGE, GARBAGE, np.int64)
+        self.slots = np.full(pages * PAGE, GARBAGE, np.int64)
         self.shelf = shelf
         self.carrier = None
         storage = None
         if host_bytes or shelf is not None:
             self.carrier = FakeCarrier(
-                self.pool, self.cells, shelf, host_bytes=host_bytes, lossy=lossy, lag=lag, overhead=overhead
+                self.pool, self.slots, shelf, host_bytes=host_bytes, lossy=lossy, lag=lag, overhead=overhead
             )
             storage = Storage(self.carrier, host_bytes, shelf, quota or (lambda tenant: None))
         self.cache = KnowledgeCache(identity, self.pool, policy or LRU(), storage, variants=variants)
@@ -310,31 +310,31 @@ class Bench:
 
     def reserve(self, n, label=""):
         run = self.cache.reserve(n, label)
-        self.cells[run.cells(PAGE)] = GARBAGE
+        self.slots[run.slots(PAGE)] = GARBAGE
         return run
 
     def write(self, run, content, lossy=False):
-        self.cells[run.cells(PAGE)[: len(content)]] = content | lossy
+        self.slots[run.slots(PAGE)[: len(content)]] = content | lossy
 
-    def read(self, lease):
-        return np.concatenate([np.zeros(0, np.int64), *(self.cells[run.cells(PAGE)] for run, _ in lease.spans)])
+    def read(self, match):
+        return np.concatenate([np.zeros(0, np.int64), *(self.slots[run.slots(PAGE)] for run, _ in match.spans)])
 
     def match(self, ids, tenant="", **options):
-        """A lease whose bytes have arrived."""
-        lease = self.cache.match_prefix(tokens(*ids), tenant, **options)
+        """A match whose bytes have arrived."""
+        match = self.cache.match_prefix(tokens(*ids), tenant, **options)
         if self.carrier is not None and not self.carrier.lag:
             self.settle()
-            assert lease.ready
-        return lease
+            assert match.ready
+        return match
 
     def put(self, ids, cuts=(), tenant="", public=None):
         """What a request does that computes and admits a prompt."""
-        with self.match(ids, tenant) as lease:
-            if lease.complete:
+        with self.match(ids, tenant) as match:
+            if match.complete:
                 return
-            run = self.reserve(len(ids) - lease.length)
-            self.write(run, causal_content(tenant, ids)[lease.length :], lease.lossy)
-            self.cache.admit_prefix(lease, tokens(*ids), lease.length, run, cuts, public)
+            run = self.reserve(len(ids) - match.length)
+            self.write(run, causal_content(tenant, ids)[match.length :], match.lossy)
+            self.cache.admit_prefix(match, tokens(*ids), match.length, run, cuts, public)
             self.cache.free(run)
 
     def put_segment(
@@ -350,12 +350,12 @@ class Bench:
         public=None,
     ):
         """What a request does that computes and admits a chunk; behind: the chunks before it."""
-        with self.match(context, tenant) as lease:
+        with self.match(context, tenant) as match:
             run = self.reserve(len(ids))
-            self.write(run, keyed_content(tenant, context, provenance, method, ids, behind), lease.lossy)
+            self.write(run, keyed_content(tenant, context, provenance, method, ids, behind), match.lossy)
             digest = neighbours_digest([tokens(*chunk) for chunk in behind])
             self.cache.admit_segment(
-                lease,
+                match,
                 tokens(*ids),
                 run,
                 len(context),
@@ -369,14 +369,14 @@ class Bench:
 
     def put_path(self, context, ids, cuts=(), method="dep", tenant=""):
         """What a request does that computes and admits a dependency path."""
-        with self.match(context, tenant) as lease, self.cache.match_dependency(lease, tokens(*ids), method) as found:
+        with self.match(context, tenant) as match, self.cache.match_dependency(match, tokens(*ids), method) as found:
             self.settle()
             if found.complete:
                 return
             run = self.reserve(len(ids) - found.length)
             content = keyed_content(tenant, context, Provenance.DEPENDENCY, method, ids)
-            self.write(run, content[found.length :], lease.lossy or found.lossy)
-            self.cache.admit_dependency(lease, tokens(*ids), found.length, run, cuts, method)
+            self.write(run, content[found.length :], match.lossy or found.lossy)
+            self.cache.admit_dependency(match, tokens(*ids), found.length, run, cuts, method)
             self.cache.free(run)
 
     def has_segment(
@@ -394,9 +394,9 @@ class Bench:
     ):
         """Whether the chunk is found, as `origin` computed it."""
         digest = neighbours_digest([tokens(*chunk) for chunk in behind])
-        with self.match(context, tenant) as lease:
+        with self.match(context, tenant) as match:
             found = self.cache.match_segment(
-                lease, tokens(*ids), provenance, method, behind=digest, variant=variant, cfo=cfo
+                match, tokens(*ids), provenance, method, behind=digest, variant=variant, cfo=cfo
             )
             if found is None:
                 return False
@@ -411,14 +411,14 @@ class Bench:
 
     def length(self, ids, tenant="", origin=None):
         """How much of a prompt is found, as `origin` computed it."""
-        with self.match(ids, tenant) as lease:
-            content = causal_content(tenant if origin is None else origin, ids)[: lease.length]
-            assert np.array_equal(self.read(lease) & ~1, content)
-            assert lease.lossy or not (self.read(lease) & 1).any()
-            return lease.length
+        with self.match(ids, tenant) as match:
+            content = causal_content(tenant if origin is None else origin, ids)[: match.length]
+            assert np.array_equal(self.read(match) & ~1, content)
+            assert match.lossy or not (self.read(match) & 1).any()
+            return match.length
 
     def path_length(self, context, ids, method="dep", tenant=""):
-        with self.match(context, tenant) as lease, self.cache.match_dependency(lease, tokens(*ids), method) as found:
+        with self.match(context, tenant) as match, self.cache.match_dependency(match, tokens(*ids), method) as found:
             self.settle()
             content = keyed_content(tenant, context, Provenance.DEPENDENCY, method, ids)[: found.length]
             assert np.array_equal(self.read(found) & ~1, content)

@@ -267,8 +267,8 @@ def test_exported_model_is_read_back(tmp_path: Path, family: str, monkeypatch: p
     found = open_checkpoint(tmp_path / "out")
     assert found.config == config
     assert set(found.tensors) == set(tensors)
-    for name, want in tensors.items():
-        np.testing.assert_array_equal(found.tensors[name], want)
+    for name, what in tensors.items():
+        np.testing.assert_array_equal(found.tensors[name], what)
     with pytest.raises(ConfigError, match="is not empty"):
         export(weights, config, LocalModel("m", source, "huggingface"), tmp_path / "out", "float32")
 
@@ -282,10 +282,10 @@ def test_adapter_is_merged_by_the_command(home: Path, capsys: pytest.CaptureFixt
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), adapters())
     for name in ("qkv", "out", "gate_up", "down"):
         pair = {part: x[1] for part, x in rounded[name].items()}
-        want = np.asarray(getattr(base.layers[1], name)[...]).reshape(-1) + 2.0 * np.tensordot(
+        what = np.asarray(getattr(base.layers[1], name)[...]).reshape(-1) + 2.0 * np.tensordot(
             pair["b"], pair["a"], 1
         ).reshape(-1)
-        np.testing.assert_allclose(np.asarray(getattr(merged.layers[1], name)[...]).reshape(-1), want, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(getattr(merged.layers[1], name)[...]).reshape(-1), what, atol=1e-5)
     assert Tokenizer.load(home / "merged").digest == byte_tokenizer().digest
     for out in ("samples.jsonl", "samples.jsonl/x"):
         assert export_main([*command, "--out", str(home / out)]) == 1

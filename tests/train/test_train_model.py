@@ -157,8 +157,8 @@ def test_losses_equal_the_dense_forward(config: ModelConfig, attention: str, pos
     (microbatch,) = ROWS.pack([coder.example(sample) for sample in SAMPLES])
     nll_N, hit_N = (np.asarray(x) for x in programs(config)[0](weights_of(config), {}, ROTATION, microbatch.batch))
     for i, sample in enumerate(SAMPLES):
-        want = losses(config, tensors_of(config), dense(sample, positions, attention == "self"))
-        np.testing.assert_allclose(nll_N[microbatch.example_N == i], want, rtol=2e-5, atol=2e-5)
+        what = losses(config, tensors_of(config), dense(sample, positions, attention == "self"))
+        np.testing.assert_allclose(nll_N[microbatch.example_N == i], what, rtol=2e-5, atol=2e-5)
     padding = microbatch.example_N < 0
     assert padding.any() and not nll_N[padding].any() and not hit_N[padding].any()
 
@@ -188,12 +188,12 @@ def test_gradient_equals_the_dense_slope() -> None:
         moved = {name: x + size * step[name] for name, x in tensors.items()}
         return float(losses(SMALL, moved, dense(SAMPLES[0], "path")).sum())
 
-    want = (total(1e-4) - total(-1e-4)) / 2e-4
+    what = (total(1e-4) - total(-1e-4)) / 2e-4
     weights = weights_of(SMALL)
     gradient, counts = programs(SMALL)[1](weights, {}, ROTATION, microbatch.batch, zeros(weights))
     direction = stacked(Decoder.from_tensors(SMALL, step, jnp.dtype("float32")))
     got = sum(float((g * d).sum()) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True))
-    assert got == pytest.approx(want, rel=2e-4)
+    assert got == pytest.approx(what, rel=2e-4)
     assert float(counts[0]) == pytest.approx(total(0.0), rel=1e-5)
 
 

@@ -36,7 +36,7 @@ TILE_BYTES = 16 * 1024
 class Launch:
     """What the program is launched with.
 
-    grid: row blocks, KV heads, splits of a list. rows, tile: folded rows with padding and cells of a tile (M and N of
+    grid: row blocks, KV heads, splits of a list. rows, tile: folded rows with padding and slots of a tile (M and N of
     the program). warps, stages: of Triton's pipeline.
     """
 
@@ -51,16 +51,16 @@ class Launch:
         """The launch for these shapes."""
         t, heads, dim = q_THD.shape
         pool = view.pages.k_LPKCD
-        kv_heads, cells = pool.shape[2], pool.shape[3]
+        kv_heads, slots = pool.shape[2], pool.shape[3]
         blocks = t // view.block_rows
-        parts = splits(blocks * kv_heads, view.slots.request_S.shape[0])
+        parts = splits(blocks * kv_heads, view.entries.request_S.shape[0])
         rows = LEAST_ROWS if view.block_rows * (heads // kv_heads) <= LEAST_ROWS else MOST_ROWS
-        return Launch((blocks, kv_heads, parts), rows, min(cells, TILE_BYTES // (dim * pool.dtype.itemsize)))
+        return Launch((blocks, kv_heads, parts), rows, min(slots, TILE_BYTES // (dim * pool.dtype.itemsize)))
 
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     """Why this kernel cannot serve the call on this device, or None."""
-    _, _, kv_heads, cells, dim = view.pages.k_LPKCD.shape
+    _, _, kv_heads, slots, dim = view.pages.k_LPKCD.shape
     folded = view.block_rows * (q_THD.shape[1] // kv_heads)
     if lack := device.lacks((8, 0)):
         return lack
@@ -68,8 +68,8 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
         return f"{folded} rows share a KV head in a block; it decodes, with at most {MOST_ROWS}"
     if dim not in (64, 128):
         return f"head dimension {dim} is neither 64 nor 128"
-    if cells < 16 or cells & (cells - 1):
-        return f"pages of {cells} cells are not of a power of two from 16 up"
+    if slots < 16 or slots & (slots - 1):
+        return f"pages of {slots} slots are not of a power of two from 16 up"
     if view.pages.k_LPKCD.dtype == jnp.uint16:
         return "pages of bfloat16 bits (uint16) are for CPUs"
     return _absent()
@@ -120,20 +120,20 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
 def arguments(q_THD: jax.Array, view: View) -> tuple[jax.Array, ...]:
     """The arrays whose addresses the program gets, in its order; its outputs follow them.
 
-    Pages are listed beside slots, to be one load away instead of two: Triton would not buffer them twice otherwise.
+    Pages are listed beside entries, to be one load away instead of two: Triton would not buffer them twice otherwise.
     """
-    pages, slots, blocks, rotation = view.pages, view.slots, view.blocks, view.rotation
+    pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
     return (
-        q_THD, view.rows.order_T, pages.k_LPKCD, pages.v_LPKCD, jnp.asarray(view.layer, jnp.int32).reshape(1),
-        blocks.slot_NS, slots.page_AS[0][blocks.slot_NS], blocks.count_N, blocks.partial_NU, blocks.end_NU,
-        slots.offset_AS[0], slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0],
+        q_THD, view.rows.index_T, pages.k_LPKCD, pages.v_LPKCD, jnp.asarray(view.layer, jnp.int32).reshape(1),
+        blocks.entry_NS, entries.page_AS[0][blocks.entry_NS], blocks.count_N, blocks.partial_NU, blocks.end_NU,
+        entries.offset_AS[0], entries.index_ASC[0], entries.hide_from_ASC[0], entries.hide_until_ASC[0],
         rotation.cos_NR, rotation.sin_NR,
     )  # fmt: skip
 
 
 def constants(q_THD: jax.Array, view: View, launch: Launch) -> dict[str, Any]:
     """The program's compile-time arguments by name."""
-    _, pages, kv_heads, cells, dim = view.pages.k_LPKCD.shape
+    _, pages, kv_heads, slots, dim = view.pages.k_LPKCD.shape
     return {
         "SCALE": view.scale * math.log2(math.e),
         "NEVER": int(NEVER),
@@ -143,9 +143,9 @@ def constants(q_THD: jax.Array, view: View, launch: Launch) -> dict[str, Any]:
         "GROUPS": q_THD.shape[1] // kv_heads,
         "KV_HEADS": kv_heads,
         "PAGES": pages,
-        "CELLS": cells,
+        "CELLS": slots,
         "DIM": dim,
-        "SLOTS": view.slots.request_S.shape[0],
+        "SLOTS": view.entries.request_S.shape[0],
         "M": launch.rows,
         "N": launch.tile,
     }

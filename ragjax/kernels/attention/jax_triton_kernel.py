@@ -1,8 +1,8 @@
-"""The Triton program of `attention_raw.py`: one KV head, one row block, one share of the block's list of slots.
+"""The Triton program of `attention_raw.py`: one KV head, one row block, one share of the block's list of entries.
 
 Apart from that module because it needs triton to be imported; nothing else imports it, and only when it is called.
 Sources: online softmax as in FlashAttention-2 (arXiv 2307.08691), shares merged by their log-sum-exp as in
-Flash-Decoding. Shape suffixes as in docs/dimension_key.md; N is the tile of a page's cells.
+Flash-Decoding. Shape suffixes as in docs/dimension_key.md; N is the tile of a page's slots.
 """
 
 # mypy: disallow-untyped-decorators=False, disallow-any-unimported=False
@@ -21,17 +21,17 @@ INV_LOG2E = tl.constexpr(0.6931471805599453)
 @triton.jit
 def decode(
     q_THD: tl.tensor,
-    order_T: tl.tensor,
+    index_T: tl.tensor,
     k_LPKCD: tl.tensor,
     v_LPKCD: tl.tensor,
     layer_1: tl.tensor,
-    slot_NS: tl.tensor,
+    entry_NS: tl.tensor,
     page_NS: tl.tensor,
     count_N: tl.tensor,
     partial_NU: tl.tensor,
     end_NU: tl.tensor,
     offset_S: tl.tensor,
-    order_SC: tl.tensor,
+    index_SC: tl.tensor,
     hide_from_SC: tl.tensor,
     hide_until_SC: tl.tensor,
     cos_NR: tl.tensor,
@@ -54,14 +54,14 @@ def decode(
     """Grid: row blocks, KV heads, splits J. All arguments up to `lse_JTH` are pointers; those after are static.
 
     SCALE: softmax scale times log2(e). M: BLOCK_ROWS * GROUPS folded rows, padded to what a tensor core takes.
-    N: cells of a tile, a divisor of CELLS. Heads are handled as two halves: Triton cannot cut a tile.
+    N: slots of a tile, a divisor of CELLS. Heads are handled as two halves: Triton cannot cut a tile.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     half: tl.constexpr = DIM // 2
     parts: tl.constexpr = CELLS // N
-    # 64 bits wherever a whole pool, or rows times slots, is indexed: they exceed 2^31
+    # 64 bits wherever a whole pool, or rows times entries, is indexed: they exceed 2^31
     list_of_block = block.to(tl.int64) * SLOTS
     heads_before = tl.load(layer_1).to(tl.int64) * PAGES * KV_HEADS + kv_head
     k_CD = k_LPKCD + heads_before * (CELLS * DIM)
@@ -71,7 +71,7 @@ def decode(
     live_M = row_M < BLOCK_ROWS * GROUPS
     t_M = block * BLOCK_ROWS + row_M // GROUPS
     th_M = t_M.to(tl.int64) * (KV_HEADS * GROUPS) + kv_head * GROUPS + row_M % GROUPS
-    order_M = tl.load(order_T + t_M, mask=live_M, other=-1)
+    index_M = tl.load(index_T + t_M, mask=live_M, other=-1)
     r_R = tl.arange(0, half)
     q_MR = q_THD + th_M[:, None] * DIM + r_R[None, :]
     q1_MR = tl.load(q_MR, mask=live_M[:, None], other=0.0).to(tl.float32) * SCALE
@@ -90,24 +90,24 @@ def decode(
         begin = tl.load(end_NU + list_of_block + u - 1, mask=u > 0, other=0)
         partial = tl.load(partial_NU + list_of_block + u)
         end = tl.load(end_NU + list_of_block + u)
-        offset = tl.load(offset_S + tl.load(slot_NS + list_of_block + begin))
+        offset = tl.load(offset_S + tl.load(entry_NS + list_of_block + begin))
         turned1_MR, turned2_MR = _turn_back(q1_MR, q2_MR, offset, cos_NR, sin_NR, half)
         turned1_MR = turned1_MR.to(k_LPKCD.dtype.element_ty)
         turned2_MR = turned2_MR.to(k_LPKCD.dtype.element_ty)
         for i in range(tl.maximum(begin, low) * parts, tl.minimum(partial, high) * parts):
             acc_MD, max_M, sum_M = _visit(
-                acc_MD, max_M, sum_M, turned1_MR, turned2_MR, order_M, slot_NS + list_of_block + i // parts,
-                page_NS + list_of_block + i // parts, i % parts, k_CD, v_CD, order_SC, hide_from_SC, hide_until_SC,
+                acc_MD, max_M, sum_M, turned1_MR, turned2_MR, index_M, entry_NS + list_of_block + i // parts,
+                page_NS + list_of_block + i // parts, i % parts, k_CD, v_CD, index_SC, hide_from_SC, hide_until_SC,
                 False, NEVER, PRECISION, KV_HEADS, CELLS, DIM, N,
             )  # fmt: skip
         for i in range(tl.maximum(partial, low) * parts, tl.minimum(end, high) * parts):
             acc_MD, max_M, sum_M = _visit(
-                acc_MD, max_M, sum_M, turned1_MR, turned2_MR, order_M, slot_NS + list_of_block + i // parts,
-                page_NS + list_of_block + i // parts, i % parts, k_CD, v_CD, order_SC, hide_from_SC, hide_until_SC,
+                acc_MD, max_M, sum_M, turned1_MR, turned2_MR, index_M, entry_NS + list_of_block + i // parts,
+                page_NS + list_of_block + i // parts, i % parts, k_CD, v_CD, index_SC, hide_from_SC, hide_until_SC,
                 True, NEVER, PRECISION, KV_HEADS, CELLS, DIM, N,
             )  # fmt: skip
 
-    dead_M = (sum_M == 0.0) | (order_M < 0)
+    dead_M = (sum_M == 0.0) | (index_M < 0)
     safe_M = tl.where(dead_M, 1.0, sum_M)
     out_MD = tl.where(dead_M[:, None], 0.0, acc_MD / safe_M[:, None])
     lse_M = tl.where(dead_M, float("-inf"), (max_M + tl.log2(safe_M)) * INV_LOG2E)
@@ -119,7 +119,7 @@ def decode(
 
 @triton.jit
 def _runs_between(end_U: tl.tensor, low: tl.tensor, high: tl.tensor, SLOTS: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """The runs [first, last) that hold list entries [low, high); found by counting, in place of walking there."""
+    """The runs [first, last) that hold list items [low, high); found by counting, in place of walking there."""
     before = tl.zeros((), tl.int32)
     within = tl.zeros((), tl.int32)
     for start in range(0, SLOTS, WINDOW):
@@ -151,13 +151,13 @@ def _visit(
     sum_M: tl.tensor,
     q1_MR: tl.tensor,
     q2_MR: tl.tensor,
-    order_M: tl.tensor,
-    slot_1: tl.tensor,
+    index_M: tl.tensor,
+    entry_1: tl.tensor,
     page_1: tl.tensor,
     part: tl.tensor,
     k_CD: tl.tensor,
     v_CD: tl.tensor,
-    order_SC: tl.tensor,
+    index_SC: tl.tensor,
     hide_from_SC: tl.tensor,
     hide_until_SC: tl.tensor,
     MASKED: tl.constexpr,
@@ -171,21 +171,21 @@ def _visit(
     """One tile of a page: logits, the visibility rule where some row does not see the whole page, online softmax."""
     half: tl.constexpr = DIM // 2
     dtype = q1_MR.dtype
-    cell_N = part * N + tl.arange(0, N)
+    slot_N = part * N + tl.arange(0, N)
     page = tl.load(page_1).to(tl.int64) * (KV_HEADS * CELLS * DIM)
-    at_RN = page + cell_N[None, :] * DIM + tl.arange(0, half)[:, None]
+    at_RN = page + slot_N[None, :] * DIM + tl.arange(0, half)[:, None]
     logits_MN = tl.dot(q1_MR, tl.load(k_CD + at_RN), input_precision=PRECISION)
     logits_MN = tl.dot(q2_MR, tl.load(k_CD + at_RN + half), logits_MN, input_precision=PRECISION)
-    v_ND = tl.load(v_CD + page + cell_N[:, None] * DIM + tl.arange(0, DIM)[None, :])
+    v_ND = tl.load(v_CD + page + slot_N[:, None] * DIM + tl.arange(0, DIM)[None, :])
     if MASKED:
-        slot = tl.load(slot_1)
-        order_N = tl.load(order_SC + slot * CELLS + cell_N)
-        from_N = tl.load(hide_from_SC + slot * CELLS + cell_N)
-        until_N = tl.load(hide_until_SC + slot * CELLS + cell_N)
-        hidden_MN = (from_N[None, :] <= order_M[:, None]) & (order_M[:, None] < until_N[None, :])
-        logits_MN = tl.where((order_N[None, :] <= order_M[:, None]) & ~hidden_MN, logits_MN, float("-inf"))
-        # cells that no row can ever see may hold NaN, and 0 * NaN is NaN
-        unused_N = (order_N >= NEVER) | ((from_N <= order_N) & (until_N >= NEVER))
+        entry = tl.load(entry_1)
+        index_N = tl.load(index_SC + entry * CELLS + slot_N)
+        from_N = tl.load(hide_from_SC + entry * CELLS + slot_N)
+        until_N = tl.load(hide_until_SC + entry * CELLS + slot_N)
+        hidden_MN = (from_N[None, :] <= index_M[:, None]) & (index_M[:, None] < until_N[None, :])
+        logits_MN = tl.where((index_N[None, :] <= index_M[:, None]) & ~hidden_MN, logits_MN, float("-inf"))
+        # slots that no row can ever see may hold NaN, and 0 * NaN is NaN
+        unused_N = (index_N >= NEVER) | ((from_N <= index_N) & (until_N >= NEVER))
         v_ND = tl.where(unused_N[:, None], 0.0, v_ND).to(dtype)
     new_M = tl.maximum(max_M, tl.max(logits_MN, axis=1))
     safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)

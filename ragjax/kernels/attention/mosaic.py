@@ -5,11 +5,11 @@ Source: a producer warpgroup that copies by TMA and compute warpgroups that mult
 takes one or two tiles of 64 folded rows of one row block, a compute warpgroup each, and its own copy of the walk
 through the block's list. A query tile is rotated once a run of equal offset, in shared memory, where wgmma reads it.
 
-Barriers. The producer and each compute warpgroup walk the same list, entry j using stage j mod `stages`.
-  key_ready, value_ready [stage]: the TMA of an entry's keys, values has landed; computers wait once an entry.
-  cells_ready [stage]: three TMAs (order, hide_from, hide_until), for partial entries alone; both sides know which.
-  key_free, value_free [stage]: every compute warpgroup has read them; the producer waits for the release of entry
-      j - stages before it fills entry j, so never in a list's first `stages` entries. Cells are read before the
+Barriers. The producer and each compute warpgroup walk the same list, item j using stage j mod `stages`.
+  key_ready, value_ready [stage]: the TMA of an item's keys, values has landed; computers wait once an item.
+  slots_ready [stage]: three TMAs (order, hide_from, hide_until), for partial items alone; both sides know which.
+  key_free, value_free [stage]: every compute warpgroup has read them; the producer waits for the release of item
+      j - stages before it fills item j, so never in a list's first `stages` items. Slots are read before the
       values are released, and refilled after value_free.
   run_ready, run_free [run mod 2]: likewise for the rotation of a run.
 Each wait thus meets one completed phase, in order; a barrier is at most one phase ahead of its waiter, since its next
@@ -64,7 +64,7 @@ class _Sizes:
     heads: int
     kv_heads: int
     dim: int
-    cells: int
+    slots: int
     pages: int
     query_dtype: jnp.dtype
     dtype: jnp.dtype
@@ -95,7 +95,7 @@ class _Sizes:
 
     @property
     def stages(self) -> int:
-        """Entries of a list in shared memory at a time."""
+        """Items of a list in shared memory at a time."""
         return min(4, self._room(self.computers))
 
     @property
@@ -110,7 +110,7 @@ class _Sizes:
     def _room(self, computers: int) -> int:
         """Stages that fit beside the queries of `computers` tiles, two rotations and the barriers."""
         query = TILE * (self.dim * (self.query_dtype.itemsize + self.dtype.itemsize) + 4)
-        stage = self.cells * (2 * self.dim * self.dtype.itemsize + 3 * 4)
+        stage = self.slots * (2 * self.dim * self.dtype.itemsize + 3 * 4)
         return (SHARED_BYTES - computers * query - 2 * self.dim * 4 - 1024) // stage
 
     def place(self, tile: jax.Array, piece: int) -> tuple[jax.Array, jax.Array]:
@@ -120,22 +120,22 @@ class _Sizes:
 
 
 class _Inputs(NamedTuple):
-    """In global memory. Keys and values are rows of one matrix: layer, page, KV head, cell."""
+    """In global memory. Keys and values are rows of one matrix: layer, page, KV head, slot."""
 
     q_THD: Ref
-    order_NM: Ref
+    index_NM: Ref
     high_N: Ref
     k: Ref
     v: Ref
     layer: Ref
     page_S: Ref
     offset_S: Ref
-    order_SC: Ref
+    index_SC: Ref
     hide_from_SC: Ref
     hide_until_SC: Ref
     cos_NR: Ref
     sin_NR: Ref
-    slot_NS: Ref
+    entry_NS: Ref
     partial_NU: Ref
     end_NU: Ref
     runs_N: Ref
@@ -149,13 +149,13 @@ class _Shared(NamedTuple):
     turned: Ref
     k: Ref
     v: Ref
-    cells: Ref
+    slots: Ref
     cos: Ref
     sin: Ref
     query_ready: Ref
     key_ready: Ref
     value_ready: Ref
-    cells_ready: Ref
+    slots_ready: Ref
     run_ready: Ref
     key_free: Ref
     value_free: Ref
@@ -179,7 +179,7 @@ class _State(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Where a run's partial entries begin, where it ends, and the offset of its slots."""
+    """Where a run's partial items begin, where it ends, and the offset of its entries."""
 
     partial: jax.Array
     end: jax.Array
@@ -198,11 +198,11 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
 def _unfit(q_THD: jax.Array, view: View) -> str | None:
     """Why no device could serve the call here."""
     _, heads, dim = q_THD.shape
-    _, _, kv_heads, cells, _ = view.pages.k_LPKCD.shape
+    _, _, kv_heads, slots, _ = view.pages.k_LPKCD.shape
     b, folded = view.block_rows, view.block_rows * (heads // kv_heads)
     for name, value, among in (
         ("head dim", dim, DIMS),
-        ("page size", cells, CELLS),
+        ("page size", slots, CELLS),
         ("pool dtype", view.pages.k_LPKCD.dtype, DTYPES),
         ("query dtype", q_THD.dtype, QUERY_DTYPES),
     ):
@@ -220,7 +220,7 @@ def attend(q_THD: jax.Array, view: View, *, interpret: bool = False) -> tuple[ja
 
     Args:
         q_THD: float32, bfloat16 or float16; D is 64 or 128.
-        view: with a bfloat16 or float16 pool of pages of 64 or 128 cells, and blocks of 8, 16, 32 or a multiple of 64
+        view: with a bfloat16 or float16 pool of pages of 64 or 128 slots, and blocks of 8, 16, 32 or a multiple of 64
             rows that fill at least 64 rows when the query heads of a KV head are folded into them.
         interpret: run on CPU, in JAX's simulation of a GPU's memory and barriers (jax 0.11 and up).
 
@@ -231,13 +231,13 @@ def attend(q_THD: jax.Array, view: View, *, interpret: bool = False) -> tuple[ja
     if reason is not None:
         raise ValueError(f"the mosaic backend cannot serve this call: {reason}")
     t, heads, dim = q_THD.shape
-    _, pages, kv_heads, cells, _ = view.pages.k_LPKCD.shape
+    _, pages, kv_heads, slots, _ = view.pages.k_LPKCD.shape
     sizes = _Sizes(
         view.block_rows,
         heads,
         kv_heads,
         dim,
-        cells,
+        slots,
         pages,
         q_THD.dtype,
         view.pages.k_LPKCD.dtype,
@@ -274,25 +274,25 @@ def _simulation() -> Any:
 
 def _inputs(q_THD: jax.Array, view: View, folded: int) -> _Inputs:
     """Views and small arrays; the pool is not copied."""
-    rows, slots, blocks, pages = view.rows, view.slots, view.blocks, view.pages
-    order_NB = rows.order_T.reshape(-1, view.block_rows)
-    order_NM = jnp.tile(order_NB, (1, -(-folded // view.block_rows)))[:, :folded]
+    rows, entries, blocks, pages = view.rows, view.entries, view.blocks, view.pages
+    index_NB = rows.index_T.reshape(-1, view.block_rows)
+    index_NM = jnp.tile(index_NB, (1, -(-folded // view.block_rows)))[:, :folded]
     dim = q_THD.shape[-1]
     return _Inputs(
         q_THD=q_THD,
-        order_NM=order_NM,
-        high_N=order_NB.max(1),
+        index_NM=index_NM,
+        high_N=index_NB.max(1),
         k=pages.k_LPKCD.reshape(-1, dim),
         v=pages.v_LPKCD.reshape(-1, dim),
         layer=jnp.asarray(view.layer, jnp.int32).reshape(1),
-        page_S=slots.page_AS[0],
-        offset_S=slots.offset_AS[0],
-        order_SC=slots.order_ASC[0],
-        hide_from_SC=slots.hide_from_ASC[0],
-        hide_until_SC=slots.hide_until_ASC[0],
+        page_S=entries.page_AS[0],
+        offset_S=entries.offset_AS[0],
+        index_SC=entries.index_ASC[0],
+        hide_from_SC=entries.hide_from_ASC[0],
+        hide_until_SC=entries.hide_until_ASC[0],
         cos_NR=view.rotation.cos_NR,
         sin_NR=view.rotation.sin_NR,
-        slot_NS=blocks.slot_NS,
+        entry_NS=blocks.entry_NS,
         partial_NU=blocks.partial_NU,
         end_NU=blocks.end_NU,
         runs_N=blocks.runs_N,
@@ -300,7 +300,7 @@ def _inputs(q_THD: jax.Array, view: View, folded: int) -> _Inputs:
 
 
 def _scratch(sizes: _Sizes) -> dict[str, Any]:
-    c, d, w, s = sizes.cells, sizes.dim, sizes.computers, sizes.stages
+    c, d, w, s = sizes.slots, sizes.dim, sizes.computers, sizes.stages
     half = _tiled(sizes.half, sizes.dtype)  # halves of a head are rotated apart, so no tile may span both
     scratch = {
         "q": plgpu.SMEM((w, TILE, d), sizes.query_dtype, transforms=_tiled(sizes.half, sizes.query_dtype)),
@@ -308,13 +308,13 @@ def _scratch(sizes: _Sizes) -> dict[str, Any]:
         "turned": plgpu.SMEM((w, TILE, d), sizes.dtype, transforms=half),
         "k": plgpu.SMEM((s, c, d), sizes.dtype, transforms=half),
         "v": plgpu.SMEM((s, c, d), sizes.dtype, transforms=_tiled(d, sizes.dtype)),
-        "cells": plgpu.SMEM((s, 3, c), jnp.int32),
+        "slots": plgpu.SMEM((s, 3, c), jnp.int32),
         "cos": plgpu.SMEM((2, sizes.half), jnp.float32),
         "sin": plgpu.SMEM((2, sizes.half), jnp.float32),
         "query_ready": plgpu.Barrier(num_arrivals=sizes.pieces + 1, num_barriers=w),
         "key_ready": plgpu.Barrier(num_barriers=s),
         "value_ready": plgpu.Barrier(num_barriers=s),
-        "cells_ready": plgpu.Barrier(num_arrivals=3, num_barriers=s),
+        "slots_ready": plgpu.Barrier(num_arrivals=3, num_barriers=s),
         "run_ready": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "key_free": plgpu.Barrier(num_arrivals=w, num_barriers=s),
         "value_free": plgpu.Barrier(num_arrivals=w, num_barriers=s),
@@ -334,7 +334,7 @@ def _tiled(columns: int, dtype: jnp.dtype) -> Transforms:
 def _kernel(sizes: _Sizes, *refs: Ref, **scratch: Ref) -> None:
     inputs, (out_THD, lse_NKM) = _Inputs(*refs[:-2]), refs[-2:]
     shared = _Shared(**scratch)
-    last = jnp.int32(inputs.slot_NS.shape[0] - 1)
+    last = jnp.int32(inputs.entry_NS.shape[0] - 1)
     # the last blocks first: as a rule they have the longest lists, and a sweep should end with short ones
     place = _Place(last - lax.axis_index("block"), lax.axis_index("kv_head"))
     warpgroup = lax.axis_index("warpgroup")
@@ -356,25 +356,25 @@ def _kernel(sizes: _Sizes, *refs: Ref, **scratch: Ref) -> None:
 
 
 def _produce(sizes: _Sizes, inputs: _Inputs, shared: _Shared, place: _Place) -> None:
-    """Copy the rotation of each run and the keys, values and cells of each entry, as room comes free."""
+    """Copy the rotation of each run and the keys, values and slots of each item, as room comes free."""
     first_page = inputs.layer[0] * sizes.pages
 
-    def entry(j: jax.Array, partial: jax.Array) -> jax.Array:
-        slot = inputs.slot_NS[place.block, j]
-        row = ((first_page + inputs.page_S[slot]) * sizes.kv_heads + place.kv_head) * sizes.cells
-        cells = pl.ds(row, sizes.cells)
+    def item(j: jax.Array, partial: jax.Array) -> jax.Array:
+        entry = inputs.entry_NS[place.block, j]
+        row = ((first_page + inputs.page_S[entry]) * sizes.kv_heads + place.kv_head) * sizes.slots
+        slots = pl.ds(row, sizes.slots)
         stage = lax.rem(j, jnp.int32(sizes.stages))
         used = j >= sizes.stages
         _wait_if(used, shared.key_free.at[stage])
-        plgpu.copy_gmem_to_smem(inputs.k.at[cells], shared.k.at[stage], shared.key_ready.at[stage])
+        plgpu.copy_gmem_to_smem(inputs.k.at[slots], shared.k.at[stage], shared.key_ready.at[stage])
         _wait_if(used, shared.value_free.at[stage])
 
         @pl.when(j >= partial)
         def _() -> None:
-            for i, bounds in enumerate((inputs.order_SC, inputs.hide_from_SC, inputs.hide_until_SC)):
-                plgpu.copy_gmem_to_smem(bounds.at[slot], shared.cells.at[stage, i], shared.cells_ready.at[stage])
+            for i, bounds in enumerate((inputs.index_SC, inputs.hide_from_SC, inputs.hide_until_SC)):
+                plgpu.copy_gmem_to_smem(bounds.at[entry], shared.slots.at[stage, i], shared.slots_ready.at[stage])
 
-        plgpu.copy_gmem_to_smem(inputs.v.at[cells], shared.v.at[stage], shared.value_ready.at[stage])
+        plgpu.copy_gmem_to_smem(inputs.v.at[slots], shared.v.at[stage], shared.value_ready.at[stage])
         return partial
 
     def run(u: jax.Array, begin: jax.Array) -> jax.Array:
@@ -384,7 +384,7 @@ def _produce(sizes: _Sizes, inputs: _Inputs, shared: _Shared, place: _Place) -> 
         _wait_if(u >= 2, shared.run_free.at[parity])
         plgpu.copy_gmem_to_smem(inputs.cos_NR.at[angle], shared.cos.at[parity], shared.run_ready.at[parity])
         plgpu.copy_gmem_to_smem(inputs.sin_NR.at[angle], shared.sin.at[parity], shared.run_ready.at[parity])
-        lax.fori_loop(begin, bounds.end, entry, bounds.partial)
+        lax.fori_loop(begin, bounds.end, item, bounds.partial)
         return bounds.end
 
     runs = inputs.runs_N[place.block]
@@ -404,11 +404,11 @@ def _drain(count: jax.Array, size: int, *free: Ref) -> None:
 
 
 def _bounds(inputs: _Inputs, place: _Place, u: jax.Array, begin: jax.Array) -> _Run:
-    """Run u, which begins at entry `begin`; behind the last run, anything."""
-    last = jnp.int32(inputs.slot_NS.shape[1] - 1)
+    """Run u, which begins at item `begin`; behind the last run, anything."""
+    last = jnp.int32(inputs.entry_NS.shape[1] - 1)
     run = place.block, jnp.minimum(u, last)
-    slot = inputs.slot_NS[place.block, jnp.minimum(begin, last)]
-    return _Run(inputs.partial_NU[run], inputs.end_NU[run], inputs.offset_S[slot])
+    entry = inputs.entry_NS[place.block, jnp.minimum(begin, last)]
+    return _Run(inputs.partial_NU[run], inputs.end_NU[run], inputs.offset_S[entry])
 
 
 def _wait_if(condition: jax.Array, barrier: Ref) -> None:
@@ -430,10 +430,10 @@ def _compute(
         source = _piece(sizes, inputs.q_THD, place, jnp.minimum(head, sizes.group - 1), row)
         plgpu.copy_gmem_to_smem(source, q.at[_rows_of_piece(sizes, i)], shared.query_ready.at[warpgroup])
     rows = pl.ds(tile * TILE, TILE)
-    order_M = shared.order.at[warpgroup]
-    plgpu.copy_gmem_to_smem(inputs.order_NM.at[place.block, rows], order_M, shared.query_ready.at[warpgroup])
+    index_M = shared.order.at[warpgroup]
+    plgpu.copy_gmem_to_smem(inputs.index_NM.at[place.block, rows], index_M, shared.query_ready.at[warpgroup])
     plgpu.barrier_wait(shared.query_ready.at[warpgroup])
-    order = _load(order_M, PER_ROW)
+    order = _load(index_M, PER_ROW)
     state = _walk(sizes, inputs, shared, place, warpgroup, order)
     dead = (state.total == 0.0) | (order < 0)
     total = jnp.where(dead, 1.0, state.total)
@@ -508,16 +508,16 @@ def _step(
     *,
     masked: bool,
 ) -> _State:
-    """Entry j of the list, without masks if every row sees it whole."""
+    """Item j of the list, without masks if every row sees it whole."""
     stage = lax.rem(j, jnp.int32(sizes.stages))
     k, v = shared.k.at[stage], shared.v.at[stage]
 
     plgpu.barrier_wait(shared.key_ready.at[stage])
-    logits = _product(shared.turned.at[warpgroup], k.transpose((1, 0)), sizes.cells)
+    logits = _product(shared.turned.at[warpgroup], k.transpose((1, 0)), sizes.slots)
     plgpu.barrier_arrive(shared.key_free.at[stage])
     if masked:
-        plgpu.barrier_wait(shared.cells_ready.at[stage])
-        logits = jnp.where(_seen(shared.cells.at[stage], order, logits.shape), logits, -jnp.inf)
+        plgpu.barrier_wait(shared.slots_ready.at[stage])
+        logits = jnp.where(_seen(shared.slots.at[stage], order, logits.shape), logits, -jnp.inf)
     peak = jnp.maximum(state.peak, logits.max(axis=1))
     decay = jnp.exp2(state.peak - peak)
     weights = jnp.exp2(logits - _across(peak, logits.shape))
@@ -525,27 +525,27 @@ def _step(
     acc = state.acc * _across(decay, state.acc.shape)
     plgpu.barrier_wait(shared.value_ready.at[stage])
     if masked:
-        _clear(sizes, shared.cells.at[stage], v, high)
+        _clear(sizes, shared.slots.at[stage], v, high)
     acc = _weigh(sizes, shared, warpgroup, acc, weights.astype(sizes.dtype), v)
     plgpu.barrier_arrive(shared.value_free.at[stage])
     return _State(acc, peak, total)
 
 
-def _seen(cells: Ref, order: jax.Array, size: tuple[int, ...]) -> jax.Array:
-    """Which rows see which cells, by `slots.visible`; the slot is of the rows' request."""
-    key, hide_from, hide_until = (_along(_load(cells.at[i], PER_COLUMN), size) for i in range(3))
+def _seen(slots: Ref, order: jax.Array, size: tuple[int, ...]) -> jax.Array:
+    """Which rows see which slots, by `entries.visible`; the entry is of the rows' request."""
+    key, hide_from, hide_until = (_along(_load(slots.at[i], PER_COLUMN), size) for i in range(3))
     row = _across(order, size)
     return (key <= row) & ((row < hide_from) | (row >= hide_until))
 
 
-def _clear(sizes: _Sizes, cells: Ref, v: Ref, high: jax.Array) -> None:
-    """Zero the values of cells that no order up to the block's highest sees: they may hold NaN, and 0 * NaN is NaN.
+def _clear(sizes: _Sizes, slots: Ref, v: Ref, high: jax.Array) -> None:
+    """Zero the values of slots that no order up to the block's highest sees: they may hold NaN, and 0 * NaN is NaN.
 
     Each compute warpgroup does it for itself. Both write the same: what is there, or zero.
     """
-    for row in range(0, sizes.cells, TILE):
+    for row in range(0, sizes.slots, TILE):
         rows = pl.ds(row, TILE)
-        order, hide_from, hide_until = (_load(cells.at[i, rows], PER_ROW) for i in range(3))
+        order, hide_from, hide_until = (_load(slots.at[i, rows], PER_ROW) for i in range(3))
         dead = (order > high) | ((hide_from <= order) & (hide_until > high))
         for column in range(0, sizes.dim, TILE):
             part = v.at[rows, pl.ds(column, TILE)]

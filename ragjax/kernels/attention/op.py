@@ -1,7 +1,7 @@
 """`paged_interval_attention`: the one attention op of ragjax, and the choice of the backend that computes it.
 
 Query rows (any subset of the tokens of many requests) attend to keys that lie in a paged pool, under the rule of
-`slots.visible`. A cached key is stored rotated at the position it was computed at; a slot's RoPE offset moves it to
+`entries.visible`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
 where it takes part, without copying or rewriting the page. `attention_ref.py` is the definition, `attention_xla.py`
 the blockwise form for CPU and the fallback, `attention_triton.py` the Pallas kernels for GPUs, `attention_mosaic.py`
 the one for Hopper, `attention_raw.py` the decode kernel that does not need Pallas.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from ragjax.kernels.attention import jax_triton as attention_raw
+from ragjax.kernels.attention import jax_triton as attention_jax_triton
 from ragjax.kernels.attention import mosaic as attention_mosaic
 from ragjax.kernels.attention import reference as attention_ref
 from ragjax.kernels.attention import triton as attention_triton
@@ -36,7 +36,7 @@ BACKENDS: Mapping[str, Backend] = {
     "xla": Backend(attention_xla.attend, lambda *_: None),
     "triton": Backend(attention_triton.attend, attention_triton.refusal),
     "mosaic": Backend(attention_mosaic.attend, attention_mosaic.refusal),
-    "raw": Backend(attention_raw.attend, attention_raw.refusal),
+    "raw": Backend(attention_jax_triton.attend, attention_jax_triton.refusal),
 }
 
 PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "raw", "xla")}
@@ -75,7 +75,7 @@ def paged_interval_attention(
 
     Args:
         q_THD: queries rotated at `view.rows.position_T`; float32, bfloat16 or float16.
-        view: rows, pool, slots and block lists.
+        view: rows, pool, entries and block lists.
         backend: which implementation computes it; None for the one that `choose` finds for the default device.
 
     Returns:

@@ -12,14 +12,14 @@ PROGRAMS = 264
 """Programs that fill a device: two for each of 132 multiprocessors (H100, H200)."""
 
 LEAST_ENTRIES = 4
-"""List entries of a split at least, were all slots visible."""
+"""List items of a split at least, were all entries visible."""
 
 
-def splits(programs: int, slots: int) -> int:
-    """Into how many parts to split lists of at most `slots` entries, where there are `programs` without."""
+def splits(programs: int, entries: int) -> int:
+    """Into how many parts to split lists of at most `entries` items, where there are `programs` without."""
     if 2 * programs > PROGRAMS:
         return 1
-    return max(1, min(-(-PROGRAMS // programs), slots // LEAST_ENTRIES))
+    return max(1, min(-(-PROGRAMS // programs), entries // LEAST_ENTRIES))
 
 
 def merge_states(

@@ -35,12 +35,12 @@ LEAST_ROWS = 16
 """Folded rows of a program at least: tensor cores take no fewer."""
 
 STAGES = 5
-"""Of Triton's pipeline. A page is found by two loads (slot, then page id), each of which takes a stage: five leave two
+"""Of Triton's pipeline. A page is found by two loads (entry, then page id), each of which takes a stage: five leave two
 pages in flight, three one.
 """
 
 TILE = 64 * 128 * 2
-"""Bytes of a page of one KV head that registers and shared memory are best used with: 64 cells of 128 in bfloat16."""
+"""Bytes of a page of one KV head that registers and shared memory are best used with: 64 slots of 128 in bfloat16."""
 
 State = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -64,17 +64,17 @@ class Tiling:
 def tiling(q_THD: jax.Array, view: View) -> Tiling:
     """The cut for these shapes; tests/test_compile.py holds it to what registers and shared memory allow."""
     t, heads, dim = q_THD.shape
-    _, _, kv_heads, cells, _ = view.pages.k_LPKCD.shape
+    _, _, kv_heads, slots, _ = view.pages.k_LPKCD.shape
     groups = max(pl.next_power_of_2(heads // kv_heads), LEAST_ROWS // view.block_rows)
     folded = groups * view.block_rows
-    tile = cells * dim * view.pages.k_LPKCD.dtype.itemsize
+    tile = slots * dim * view.pages.k_LPKCD.dtype.itemsize
     rows = min(folded, MOST_ROWS if tile <= TILE else MOST_ROWS // 2 if tile <= 2 * TILE else LEAST_ROWS)
     programs = t // view.block_rows * (folded // rows) * kv_heads
     return Tiling(
         rows=rows,
         groups=groups,
         parts=folded // rows,
-        splits=splits(programs, view.slots.request_S.shape[0]),
+        splits=splits(programs, view.entries.request_S.shape[0]),
         warps=8 if rows >= 64 or tile > TILE else 4,
         stages=STAGES if tile <= 2 * TILE else 3,
     )
@@ -82,13 +82,13 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     """Why these kernels cannot serve the call on this device, or None."""
-    _, _, _, cells, dim = view.pages.k_LPKCD.shape
+    _, _, _, slots, dim = view.pages.k_LPKCD.shape
     if lack := device.lacks((8, 0)):
         return lack
     if dim not in (64, 128):
         return f"head dimension {dim} is neither 64 nor 128"
-    if cells < 16 or cells & (cells - 1) or cells > 128:
-        return f"pages of {cells} cells are not of 16, 32, 64 or 128"
+    if slots < 16 or slots & (slots - 1) or slots > 128:
+        return f"pages of {slots} slots are not of 16, 32, 64 or 128"
     if view.block_rows & (view.block_rows - 1):
         return f"row blocks of {view.block_rows} are not a power of two"
     if view.pages.k_LPKCD.dtype == jnp.uint16:
@@ -100,12 +100,12 @@ def attend(
     q_THD: jax.Array, view: View, *, cut: Tiling | None = None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """See `attention.paged_interval_attention`; `cut` overrides `tiling`, `interpret` runs the kernel on a CPU."""
-    pages, slots, blocks, rotation = view.pages, view.slots, view.blocks, view.rotation
+    pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
     cut = cut or tiling(q_THD, view)
-    layers, pool, kv_heads, cells, dim = pages.k_LPKCD.shape
+    layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
     q_KXMD = fold(q_THD, kv_heads, cut)
     programs = q_KXMD.shape[1]
-    order_XM = jnp.repeat(view.rows.order_T, cut.groups).reshape(programs, cut.rows)
+    index_XM = jnp.repeat(view.rows.index_T, cut.groups).reshape(programs, cut.rows)
     extent_N2 = jnp.stack([blocks.runs_N, blocks.count_N], axis=1)
 
     def mine(*shape: int) -> pl.BlockSpec:  # the last rows, which see most, start first
@@ -117,12 +117,13 @@ def attend(
     def whole(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda x_, k, j: (0,) * x.ndim)
 
-    pool_spec = pl.BlockSpec((layers, pool, None, cells, dim), lambda x, k, j: (0, 0, k, 0, 0))
+    pool_spec = pl.BlockSpec((layers, pool, None, slots, dim), lambda x, k, j: (0, 0, k, 0, 0))
     shared = (
-        slots.page_AS[0], slots.offset_AS[0], slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0],
+        entries.page_AS[0], entries.offset_AS[0], entries.index_ASC[0], entries.hide_from_ASC[0],
+        entries.hide_until_ASC[0],
         rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1),
     )  # fmt: skip
-    lists = (blocks.slot_NS, blocks.partial_NU, blocks.end_NU, extent_N2)
+    lists = (blocks.entry_NS, blocks.partial_NU, blocks.end_NU, extent_N2)
     out_dtype = q_THD.dtype if cut.splits == 1 else jnp.float32
     out_JKXMD, lse_JKXM = pl.pallas_call(
         functools.partial(_kernel, scale=view.scale * LOG2E, splits=cut.splits),
@@ -146,15 +147,15 @@ def attend(
         compiler_params=pltriton.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
         name="paged_interval_attention",
-    )(q_KXMD, order_XM, pages.k_LPKCD, pages.v_LPKCD, *lists, *shared)
+    )(q_KXMD, index_XM, pages.k_LPKCD, pages.v_LPKCD, *lists, *shared)
     out_KXMD, lse_KXM = merge_splits(out_JKXMD, lse_JKXM)
     heads = q_THD.shape[1]
     return unfold(out_KXMD, heads, cut).astype(q_THD.dtype), unfold(lse_KXM[..., None], heads, cut)[..., 0]
 
 
 def _kernel(
-    q_ref: Any, order_ref: Any, k_ref: Any, v_ref: Any, slot_ref: Any, partial_ref: Any, end_ref: Any, extent_ref: Any,
-    page_ref: Any, offset_ref: Any, key_order_ref: Any, hide_from_ref: Any, hide_until_ref: Any,
+    q_ref: Any, order_ref: Any, k_ref: Any, v_ref: Any, entry_ref: Any, partial_ref: Any, end_ref: Any, extent_ref: Any,
+    page_ref: Any, offset_ref: Any, key_index_ref: Any, hide_from_ref: Any, hide_until_ref: Any,
     cos_ref: Any, sin_ref: Any, layer_ref: Any, out_ref: Any, lse_ref: Any, *, scale: float, splits: int,
 ) -> None:  # fmt: skip
     """One program: rows [M, D] of one KV head over its share of their list. Heads are handled as two halves, because
@@ -178,19 +179,19 @@ def _kernel(
         turned = q1_MR * cos_R[None] + q2_MR * sin_R[None], q2_MR * cos_R[None] - q1_MR * sin_R[None]
         return turned[0].astype(dtype), turned[1].astype(dtype)
 
-    def visit(entry: jax.Array, state: State, q_MR: tuple[jax.Array, jax.Array], masked: bool) -> State:
+    def visit(item: jax.Array, state: State, q_MR: tuple[jax.Array, jax.Array], masked: bool) -> State:
         acc_MD, max_M, sum_M = state
-        slot = slot_ref[entry]
-        page = page_ref[slot]
+        entry = entry_ref[item]
+        page = page_ref[entry]
         logits_MC = dot(q_MR[0], k_ref[layer, page, :, pl.ds(0, half)], trans_b=True)
         logits_MC += dot(q_MR[1], k_ref[layer, page, :, pl.ds(half, half)], trans_b=True)
         v_CD = v_ref[layer, page, :, :]
         if masked:
-            order_C, from_C, until_C = key_order_ref[slot, :], hide_from_ref[slot, :], hide_until_ref[slot, :]
+            index_C, from_C, until_C = key_index_ref[entry, :], hide_from_ref[entry, :], hide_until_ref[entry, :]
             hidden_MC = (from_C[None] <= order_M1) & (order_M1 < until_C[None])
-            logits_MC = jnp.where((order_C[None] <= order_M1) & ~hidden_MC, logits_MC, -jnp.inf)
-            # cells nobody may ever see can hold NaN, and 0 * NaN is NaN
-            dead_C = (order_C >= NEVER) | ((from_C <= order_C) & (until_C >= NEVER))
+            logits_MC = jnp.where((index_C[None] <= order_M1) & ~hidden_MC, logits_MC, -jnp.inf)
+            # slots nobody may ever see can hold NaN, and 0 * NaN is NaN
+            dead_C = (index_C >= NEVER) | ((from_C <= index_C) & (until_C >= NEVER))
             v_CD = jnp.where(dead_C[:, None], jnp.zeros((), dtype), v_CD)
         new_M = jnp.maximum(max_M, logits_MC.max(axis=1))
         safe_M = jnp.where(new_M == -jnp.inf, 0.0, new_M) if masked else new_M
@@ -207,7 +208,7 @@ def _kernel(
     def run(u: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
         begin, state = carry
         partial, end = partial_ref[u], end_ref[u]
-        q_MR = rotated(offset_ref[slot_ref[begin]])
+        q_MR = rotated(offset_ref[entry_ref[begin]])
         for first, last, masked in ((begin, partial, False), (partial, end, True)):
             step = functools.partial(visit, q_MR=q_MR, masked=masked)
             state = lax.fori_loop(jnp.maximum(first, low), jnp.minimum(last, high), step, state)

@@ -3,7 +3,7 @@
 Source: online softmax as in FlashAttention (arXiv 2205.14135). Memory is O(rows x tile), and a list of the visible keys
 of each block of rows; hidden keys are skipped. A tile is gathered from the pages key by key, so that pages which are
 filled in part, or most of whose tokens are hidden, cost no more than what is seen of them, and its keys are rotated.
-Few rows take whole slots, and rotate their queries once a slot. Products take the pool's dtype and accumulate in
+Few rows take whole entries, and rotate their queries once an entry. Products take the pool's dtype and accumulate in
 float32.
 """
 
@@ -18,20 +18,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.core import NEVER
-from ragjax.kernels.blocks import visible_cells
+from ragjax.kernels.blocks import visible_slots
 from ragjax.kernels.pages import from_storage, to_storage
 from ragjax.kernels.rope import rotate
 from ragjax.kernels.view import View
 
 FEW = 8
-"""Row blocks smaller than this take slots and rotate queries, larger ones take cells and rotate keys."""
+"""Row blocks smaller than this take entries and rotate queries, larger ones take slots and rotate keys."""
 
 SLOTS = 8
-"""Slots of a tile."""
+"""Entries of a tile."""
 
 PAIRS = 2**16
-"""Rows times cells of a tile: 2.3 MB of logits with nine heads. Measured on two cores, 2K keys: 32 rows 1.5 ms with
-tiles of 2,048 cells and 2.1 ms with 512; 128 rows are as fast with 256 and 1,024 as with 512."""
+"""Rows times slots of a tile: 2.3 MB of logits with nine heads. Measured on two cores, 2K keys: 32 rows 1.5 ms with
+tiles of 2,048 slots and 2.1 ms with 512; 128 rows are as fast with 256 and 1,024 as with 512."""
 
 PARTS = 4
 """Of a tile, in which the end of a list is taken, where fewer are left."""
@@ -46,20 +46,20 @@ Carry = TypeVar("Carry")
 class Lists:
     """What blocks of rows visit: a list for each, with a leading axis of blocks, or that of one.
 
-    entry_E: int32 [E]; the first `count` are slots, if `cells` is C, or cells s * C + c of slots, if it is 1.
+    item_E: int32 [E]; the first `count` are entries, if `slots` is C, or slots s * C + c of entries, if it is 1.
     count: int32 scalar.
-    cells: keys of an entry.
-    width: entries of a tile.
+    slots: keys of an item.
+    width: items of a tile.
     """
 
-    entry_E: jax.Array
+    item_E: jax.Array
     count: jax.Array
-    cells: int = field(metadata={"static": True})
+    slots: int = field(metadata={"static": True})
     width: int = field(metadata={"static": True})
 
-    def entries(self, place_W: jax.Array) -> jax.Array:
-        """The entries at some places; behind the list's end they are any."""
-        return self.entry_E[jnp.minimum(place_W, self.entry_E.shape[0] - 1)]
+    def items(self, place_W: jax.Array) -> jax.Array:
+        """The items at some places; behind the list's end they are any."""
+        return self.item_E[jnp.minimum(place_W, self.item_E.shape[0] - 1)]
 
     def sweep(self, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
         """Run `step(places, carry)` over a list in tiles; the last may reach beyond its end."""
@@ -80,13 +80,13 @@ class Lists:
 class Tile(NamedTuple):
     """Gathered keys: k, v [K, N, D] in compute dtype; which they are, s * C + c, int32 [N]; who sees what, bool [B, N],
     nobody what is behind a list's end; and the queries that fit the keys, [K, M, D] for all alike, or rotated for each
-    slot, [K, W, M, D].
+    entry, [K, W, M, D].
     """
 
     q: jax.Array
     k_KND: jax.Array
     v_KND: jax.Array
-    cell_N: jax.Array
+    slot_N: jax.Array
     seen_BN: jax.Array
 
 
@@ -96,11 +96,11 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     kv_heads, block_rows = view.pages.k_LPKCD.shape[2], view.block_rows
 
     def one_block(block: tuple[jax.Array, jax.Array, Lists]) -> tuple[jax.Array, jax.Array]:
-        q_BHD, order_B, visited = block
+        q_BHD, index_B, visited = block
         q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
 
         def step(place_W: jax.Array, carry: Arrays) -> Arrays:
-            return _accumulate(gather_tile(q_KMD, order_B, view, visited, place_W), carry)
+            return _accumulate(gather_tile(q_KMD, index_B, view, visited, place_W), carry)
 
         m = q_KMD.shape[:2]
         start: Arrays = (jnp.zeros((*m, dim)), jnp.full(m, -jnp.inf), jnp.zeros(m))
@@ -113,7 +113,7 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     n = t // block_rows
     out_NBHD, lse_NBH = map_blocks(
         one_block,
-        (q_THD.reshape(n, block_rows, heads, dim), view.rows.order_T.reshape(n, block_rows), lists(view)),
+        (q_THD.reshape(n, block_rows, heads, dim), view.rows.index_T.reshape(n, block_rows), lists(view)),
     )
     return out_NBHD.reshape(t, heads, dim).astype(q_THD.dtype), lse_NBH.reshape(t, heads)
 
@@ -130,11 +130,11 @@ def _accumulate(tile: Tile, carry: Arrays) -> Arrays:
 
 
 def lists(view: View) -> Lists:
-    """What every block of rows visits. Layers with equal slots have equal lists, which XLA makes once a program."""
-    blocks, cells = view.blocks, view.pages.page_size
+    """What every block of rows visits. Layers with equal entries have equal lists, which XLA makes once a program."""
+    blocks, slots = view.blocks, view.pages.page_size
     if view.block_rows < FEW:
-        return Lists(blocks.slot_NS, blocks.count_N, cells, SLOTS)
-    seen_NSC = visible_cells(view.rows, view.slots, view.block_rows) & (blocks.count_N > 0)[:, None, None]
+        return Lists(blocks.entry_NS, blocks.count_N, slots, SLOTS)
+    seen_NSC = visible_slots(view.rows, view.entries, view.block_rows) & (blocks.count_N > 0)[:, None, None]
     seen_NE = seen_NSC.reshape(seen_NSC.shape[0], -1)
     total = seen_NE.shape[1]
     place_NE = jnp.where(seen_NE, jnp.cumsum(seen_NE, axis=1, dtype=jnp.int32) - 1, jnp.int32(total))
@@ -146,46 +146,46 @@ def lists(view: View) -> Lists:
     return Lists(jax.vmap(listed)(place_NE), count_N, 1, min(total, max(1, PAIRS // view.block_rows)))
 
 
-def gather_tile(q_KMD: jax.Array, order_B: jax.Array, view: View, visited: Lists, place_W: jax.Array) -> Tile:
+def gather_tile(q_KMD: jax.Array, index_B: jax.Array, view: View, visited: Lists, place_W: jax.Array) -> Tile:
     """A tile of a row block: the keys at these places of its list, and who sees what."""
-    slots = view.slots
-    entry_W = visited.entries(place_W)
-    cell_N = (entry_W[:, None] * visited.cells + jnp.arange(visited.cells, dtype=jnp.int32)).reshape(-1)
-    listed_N = jnp.repeat(place_W < visited.count, visited.cells)
-    order_N, hide_from_N, hide_until_N = (
-        x[0].reshape(-1)[cell_N] for x in (slots.order_ASC, slots.hide_from_ASC, slots.hide_until_ASC)
+    entries = view.entries
+    item_W = visited.items(place_W)
+    slot_N = (item_W[:, None] * visited.slots + jnp.arange(visited.slots, dtype=jnp.int32)).reshape(-1)
+    listed_N = jnp.repeat(place_W < visited.count, visited.slots)
+    index_N, hide_from_N, hide_until_N = (
+        x[0].reshape(-1)[slot_N] for x in (entries.index_ASC, entries.hide_from_ASC, entries.hide_until_ASC)
     )
-    order_N = jnp.where(listed_N, order_N, jnp.int32(NEVER))
-    q_B1 = order_B[:, None]
-    seen_BN = (order_N <= q_B1) & ~((hide_from_N <= q_B1) & (q_B1 < hide_until_N))
+    index_N = jnp.where(listed_N, index_N, jnp.int32(NEVER))
+    q_B1 = index_B[:, None]
+    seen_BN = (index_N <= q_B1) & ~((hide_from_N <= q_B1) & (q_B1 < hide_until_N))
     if view.block_rows < FEW:
-        q, k_KND, v_KND = _slots(view, entry_W, q_KMD)
+        q, k_KND, v_KND = _entries(view, item_W, q_KMD)
     else:
-        q, k_KND, v_KND = q_KMD, *_cells(view, cell_N)
-    # cells nobody sees may hold NaN, and 0 * NaN is NaN
+        q, k_KND, v_KND = q_KMD, *_slots(view, slot_N)
+    # slots nobody sees may hold NaN, and 0 * NaN is NaN
     v_KND = jnp.where(seen_BN.any(0)[:, None], v_KND, jnp.zeros((), v_KND.dtype))
     # bits, not bfloat16, until the product: XLA on CPU would widen and narrow again around every operation
-    return Tile(q, from_storage(k_KND), from_storage(v_KND), cell_N, seen_BN)
+    return Tile(q, from_storage(k_KND), from_storage(v_KND), slot_N, seen_BN)
 
 
-def _slots(view: View, slot_W: jax.Array, q_KMD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries rotated for each slot, [K, W, M, D], and the slots' keys and values as they are stored, [K, N, D]."""
-    page_W = view.slots.page_AS[0, slot_W]
+def _entries(view: View, entry_W: jax.Array, q_KMD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries rotated for each entry, [K, W, M, D], and the entries' keys and values as they are stored, [K, N, D]."""
+    page_W = view.entries.page_AS[0, entry_W]
 
     def load(pool: jax.Array) -> jax.Array:
-        _, _, kv_heads, cells, dim = pool.shape
-        shape = (1, 1, kv_heads, cells, dim)
+        _, _, kv_heads, slots, dim = pool.shape
+        shape = (1, 1, kv_heads, slots, dim)
         return jnp.concatenate([lax.dynamic_slice(pool, (view.layer, p, 0, 0, 0), shape)[0, 0] for p in page_W], axis=1)
 
-    cos_WR, sin_WR = view.rotation.at(-view.slots.offset_AS[0, slot_W])
+    cos_WR, sin_WR = view.rotation.at(-view.entries.offset_AS[0, entry_W])
     q_KWMD = rotate(q_KMD[:, None], cos_WR[:, None], sin_WR[:, None])
     return q_KWMD, load(view.pages.k_LPKCD), load(view.pages.v_LPKCD)
 
 
-def _cells(view: View, cell_N: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Rotated keys, and values, of cells s * C + c, [K, N, D] as they are stored."""
-    slot_N, place_N = cell_N // view.pages.page_size, cell_N % view.pages.page_size
-    page_N, offset_N = view.slots.page_AS[0, slot_N], view.slots.offset_AS[0, slot_N]
+def _slots(view: View, slot_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Rotated keys, and values, of slots s * C + c, [K, N, D] as they are stored."""
+    entry_N, place_N = slot_N // view.pages.page_size, slot_N % view.pages.page_size
+    page_N, offset_N = view.entries.page_AS[0, entry_N], view.entries.offset_AS[0, entry_N]
 
     def load(pool: jax.Array) -> jax.Array:
         return pool[view.layer, page_N, :, place_N].swapaxes(0, 1)

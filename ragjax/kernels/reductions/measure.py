@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragjax.core import Want
-from ragjax.kernels.reductions.op import chunk_mass, key_mass, key_masses, kv_deviation, row_segment_mass
+from ragjax.core import Measure
+from ragjax.kernels.reductions.op import chunk_score, key_score, key_scores, kv_deviation, row_segment_score
 from ragjax.kernels.view import View
 
-ARRAYS: Mapping[Want, tuple[str, ...]] = {
-    Want.KEY_MASS: ("asking_T",),
-    Want.VALUED_MASS: ("asking_T",),
-    Want.CHUNK_MASS: ("asking_T", "segment_SC"),
-    Want.SEGMENT_MASS: ("segment_T", "segment_SC"),
-    Want.DEVIATION: ("stale_T", "turn_T"),
+ARRAYS: Mapping[Measure, tuple[str, ...]] = {
+    Measure.KEY_SCORE: ("asking_T",),
+    Measure.VALUED_SCORE: ("asking_T",),
+    Measure.CHUNK_SCORE: ("asking_T", "segment_SC"),
+    Measure.SEGMENT_SCORE: ("segment_T", "segment_SC"),
+    Measure.DEVIATION: ("stale_T", "turn_T"),
 }
 """The arrays of `core.Probe` by want."""
 
-SEGMENTED = frozenset({Want.CHUNK_MASS, Want.SEGMENT_MASS})
+SEGMENTED = frozenset({Measure.CHUNK_SCORE, Measure.SEGMENT_SCORE})
 """Wants whose programs are compiled for a number of segments."""
 
 
@@ -33,7 +33,7 @@ SILENT: Mapping[str, int] = {"asking_T": 0, "segment_T": -1, "stale_T": -1}
 
 
 def measure(
-    want: Want,
+    what: Measure,
     segments: int,
     q_THD: jax.Array,
     k_TKD: jax.Array,
@@ -45,13 +45,13 @@ def measure(
 ) -> jax.Array:
     """What one device measures on its KV heads, float32; `combine` makes it that of all heads.
 
-    [S, C] of masses by key, [2, S, C] of VALUED_MASS (plain and valued), [T, Z] of SEGMENT_MASS, [2, T] of DEVIATION
+    [S, C] of masses by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [2, T] of DEVIATION
     (key and value).
 
     A layer that is not chosen has no rows that count, so its sweeps visit nothing.
 
     Args:
-        want: any but LOGITS.
+        what: any but LOGITS.
         segments: how many there are (Z).
         q_THD: queries of the rows, rotated.
         k_TKD: keys of the rows, rotated.
@@ -62,20 +62,20 @@ def measure(
         chosen: bool, whether this layer is measured; zeros otherwise.
     """
     arrays = {name: jnp.where(chosen, x, SILENT[name]) if name in SILENT else x for name, x in arrays.items()}
-    if want is Want.DEVIATION:
+    if what is Measure.DEVIATION:
         return jnp.stack(kv_deviation(k_TKD, v_TKD, view, arrays["stale_T"], arrays["turn_T"]))
-    if want is Want.SEGMENT_MASS:
-        return row_segment_mass(q_THD, lse_TH, view, arrays["segment_T"], arrays["segment_SC"], segments)
+    if what is Measure.SEGMENT_SCORE:
+        return row_segment_score(q_THD, lse_TH, view, arrays["segment_T"], arrays["segment_SC"], segments)
     asking_T = arrays["asking_T"] != 0
-    if want is Want.CHUNK_MASS:
-        return chunk_mass(q_THD, view, arrays["segment_SC"], segments, asking_T)
+    if what is Measure.CHUNK_SCORE:
+        return chunk_score(q_THD, view, arrays["segment_SC"], segments, asking_T)
     # by themselves these take Triton wherever a GPU backend of attention serves: they ask for no less
-    if want is Want.VALUED_MASS:
-        return jnp.stack(key_masses(q_THD, lse_TH, view, asking_T))
-    return key_mass(q_THD, lse_TH, view, asking_T)
+    if what is Measure.VALUED_SCORE:
+        return jnp.stack(key_scores(q_THD, lse_TH, view, asking_T))
+    return key_score(q_THD, lse_TH, view, asking_T)
 
 
-def combine(want: Want, measured: jax.Array, axis: str) -> jax.Array:
+def combine(what: Measure, measured: jax.Array, axis: str) -> jax.Array:
     """Over the devices of a mesh axis: distances add up, masses are averages over heads."""
-    combined: jax.Array = lax.psum(measured, axis) if want is Want.DEVIATION else lax.pmean(measured, axis)
+    combined: jax.Array = lax.psum(measured, axis) if what is Measure.DEVIATION else lax.pmean(measured, axis)
     return combined

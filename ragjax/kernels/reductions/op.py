@@ -1,6 +1,6 @@
 """What selection methods measure of a layer: attention mass, KV deviation, similarity of keys.
 
-Masses are summed blockwise from the LSE of an attention call: no rows x keys array is formed, and slots that a row
+Masses are summed blockwise from the LSE of an attention call: no rows x keys array is formed, and entries that a row
 block does not see are skipped. Averages over heads are over the heads at hand: under `shard_map` over KV heads every
 device returns the value for its own, and the docstrings say how they combine.
 
@@ -38,7 +38,7 @@ KEY_TILE = 1024
 """Keys that `key_neighbours` compares with the sources at a time."""
 
 
-class KeyMass(NamedTuple):
+class KeyScore(NamedTuple):
     """Mass of each key, plain and times the L2 norm of its value (of the KV head that the mass is of), [S, C] each."""
 
     plain_SC: jax.Array
@@ -59,7 +59,7 @@ class KeyNeighbours(NamedTuple):
     index_IY: jax.Array
 
 
-def key_mass(
+def key_score(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str | None = None
 ) -> jax.Array:
     """Attention probability that each key receives, summed over the chosen rows and averaged over query heads.
@@ -80,20 +80,20 @@ def key_mass(
     Raises:
         ValueError: naming the argument that does not fit, or saying why the backend cannot serve the call.
     """
-    return _key_masses(q_THD, lse_TH, view, chosen_T, backend, valued=False)[0]
+    return _key_scores(q_THD, lse_TH, view, chosen_T, backend, valued=False)[0]
 
 
-def key_masses(
+def key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None = None, *, backend: str | None = None
-) -> KeyMass:
-    """`key_mass`, and the same weighted by |value|, in one sweep; arguments, errors and sharding are the same.
+) -> KeyScore:
+    """`key_score`, and the same weighted by |value|, in one sweep; arguments, errors and sharding are the same.
 
     The norm is of the value of that key and KV head: mean over query heads of p * |v|.
     """
-    return KeyMass(*_key_masses(q_THD, lse_TH, view, chosen_T, backend, valued=True))
+    return KeyScore(*_key_scores(q_THD, lse_TH, view, chosen_T, backend, valued=True))
 
 
-def chunk_mass(
+def chunk_score(
     q_THD: jax.Array,
     view: View,
     key_segment_SC: jax.Array,
@@ -102,40 +102,40 @@ def chunk_mass(
     *,
     backend: str = "xla",
 ) -> jax.Array:
-    """`key_mass` with the softmax over each segment's keys by themselves, instead of all that the row sees.
+    """`key_score` with the softmax over each segment's keys by themselves, instead of all that the row sees.
 
     So a segment of which a row sees anything receives 1 from it in all, however little attention it gets beside the
     others. Two sweeps: the first finds the LSE of each segment, so that nothing is divided by a mass that underflows.
-    Memory is O(rows x segments) beside a tile. Under `shard_map` over KV heads: as `key_mass`.
+    Memory is O(rows x segments) beside a tile. Under `shard_map` over KV heads: as `key_score`.
 
     Args:
-        q_THD: as for `key_mass`.
-        view: as for `key_mass`.
-        key_segment_SC: int32, the segment of each slot's cells; a number outside of [0, segments) says none.
+        q_THD: as for `key_score`.
+        view: as for `key_score`.
+        key_segment_SC: int32, the segment of each entry's slots; a number outside of [0, segments) says none.
         segments: how many there are (Z).
-        chosen_T: as for `key_mass`.
+        chosen_T: as for `key_score`.
         backend: "reference" or "xla".
 
     Returns:
         float32 [S, C]; zero for a key that no chosen row sees, or of no segment.
 
     Raises:
-        ValueError: as `key_mass`.
+        ValueError: as `key_score`.
     """
     check(q_THD, view)
-    _expect("key_segment_SC", key_segment_SC, view.slots.order_ASC.shape[1:], jnp.int32)
+    _expect("key_segment_SC", key_segment_SC, view.entries.index_ASC.shape[1:], jnp.int32)
     if chosen_T is not None:
         _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
     if segments < 1:
         raise ValueError(f"segments is {segments}, not positive")
     _has_no_kernel(backend)
     if backend == "reference":
-        return reductions_ref.chunk_mass(q_THD, view, key_segment_SC, segments, chosen_T)
+        return reductions_ref.chunk_score(q_THD, view, key_segment_SC, segments, chosen_T)
     unknown_TH, view = restrict(jnp.zeros(q_THD.shape[:2]), view, chosen_T)
-    return _chunk_mass(q_THD, unknown_TH, view, key_segment_SC, segments)
+    return _chunk_score(q_THD, unknown_TH, view, key_segment_SC, segments)
 
 
-def row_segment_mass(
+def row_segment_score(
     q_THD: jax.Array,
     lse_TH: jax.Array,
     view: View,
@@ -151,37 +151,37 @@ def row_segment_mass(
     each token to previous tokens of its chunk (eq. 4), strictly below the diagonal. Tokens are ranked by eq. 14, a sum
     of columns of this.
 
-    Under `shard_map` over KV heads: as `key_mass`.
+    Under `shard_map` over KV heads: as `key_score`.
 
     Args:
-        q_THD: as for `key_mass`.
-        lse_TH: as for `key_mass`.
-        view: as for `key_mass`.
+        q_THD: as for `key_score`.
+        lse_TH: as for `key_score`.
+        view: as for `key_score`.
         row_segment_T: int32, the segment of each row; a number outside of [0, segments) says none.
-        key_segment_SC: int32, the segment of each slot's cells; likewise.
+        key_segment_SC: int32, the segment of each entry's slots; likewise.
         segments: how many there are (Z).
-        backend: as for `key_mass`.
+        backend: as for `key_score`.
 
     Returns:
         float32 [T, Z]; zeros for a row of no segment.
 
     Raises:
-        ValueError: as `key_mass`.
+        ValueError: as `key_score`.
     """
     _check_attention(q_THD, lse_TH, view)
     _expect("row_segment_T", row_segment_T, q_THD.shape[:1], jnp.int32)
-    _expect("key_segment_SC", key_segment_SC, view.slots.order_ASC.shape[1:], jnp.int32)
+    _expect("key_segment_SC", key_segment_SC, view.entries.index_ASC.shape[1:], jnp.int32)
     if segments < 1:
         raise ValueError(f"segments is {segments}, not positive")
     backend = _serving(backend, q_THD, view, segments)
     if backend == "reference":
-        return reductions_ref.row_segment_mass(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
+        return reductions_ref.row_segment_score(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
     lse_TH, view = restrict(lse_TH, view, (row_segment_T >= 0) & (row_segment_T < segments))
-    compute = _row_segment_mass if backend == "xla" else reductions_triton.row_segment_mass
+    compute = _row_segment_score if backend == "xla" else reductions_triton.row_segment_score
     return compute(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
 
 
-def segment_mass(
+def segment_score(
     q_THD: jax.Array,
     lse_TH: jax.Array,
     view: View,
@@ -191,23 +191,24 @@ def segment_mass(
     *,
     backend: str | None = None,
 ) -> jax.Array:
-    """Attention probability that each segment's rows give to each segment's keys: `row_segment_mass` summed by segment.
+    """Attention probability that each segment's rows give to each segment's keys: `row_segment_score` summed by
+    segment.
 
-    Entry [a, b] with a != b is Cache-Craft's inter attention of a on the earlier chunk b (eq. 3), entry [a, a] its
+    Item [a, b] with a != b is Cache-Craft's inter attention of a on the earlier chunk b (eq. 3), item [a, a] its
     intra attention (eq. 4), where mass on the own token is left out. Arguments, errors and sharding as there.
 
     Returns:
         float32 [Z, Z], rows first.
     """
-    mass_TZ = row_segment_mass(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments, backend=backend)
-    return dot(jax.nn.one_hot(row_segment_T, segments), mass_TZ, ((0,), (0,)), batch=())
+    score_TZ = row_segment_score(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments, backend=backend)
+    return dot(jax.nn.one_hot(row_segment_T, segments), score_TZ, ((0,), (0,)), batch=())
 
 
 def kv_deviation(
     k_TKD: jax.Array,
     v_TKD: jax.Array,
     view: View,
-    cell_T: jax.Array,
+    slot_T: jax.Array,
     offset_T: jax.Array,
     *,
     backend: str = "xla",
@@ -221,26 +222,26 @@ def kv_deviation(
         k_TKD: new keys, rotated at `view.rows.position_T`; float32, bfloat16 or float16.
         v_TKD: new values, likewise.
         view: its rows, pages, layer and rotation are used.
-        cell_T: int32, where the token's cached KV lies (page * C + cell); negative for a row that has none.
-        offset_T: int32, RoPE offset of the slot by which that cell takes part.
+        slot_T: int32, where the token's cached KV lies (page * C + slot); negative for a row that has none.
+        offset_T: int32, RoPE offset of the entry by which that slot takes part.
         backend: "reference" or "xla".
 
     Returns:
-        float32 [T] for keys and for values. Rows without cached KV and padding rows get zero, whatever their cells and
+        float32 [T] for keys and for values. Rows without cached KV and padding rows get zero, whatever their slots and
         new values hold.
 
     Raises:
         ValueError: naming the argument that does not fit.
     """
-    shape = (view.rows.order_T.shape[0], view.pages.k_LPKCD.shape[2], view.pages.k_LPKCD.shape[4])
+    shape = (view.rows.index_T.shape[0], view.pages.k_LPKCD.shape[2], view.pages.k_LPKCD.shape[4])
     for name, x in (("k_TKD", k_TKD), ("v_TKD", v_TKD)):
         _expect(name, x, shape, jnp.float32, jnp.bfloat16, jnp.float16)
-    for name, x in (("cell_T", cell_T), ("offset_T", offset_T)):
+    for name, x in (("slot_T", slot_T), ("offset_T", offset_T)):
         _expect(name, x, shape[:1], jnp.int32)
     _has_no_kernel(backend)
-    _below("cell_T", cell_T, view.pages.k_LPKCD.shape[1] * view.pages.page_size, "cells of the pool")
+    _below("slot_T", slot_T, view.pages.k_LPKCD.shape[1] * view.pages.page_size, "slots of the pool")
     compute = _kv_deviation if backend == "xla" else reductions_ref.kv_deviation
-    return KVDeviation(*compute(k_TKD, v_TKD, view, cell_T, offset_T))
+    return KVDeviation(*compute(k_TKD, v_TKD, view, slot_T, offset_T))
 
 
 def key_neighbours(
@@ -286,10 +287,10 @@ def key_neighbours(
 
 def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple[jax.Array, View]:
     """An LSE of +inf, where all probabilities are zero, for rows that do not count or see nothing; and a view in which
-    row blocks without a row that counts visit no slot.
+    row blocks without a row that counts visit no entry.
     """
     if chosen_T is None:
-        chosen_T = view.rows.order_T >= 0
+        chosen_T = view.rows.index_T >= 0
     lse_TH = jnp.where(chosen_T[:, None] & ~jnp.isneginf(lse_TH), lse_TH, jnp.inf)
     blocks = view.blocks
     visits_N = chosen_T.reshape(-1, view.block_rows).any(1)
@@ -297,7 +298,7 @@ def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple
     return lse_TH, replace(view, blocks=replace(blocks, count_N=count_N, runs_N=runs_N))
 
 
-def _key_masses(
+def _key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None, backend: str | None, *, valued: bool
 ) -> tuple[jax.Array, ...]:
     _check_attention(q_THD, lse_TH, view)
@@ -305,9 +306,9 @@ def _key_masses(
         _expect("chosen_T", chosen_T, q_THD.shape[:1], jnp.bool_)
     backend = _serving(backend, q_THD, view)
     if backend == "reference":
-        return reductions_ref.key_masses(q_THD, lse_TH, view, chosen_T)
+        return reductions_ref.key_scores(q_THD, lse_TH, view, chosen_T)
     lse_TH, view = restrict(lse_TH, view, chosen_T)
-    compute = _swept_key_masses if backend == "xla" else reductions_triton.key_masses
+    compute = _swept_key_scores if backend == "xla" else reductions_triton.key_scores
     return compute(q_THD, lse_TH, view, valued=valued)
 
 
@@ -368,12 +369,12 @@ class _Block:
 
     q_KMD: jax.Array
     lse_KM1: jax.Array
-    order_B: jax.Array
+    index_B: jax.Array
     visited: Lists
 
     def tile(self, view: View, place_W: jax.Array) -> Tile:
         """The keys at some places of the list."""
-        return gather_tile(self.q_KMD, self.order_B, view, self.visited, place_W)
+        return gather_tile(self.q_KMD, self.index_B, view, self.visited, place_W)
 
     def probabilities(self, view: View, place_W: jax.Array) -> tuple[jax.Array, Tile]:
         """Probabilities of the block's rows over a tile, float32 [K, M, N], and the tile."""
@@ -383,39 +384,39 @@ class _Block:
 
 def _block(arrays: Sequence[Any], view: View) -> _Block:
     """A row block of `_blocked` arrays."""
-    q_BHD, lse_BH, order_B, visited = arrays
+    q_BHD, lse_BH, index_B, visited = arrays
     kv_heads = view.pages.k_LPKCD.shape[2]
     q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
-    return _Block(q_KMD, fold_heads(lse_BH[..., None], kv_heads), order_B, visited)
+    return _Block(q_KMD, fold_heads(lse_BH[..., None], kv_heads), index_B, visited)
 
 
 def _blocked(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> tuple[Any, ...]:
     """q, LSE, orders and lists with a leading axis of row blocks."""
-    by_rows = (x.reshape(-1, view.block_rows, *x.shape[1:]) for x in (q_THD, lse_TH, view.rows.order_T))
+    by_rows = (x.reshape(-1, view.block_rows, *x.shape[1:]) for x in (q_THD, lse_TH, view.rows.index_T))
     return (*by_rows, lists(view))
 
 
-def _swept_key_masses(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool) -> tuple[jax.Array, ...]:
+def _swept_key_scores(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool) -> tuple[jax.Array, ...]:
     """One or two masses [S, C], summed block after block."""
-    shape, heads = view.slots.order_ASC.shape[1:], q_THD.shape[1]
+    shape, heads = view.entries.index_ASC.shape[1:], q_THD.shape[1]
 
-    def one_block(masses: tuple[jax.Array, ...], arrays: tuple[Any, ...]) -> tuple[tuple[jax.Array, ...], None]:
+    def one_block(scores: tuple[jax.Array, ...], arrays: tuple[Any, ...]) -> tuple[tuple[jax.Array, ...], None]:
         block = _block(arrays, view)
 
-        def step(place_W: jax.Array, masses: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def step(place_W: jax.Array, scores: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             prob_KMN, tile = block.probabilities(view, place_W)
             sums_KN = prob_KMN.sum(1)
             kinds = (sums_KN, sums_KN * _norm(tile)) if valued else (sums_KN,)
             return tuple(
-                mass_E.at[tile.cell_N].add(kind_KN.sum(0) / heads)
-                for mass_E, kind_KN in zip(masses, kinds, strict=True)
+                score_E.at[tile.slot_N].add(kind_KN.sum(0) / heads)
+                for score_E, kind_KN in zip(scores, kinds, strict=True)
             )
 
-        return block.visited.sweep(step, masses), None
+        return block.visited.sweep(step, scores), None
 
     start = tuple(jnp.zeros(math.prod(shape)) for _ in range(2 if valued else 1))
-    masses, _ = lax.scan(one_block, start, _blocked(q_THD, lse_TH, view))
-    return tuple(mass_E.reshape(shape) for mass_E in masses)
+    scores, _ = lax.scan(one_block, start, _blocked(q_THD, lse_TH, view))
+    return tuple(score_E.reshape(shape) for score_E in scores)
 
 
 def _norm(tile: Tile) -> jax.Array:
@@ -423,20 +424,20 @@ def _norm(tile: Tile) -> jax.Array:
     return jnp.sqrt(jnp.square(tile.v_KND.astype(jnp.float32)).sum(-1))
 
 
-def _chunk_mass(
+def _chunk_score(
     q_THD: jax.Array, known_TH: jax.Array, view: View, key_segment_SC: jax.Array, segments: int
 ) -> jax.Array:
     """`known_TH` is +inf for rows that do not count, else 0. Keys of no segment go to one behind the last, and out."""
-    shape, heads = view.slots.order_ASC.shape[1:], q_THD.shape[1]
+    shape, heads = view.entries.index_ASC.shape[1:], q_THD.shape[1]
     segment_E = _segment_of(key_segment_SC, segments)
 
-    def one_block(mass_E: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, None]:
+    def one_block(score_E: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, None]:
         block = _block(arrays, view)
 
         def logits_of(place_W: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Logits, keys first, [N, K, M], which keys they are, and of which segments."""
             tile = block.tile(view, place_W)
-            return jnp.moveaxis(masked_logits(tile), 2, 0), tile.cell_N, segment_E[tile.cell_N]
+            return jnp.moveaxis(masked_logits(tile), 2, 0), tile.slot_N, segment_E[tile.slot_N]
 
         def find(place_W: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             max_ZKM, sum_ZKM = found
@@ -451,24 +452,24 @@ def _chunk_mass(
         lse_ZKM = jnp.where(sum_ZKM > 0, max_ZKM + jnp.log(sum_ZKM), jnp.inf) + block.lse_KM1[..., 0]
         lse_ZKM = lse_ZKM.at[segments].set(jnp.inf)
 
-        def share(place_W: jax.Array, mass_E: jax.Array) -> jax.Array:
-            logits_NKM, cell_N, segment_N = logits_of(place_W)
+        def share(place_W: jax.Array, score_E: jax.Array) -> jax.Array:
+            logits_NKM, slot_N, segment_N = logits_of(place_W)
             prob_NKM = jnp.exp(logits_NKM - lse_ZKM[segment_N])
-            return mass_E.at[cell_N].add(prob_NKM.sum((1, 2)) / heads)
+            return score_E.at[slot_N].add(prob_NKM.sum((1, 2)) / heads)
 
-        return block.visited.sweep(share, mass_E), None
+        return block.visited.sweep(share, score_E), None
 
-    mass_E, _ = lax.scan(one_block, jnp.zeros(math.prod(shape)), _blocked(q_THD, known_TH, view))
-    return mass_E.reshape(shape)
+    score_E, _ = lax.scan(one_block, jnp.zeros(math.prod(shape)), _blocked(q_THD, known_TH, view))
+    return score_E.reshape(shape)
 
 
 def _segment_of(key_segment_SC: jax.Array, segments: int) -> jax.Array:
-    """Segments of cells s * C + c; `segments` for none."""
+    """Segments of slots s * C + c; `segments` for none."""
     in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)
     return jnp.where(in_segment_SC, key_segment_SC, segments).reshape(-1)
 
 
-def _row_segment_mass(
+def _row_segment_score(
     q_THD: jax.Array,
     lse_TH: jax.Array,
     view: View,
@@ -477,39 +478,39 @@ def _row_segment_mass(
     segments: int,
 ) -> jax.Array:
     heads, b = q_THD.shape[1], view.block_rows
-    order_E, segment_E = view.slots.order_ASC[0].reshape(-1), _segment_of(key_segment_SC, segments)
+    index_E, segment_E = view.entries.index_ASC[0].reshape(-1), _segment_of(key_segment_SC, segments)
 
     def one_block(arrays: tuple[Any, ...]) -> jax.Array:
         segment_B, block = arrays[0], _block(arrays[1:], view)
 
-        def step(place_W: jax.Array, mass_BZ: jax.Array) -> jax.Array:
+        def step(place_W: jax.Array, score_BZ: jax.Array) -> jax.Array:
             prob_KMN, tile = block.probabilities(view, place_W)
             prob_BN = prob_KMN.reshape(-1, b, prob_KMN.shape[-1]).sum(0) / heads
-            order_N, segment_N = order_E[tile.cell_N], segment_E[tile.cell_N]
-            own_BN = (segment_B[:, None] == segment_N) & (block.order_B[:, None] == order_N)
+            index_N, segment_N = index_E[tile.slot_N], segment_E[tile.slot_N]
+            own_BN = (segment_B[:, None] == segment_N) & (block.index_B[:, None] == index_N)
             prob_BN = jnp.where(own_BN, 0.0, prob_BN)
-            return mass_BZ + dot(prob_BN, jax.nn.one_hot(segment_N, segments), ((1,), (0,)), batch=())
+            return score_BZ + dot(prob_BN, jax.nn.one_hot(segment_N, segments), ((1,), (0,)), batch=())
 
         return block.visited.sweep(step, jnp.zeros((b, segments)))
 
     blocked = (row_segment_T.reshape(-1, b), *_blocked(q_THD, lse_TH, view))
-    mass_NBZ: jax.Array = lax.map(one_block, blocked)
-    return mass_NBZ.reshape(-1, segments)
+    score_NBZ: jax.Array = lax.map(one_block, blocked)
+    return score_NBZ.reshape(-1, segments)
 
 
 # --------------------------------------------------------------------------- deviation and neighbours in XLA
 
 
 def _kv_deviation(
-    k_TKD: jax.Array, v_TKD: jax.Array, view: View, cell_T: jax.Array, offset_T: jax.Array
+    k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    compared_T = (cell_T >= 0) & (view.rows.order_T >= 0)
-    cell_T = jnp.where(compared_T, cell_T, 0)
-    page_T, cell_T = cell_T // view.pages.page_size, cell_T % view.pages.page_size
+    compared_T = (slot_T >= 0) & (view.rows.index_T >= 0)
+    slot_T = jnp.where(compared_T, slot_T, 0)
+    page_T, slot_T = slot_T // view.pages.page_size, slot_T % view.pages.page_size
     cos_TR, sin_TR = view.rotation.at(offset_T)
 
     def kept(pool: jax.Array) -> jax.Array:
-        return from_storage(pool[view.layer, page_T, :, cell_T]).astype(jnp.float32)
+        return from_storage(pool[view.layer, page_T, :, slot_T]).astype(jnp.float32)
 
     def distance(new_TKD: jax.Array, kept_TKD: jax.Array) -> jax.Array:
         return jnp.where(compared_T, jnp.square(new_TKD.astype(jnp.float32) - kept_TKD).sum((1, 2)), 0.0)

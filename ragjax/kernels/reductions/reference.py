@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ragjax.kernels.attention.reference import gather
 from ragjax.kernels.pages import from_storage
 from ragjax.kernels.rope import rotate
-from ragjax.kernels.slots import visible
+from ragjax.kernels.table import visible
 from ragjax.kernels.view import View
 
 
@@ -19,7 +19,7 @@ def masked_logits(q_THD: jax.Array, view: View) -> jax.Array:
     q_TKGD = q_THD.astype(jnp.float32).reshape(t, k_SCKD.shape[2], -1, dim)
     logits_TKGSC = view.scale * jnp.einsum("tkgd,sckd->tkgsc", q_TKGD, k_SCKD, precision="highest")
     logits_THSC = logits_TKGSC.reshape(t, heads, *k_SCKD.shape[:2])
-    return jnp.where(visible(view.rows, view.slots)[:, None], logits_THSC, -jnp.inf)
+    return jnp.where(visible(view.rows, view.entries)[:, None], logits_THSC, -jnp.inf)
 
 
 def probabilities(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> jax.Array:
@@ -28,36 +28,36 @@ def probabilities(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> jax.Array:
     return jnp.where(jnp.isneginf(logits_THSC), 0.0, jnp.exp(logits_THSC - lse_TH[..., None, None]))
 
 
-def key_masses(
+def key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reductions.key_masses`."""
+    """See `reductions.key_scores`."""
     prob_THSC = probabilities(q_THD, lse_TH, view)
     if chosen_T is not None:
         prob_THSC = jnp.where(chosen_T[:, None, None, None], prob_THSC, 0.0)
     norm_SCK = jnp.linalg.norm(gather(view)[1], axis=-1)
     norm_HSC = jnp.repeat(jnp.moveaxis(norm_SCK, -1, 0), q_THD.shape[1] // norm_SCK.shape[-1], axis=0)
-    mass_HSC = prob_THSC.sum(0)
-    # a cell nobody sees may hold NaN
-    return mass_HSC.mean(0), jnp.where(mass_HSC > 0, mass_HSC * norm_HSC, 0.0).mean(0)
+    score_HSC = prob_THSC.sum(0)
+    # a slot nobody sees may hold NaN
+    return score_HSC.mean(0), jnp.where(score_HSC > 0, score_HSC * norm_HSC, 0.0).mean(0)
 
 
-def chunk_mass(
+def chunk_score(
     q_THD: jax.Array, view: View, key_segment_SC: jax.Array, segments: int, chosen_T: jax.Array | None
 ) -> jax.Array:
-    """See `reductions.chunk_mass`."""
+    """See `reductions.chunk_score`."""
     logits_THSC = masked_logits(q_THD, view)
     if chosen_T is not None:
         logits_THSC = jnp.where(chosen_T[:, None, None, None], logits_THSC, -jnp.inf)
-    mass_SC = jnp.zeros(key_segment_SC.shape)
+    score_SC = jnp.zeros(key_segment_SC.shape)
     for segment in range(segments):
         inside_THSC = jnp.where(key_segment_SC == segment, logits_THSC, -jnp.inf)
         lse_TH = jax.nn.logsumexp(inside_THSC, axis=(-2, -1))[..., None, None]
-        mass_SC += jnp.exp(inside_THSC - jnp.where(jnp.isneginf(lse_TH), jnp.inf, lse_TH)).mean(1).sum(0)
-    return mass_SC
+        score_SC += jnp.exp(inside_THSC - jnp.where(jnp.isneginf(lse_TH), jnp.inf, lse_TH)).mean(1).sum(0)
+    return score_SC
 
 
-def row_segment_mass(
+def row_segment_score(
     q_THD: jax.Array,
     lse_TH: jax.Array,
     view: View,
@@ -65,36 +65,36 @@ def row_segment_mass(
     key_segment_SC: jax.Array,
     segments: int,
 ) -> jax.Array:
-    """See `reductions.row_segment_mass`."""
+    """See `reductions.row_segment_score`."""
     prob_TSC = probabilities(q_THD, lse_TH, view).mean(1)
     row_T11 = row_segment_T[:, None, None]
-    own_TSC = (row_T11 == key_segment_SC) & (view.rows.order_T[:, None, None] == view.slots.order_ASC[0])
+    own_TSC = (row_T11 == key_segment_SC) & (view.rows.index_T[:, None, None] == view.entries.index_ASC[0])
     prob_TSC = jnp.where(own_TSC | (row_T11 < 0) | (row_T11 >= segments), 0.0, prob_TSC)
     in_segment_SCZ = jax.nn.one_hot(key_segment_SC, segments)
     return jnp.einsum("tsc,scz->tz", prob_TSC, in_segment_SCZ, precision="highest")
 
 
 def kv_deviation(
-    k_TKD: jax.Array, v_TKD: jax.Array, view: View, cell_T: jax.Array, offset_T: jax.Array
+    k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """See `reductions.kv_deviation`."""
     pages = view.pages
 
     def of_token(
-        k_KD: jax.Array, v_KD: jax.Array, cell: jax.Array, offset: jax.Array, order: jax.Array
+        k_KD: jax.Array, v_KD: jax.Array, slot: jax.Array, offset: jax.Array, order: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         kept_k_KD, kept_v_KD = (
-            from_storage(pool[view.layer, cell // pages.page_size, :, cell % pages.page_size]).astype(jnp.float32)
+            from_storage(pool[view.layer, slot // pages.page_size, :, slot % pages.page_size]).astype(jnp.float32)
             for pool in (pages.k_LPKCD, pages.v_LPKCD)
         )
         moved_KD = rotate(kept_k_KD, *view.rotation.at(offset))
-        compared = (cell >= 0) & (order >= 0)
+        compared = (slot >= 0) & (order >= 0)
         return tuple(  # type: ignore[return-value]
             jnp.where(compared, jnp.square(new.astype(jnp.float32) - kept).sum(), 0.0)
             for new, kept in ((k_KD, moved_KD), (v_KD, kept_v_KD))
         )
 
-    return jax.vmap(of_token)(k_TKD, v_TKD, cell_T, offset_T, view.rows.order_T)
+    return jax.vmap(of_token)(k_TKD, v_TKD, slot_T, offset_T, view.rows.index_T)
 
 
 def key_neighbours(

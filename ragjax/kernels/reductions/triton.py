@@ -1,9 +1,9 @@
 """The attention masses of `reductions` in Pallas for GPUs, lowered through Triton.
 
-Key mass: one program serves a slot and a KV head. It turns the slot's keys by the slot's offset once and walks the row
-blocks that see the slot, so each sum has one owner: no atomics, and the same bits in every run. Row by segment mass:
-one program serves a block of rows and a KV head, as attention does; the sum over the keys of a segment is a product
-with their indicator, which tensor cores take. Both take LSE and view as `reductions.restrict` gives them.
+Key mass: one program serves an entry and a KV head. It turns the entry's keys by the entry's offset once and walks
+the row blocks that see the entry, so each sum has one owner: no atomics, and the same bits in every run. Row by
+segment mass: one program serves a block of rows and a KV head, as attention does; the sum over the keys of a segment
+is a product with their indicator, which tensor cores take. Both take LSE and view as `reductions.restrict` gives them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, STAGES, Tiling, fold
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
-from ragjax.kernels.slots import Slots
+from ragjax.kernels.table import PageTable
 from ragjax.kernels.view import View
 
 MOST_ROWS = 64
@@ -50,16 +50,16 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
     return Tiling(rows, groups, folded // rows, splits=1, warps=8 if wide or pages.shape[3] > 64 else 4, stages=STAGES)
 
 
-def key_masses(
+def key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """See `reductions.key_masses`; without `valued` the plain mass alone."""
-    pages, slots, rotation = view.pages, view.slots, view.rotation
+    """See `reductions.key_scores`; without `valued` the plain mass alone."""
+    pages, entries, rotation = view.pages, view.entries, view.rotation
     cut = tiling(q_THD, view)
-    layers, pool, kv_heads, cells, dim = pages.k_LPKCD.shape
+    layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
     # queries are not turned here, so they are scaled and narrowed before
     q_KXMD = fold((q_THD.astype(jnp.float32) * (view.scale * LOG2E)).astype(pages.k_LPKCD.dtype), kv_heads, cut)
-    order_XM = jnp.repeat(view.rows.order_T, cut.groups).reshape(-1, cut.rows)
+    index_XM = jnp.repeat(view.rows.index_T, cut.groups).reshape(-1, cut.rows)
     block_SN, count_S = _transposed(view.blocks)
     size, blocks = block_SN.shape
 
@@ -72,36 +72,37 @@ def key_masses(
     def whole(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda s, k: (0,) * x.ndim)
 
-    pool_spec = pl.BlockSpec((layers, pool, None, cells, dim), lambda s, k: (0, 0, k, 0, 0))
+    pool_spec = pl.BlockSpec((layers, pool, None, slots, dim), lambda s, k: (0, 0, k, 0, 0))
     shared = rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1)
     kinds = 2 if valued else 1
-    masses = pl.pallas_call(
-        functools.partial(_key_mass_kernel, parts=cut.parts),
+    scores = pl.pallas_call(
+        functools.partial(_key_score_kernel, parts=cut.parts),
         grid=(size, kv_heads),
         in_specs=[
-            head(*q_KXMD.shape[1:]), head(*q_KXMD.shape[1:3]), whole(order_XM), pool_spec, pool_spec,
-            mine(blocks), mine(3), mine(cells), mine(cells), mine(cells), *map(whole, shared),
+            head(*q_KXMD.shape[1:]), head(*q_KXMD.shape[1:3]), whole(index_XM), pool_spec, pool_spec,
+            mine(blocks), mine(3), mine(slots), mine(slots), mine(slots), *map(whole, shared),
         ],
-        out_specs=[pl.BlockSpec((None, None, cells), lambda s, k: (k, s, 0))] * kinds,
-        out_shape=[jax.ShapeDtypeStruct((kv_heads, size, cells), jnp.float32)] * kinds,
+        out_specs=[pl.BlockSpec((None, None, slots), lambda s, k: (k, s, 0))] * kinds,
+        out_shape=[jax.ShapeDtypeStruct((kv_heads, size, slots), jnp.float32)] * kinds,
         compiler_params=pltriton.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
-        name="key_mass",
+        name="key_score",
     )(
-        q_KXMD, _fold_lse(lse_TH, kv_heads, cut), order_XM, pages.k_LPKCD, pages.v_LPKCD, block_SN,
-        _extents(slots, count_S), slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0], *shared,
+        q_KXMD, _fold_lse(lse_TH, kv_heads, cut), index_XM, pages.k_LPKCD, pages.v_LPKCD, block_SN,
+        _extents(entries, count_S), entries.index_ASC[0], entries.hide_from_ASC[0],
+        entries.hide_until_ASC[0], *shared,
     )  # fmt: skip
-    return tuple(mass_KSC.sum(0) / q_THD.shape[1] for mass_KSC in masses)
+    return tuple(score_KSC.sum(0) / q_THD.shape[1] for score_KSC in scores)
 
 
-def _key_mass_kernel(
-    q_ref: Any, lse_ref: Any, row_order_ref: Any, k_ref: Any, v_ref: Any, block_ref: Any, extent_ref: Any,
+def _key_score_kernel(
+    q_ref: Any, lse_ref: Any, row_index_ref: Any, k_ref: Any, v_ref: Any, block_ref: Any, extent_ref: Any,
     order_ref: Any, hide_from_ref: Any, hide_until_ref: Any, cos_ref: Any, sin_ref: Any, layer_ref: Any,
-    mass_ref: Any, *valued_ref: Any, parts: int,
+    score_ref: Any, *valued_ref: Any, parts: int,
 ) -> None:  # fmt: skip
-    """One program: keys [C, D] of one slot and KV head over the row blocks that see the slot."""
+    """One program: keys [C, D] of one entry and KV head over the row blocks that see the entry."""
     _, rows, dim = q_ref.shape
-    cells = k_ref.shape[2]
+    slots = k_ref.shape[2]
     half = dim // 2
     dtype = k_ref.dtype
     dot = _dot(dtype)
@@ -111,26 +112,26 @@ def _key_mass_kernel(
     k2_CR = k_ref[layer, page, :, pl.ds(half, half)].astype(jnp.float32)
     cos_R, sin_R = _angle(cos_ref, sin_ref, offset)
     k_CR = [x.astype(dtype) for x in (k1_CR * cos_R - k2_CR * sin_R, k2_CR * cos_R + k1_CR * sin_R)]
-    order_C, from_C, until_C = order_ref[...][None], hide_from_ref[...][None], hide_until_ref[...][None]
+    index_C, from_C, until_C = order_ref[...][None], hide_from_ref[...][None], hide_until_ref[...][None]
 
-    def visit(i: jax.Array, mass_MC: jax.Array) -> jax.Array:
+    def visit(i: jax.Array, score_MC: jax.Array) -> jax.Array:
         x = block_ref[lax.div(i, jnp.int32(parts))] * parts + lax.rem(i, jnp.int32(parts))
-        order_M1 = row_order_ref[x, :][:, None]
+        order_M1 = row_index_ref[x, :][:, None]
         logits_MC = dot(q_ref[x, :, pl.ds(0, half)], k_CR[0], trans_b=True)
         logits_MC += dot(q_ref[x, :, pl.ds(half, half)], k_CR[1], trans_b=True)
-        seen_MC = (order_C <= order_M1) & ~((from_C <= order_M1) & (order_M1 < until_C))
-        return mass_MC + jnp.exp2(jnp.where(seen_MC, logits_MC, -jnp.inf) - lse_ref[x, :][:, None])
+        seen_MC = (index_C <= order_M1) & ~((from_C <= order_M1) & (order_M1 < until_C))
+        return score_MC + jnp.exp2(jnp.where(seen_MC, logits_MC, -jnp.inf) - lse_ref[x, :][:, None])
 
-    mass_C = lax.fori_loop(0, count * parts, visit, jnp.zeros((rows, cells), jnp.float32)).sum(axis=0)
-    mass_ref[...] = mass_C
+    score_C = lax.fori_loop(0, count * parts, visit, jnp.zeros((rows, slots), jnp.float32)).sum(axis=0)
+    score_ref[...] = score_C
     if valued_ref:
         v_CD = v_ref[layer, page, :, :].astype(jnp.float32)
         norm_C = jnp.sqrt((v_CD * v_CD).sum(axis=1))
-        # a cell nobody sees may hold NaN
-        valued_ref[0][...] = jnp.where(mass_C > 0.0, mass_C * norm_C, 0.0)
+        # a slot nobody sees may hold NaN
+        valued_ref[0][...] = jnp.where(score_C > 0.0, score_C * norm_C, 0.0)
 
 
-def row_segment_mass(
+def row_segment_score(
     q_THD: jax.Array,
     lse_TH: jax.Array,
     view: View,
@@ -140,13 +141,13 @@ def row_segment_mass(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `reductions.row_segment_mass`."""
-    pages, slots, blocks, rotation = view.pages, view.slots, view.blocks, view.rotation
+    """See `reductions.row_segment_score`."""
+    pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
     cut = tiling(q_THD, view)
-    layers, pool, kv_heads, cells, dim = pages.k_LPKCD.shape
+    layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
     q_KXMD = fold(q_THD, kv_heads, cut)
     programs = q_KXMD.shape[1]
-    order_XM, segment_XM = (jnp.repeat(x, cut.groups).reshape(-1, cut.rows) for x in (view.rows.order_T, row_segment_T))
+    index_XM, segment_XM = (jnp.repeat(x, cut.groups).reshape(-1, cut.rows) for x in (view.rows.index_T, row_segment_T))
     width = max(pl.next_power_of_2(segments), LEAST_ROWS)
 
     def mine(*shape: int) -> pl.BlockSpec:  # the last rows, which see most, start first
@@ -161,73 +162,74 @@ def row_segment_mass(
     def whole(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec(x.shape, lambda x_, k: (0,) * x.ndim)
 
-    size = slots.request_S.shape[0]
+    size = entries.request_S.shape[0]
     shared = (
-        slots.page_AS[0], slots.offset_AS[0], slots.order_ASC[0], slots.hide_from_ASC[0], slots.hide_until_ASC[0],
+        entries.page_AS[0], entries.offset_AS[0], entries.index_ASC[0], entries.hide_from_ASC[0],
+        entries.hide_until_ASC[0],
         key_segment_SC, rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1),
     )  # fmt: skip
     rows = cut.rows // cut.groups
-    mass_KXBZ = pl.pallas_call(
+    score_KXBZ = pl.pallas_call(
         functools.partial(_segment_kernel, scale=view.scale * LOG2E, groups=cut.groups),
         grid=(programs, kv_heads),
         in_specs=[
             headed(cut.rows, dim), headed(cut.rows), mine(cut.rows), mine(cut.rows),
-            pl.BlockSpec((layers, pool, None, cells, dim), lambda x, k: (0, 0, k, 0, 0)),
+            pl.BlockSpec((layers, pool, None, slots, dim), lambda x, k: (0, 0, k, 0, 0)),
             listed(size), listed(size), listed(1), *map(whole, shared),
         ],
         out_specs=headed(rows, width),
         out_shape=jax.ShapeDtypeStruct((kv_heads, programs, rows, width), jnp.float32),
         compiler_params=pltriton.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
         interpret=interpret,
-        name="row_segment_mass",
+        name="row_segment_score",
     )(
-        q_KXMD, _fold_lse(lse_TH, kv_heads, cut), order_XM, segment_XM, pages.k_LPKCD,
-        blocks.slot_NS, blocks.end_NU, blocks.runs_N[:, None], *shared,
+        q_KXMD, _fold_lse(lse_TH, kv_heads, cut), index_XM, segment_XM, pages.k_LPKCD,
+        blocks.entry_NS, blocks.end_NU, blocks.runs_N[:, None], *shared,
     )  # fmt: skip
-    mass_TZ: jax.Array = mass_KXBZ.sum(0).reshape(-1, width)[:, :segments]
-    return mass_TZ / q_THD.shape[1]
+    score_TZ: jax.Array = score_KXBZ.sum(0).reshape(-1, width)[:, :segments]
+    return score_TZ / q_THD.shape[1]
 
 
 def _segment_kernel(
-    q_ref: Any, lse_ref: Any, row_order_ref: Any, row_segment_ref: Any, k_ref: Any, slot_ref: Any, end_ref: Any,
+    q_ref: Any, lse_ref: Any, row_index_ref: Any, row_segment_ref: Any, k_ref: Any, entry_ref: Any, end_ref: Any,
     runs_ref: Any, page_ref: Any, offset_ref: Any, order_ref: Any, hide_from_ref: Any, hide_until_ref: Any,
-    segment_ref: Any, cos_ref: Any, sin_ref: Any, layer_ref: Any, mass_ref: Any, *, scale: float, groups: int,
+    segment_ref: Any, cos_ref: Any, sin_ref: Any, layer_ref: Any, score_ref: Any, *, scale: float, groups: int,
 ) -> None:  # fmt: skip
     """One program: rows [M, D] of one KV head over their list, summed into segments [M, Z] and then over the group."""
     rows, dim = q_ref.shape
-    width = mass_ref.shape[-1]
+    width = score_ref.shape[-1]
     half = dim // 2
     dtype = k_ref.dtype
     dot = _dot(dtype)
     layer = layer_ref[0]
-    order_M1, row_segment_M1, lse_M1 = row_order_ref[...][:, None], row_segment_ref[...][:, None], lse_ref[...][:, None]
+    order_M1, row_segment_M1, lse_M1 = row_index_ref[...][:, None], row_segment_ref[...][:, None], lse_ref[...][:, None]
     q1_MR = q_ref[:, pl.ds(0, half)].astype(jnp.float32) * scale
     q2_MR = q_ref[:, pl.ds(half, half)].astype(jnp.float32) * scale
     name_Z = lax.broadcasted_iota(jnp.int32, (1, width), 1)
 
-    def visit(entry: jax.Array, mass_MZ: jax.Array, q_MR: list[jax.Array]) -> jax.Array:
-        slot = slot_ref[entry]
-        page = page_ref[slot]
+    def visit(item: jax.Array, score_MZ: jax.Array, q_MR: list[jax.Array]) -> jax.Array:
+        entry = entry_ref[item]
+        page = page_ref[entry]
         logits_MC = dot(q_MR[0], k_ref[layer, page, :, pl.ds(0, half)], trans_b=True)
         logits_MC += dot(q_MR[1], k_ref[layer, page, :, pl.ds(half, half)], trans_b=True)
-        order_C, from_C, until_C = (x[slot, :][None] for x in (order_ref, hide_from_ref, hide_until_ref))
-        segment_C = segment_ref[slot, :]
-        seen_MC = (order_C <= order_M1) & ~((from_C <= order_M1) & (order_M1 < until_C))
-        own_MC = (segment_C[None] == row_segment_M1) & (order_C == order_M1)
+        index_C, from_C, until_C = (x[entry, :][None] for x in (order_ref, hide_from_ref, hide_until_ref))
+        segment_C = segment_ref[entry, :]
+        seen_MC = (index_C <= order_M1) & ~((from_C <= order_M1) & (order_M1 < until_C))
+        own_MC = (segment_C[None] == row_segment_M1) & (index_C == order_M1)
         prob_MC = jnp.exp2(jnp.where(seen_MC & ~own_MC, logits_MC, -jnp.inf) - lse_M1)
         gain_MZ: jax.Array = dot(prob_MC.astype(dtype), (segment_C[:, None] == name_Z).astype(dtype))
-        return mass_MZ + gain_MZ
+        return score_MZ + gain_MZ
 
     def run(u: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        begin, mass_MZ = carry
+        begin, score_MZ = carry
         end = end_ref[u]
-        cos_R, sin_R = _angle(cos_ref, sin_ref, -offset_ref[slot_ref[begin]])
+        cos_R, sin_R = _angle(cos_ref, sin_ref, -offset_ref[entry_ref[begin]])
         q_MR = [x.astype(dtype) for x in (q1_MR * cos_R - q2_MR * sin_R, q2_MR * cos_R + q1_MR * sin_R)]
-        return end, lax.fori_loop(begin, end, functools.partial(visit, q_MR=q_MR), mass_MZ)
+        return end, lax.fori_loop(begin, end, functools.partial(visit, q_MR=q_MR), score_MZ)
 
     start = jnp.int32(0), jnp.zeros((rows, width), jnp.float32)
-    _, mass_MZ = lax.fori_loop(0, runs_ref[0], run, start)
-    mass_ref[...] = mass_MZ.reshape(rows // groups, groups, width).sum(axis=1)
+    _, score_MZ = lax.fori_loop(0, runs_ref[0], run, start)
+    score_ref[...] = score_MZ.reshape(rows // groups, groups, width).sum(axis=1)
 
 
 def _dot(dtype: jnp.dtype) -> Any:
@@ -242,17 +244,17 @@ def _angle(cos_ref: Any, sin_ref: Any, offset: jax.Array) -> tuple[jax.Array, ja
 
 
 def _transposed(blocks: Blocks) -> tuple[jax.Array, jax.Array]:
-    """For each slot the row blocks that visit it, ascending, int32 [S, N], and how many, int32 [S]."""
-    place_NS = jnp.argsort(blocks.slot_NS, axis=1)  # the lists are permutations of all slots
+    """For each entry the row blocks that visit it, ascending, int32 [S, N], and how many, int32 [S]."""
+    place_NS = jnp.argsort(blocks.entry_NS, axis=1)  # the lists are permutations of all entries
     seen_SN = (place_NS < blocks.count_N[:, None]).T
     return jnp.argsort(~seen_SN, axis=1, stable=True).astype(jnp.int32), seen_SN.sum(1, dtype=jnp.int32)
 
 
-def _extents(slots: Slots, count_S: jax.Array) -> jax.Array:
-    """Row blocks, page and offset of each slot, int32 [S, 3]; zeros where no row block looks, for an unused slot may
+def _extents(entries: PageTable, count_S: jax.Array) -> jax.Array:
+    """Row blocks, page and offset of each entry, int32 [S, 3]; zeros where no row block looks, for an unused entry may
     name any page and any angle.
     """
-    return jnp.where(count_S > 0, jnp.stack([count_S, slots.page_AS[0], slots.offset_AS[0]]), 0).T
+    return jnp.where(count_S > 0, jnp.stack([count_S, entries.page_AS[0], entries.offset_AS[0]]), 0).T
 
 
 def _fold_lse(lse_TH: jax.Array, kv_heads: int, cut: Tiling) -> jax.Array:

@@ -1,6 +1,6 @@
 """Who sees whom among tokens that are all computed at once, in O(n) numbers, and the tiles that this leaves to visit.
 
-The rule is `slots.visible`, with every token both a row and a key. Rows are cut into blocks of B, keys into blocks of
+The rule is `entries.visible`, with every token both a row and a key. Rows are cut into blocks of B, keys into blocks of
 C; a tile is a pair of them. A tile that is hidden whole is skipped, one that is visible whole needs no mask: FlashMask
 (arXiv 2410.01359 §4.1), taken per key instead of per tile. Lists of tiles are exact in this, and never truncated.
 """
@@ -34,7 +34,7 @@ class Tokens:
     hide_from, hide_until: half-open interval of the orders that must not see this token.
     """
 
-    order_T: jax.Array
+    index_T: jax.Array
     request_T: jax.Array
     hide_from_T: jax.Array
     hide_until_T: jax.Array
@@ -45,7 +45,7 @@ class Tokens:
 class Tiles:
     """For each of N blocks on one side, the tiles it takes part in, named by their blocks on the other side (S).
 
-    block_NS: int32; of row n, the first `full_N[n]` entries are visible whole, those up to `count_N[n]` in part.
+    block_NS: int32; of row n, the first `full_N[n]` items are visible whole, those up to `count_N[n]` in part.
     full_N, count_N: int32.
     """
 
@@ -91,9 +91,9 @@ class Mask:
 
 def visible(rows: Tokens, keys: Tokens) -> jax.Array:
     """The rule, for rows and keys of shapes that broadcast against each other; bool."""
-    order, sample = rows.order_T, rows.request_T
+    order, sample = rows.index_T, rows.request_T
     hidden = (keys.hide_from_T <= order) & (order < keys.hide_until_T)
-    return (sample >= 0) & (sample == keys.request_T) & (keys.order_T <= order) & ~hidden
+    return (sample >= 0) & (sample == keys.request_T) & (keys.index_T <= order) & ~hidden
 
 
 def _extent(tokens: Tokens, block_rows: int, block_keys: int) -> tuple[jax.Array, jax.Array]:
@@ -102,23 +102,23 @@ def _extent(tokens: Tokens, block_rows: int, block_keys: int) -> tuple[jax.Array
     Tested per key against the block's range of orders and of samples: exact where a block's rows are of one sample
     and of consecutive orders, on the safe side elsewhere. A block with padding sees no tile whole.
     """
-    order_NB, request_NB = tokens.order_T.reshape(-1, block_rows), tokens.request_T.reshape(-1, block_rows)
+    index_NB, request_NB = tokens.index_T.reshape(-1, block_rows), tokens.request_T.reshape(-1, block_rows)
     live_NB = request_NB >= 0
-    low_N, first_N = (jnp.where(live_NB, x, jnp.int32(NEVER)).min(1) for x in (order_NB, request_NB))
-    high_N, last_N = (jnp.where(live_NB, x, -1).max(1) for x in (order_NB, request_NB))
+    low_N, first_N = (jnp.where(live_NB, x, jnp.int32(NEVER)).min(1) for x in (index_NB, request_NB))
+    high_N, last_N = (jnp.where(live_NB, x, -1).max(1) for x in (index_NB, request_NB))
     alike_N = (first_N == last_N) & live_NB.all(1)
-    order_SC, request_SC, hide_from_SC, hide_until_SC = (
+    index_SC, request_SC, hide_from_SC, hide_until_SC = (
         x_T.reshape(-1, block_keys)
-        for x_T in (tokens.order_T, tokens.request_T, tokens.hide_from_T, tokens.hide_until_T)
+        for x_T in (tokens.index_T, tokens.request_T, tokens.hide_from_T, tokens.hide_until_T)
     )
 
     def of_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         low, high, first, last, alike = block
         same_SC = (first <= request_SC) & (request_SC <= last)
-        begin_SC = jnp.maximum(low, order_SC)  # orders before a key's own do not see it anyway
-        hidden_SC = (order_SC > high) | ((hide_from_SC <= begin_SC) & (hide_until_SC > high))
+        begin_SC = jnp.maximum(low, index_SC)  # orders before a key's own do not see it anyway
+        hidden_SC = (index_SC > high) | ((hide_from_SC <= begin_SC) & (hide_until_SC > high))
         overlap_SC = jnp.maximum(hide_from_SC, low) < jnp.minimum(hide_until_SC, high + 1)
-        shown_SC = (order_SC <= low) & ~overlap_SC
+        shown_SC = (index_SC <= low) & ~overlap_SC
         return (same_SC & ~hidden_SC).any(1), alike & (same_SC & shown_SC).all(1)
 
     extent: tuple[jax.Array, jax.Array] = lax.map(
@@ -129,17 +129,17 @@ def _extent(tokens: Tokens, block_rows: int, block_keys: int) -> tuple[jax.Array
 
 def _check(tokens: Tokens, block_rows: int, block_keys: int) -> None:
     for name, x in vars(tokens).items():
-        if x.shape != tokens.order_T.shape or x.ndim != 1:
+        if x.shape != tokens.index_T.shape or x.ndim != 1:
             raise ValueError(f"tokens.{name} has shape {x.shape}, not that of one axis as all of tokens")
         if x.dtype != jnp.int32:
             raise ValueError(f"tokens.{name} is {x.dtype}, not int32")
-    t = tokens.order_T.shape[0]
+    t = tokens.index_T.shape[0]
     for name, block in (("block_rows", block_rows), ("block_keys", block_keys)):
         if block < 1 or t % block:
             raise ValueError(f"{name} {block} does not divide the {t} tokens")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tokens)):
         return
-    order = np.asarray(tokens.order_T)[np.asarray(tokens.request_T) >= 0]
+    order = np.asarray(tokens.index_T)[np.asarray(tokens.request_T) >= 0]
     wrong = (order < 0) | (order >= NEVER)
     if wrong.any():
-        raise ValueError(f"tokens.order_T holds {int(order[wrong.argmax()])}, outside of 0 to {NEVER}")
+        raise ValueError(f"tokens.index_T holds {int(order[wrong.argmax()])}, outside of 0 to {NEVER}")

@@ -1,9 +1,10 @@
 """`interval_attention`: attention for training, differentiable, over packed samples under visibility intervals.
 
-The rule is that of serving (`slots.visible`), so what a model learns under it is what `paged_interval_attention` later
-computes. Forward keeps out and LSE alone; backward computes the probabilities anew, tile by tile: FlashAttention-2
-(arXiv 2307.08691), with FlashMask's tiles (arXiv 2410.01359). Memory is O(tokens). `interval_ref.py` is the definition,
-`interval_xla.py` the form for CPU and the fallback, `interval_triton.py` the Pallas kernels for GPUs.
+The rule is that of serving (`entries.visible`), so what a model learns under it is what `paged_interval_attention`
+later computes. Forward keeps out and LSE alone; backward computes the probabilities anew, tile by tile:
+FlashAttention-2 (arXiv 2307.08691), with FlashMask's tiles (arXiv 2410.01359). Memory is O(tokens).
+`interval_ref.py` is the definition, `interval_xla.py` the form for CPU and the fallback, `interval_triton.py` the
+Pallas kernels for GPUs.
 
 It is made for `jax.grad`, `jax.checkpoint` and `lax.scan` over layers; batches are packed, not mapped. There is no
 forward mode and no second derivative.
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 
 from ragjax.kernels.device import Device
 from ragjax.kernels.train_attention import reference as interval_ref
-from ragjax.kernels.train_attention import triton as interval_triton
+from ragjax.kernels.train_attention import triton as train_attention_triton
 from ragjax.kernels.train_attention import xla as interval_xla
 from ragjax.kernels.train_attention.mask import Mask
 
@@ -52,7 +53,7 @@ class Backend:
 BACKENDS: Mapping[str, Backend] = {
     "reference": Backend(interval_ref.attend),
     "xla": Backend(interval_xla.forward, interval_xla.backward),
-    "triton": Backend(interval_triton.forward, interval_triton.backward, interval_triton.refusal),
+    "triton": Backend(train_attention_triton.forward, train_attention_triton.backward, train_attention_triton.refusal),
 }
 
 
@@ -66,7 +67,7 @@ def choose(q_THD: jax.Array, mask: Mask, device: Device) -> str:
     return "xla"
 
 
-def interval_attention(
+def train_attention(
     q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask, *, scale: float, backend: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of all tokens to those that are visible to them, differentiable in q, k and v.
@@ -161,8 +162,8 @@ def _check(q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask) -> 
             raise ValueError(f"{name} is {x.dtype}, not float32, float16 or bfloat16")
         if x.dtype != q_THD.dtype:
             raise ValueError(f"{name} is {x.dtype}, not {q_THD.dtype} as q_THD")
-        if x.shape[0] != mask.tokens.order_T.shape[0]:
-            raise ValueError(f"{name} has {x.shape[0]} tokens, mask has {mask.tokens.order_T.shape[0]}")
+        if x.shape[0] != mask.tokens.index_T.shape[0]:
+            raise ValueError(f"{name} has {x.shape[0]} tokens, mask has {mask.tokens.index_T.shape[0]}")
     if v_TKD.shape != k_TKD.shape:
         raise ValueError(f"v_TKD has shape {v_TKD.shape}, not {k_TKD.shape} as k_TKD")
     heads, dim = q_THD.shape[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ragjax.kernels import slots
+from ragjax.kernels import table
 from ragjax.kernels.train_attention.mask import Mask, Tokens
 
 
@@ -31,8 +31,8 @@ def attend(
 
 
 def _seen(tokens: Tokens) -> jax.Array:
-    """The rule of the paged op, each token a row and a slot of one cell; bool [T, S]."""
-    zero_T = jnp.zeros_like(tokens.order_T)
-    rows = slots.Rows(tokens.order_T, zero_T, tokens.request_T)
-    cells_1SC = (x[None, :, None] for x in (tokens.order_T, tokens.hide_from_T, tokens.hide_until_T))
-    return slots.visible(rows, slots.Slots(zero_T[None], zero_T[None], tokens.request_T, *cells_1SC))[..., 0]
+    """The rule of the paged op, each token a row and an entry of one slot; bool [T, S]."""
+    zero_T = jnp.zeros_like(tokens.index_T)
+    rows = table.Rows(tokens.index_T, zero_T, tokens.request_T)
+    slots_1SC = (x[None, :, None] for x in (tokens.index_T, tokens.hide_from_T, tokens.hide_until_T))
+    return table.visible(rows, table.PageTable(zero_T[None], zero_T[None], tokens.request_T, *slots_1SC))[..., 0]

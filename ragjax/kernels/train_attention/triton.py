@@ -141,13 +141,13 @@ class _Specs:
 
 
 def _lists(tiles: Tiles) -> Arrays:
-    """The lists, and for each block its number, and how many of its entries are seen whole and at all."""
+    """The lists, and for each block its number, and how many of its items are seen whole and at all."""
     number_N = jnp.arange(tiles.count_N.shape[0], dtype=jnp.int32)
     return tiles.block_NS, jnp.stack([number_N, tiles.full_N, tiles.count_N], axis=1)
 
 
 def _pack(tokens: Tokens) -> jax.Array:
-    return jnp.stack([tokens.order_T, tokens.request_T, tokens.hide_from_T, tokens.hide_until_T])
+    return jnp.stack([tokens.index_T, tokens.request_T, tokens.hide_from_T, tokens.hide_until_T])
 
 
 def _forward_kernel(
@@ -244,8 +244,8 @@ def _keys_kernel(
 def _sweep(list_ref: Any, extent_ref: Any, visit: Callable[..., Any], carry: Any, *, parts: int = 1) -> Any:
     """Run `visit(part, carry, masked=)` over the parts of listed blocks: those seen whole, then those seen in part."""
 
-    def step(entry: jax.Array, carry: Any, *, masked: bool) -> Any:
-        block, part = lax.div(entry, jnp.int32(parts)), lax.rem(entry, jnp.int32(parts))
+    def step(item: jax.Array, carry: Any, *, masked: bool) -> Any:
+        block, part = lax.div(item, jnp.int32(parts)), lax.rem(item, jnp.int32(parts))
         return visit(list_ref[block] * parts + part, carry, masked=masked)
 
     full, count = extent_ref[1] * parts, extent_ref[2] * parts

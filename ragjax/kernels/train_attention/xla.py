@@ -95,8 +95,8 @@ def _sweep(mask: Mask, n: jax.Array, visit: Callable[[Carry, jax.Array, bool], C
     """Run `visit(carry, key block, masked)` over the tiles of a row block: those seen whole, then those in part."""
     tiles = mask.by_rows
 
-    def step(entry: jax.Array, carry: Carry, *, masked: bool) -> Carry:
-        return visit(carry, tiles.block_NS[n, entry], masked)
+    def step(item: jax.Array, carry: Carry, *, masked: bool) -> Carry:
+        return visit(carry, tiles.block_NS[n, item], masked)
 
     full, count = tiles.full_N[n], tiles.count_N[n]
     carry = lax.fori_loop(0, full, functools.partial(step, masked=False), carry)

@@ -72,7 +72,8 @@ class PageTable:
 
 class _Entries:
     """Entries as spans take them. Slots of a chunk that stands twice at one offset are taken in entries of their
-    own."""
+    own.
+    """
 
     def __init__(self) -> None:
         self.pages: list[int] = []
@@ -394,7 +395,7 @@ class Task:
         if len(table) > self.allocation.entries:
             raise RequestError(
                 f"the prompt is in too many pieces for one step: {len(table)} entries, at most "
-                f"{self.allocation.entries}. 
+                f"{self.allocation.entries}. "
                 "Shorten the prompt or use fewer chunks",
                 param="messages",
                 code="context_length_exceeded",

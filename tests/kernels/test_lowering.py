@@ -146,9 +146,9 @@ def test_stage_of_a_model_lowers(
     rows, block = Grid.gpu_rows(config.num_heads // config.num_kv_heads)[bucket]
     layers, entries, slots = 4, 1024, 64
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    step = {f"{n}_T": shape((rows,)) for n in ("token", "order", "position", "request", "slot")}
+    step = {f"{n}_T": shape((rows,)) for n in ("token", "index", "position", "request", "slot")}
     step |= {f"{n}_S": shape((entries,)) for n in ("page", "offset", "request")}
-    step |= {f"{n}_SC": shape((entries, slots)) for n in ("order", "hide_from", "hide_until")}
+    step |= {f"{n}_SC": shape((entries, slots)) for n in ("index", "hide_from", "hide_until")}
     table = Rotation(*[jax.ShapeDtypeStruct((config.context_length, 64), jnp.float32)] * 2)  # type: ignore[arg-type]
     pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, slots, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
     decoder = Decoder.abstract(config)

@@ -136,7 +136,7 @@ def make_case(shape: Shape, samples: list[Sample], shuffled: bool, seed: int) ->
     table = np.concatenate([np.asarray(rows, np.int64).reshape(-1, 4), gaps])
     if shuffled:
         table = table[rng.permutation(len(table))]
-    tokens = dict(zip(("order", "request", "hide_from", "hide_until"), table.T, strict=True))
+    tokens = dict(zip(("index", "request", "hide_from", "hide_until"), table.T, strict=True))
     heads, t = shape.kv_heads * shape.groups, shape.tokens
     sizes = [(t, heads, shape.dim), *[(t, shape.kv_heads, shape.dim)] * 2, (t, heads, shape.dim), (t, heads)]
     arrays = [rng.standard_normal(size) for size in sizes]
@@ -170,10 +170,10 @@ def rich_case(shape: Shape = SHAPES["d24-g2"]) -> Case:
 
 
 def is_visible(tokens: dict[str, Int], t: int, s: int) -> bool:
-    order = tokens["order"][t]
+    order = tokens["index"][t]
     hidden = tokens["hide_from"][s] <= order < tokens["hide_until"][s]
     same = tokens["request"][t] == tokens["request"][s] >= 0
-    return bool(same and tokens["order"][s] <= order and not hidden)
+    return bool(same and tokens["index"][s] <= order and not hidden)
 
 
 def oracle(case: Case) -> list[Float]:
@@ -379,7 +379,7 @@ def test_hidden_tiles_are_skipped() -> None:
     """Keys that are NaN, though not padding, do not reach rows of other blocks, nor the gradients of those."""
     shape = Shape(16, 2, 2, 16, 16, tokens=80)
     order = np.arange(80)
-    tokens = {"order": order, "request": 0 * order, "hide_from": 0 * order, "hide_until": 0 * order}
+    tokens = {"index": order, "request": 0 * order, "hide_from": 0 * order, "hide_until": 0 * order}
     case = replace(make_case(shape, [Sample("chain", [16] * 5, 1.0)], False, 0), tokens=tokens)
     middle = slice(16, 48)
     case.tokens["hide_from"][middle], case.tokens["hide_until"][middle] = 48, NEVER

@@ -52,7 +52,7 @@ KV = {Measure.KEY_SCORE, Measure.VALUED_SCORE}
 def runner(layers: int = 1, *, scanned: bool = False, dtype: str = "float32") -> Runner:
     """The tiny decoder in stages of so many layers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragjax.runner, "STAGE_LAYERS", layers)
+        patch.setattr(ragjax.runner.runner, "STAGE_LAYERS", layers)
         return Runner(tiny.decoder(dtype), pages=PAGES, page_size=PAGE, grid=GRID, scanned=scanned)
 
 

@@ -73,10 +73,10 @@ def run_of(first_page: int, length: int, start: int = 0) -> Run:
 def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid = GRID, score: int = 0) -> Step:
     """Arrays of one step; requests take whole row blocks, in turn. mass: layers, from the first, that measure it."""
     block = dict(grid.rows)[rows]
-    t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "slot")} | {"order": -np.ones(rows, int)}
+    t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "slot")} | {"index": -np.ones(rows, int)}
     s = {"page": np.zeros(entries), "offset": np.zeros(entries), "request": -np.ones(entries)}
     c = {n: np.zeros((entries, PAGE), np.int64) for n in ("hide_from", "hide_until")}
-    c["order"] = np.full((entries, PAGE), NEVER)
+    c["index"] = np.full((entries, PAGE), NEVER)
     row, entry = 0, 0
     for request, part in enumerate(parts):
         here = slice(row, row + len(part.indices))
@@ -87,7 +87,7 @@ def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid =
             if span.offset == 0
             for o, slot in zip(span.indices, span.run.slots(PAGE), strict=True)
         }
-        t["token"][here], t["order"][here], t["request"][here] = part.tokens, part.indices, request
+        t["token"][here], t["index"][here], t["request"][here] = part.tokens, part.indices, request
         t["position"][here] = part.indices if part.positions is None else part.positions
         t["slot"][here] = [slot_of[int(o)] for o in part.indices]
         for span in part.spans:
@@ -95,7 +95,7 @@ def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid =
             for page in dict.fromkeys(slots // PAGE):
                 on = slots // PAGE == page
                 s["page"][entry], s["offset"][entry], s["request"][entry] = page, span.offset, request
-                c["order"][entry, slots[on] % PAGE] = span.indices[on]
+                c["index"][entry, slots[on] % PAGE] = span.indices[on]
                 c["hide_from"][entry, slots[on] % PAGE], c["hide_until"][entry, slots[on] % PAGE] = span.hidden
                 entry += 1
     assert row <= rows
@@ -204,7 +204,7 @@ def test_scanned_equals_unrolled(runner: Runner) -> None:
 
 
 def test_several_stages_equal_one(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", 3)  # of 4 layers: two stages of two
+    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 3)  # of 4 layers: two stages of two
     staged = make_runner()
     assert len(staged._pools) == 2
     tokens = tokens_of(6, 20)
@@ -305,7 +305,7 @@ def test_slots_of_others_are_not_written(runner: Runner) -> None:
 
 
 def test_key_score_adds_up_per_request_and_layer(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", 2)
+    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 2)
     parts = [whole(tokens_of(19, 13), 2), whole(tokens_of(20, 6), 9)]
     step = step_of(parts, 24, score=4)
     for some in (runner, make_runner()):
@@ -424,7 +424,7 @@ def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layers", [1, 4], ids=["stages", "one stage"])
 def test_pages_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch, layers: int, dtype: str) -> None:
-    monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", layers)
+    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", layers)
     made = make_runner(dtype=dtype)
     assert len(made._pools) == 4 // layers
     order = np.random.default_rng(0).permutation(np.arange(1, 40)).tolist()
@@ -514,7 +514,7 @@ def test_bad_pages_are_refused(runner: Runner, pages: list[int], count: int, nam
 
 
 def test_a_step_that_fails_halfway_loses_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragjax.runner, "STAGE_LAYERS", 2)
+    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 2)
     made = make_runner()
     step = step_of([whole(tokens_of(0, 5), 3)], 24)
     assert not made.lost
@@ -672,7 +672,7 @@ results = []
 for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     mesh = jax.make_mesh((devices,), ("kv_heads",), axis_types=(AxisType.Auto,))
     made = t.make_runner(config, mesh=mesh, attention=backend)
-    step = t.step_of(parts, 24, mass=2)
+    step = t.step_of(parts, 24, score=2)
     outcome = made.step(step)
     logits = [made.logits(outcome, t.rows_of(step, r)) for r in range(2)]
     again = t.compute(made, [t.piece(parts[0], 7, 8)], 2)

@@ -31,13 +31,13 @@ from tqdm import tqdm
 from ragjax.commands.flags import command_line, from_zero, integer, positive, share
 from ragjax.core import ConfigError, RagjaxError, RequestError
 from ragjax.core.depprompt import Positions
-from ragjax.engine.build import use_compilation_cache
 from ragjax.kernels.rope import Rotation
 from ragjax.models.adapter import INPUTS, Adapter
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, weights_digest
+from ragjax.runner.device import use_compilation_cache
 from train.batch import Item, Order, Rows
 from train.checkpoint import Checkpoints
 from train.example import Attention, Coder, Example
@@ -371,7 +371,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows, out = Rows.up_to(recipe.row), Path(options.out)
     if not options.resume:
         _check_untrained(out)
-    use_compilation_cache()
+    use_compilation_cache(cache_dir())
     source = Source.find(options.model)
     coder = Coder.of(source.tokenizer, recipe.attention, recipe.positions)
     samples = read_samples(options.data, options.max_bad)

@@ -11,8 +11,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
-import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
 from ragjax.cache.cache import KnowledgeCache
@@ -42,6 +40,7 @@ from ragjax.retrieval.triples import Alias, forward
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
+from ragjax.runner.device import platform, use_compilation_cache
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
@@ -49,6 +48,7 @@ from ragjax.store.transfer import KVTransfer
 _log = logging.getLogger(__name__)
 
 PAGE_SIZE = 64
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 ENCODER = "all-minilm-l6-v2"
 
 
@@ -88,7 +88,7 @@ def load_engine(
         raise ConfigError("top_k must be at least 0")
     policy = _policy(storage)
     recorder = None if record_trace is None else Recorder(record_trace)
-    use_compilation_cache()
+    use_compilation_cache(cache_dir())
     local = resolve(model)
     tokenizer = Tokenizer.load(local.path)
     decoder = load_model(local, dtype, cache_dir())
@@ -107,9 +107,9 @@ def load_engine(
         shadow_rate=shadow_rate,
     )
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
-    itemsize = jnp.dtype(dtype).itemsize
+    itemsize = DTYPE_BYTES[dtype]
     pages = pool_pages(config, device_cache_gb, itemsize, context)
-    grid = _grid(config, context, jax.default_backend())
+    grid = _grid(config, context, platform())
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
     if compile:
         _compile(runner, frozenset().union(*(chosen[name].measures for name in contract.strategies)), progress)
@@ -236,14 +236,6 @@ def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelCon
 def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:
     limits = {tenant: int(gigabytes * 2**30) for tenant, gigabytes in quotas.items()}
     return limits.get
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled programs on disk, so that a second start does not compile."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pool_pages(config: ModelConfig, gigabytes: float, itemsize: int, context: int) -> int:

@@ -536,7 +536,7 @@ def test_passes_fit_buckets_and_pool_at_full_size() -> None:
     assert len(e2e._first_pages(full)) == 8
 
 
-@pytest.mark.parametrize(("n", "want"), [(1, [64]), (64, [64]), (70, [64, 64]), (700, [1280]), (8192, [4096, 4096])])
+@pytest.mark.parametrize(("n", "what"), [(1, [64]), (64, [64]), (70, [64, 64]), (700, [1280]), (8192, [4096, 4096])])
 def test_rows_are_cut_into_buckets(n: int, what: list[int]) -> None:
     assert e2e.cut(n, e2e.FULL.rows) == what
 

@@ -133,7 +133,7 @@ QWEN = replace(
 
 
 @pytest.mark.parametrize(
-    ("want", "kernel"), [(None, []), (Measure.KEY_SCORE, ["key_score"]), (Measure.SEGMENT_SCORE, ["row_segment_score"])]
+    ("what", "kernel"), [(None, []), (Measure.KEY_SCORE, ["key_score"]), (Measure.SEGMENT_SCORE, ["row_segment_score"])]
 )
 @pytest.mark.parametrize("bucket", [1, -1], ids=["decode", "prefill"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama-3-8b", "qwen2.5-7b"])

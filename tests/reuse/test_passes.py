@@ -267,7 +267,7 @@ def assert_near(found: Results, what: Results, tolerance: float = 1e-4) -> None:
 
 
 @pytest.mark.parametrize(
-    "wants",
+    "measures",
     [{Measure.KEY_SCORE}, {Measure.VALUED_SCORE}, KV, {Measure.CHUNK_SCORE}, {Measure.SEGMENT_SCORE}],
     ids=lambda measures: "+".join(sorted(measures)),
 )
@@ -287,7 +287,7 @@ def test_deviation_is_at_equal_rotation() -> None:
 
 
 @pytest.mark.parametrize("scanned", [False, True])
-@pytest.mark.parametrize("want", [Measure.SEGMENT_SCORE, Measure.DEVIATION])
+@pytest.mark.parametrize("what", [Measure.SEGMENT_SCORE, Measure.DEVIATION])
 def test_a_layer_within_a_stage_is_measured_by_itself(scanned: bool, what: Measure) -> None:
     made = runner(3, scanned=scanned)
     some, whole = (alone(made, measuring({what}, cut)) for cut in ((1, 2), None))

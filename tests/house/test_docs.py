@@ -120,8 +120,9 @@ def test_a_name_that_does_not_exist_is_found(text: str) -> None:
 
 
 def test_names_that_exist_are_accepted() -> None:
-    text = """Words about `make setup`, `ragjax.core.Answer.text`, `ragjax.core`, `request.py`, `ragjax/core/request.py`,
-    `kernels/`, `tests/house/test_*.py`, `.ci/run`, `requirements.lock`, `python -m pytest tests/house/test_docs.py`;
+    text = """Words about `make setup`, `ragjax.core.Answer.text`, `ragjax.core`, `request.py`,
+    `ragjax/core/request.py`, `kernels/`, `tests/house/test_*.py`, `.ci/run`, `requirements.lock`,
+    `python -m pytest tests/house/test_docs.py`;
     `config.json`, `application/json`, `/v1/models`, `owner/name` are no files of ours; we make do.
 ```
 $ make serve ARGS="--port 9000"

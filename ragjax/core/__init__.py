@@ -30,7 +30,7 @@ from ragjax.core.request import (
     Timings,
     TokenLogprob,
 )
-from ragjax.core.step import Grid, Probe, Step
+from ragjax.core.step import Grid, Step, StepMeasure
 from ragjax.core.tokens import NEVER, Tokens, is_unicode
 from ragjax.core.visibility import Visibility
 
@@ -58,7 +58,6 @@ __all__ = [
     "Pass",
     "Plan",
     "Prefill",
-    "Probe",
     "Prompt",
     "Rag",
     "RagjaxError",
@@ -71,6 +70,7 @@ __all__ = [
     "SegmentReport",
     "Span",
     "Step",
+    "StepMeasure",
     "StorageOptions",
     "Timings",
     "TokenLogprob",

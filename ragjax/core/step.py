@@ -52,14 +52,14 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Probe:
+class StepMeasure:
     """What a step measures in some of its layers (half-open), and the host arrays it takes, int32 [T] and [S, C].
 
-    want: any but LOGITS; VALUED_SCORE brings KEY_SCORE along. segments: most segments of a prompt, a bucket of the
-        grid; 0 if the want has none.
-    arrays: asking_T (masses by key): 1 for a row that counts. segment_SC (masses by segment): segment of each slot,
-        -1 for none; segment_T (SEGMENT_SCORE): of each row. stale_T, turn_T (DEVIATION): the slot that the row's KV is
-        compared with, -1 for none, and the RoPE offset that moves its key to the row's position.
+    what: any but LOGITS; VALUED_SCORE brings KEY_SCORE along. segments: most segments of a prompt, a bucket of the
+        grid; 0 if the measure has none.
+    arrays: asking_T (scores by key): 1 for a row that counts. segment_SC (scores by segment): segment of each slot,
+        -1 for none; segment_T (SEGMENT_SCORE): of each row. stale_T, offset_T (DEVIATION): the slot that the row's KV
+        is compared with, -1 for none, and the RoPE offset that rotates its key to the row's position.
     """
 
     what: Measure
@@ -72,13 +72,13 @@ class Probe:
 class Step:
     """Host arrays of one step over a batch of requests, int32, padded to buckets of the grid.
 
-    token, order, position, request, slot: one per row [T]; order -1 is padding; slot = page * C + slot is where the
+    token, index, position, request, slot: one per row [T]; index -1 is padding; slot = page * C + slot is where the
         row's KV is written (padding: page 0, which nobody reads).
     page, offset, request: one per entry [S]; request -1 is unused.
-    order, hide_from, hide_until: one per slot [S, C].
+    index, hide_from, hide_until: one per slot [S, C].
     layers: half-open range to run, from the first layer of a stage on (None: all).
     residual_TE: what the rows bring from the layers before, if these are not the first.
-    probe: what is measured, if anything.
+    measure: what is measured, if anything.
     """
 
     token_T: NDArray[np.int32]
@@ -94,4 +94,4 @@ class Step:
     hide_until_SC: NDArray[np.int32]
     layers: tuple[int, int] | None = None
     residual_TE: NDArray[np.float32] | None = None
-    probe: Probe | None = None
+    measure: StepMeasure | None = None

@@ -25,12 +25,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, Grid, Measure, Probe, Step
+from ragjax.core import ConfigError, Grid, Measure, Step, StepMeasure
 from ragjax.kernels.attention.op import Choice, choose, paged_interval_attention
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages, from_storage, move_slots, write_pages
-from ragjax.kernels.reductions import measure as probes
+from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View, check_values
@@ -53,8 +53,8 @@ STAGE_LAYERS = 8
 class Outcome:
     """What a step made.
 
-    x_TE: residual rows behind the last layer that ran, float32 [T, E]. measured: what its probe asked for, float32
-    [layers, ...] (`kernels.probe.measure`).
+    x_TE: residual rows behind the last layer that ran, float32 [T, E].
+    measured: what its `StepMeasure` asks for, float32 [layers, ...] (`kernels.reductions.measure`).
     """
 
     x_TE: jax.Array
@@ -179,7 +179,7 @@ class Runner:
         pairs = [(rows, entries) for rows, _ in self.grid.rows for entries in self.grid.entries]
         kinds: list[tuple[Any, ...]] = [(self._depth,)]
         for what in sorted(set(measures) - {Measure.LOGITS}):
-            kinds.append((self._depth, what, self.grid.segments if what in probes.SEGMENTED else 0))
+            kinds.append((self._depth, what, self.grid.segments if what in reductions.SEGMENTED else 0))
         return [
             *(("begin", rows, entries) for rows, entries in pairs),
             *(("stage", rows, entries, *kind) for rows, entries in pairs for kind in kinds),
@@ -203,34 +203,36 @@ class Runner:
         measured = []
         for first in range(begin, end, self._depth):
             i = first // self._depth
-            program, *probe = self._stage_program(step, first, min(self._depth, end - first))
+            program, *measured_by = self._stage_program(step, first, min(self._depth, end - first))
             x_TE, self._pools[i], found_L = program(
-                self._stages[i], self._pools[i], x_TE, inputs, self._rotation, *probe
+                self._stages[i], self._pools[i], x_TE, inputs, self._rotation, *measured_by
             )
             measured.append(found_L)
         self._count(self._choice(rows, entries), end - begin)
-        return Outcome(x_TE, self._measured(step.probe, begin, measured))
+        return Outcome(x_TE, self._measured(step.measure, begin, measured))
 
     def _stage_program(
         self, step: Step, first: int, count: int
     ) -> tuple[Any, NDArray[np.bool_], Mapping[str, NDArray[np.int32]]]:
         """The program for these layers of a stage, which of them it measures, and the arrays this takes."""
         key = ("stage", len(step.token_T), len(step.page_S), count)
-        low, high = step.probe.layers if step.probe else (0, 0)
+        low, high = step.measure.layers if step.measure else (0, 0)
         layer_L = np.arange(first, first + count)
         chosen_L = (low <= layer_L) & (layer_L < high)
-        if step.probe is None or not chosen_L.any():
+        if step.measure is None or not chosen_L.any():
             return self._program(*key), chosen_L[:0], {}
-        return self._program(*key, step.probe.what, step.probe.segments), chosen_L, step.probe.arrays
+        return self._program(*key, step.measure.what, step.measure.segments), chosen_L, step.measure.arrays
 
-    def _measured(self, probe: Probe | None, begin: int, found: Sequence[jax.Array]) -> NDArray[np.float32] | None:
-        """What was measured in the layers that the probe names, out of what the stages from `begin` on found."""
-        if probe is None:
+    def _measured(
+        self, measure: StepMeasure | None, begin: int, found: Sequence[jax.Array]
+    ) -> NDArray[np.float32] | None:
+        """What was measured in the layers that `measure` names, out of what the stages from `begin` on found."""
+        if measure is None:
             return None
         parts = []
         for i, found_L in enumerate(found):
             if found_L.shape[0]:
-                low, high = (max(0, layer - begin - i * self._depth) for layer in probe.layers)
+                low, high = (max(0, layer - begin - i * self._depth) for layer in measure.layers)
                 parts.append(np.asarray(found_L)[low:high])
         return np.concatenate(parts)
 
@@ -367,8 +369,8 @@ class Runner:
             raise ValueError(f"step.layers is {begin, end}; a step begins at one of {self.stages[:-1]}")
         if (step.residual_TE is None) != (begin == 0):
             raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
-        if step.probe is not None:
-            self._check_probe(step.probe, begin, end)
+        if step.measure is not None:
+            self._check_measure(step.measure, begin, end)
         pages, slots = self._pools[0].k_LPKCD.shape[1], self._pools[0].page_size
         check_values(
             request_T=step.request_T,
@@ -384,17 +386,17 @@ class Runner:
         if step.slot_T.min() < 0 or step.slot_T.max() >= pages * slots:
             raise ValueError(f"step.slot_T holds slots outside of the {pages * slots} of the pool")
 
-    def _check_probe(self, probe: Probe, begin: int, end: int) -> None:
-        low, high = probe.layers
+    def _check_measure(self, measure: StepMeasure, begin: int, end: int) -> None:
+        low, high = measure.layers
         if not begin <= low < high <= end:
-            raise ValueError(f"step.probe.layers is {probe.layers}, not within {begin, end}")
-        if probe.what is not Measure.DEVIATION:
+            raise ValueError(f"step.measure.layers is {measure.layers}, not within {begin, end}")
+        if measure.what is not Measure.DEVIATION:
             return
         slots = self._pools[0].k_LPKCD.shape[1] * self.page_size
-        if probe.arrays["stale_T"].max() >= slots:
-            raise ValueError(f"step.probe.stale_T holds slots outside of the {slots} of the pool")
-        if np.abs(probe.arrays["turn_T"]).max() >= self._rotation.cos_NR.shape[0]:
-            raise ValueError("step.probe.turn_T holds offsets outside of the rotation table")
+        if measure.arrays["stale_T"].max() >= slots:
+            raise ValueError(f"step.measure.stale_T holds slots outside of the {slots} of the pool")
+        if np.abs(measure.arrays["offset_T"]).max() >= self._rotation.cos_NR.shape[0]:
+            raise ValueError("step.measure.offset_T holds offsets outside of the rotation table")
 
     def _check_move(
         self,
@@ -466,13 +468,13 @@ class Runner:
     ) -> Any:
         block = dict(self.grid.rows)[rows]
         measure = None if what is None else (what, segments)
-        names = () if what is None else probes.ARRAYS[what]
+        names = () if what is None else reductions.ARRAYS[what]
         function = partial(_stage, self._spec, block, self._choice(rows, entries).backend, layers, measure)
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
-        probe = self._replicated((chosen_L, self._shapes(names, rows, entries)))
+        measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries)))
         jitted = jax.jit(function, donate_argnums=(1, 2))
-        return jitted.lower(self._stages[0], self._pools[0], x_TE, inputs, self._rotation, *probe).compile()
+        return jitted.lower(self._stages[0], self._pools[0], x_TE, inputs, self._rotation, *measured_by).compile()
 
     def _compile_move(self, n: int) -> Any:
         slot_N = self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
@@ -634,10 +636,10 @@ def _sharded_attention(
         if measure is None:
             return out_THD, pool, jnp.zeros(0)
         what, segments = measure
-        found = probes.measure(what, segments, q_THD, k_TKD, v_TKD, lse_TH, view, arrays, chosen)
+        found = reductions.measure(what, segments, q_THD, k_TKD, v_TKD, lse_TH, view, arrays, chosen)
         # nothing is below 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
         out_THD = out_THD + jnp.minimum(found.min(), 0.0)
-        return out_THD, pool, probes.combine(what, found, "kv_heads")
+        return out_THD, pool, reductions.combine(what, found, "kv_heads")
 
     heads = P(None, "kv_heads", None)
     sharded = jax.shard_map(

@@ -21,12 +21,12 @@ from ragjax.core import (
     OutOfPages,
     Pass,
     Plan,
-    Probe,
     Prompt,
     RequestError,
     Results,
     Span,
     Step,
+    StepMeasure,
     Tokens,
 )
 from ragjax.reuse.base import Allocation, Strategy, most_entries
@@ -119,8 +119,8 @@ class Work:
 
     token, order, position, slot: int32 [n]. logits_at: row index to result index. context: orders in use. layers: those
     to run, half-open. residual: what the rows bring from earlier layers, float32 [n, E], if these are not the first.
-    probe: what is measured, its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has.
-    measured: per layer of the probe, by order, [..., context], or by row. ended: which rows each step did and
+    measure: what is measured, its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has.
+    measured: per layer of the measure, by order, [..., context], or by row. ended: which rows each step did and
     what it left, if layers are left.
     """
 
@@ -133,7 +133,7 @@ class Work:
     context: int
     layers: tuple[int, int]
     residual: NDArray[np.float32] | None = None
-    probe: Probe | None = None
+    measure: StepMeasure | None = None
     measured: NDArray[np.float32] | None = None
     ended: list[tuple[Piece, Residual]] = field(default_factory=list)
     done: int = 0
@@ -147,15 +147,15 @@ class Work:
     @property
     def kind(self) -> tuple[object, ...]:
         """What works must have in common to share a step."""
-        return self.layers, self.probe and (self.probe.what, self.probe.layers)
+        return self.layers, self.measure and (self.measure.what, self.measure.layers)
 
     def take_measured(self, measured: NDArray[np.float32], piece: Piece) -> None:
         """Add what a step measured of rows [piece.begin, piece.end): float32 [layers, ...], of the whole batch."""
-        assert self.probe is not None
+        assert self.measure is not None
         rows = slice(piece.row, piece.row + piece.end - piece.begin)
-        if self.probe.what is Measure.SEGMENT_SCORE:
-            part, axis = measured[:, rows, : self.probe.segments], 1
-        elif self.probe.what is Measure.DEVIATION:
+        if self.measure.what is Measure.SEGMENT_SCORE:
+            part, axis = measured[:, rows, : self.measure.segments], 1
+        elif self.measure.what is Measure.DEVIATION:
             part, axis = measured[..., rows], 2
         else:
             part = self.table.by_index(measured[..., piece.entry : piece.entry + len(self.table), :], self.context)
@@ -173,9 +173,9 @@ class Work:
         found: dict[Measure, NDArray[np.float32]] = {}
         if self.logits_at:
             found[Measure.LOGITS] = np.stack([self.logits[i] for i in range(len(self.logits_at))])
-        if self.probe is not None:
+        if self.measure is not None:
             assert self.measured is not None
-            found |= _by_want(self.probe.what, self.measured)
+            found |= _by_want(self.measure.what, self.measured)
         return {what: value for what, value in found.items() if what in measures or what is Measure.LOGITS}
 
 
@@ -327,7 +327,7 @@ class Task:
             context=size,
             layers=layers,
             residual=self._residual(rows, layers[0]),
-            probe=self._probe(asked, layers, table),
+            measure=self._measure(asked, layers, table),
         )
 
     def _check(self, asked: Pass, layers: tuple[int, int]) -> None:
@@ -351,19 +351,21 @@ class Task:
         self._expect(np.isin(rows, before.order).all(), "goes on with rows that the pass before did not have")
         return before.residual_behind()[np.searchsorted(before.order, rows)]
 
-    def _probe(self, asked: Pass, layers: tuple[int, int], table: PageTable) -> Probe | None:
+    def _measure(self, asked: Pass, layers: tuple[int, int], table: PageTable) -> StepMeasure | None:
         measures = asked.measures - {Measure.LOGITS}
         what = Measure.VALUED_SCORE if Measure.VALUED_SCORE in measures else next(iter(measures), None)
         if what is None:
             return None
         together = {what, Measure.KEY_SCORE} if what is Measure.VALUED_SCORE else {what}
         self._expect(measures <= together, f"wants {', '.join(sorted(measures))} of one pass")
-        return Probe(what, asked.measured or layers, self._probe_arrays(what, asked, table), len(self.prompt.segments))
+        return StepMeasure(
+            what, asked.measured or layers, self._measure_arrays(what, asked, table), len(self.prompt.segments)
+        )
 
-    def _probe_arrays(self, what: Measure, asked: Pass, table: PageTable) -> Mapping[str, NDArray[np.int32]]:
+    def _measure_arrays(self, what: Measure, asked: Pass, table: PageTable) -> Mapping[str, NDArray[np.int32]]:
         if what is Measure.DEVIATION:
             stale, offset = _places(asked.stale, len(self.prompt), self.allocation.page_size)
-            return {"stale_T": stale[asked.rows], "turn_T": offset[asked.rows]}
+            return {"stale_T": stale[asked.rows], "offset_T": offset[asked.rows]}
         if what is Measure.SEGMENT_SCORE:
             return {"segment_T": self._segment(asked.rows), "segment_SC": self._segment(table.index_SC)}
         counts = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
@@ -446,7 +448,7 @@ class Batch:
 
         Args:
             logits: float32 [n, V] of `logit_rows`.
-            measured: what the step's probe asked for, float32 [layers, ...].
+            measured: what the step's measure asked for, float32 [layers, ...].
             residual: gives what the step left of its rows.
         """
         done, taken = [], 0
@@ -457,7 +459,7 @@ class Batch:
                     assert logits is not None
                     work.logits[work.logits_at[row]] = logits[taken]
                     taken += 1
-            if work.probe is not None:
+            if work.measure is not None:
                 assert measured is not None
                 work.take_measured(measured, piece)
             if residual is not None and work.layers[1] < piece.task.allocation.stages[-1]:
@@ -576,8 +578,8 @@ def _work(task: Task) -> Work:
     return task.work
 
 
-PADDING = {"asking_T": 0, "segment_T": -1, "segment_SC": -1, "stale_T": -1, "turn_T": 0}
-"""What a probe's arrays hold for rows of padding and unused entries."""
+PADDING = {"asking_T": 0, "segment_T": -1, "segment_SC": -1, "stale_T": -1, "offset_T": 0}
+"""What a measure's arrays hold for rows of padding and unused entries."""
 
 
 def _empty_step(rows: int, entries: int, page_size: int, works: Sequence[Work], grid: Grid) -> Step:
@@ -587,15 +589,17 @@ def _empty_step(rows: int, entries: int, page_size: int, works: Sequence[Work], 
         return np.full(shape, value, np.int32)
 
     first = works[0]
-    probe = residual_TE = None
+    measure = residual_TE = None
     if first.residual is not None:
         residual_TE = np.zeros((rows, first.residual.shape[1]), np.float32)
-    if first.probe is not None:
+    if first.measure is not None:
         sizes = {"T": (rows,), "SC": (entries, page_size)}
-        arrays = {name: filled(PADDING[name], *sizes[name.rsplit("_", 1)[1]]) for name in first.probe.arrays}
-        most = max(work.probe.segments for work in works if work.probe is not None)
+        arrays = {name: filled(PADDING[name], *sizes[name.rsplit("_", 1)[1]]) for name in first.measure.arrays}
+        most = max(work.measure.segments for work in works if work.measure is not None)
         by_segment = "segment_SC" in arrays
-        probe = Probe(first.probe.what, first.probe.layers, arrays, grid.fit_segments(most) if by_segment else 0)
+        measure = StepMeasure(
+            first.measure.what, first.measure.layers, arrays, grid.fit_segments(most) if by_segment else 0
+        )
     return Step(
         token_T=filled(0, rows),
         index_T=filled(-1, rows),
@@ -610,7 +614,7 @@ def _empty_step(rows: int, entries: int, page_size: int, works: Sequence[Work], 
         hide_until_SC=filled(0, entries, page_size),
         layers=first.layers,
         residual_TE=residual_TE,
-        probe=probe,
+        measure=measure,
     )
 
 
@@ -630,9 +634,9 @@ def _fill(step: Step, work: Work, request: int, begin: int, end: int, row: int, 
     step.hide_until_SC[entries] = work.table.hide_until_SC
     if step.residual_TE is not None and work.residual is not None:
         step.residual_TE[rows] = work.residual[taken]
-    if step.probe is not None and work.probe is not None:
-        for name, x in work.probe.arrays.items():
+    if step.measure is not None and work.measure is not None:
+        for name, x in work.measure.arrays.items():
             if name.endswith("_SC"):
-                step.probe.arrays[name][entries] = x
+                step.measure.arrays[name][entries] = x
             else:
-                step.probe.arrays[name][rows] = x[taken]
+                step.measure.arrays[name][rows] = x[taken]

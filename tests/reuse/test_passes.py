@@ -217,9 +217,9 @@ class Bench:
             if batch is None:
                 return
             if len(batch.pieces) > 1:
-                self.shared.add(batch.step.probe is not None)
+                self.shared.add(batch.step.measure is not None)
             if any(piece.begin for piece in batch.pieces):
-                self.split.add(batch.step.probe is not None)
+                self.split.add(batch.step.measure is not None)
             outcome = self.runner.step(batch.step)
             logits = self.runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
             for task in batch.deliver(logits, outcome.measured, outcome.residual):

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import ragjax.runner.runner
-from ragjax.core import NEVER, ConfigError, Grid, Measure, Probe, Run, Span, Step
+from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span, Step, StepMeasure
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.pages import Pages
@@ -102,8 +102,8 @@ def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid =
     named = (
         {f"{n}_T": x for n, x in t.items()} | {f"{n}_S": x for n, x in s.items()} | {f"{n}_SC": x for n, x in c.items()}
     )
-    probe = Probe(Measure.KEY_SCORE, (0, score), {"asking_T": np.ones(rows, np.int32)}) if score else None
-    return Step(**{name: x.astype(np.int32) for name, x in named.items()}, probe=probe)
+    measure = StepMeasure(Measure.KEY_SCORE, (0, score), {"asking_T": np.ones(rows, np.int32)}) if score else None
+    return Step(**{name: x.astype(np.int32) for name, x in named.items()}, measure=measure)
 
 
 def rows_of(step: Step, request: int) -> np.ndarray:
@@ -688,8 +688,8 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     made.insert(pages + 30, copies)
     assert {s.data.shape for s in made._pools[0].k_LPKCD.addressable_shards} == {shard}
     moved = [*t.out(made, range(21, 27)), *t.out(made, range(31, 37))]
-    stale = {"stale_T": np.where(step.index_T >= 0, 8, -1).astype(np.int32), "turn_T": np.full(24, 3, np.int32)}
-    apart = made.step(replace(step, probe=t.Probe(t.Measure.DEVIATION, (1, 2), stale))).measured
+    stale = {"stale_T": np.where(step.index_T >= 0, 8, -1).astype(np.int32), "offset_T": np.full(24, 3, np.int32)}
+    apart = made.step(replace(step, measure=t.StepMeasure(t.Measure.DEVIATION, (1, 2), stale))).measured
     assert apart.shape == (1, 2, 24) and apart.max() > 1
     results.append([*logits, *again, outcome.measured, apart, *made.read(parts[0].spans[0].run.slots(t.PAGE)), *moved])
 for one, *others in zip(*results, strict=True):

@@ -153,7 +153,7 @@ class Device:
             offset = np.broadcast_to(step.offset_S[:, None], seen.shape)[seen]
             self._check_row(task, step, row, step.index_SC[seen], slot_SC[seen], offset)
         logits = np.stack([step.token_T, step.index_T], 1).astype(np.float32)[list(batch.logit_rows)]
-        return logits if batch.logit_rows else None, np.stack([score_SC, 2 * score_SC]) if step.probe else None
+        return logits if batch.logit_rows else None, np.stack([score_SC, 2 * score_SC]) if step.measure else None
 
     def _check_row(self, task, step, row, order, slot, offset):
         sequence = np.concatenate([task.prompt.tokens, np.asarray(task.generated, np.int32)])
@@ -227,7 +227,7 @@ class Bench:
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
-        self.kinds.append({(piece.task.decoding, piece.task.work.probe is not None) for piece in batch.pieces})
+        self.kinds.append({(piece.task.decoding, piece.task.work.measure is not None) for piece in batch.pieces})
         for task in batch.deliver(*self.device.run(batch)):
             self.advance(task)
         return batch
@@ -353,7 +353,7 @@ def test_tasks_with_and_without_score_share_no_step():
         measures = {Measure.LOGITS, Measure.KEY_SCORE} if seed % 2 else {Measure.LOGITS}
         bench.start(simple(5, seed), Scripted((indices(0, 5), measures, (4,))), limit=2)
     for batch, kinds in zip(bench.run(), bench.kinds, strict=True):
-        assert {measures for _, measures in kinds} == {batch.step.probe is not None}
+        assert {measures for _, measures in kinds} == {batch.step.measure is not None}
 
 
 def test_decoding_goes_on_where_the_prompt_ends():

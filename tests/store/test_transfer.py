@@ -75,7 +75,7 @@ class FakeDisk:
 def runner(request: pytest.FixtureRequest) -> Runner:
     """In float32 one stage; in bfloat16 a stage per layer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragjax.runner, "STAGE_LAYERS", 8 if request.param == "float32" else 1)
+        patch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 8 if request.param == "float32" else 1)
         return tiny.runner(request.param, pages=TOTAL)
 
 

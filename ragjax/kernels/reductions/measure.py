@@ -1,6 +1,6 @@
-"""What a layer of a step measures for selection methods (`core.Probe`): the reductions, called from within a stage.
+"""What a layer of a step measures for selection methods (`core.StepMeasure`), by the reductions of this folder.
 
-Each want has the arrays it takes from the host, the shape it has per layer, and how its values combine over KV heads.
+Each measure says which arrays it takes from the host, its shape per layer, and how its values combine over KV heads.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ARRAYS: Mapping[Measure, tuple[str, ...]] = {
     Measure.VALUED_SCORE: ("asking_T",),
     Measure.CHUNK_SCORE: ("asking_T", "segment_SC"),
     Measure.SEGMENT_SCORE: ("segment_T", "segment_SC"),
-    Measure.DEVIATION: ("stale_T", "turn_T"),
+    Measure.DEVIATION: ("stale_T", "offset_T"),
 }
-"""The arrays of `core.Probe` by want."""
+"""The arrays of `core.StepMeasure` by measure."""
 
 SEGMENTED = frozenset({Measure.CHUNK_SCORE, Measure.SEGMENT_SCORE})
-"""Wants whose programs are compiled for a number of segments."""
+"""Measures whose programs are compiled for a number of segments."""
 
 
 SILENT: Mapping[str, int] = {"asking_T": 0, "segment_T": -1, "stale_T": -1}
@@ -45,7 +45,7 @@ def measure(
 ) -> jax.Array:
     """What one device measures on its KV heads, float32; `combine` makes it that of all heads.
 
-    [S, C] of masses by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [2, T] of DEVIATION
+    [S, C] of scores by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [2, T] of DEVIATION
     (key and value).
 
     A layer that is not chosen has no rows that count, so its sweeps visit nothing.
@@ -63,7 +63,7 @@ def measure(
     """
     arrays = {name: jnp.where(chosen, x, SILENT[name]) if name in SILENT else x for name, x in arrays.items()}
     if what is Measure.DEVIATION:
-        return jnp.stack(kv_deviation(k_TKD, v_TKD, view, arrays["stale_T"], arrays["turn_T"]))
+        return jnp.stack(kv_deviation(k_TKD, v_TKD, view, arrays["stale_T"], arrays["offset_T"]))
     if what is Measure.SEGMENT_SCORE:
         return row_segment_score(q_THD, lse_TH, view, arrays["segment_T"], arrays["segment_SC"], segments)
     asking_T = arrays["asking_T"] != 0
@@ -76,6 +76,6 @@ def measure(
 
 
 def combine(what: Measure, measured: jax.Array, axis: str) -> jax.Array:
-    """Over the devices of a mesh axis: distances add up, masses are averages over heads."""
+    """Over the devices of a mesh axis: distances add up, scores are averages over heads."""
     combined: jax.Array = lax.psum(measured, axis) if what is Measure.DEVIATION else lax.pmean(measured, axis)
     return combined

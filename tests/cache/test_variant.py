@@ -289,8 +289,8 @@ def paths(bench, chunks, **options):
                 for kind, behind in zip(kinds, behinds, strict=True)
             ]
             read = bench.read(match)
-            [match] = [b for b, content in zip(behinds, contents, strict=True) if np.array_equal(read, content)]
-            found.append(match)
+            [behind] = [b for b, content in zip(behinds, contents, strict=True) if np.array_equal(read, content)]
+            found.append(behind)
             match.release()
     return found
 

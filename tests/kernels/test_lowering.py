@@ -25,7 +25,8 @@ from ragjax.kernels.reductions.measure import ARRAYS
 from ragjax.kernels.rope import Rotation
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
-from ragjax.runner import runner
+from ragjax.runner import stages
+from ragjax.runner.weights import split_layers, without_layers
 from tests.support.cases import HOPPER
 from tests.support.compiler import (
     MODELS,
@@ -152,17 +153,17 @@ def test_stage_of_a_model_lowers(
     table = Rotation(*[jax.ShapeDtypeStruct((config.context_length, 64), jnp.float32)] * 2)  # type: ignore[arg-type]
     pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, slots, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
     decoder = Decoder.abstract(config)
-    layer, states = runner._split_layers(decoder)
-    ends_def, ends = nnx.split(runner._without_layers(decoder))
+    layer, states = split_layers(decoder)
+    ends_def, ends = nnx.split(without_layers(decoder))
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), states[0])
-    spec = runner._Spec(config, layer, ends_def, hopper_mesh(), True, config.head_dim**-0.5)  # type: ignore[arg-type]
-    begin = partial(runner._begin, spec, block)
+    spec = stages.Spec(layer, ends_def, hopper_mesh(), True, config.head_dim**-0.5)  # type: ignore[arg-type]
+    begin = partial(stages.begin, spec, block)
     lower(begin, ends, table, step)
     x_TE, inputs = jax.eval_shape(begin, ends, table, step)
     measure = None if what is None else (what, 16)
     sizes = {"T": (rows,), "S": (entries,), "SC": (entries, slots)}
     probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[what] if what else ())}
     chosen_L = jax.ShapeDtypeStruct((layers if what else 0,), jnp.bool_)
-    whole = partial(runner._stage, spec, block, "triton", layers, measure)
+    whole = partial(stages.stage, spec, block, "triton", layers, measure)
     stage = lower(whole, weights, pool, x_TE, inputs, table, chosen_L, probe)
     assert [one.name for one in kernels(stage)] == ["paged_interval_attention", *kernel]

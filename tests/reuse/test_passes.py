@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import ragjax.runner.runner
+import ragjax.runner.weights
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import PagePool
@@ -34,7 +34,8 @@ from ragjax.core import (
     Visibility,
 )
 from ragjax.reuse.base import Allocation, indices
-from ragjax.runner.runner import OUTSIDE, Runner
+from ragjax.runner.runner import Runner
+from ragjax.runner.stages import OUTSIDE
 from ragjax.schedule.scheduler import Scheduler, Task
 from tests.support import tiny
 from tests.support.executor import Executor, model
@@ -52,7 +53,7 @@ KV = {Measure.KEY_SCORE, Measure.VALUED_SCORE}
 def runner(layers: int = 1, *, scanned: bool = False, dtype: str = "float32") -> Runner:
     """The tiny decoder in stages of so many layers."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragjax.runner.runner, "STAGE_LAYERS", layers)
+        patch.setattr(ragjax.runner.weights, "STAGE_LAYERS", layers)
         return Runner(tiny.decoder(dtype), pages=PAGES, page_size=PAGE, grid=GRID, scanned=scanned)
 
 
@@ -312,7 +313,7 @@ def test_measuring_copies_no_pool(scanned: bool) -> None:
 
     def temporary(pages: int) -> int:
         made = Runner(tiny.decoder(), pages=pages, page_size=PAGE, grid=grid, scanned=scanned)
-        plan = made._program(
+        plan = made._programs.get(
             "stage", 16, 8, 3, Measure.DEVIATION if scanned else Measure.KEY_SCORE, 0
         ).memory_analysis()
         return int(plan.temp_size_in_bytes)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import ragjax.runner.runner
+import ragjax.runner.weights
 from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span, Step, StepMeasure
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
@@ -204,7 +204,7 @@ def test_scanned_equals_unrolled(runner: Runner) -> None:
 
 
 def test_several_stages_equal_one(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 3)  # of 4 layers: two stages of two
+    monkeypatch.setattr(ragjax.runner.weights, "STAGE_LAYERS", 3)  # of 4 layers: two stages of two
     staged = make_runner()
     assert len(staged._pools) == 2
     tokens = tokens_of(6, 20)
@@ -305,7 +305,7 @@ def test_slots_of_others_are_not_written(runner: Runner) -> None:
 
 
 def test_key_score_adds_up_per_request_and_layer(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 2)
+    monkeypatch.setattr(ragjax.runner.weights, "STAGE_LAYERS", 2)
     parts = [whole(tokens_of(19, 13), 2), whole(tokens_of(20, 6), 9)]
     step = step_of(parts, 24, score=4)
     for some in (runner, make_runner()):
@@ -337,14 +337,14 @@ def test_compile_compiles_everything() -> None:
     measures = {Measure.LOGITS, Measure.KEY_SCORE}
     made.compile(measures, progress=names.append)
     assert len(names) == len(made.programs(measures)) == 2 + 4 + 2 + 2 * len(BUCKETS)
-    before = set(made._programs)
+    before = set(made._programs.compiled)
     tokens = tokens_of(21, 4)
     for begin, rows in ((0, 2), (2, 2)):
         part = piece(whole(tokens, 2), begin, begin + 2)
         for score in (0, 2):
             outcome = made.step(step_of([part], rows, entries=4, grid=small, score=score))
         made.logits(outcome, [0, 1])
-    assert set(made._programs) == before
+    assert set(made._programs.compiled) == before
 
 
 def test_logits_of_more_rows_than_a_bucket_in_any_order(runner: Runner) -> None:
@@ -363,7 +363,9 @@ def test_temporary_memory_does_not_grow_with_the_pool(dtype: str, scanned: bool)
     def measure(pages: int) -> tuple[int, int]:
         grid = Grid(rows=((32, 32),), entries=(64,), logits=(2,))
         config = replace(CONFIG, head_dim=16, num_layers=2)
-        return make_runner(config, dtype, pages=pages, page_size=64, grid=grid, scanned=scanned).memory(32, 64)
+        made = make_runner(config, dtype, pages=pages, page_size=64, grid=grid, scanned=scanned)
+        analysis = made._programs.get("stage", 32, 64, 2).memory_analysis()
+        return analysis.temp_size_in_bytes, sum(x.nbytes for x in jax.tree.leaves(made._pools[0]))
 
     (small, _), (large, pool) = measure(512), measure(8192)
     assert pool == 8192 * 64 * 2 * 2 * 4 * 16 * (4 if dtype == "float32" else 2)
@@ -424,7 +426,7 @@ def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layers", [1, 4], ids=["stages", "one stage"])
 def test_pages_come_out_as_they_went_in(monkeypatch: pytest.MonkeyPatch, layers: int, dtype: str) -> None:
-    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", layers)
+    monkeypatch.setattr(ragjax.runner.weights, "STAGE_LAYERS", layers)
     made = make_runner(dtype=dtype)
     assert len(made._pools) == 4 // layers
     order = np.random.default_rng(0).permutation(np.arange(1, 40)).tolist()
@@ -485,10 +487,10 @@ def test_pages_are_inserted_in_place(dtype: str) -> None:
     assert pool.k_LPKCD.is_deleted()
     assert (new.k_LPKCD.unsafe_buffer_pointer(), new.v_LPKCD.unsafe_buffer_pointer()) == where
     for n in BUCKETS:
-        inserted = made._program("insert", n).memory_analysis()
+        inserted = made._programs.get("insert", n).memory_analysis()
         assert inserted.alias_size_in_bytes == size
         assert inserted.temp_size_in_bytes < size * (n + 1) / 400
-        assert made._program("extract", n).memory_analysis().temp_size_in_bytes < size * (n + 1) / 400
+        assert made._programs.get("extract", n).memory_analysis().temp_size_in_bytes < size * (n + 1) / 400
 
 
 @pytest.mark.parametrize(
@@ -514,25 +516,25 @@ def test_bad_pages_are_refused(runner: Runner, pages: list[int], count: int, nam
 
 
 def test_a_step_that_fails_halfway_loses_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 2)
+    monkeypatch.setattr(ragjax.runner.weights, "STAGE_LAYERS", 2)
     made = make_runner()
     step = step_of([whole(tokens_of(0, 5), 3)], 24)
     assert not made.lost
     made.step(step)
     assert not made.lost
-    real = made._program("stage", 24, 16, 2)
+    real = made._programs.get("stage", 24, 16, 2)
 
     def failing(weights: object, pool: Pages, *rest: object) -> object:
         real(weights, pool, *rest)
         raise RuntimeError("device lost")
 
-    made._programs["stage", 24, 16, 2] = failing
+    made._programs.compiled["stage", 24, 16, 2] = failing
     with pytest.raises(RuntimeError, match="device lost"):
         made.step(step)
     assert made.lost
     with pytest.raises(RuntimeError):
         jax.block_until_ready(made.extract(np.array([3], np.int32)))
-    made._programs["stage", 24, 16, 2] = real
+    made._programs.compiled["stage", 24, 16, 2] = real
     made.reset()
     assert not made.lost
     assert not any(x.any() for x in out(made, [1, 3, 39]))
@@ -679,7 +681,7 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     shard = made._pools[0].k_LPKCD.addressable_shards[0].data.shape
     assert len(made._pools[0].k_LPKCD.addressable_shards) == devices
     assert shard == (2, 40, 8 // devices, t.PAGE, 8), shard
-    qkv = made._stages[0][0]["qkv"].get_value().addressable_shards[0].data.shape
+    qkv = made._weights.stages[0][0]["qkv"].get_value().addressable_shards[0].data.shape
     assert qkv == (8 // devices, 4, 8, 32), qkv
     pages = np.arange(1, 7, dtype=np.int32)
     copies = made.extract(pages)

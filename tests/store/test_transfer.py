@@ -19,7 +19,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import ragjax.runner.runner
+import ragjax.runner.weights
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, Done, Load, Record, Save, TransferEngine, Write
 from ragjax.kernels.pages import Pages
@@ -75,7 +75,7 @@ class FakeDisk:
 def runner(request: pytest.FixtureRequest) -> Runner:
     """In float32 one stage; in bfloat16 a stage per layer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ragjax.runner.runner, "STAGE_LAYERS", 8 if request.param == "float32" else 1)
+        patch.setattr(ragjax.runner.weights, "STAGE_LAYERS", 8 if request.param == "float32" else 1)
         return tiny.runner(request.param, pages=TOTAL)
 
 

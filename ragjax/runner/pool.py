@@ -1,0 +1,202 @@
+"""The page pool on the device: its arrays, one pair per stage of layers, and what reads, writes and moves pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import ConfigError, Grid
+from ragjax.kernels.pages import Pages, from_storage
+from ragjax.kernels.rope import Rotation
+from ragjax.runner.programs import Programs
+from ragjax.runner.stages import OUTSIDE
+from ragjax.store import device as page_store
+from ragjax.store import host
+from ragjax.store.device import Excerpt
+
+MOVES = (16, 128, 1024)
+"""Slots that one program moves."""
+
+
+class PagePool:
+    """Keys and values of all layers, in pages.
+
+    Args:
+        create: makes the pool of one stage, zeros.
+        stages: how many there are.
+        programs: these extract, insert and move.
+        rotation: RoPE table, for keys that are moved.
+
+    Raises:
+        ConfigError: if there is no memory for so many pages.
+    """
+
+    def __init__(self, create: Callable[[], Pages], stages: int, programs: Programs, rotation: Rotation):
+        self._create = create
+        self._programs = programs
+        self._rotation = rotation
+        self._pools = self._create_pools(stages)
+        keys = self._pools[0].k_LPKCD
+        self._depth, self._pages, _, self.page_size, _ = keys.shape
+        self._dtype, self._pool_sharding = keys.dtype, keys.sharding
+
+    def _create_pools(self, stages: int) -> list[Pages]:
+        try:
+            return jax.block_until_ready([self._create() for _ in range(stages)])  # type: ignore[no-any-return]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            arrays = jax.tree.leaves(jax.eval_shape(self._create))
+            size = stages * sum(x.size * x.dtype.itemsize for x in arrays) / 2**30
+            problem = f"the device has no room for a cache of {size:.3g} GB"
+            raise ConfigError(f"{problem}: lower --device-cache-gb") from error
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Layers at which a step may begin, ascending, and the number of layers as a last entry."""
+        return tuple(range(0, self._depth * len(self._pools) + 1, self._depth))
+
+    def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]:
+        """Copies of whole pages in all layers, in parts (`store.device.cuts`). Waits for nothing.
+
+        The pages are read as they are now: whatever is dispatched later, the copies do not see.
+
+        Raises:
+            ValueError: if a page is outside of the pool.
+        """
+        self._check_pages(pages)
+
+        def take(part: NDArray[np.int32]) -> Excerpt:
+            program = self._programs.get("extract", len(part))
+            return tuple(program(pool, part) for pool in self._pools)
+
+        return [take(pages[part]) for part in page_store.cuts(len(pages))]
+
+    def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]:
+        """Bring pages of all layers, in the pool's dtype, to the device, for `insert`; waits until they are there.
+
+        Any thread may call it: it does not touch the pool. The arrays must not change afterwards.
+        """
+
+        def put(x_LPKCD: NDArray[Any], stage: slice, part: slice) -> jax.Array:
+            x_LPKCD = x_LPKCD[stage, part].view(self._dtype)
+            return host.upload(np.ascontiguousarray(x_LPKCD), self._pool_sharding)
+
+        stages = [slice(i, i + self._depth) for i in self.stages[:-1]]
+        excerpts = [
+            tuple(Pages(put(k_LPKCD, stage, part), put(v_LPKCD, stage, part)) for stage in stages)
+            for part in page_store.cuts(k_LPKCD.shape[1])
+        ]
+        return jax.block_until_ready(excerpts)  # type: ignore[no-any-return]
+
+    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt]) -> None:
+        """Overwrite whole pages in all layers by what `extract` or `upload` gave, in place. Waits for nothing.
+
+        Raises:
+            ValueError: if a page is outside of the pool or named twice, or the excerpts are of another number of pages.
+        """
+        self._check_pages(pages)
+        if len(np.unique(pages)) != len(pages):
+            raise ValueError("pages names a page twice")
+        parts = list(page_store.cuts(len(pages)))
+        if [excerpt[0].k_LPKCD.shape[1] for excerpt in excerpts] != [part.stop - part.start for part in parts]:
+            raise ValueError(f"excerpts are not those of {len(pages)} pages")
+        for part, excerpt in zip(parts, excerpts, strict=True):
+            program = self._programs.get("insert", part.stop - part.start)
+            for i, new in enumerate(excerpt):
+                self._pools[i] = program(self._pools[i], pages[part], new)
+
+    def move(
+        self,
+        source_N: NDArray[np.int32],
+        target_N: NDArray[np.int32],
+        offset_N: NDArray[np.int32],
+        layers: tuple[int, int],
+    ) -> None:
+        """Copy KV from slots to slots in some layers, in place, each key rotated by its offset. Waits for nothing.
+
+        Args:
+            source_N: slots (page * C + slot) to read.
+            target_N: slots to write, none twice and none of the source's.
+            offset_N: RoPE offset of each key.
+            layers: half-open, at boundaries of stages.
+
+        Raises:
+            ValueError: before anything is moved, if a slot, offset or layer is out of range.
+        """
+        self._check_move(source_N, target_N, offset_N, layers)
+        for begin in range(0, len(source_N), MOVES[-1]):
+            part = slice(begin, begin + MOVES[-1])
+            size = Grid.fit(MOVES, len(source_N[part]))
+            spare = size - len(source_N[part])
+            # padding is written nowhere: each has a slot of its own beyond the pool
+            nowhere = np.arange(OUTSIDE, OUTSIDE + spare, dtype=np.int32)
+            nothing = np.zeros(spare, np.int32)
+            padded = ((source_N, nothing), (target_N, nowhere), (offset_N, nothing))
+            arrays = [np.concatenate([x_N[part], padding]) for x_N, padding in padded]
+            program = self._programs.get("move", size)
+            for i in range(layers[0] // self._depth, layers[1] // self._depth):
+                self._pools[i] = program(self._pools[i], *arrays, self._rotation)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a pool is gone: a program that took it failed. Does not wait for programs that still run."""
+        return any(_is_lost(array) for array in jax.tree.leaves(self._pools))
+
+    def reset(self) -> None:
+        """New pools of zeros, for ones that are lost; the old ones are freed first."""
+        for array in jax.tree.leaves(self._pools):
+            if not array.is_deleted():
+                array.delete()
+        for i in range(len(self._pools)):
+            self._pools[i] = self._create()
+
+    def read(self, slots: NDArray[np.int32]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Keys and values of slots, float32 [L, n, K, D] each: for audits and tests, not for serving."""
+        page, slot = slots // self.page_size, slots % self.page_size
+
+        def pick(pool: jax.Array) -> NDArray[np.float32]:
+            return np.asarray(from_storage(pool[:, page, :, slot, :]).astype(jnp.float32)).swapaxes(0, 1)
+
+        keys = [pick(pool.k_LPKCD) for pool in self._pools]
+        values = [pick(pool.v_LPKCD) for pool in self._pools]
+        return np.concatenate(keys), np.concatenate(values)
+
+    def _check_move(
+        self,
+        source_N: NDArray[np.int32],
+        target_N: NDArray[np.int32],
+        offset_N: NDArray[np.int32],
+        layers: tuple[int, int],
+    ) -> None:
+        slots = self._pages * self.page_size
+        for name, slot_N in (("source", source_N), ("target", target_N)):
+            if len(slot_N) and not 0 <= slot_N.min() <= slot_N.max() < slots:
+                raise ValueError(f"{name} holds slots {slot_N.min()} to {slot_N.max()}, of {slots} of the pool")
+        if len(np.unique(target_N)) != len(target_N) or np.isin(target_N, source_N).any():
+            raise ValueError("target names a slot twice, or one of the source")
+        if np.abs(offset_N).max(initial=0) >= self._rotation.cos_NR.shape[0]:
+            raise ValueError("offset is outside of the rotation table")
+        if not {*layers} <= {*self.stages} or layers[0] > layers[1]:
+            raise ValueError(f"layers {layers} are not between two of {self.stages}")
+
+    def _check_pages(self, pages: NDArray[np.int32]) -> None:
+        if len(pages) and not 0 <= pages.min() <= pages.max() < self._pages:
+            raise ValueError(f"pages holds {pages.min()} to {pages.max()}, of {self._pages} pages")
+
+
+def _is_lost(array: Any) -> bool:
+    if array.is_deleted():
+        return True
+    if not array.is_ready():
+        return False
+    try:
+        array.block_until_ready()
+    except Exception:  # the error of the program that should have made it, of whatever kind
+        return True
+    return False

@@ -1,0 +1,179 @@
+"""The compiled programs of a runner: their names, the backend of attention for each, and how each is compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ragjax.core import Grid, Measure
+from ragjax.kernels.attention.op import Choice, choose
+from ragjax.kernels.device import Device
+from ragjax.kernels.pages import Pages, move_slots
+from ragjax.kernels.reductions import measure as reductions
+from ragjax.kernels.rope import Rotation
+from ragjax.kernels.view import View
+from ragjax.models.config import ModelConfig
+from ragjax.runner import stages
+from ragjax.runner.stages import POOL, STEP_ARRAYS, Spec
+from ragjax.runner.weights import Weights
+from ragjax.store import device as page_store
+
+log = logging.getLogger(__name__)
+
+Name = tuple[Any, ...]
+"""A kind and what it is compiled for: begin (rows, entries), stage (rows, entries, layers, and the measure and its
+segments if it measures), end (rows, logits), move (slots), extract (pages), insert (pages)."""
+
+
+class Programs:
+    """Programs by name. Each is compiled ahead (`compile`) or at its first use.
+
+    Args:
+        config: of the model.
+        spec: what all programs share.
+        weights: the model's; their shapes and places count.
+        pool: of one stage, as shapes.
+        rotation: RoPE table.
+        grid: the buckets.
+        attention: backend of attention to try first.
+
+    Attributes:
+        compiled: programs by name.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: Spec,
+        weights: Weights,
+        pool: Pages,
+        rotation: Rotation,
+        grid: Grid,
+        attention: str | None,
+    ):
+        self._config = config
+        self._spec = spec
+        self._weights = weights
+        self._pool = pool
+        self._rotation = rotation
+        self._grid = grid
+        self._attention = attention
+        self._blocks = dict(grid.rows)
+        self._device = Device.of(spec.mesh.devices.flat[0])
+        self._pool_sharding = NamedSharding(spec.mesh, POOL)
+        self._choices: dict[tuple[int, int], Choice] = {}
+        self.compiled: dict[Name, Any] = {}
+
+    def names(self, measures: Collection[Measure] = ()) -> list[Name]:
+        """Programs of the grid, for steps that measure these."""
+        depth, segments = self._weights.depth, self._grid.segments
+        pairs = [(rows, entries) for rows, _ in self._grid.rows for entries in self._grid.entries]
+        kinds: list[Name] = [(depth,)]
+        for what in sorted(set(measures) - {Measure.LOGITS}):
+            kinds.append((depth, what, segments if what in reductions.SEGMENTED else 0))
+        return [
+            *(("begin", rows, entries) for rows, entries in pairs),
+            *(("stage", rows, entries, *kind) for rows, entries in pairs for kind in kinds),
+            *(("end", rows, n) for rows, _ in self._grid.rows for n in self._grid.logits if n <= rows),
+            *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
+        ]
+
+    def compile(self, names: Iterable[Name], progress: Callable[[str], None] | None = None) -> None:
+        """Compile those that are not compiled yet; `progress` is called with each name."""
+        for name in names:
+            if name not in self.compiled:
+                self.compiled[name] = self._compile(*name)
+            if progress is not None:
+                progress(" ".join(map(str, name)))
+
+    def get(self, *name: Any) -> Any:
+        """The program of this name."""
+        if name not in self.compiled:
+            log.info("compiling %s at its first use", " ".join(map(str, name)))
+            self.compiled[name] = self._compile(*name)
+        return self.compiled[name]
+
+    def choice(self, rows: int, entries: int) -> Choice:
+        """The backend of attention for a bucket, and those that refused it."""
+        if (rows, entries) not in self._choices:
+            _, inputs = self._begin_shapes(rows, entries)
+            q_THD: Any = jax.ShapeDtypeStruct((rows, self._config.num_heads, self._config.head_dim), jnp.float32)
+            scale, block = self._spec.scale, self._blocks[rows]
+            view = View(inputs.rows, self._pool, 0, inputs.entries, self._rotation, inputs.blocks, scale, block)
+            self._choices[rows, entries] = choose(q_THD, view, self._device, self._attention)
+        return self._choices[rows, entries]
+
+    def _compile(self, kind: str, *sizes: Any) -> Any:
+        compilers: dict[str, Callable[..., Any]] = {
+            "begin": self._begin,
+            "stage": self._stage,
+            "end": self._end,
+            "move": self._move,
+            "extract": self._extract,
+            "insert": self._insert,
+        }
+        return compilers[kind](*sizes)
+
+    def _begin(self, rows: int, entries: int) -> Any:
+        function = partial(stages.begin, self._spec, self._blocks[rows])
+        return jax.jit(function).lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
+
+    def _stage(self, rows: int, entries: int, layers: int, what: Measure | None = None, segments: int = 0) -> Any:
+        measure = None if what is None else (what, segments)
+        names = () if what is None else reductions.ARRAYS[what]
+        backend = self.choice(rows, entries).backend
+        function = partial(stages.stage, self._spec, self._blocks[rows], backend, layers, measure)
+        x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
+        chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
+        measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries)))
+        jitted = jax.jit(function, donate_argnums=(1, 2))
+        return jitted.lower(self._weights.stages[0], self._pool, x_TE, inputs, self._rotation, *measured_by).compile()
+
+    def _end(self, rows: int, n: int) -> Any:
+        x_TE = jax.ShapeDtypeStruct((rows, self._config.hidden_size), jnp.float32)
+        arrays = self._replicated((x_TE, jax.ShapeDtypeStruct((n,), jnp.int32)))
+        return jax.jit(partial(stages.end, self._spec)).lower(self._weights.ends, *arrays).compile()
+
+    def _move(self, n: int) -> Any:
+        jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
+        return jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation).compile()
+
+    def _extract(self, n: int) -> Any:
+        jitted = jax.jit(page_store.extract, out_shardings=self._pool_sharding)
+        return jitted.lower(self._pool, self._indices(n)).compile()
+
+    def _insert(self, n: int) -> Any:
+        def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype, sharding=self._pool_sharding)
+
+        jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
+        return jitted.lower(self._pool, self._indices(n), jax.tree.map(shape, self._pool)).compile()
+
+    def _indices(self, n: int) -> Any:
+        return self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
+
+    def _begin_shapes(self, rows: int, entries: int) -> tuple[Any, Any]:
+        begin = partial(stages.begin, self._spec, self._blocks[rows])
+        step = self._step_shapes(rows, entries)
+        shapes: tuple[Any, Any] = jax.eval_shape(begin, self._weights.ends, self._rotation, step)
+        return shapes
+
+    def _step_shapes(self, rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
+        placed: dict[str, jax.ShapeDtypeStruct] = self._replicated(self._shapes(STEP_ARRAYS, rows, entries))
+        return placed
+
+    def _shapes(self, names: Collection[str], rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
+        """Of int32 arrays by their suffix."""
+        sizes = {"T": (rows,), "S": (entries,), "SC": (entries, self._pool.page_size)}
+        return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
+
+    def _replicated(self, tree: Any) -> Any:
+        sharding = NamedSharding(self._spec.mesh, P())
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

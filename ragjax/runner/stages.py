@@ -1,0 +1,194 @@
+"""The traced functions of a step: `begin`, `stage` for some layers, and `end`; each is compiled per bucket of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from ragjax.core import Measure
+from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.blocks import Blocks, visible_blocks
+from ragjax.kernels.pages import Pages, write_pages
+from ragjax.kernels.reductions import measure as reductions
+from ragjax.kernels.rope import Rotation
+from ragjax.kernels.table import PageTable, Rows
+from ragjax.kernels.view import View
+from ragjax.models.decoder import Decoder, Layer
+from ragjax.runner.weights import Parameters
+
+OUTSIDE = 2**30
+"""A slot beyond any pool."""
+
+POOL = P(None, None, "kv_heads", None, None)
+"""How a pool is split over the mesh."""
+
+STEP_ARRAYS = (
+    *("token_T", "index_T", "position_T", "request_T", "slot_T"),
+    *("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC"),
+)
+"""The arrays of a `Step` that every step has."""
+
+Measured = tuple[Measure, int]
+"""What a stage measures, and how many segments its program serves."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a program is compiled for, besides shapes.
+
+    scanned: a stage's layers run by `lax.scan`. scale: what attention logits are multiplied by.
+    """
+
+    layer: nnx.GraphDef[Layer]
+    ends: nnx.GraphDef[Decoder]
+    mesh: Mesh
+    scanned: bool
+    scale: float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """What `begin` hands to every stage: RoPE angles [T, R] and the slot [T] of each row, and what its keys are."""
+
+    cos_TR: jax.Array
+    sin_TR: jax.Array
+    slot_T: jax.Array
+    rows: Rows
+    entries: PageTable
+    blocks: Blocks
+
+
+def begin(
+    spec: Spec, block_rows: int, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
+) -> tuple[jax.Array, Inputs]:
+    """Residual rows before the first layer, float32 [T, E], and what all stages need.
+
+    Args:
+        spec: of the model.
+        block_rows: rows of a block.
+        ends: embedding, norm and head.
+        rotation: RoPE table.
+        step: the arrays `STEP_ARRAYS`, int32.
+    """
+    rows = Rows(step["index_T"], step["position_T"], step["request_T"])
+    names = ("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC")
+    page, offset, request, index, hide_from, hide_until = (step[name] for name in names)
+    entries = PageTable(page[None], offset[None], request, index[None], hide_from[None], hide_until[None])
+    cos_TR, sin_TR = rotation.at(rows.position_T)
+    x_TE = nnx.merge(spec.ends, ends).embed(step["token_T"])
+    # padding rows write nowhere: each gets a slot of its own beyond the pool
+    nowhere_T = OUTSIDE + jnp.arange(len(rows.index_T), dtype=jnp.int32)
+    slot_T = jnp.where(rows.index_T >= 0, step["slot_T"], nowhere_T)
+    return x_TE, Inputs(cos_TR, sin_TR, slot_T, rows, entries, visible_blocks(rows, entries, block_rows))
+
+
+def stage(
+    spec: Spec,
+    block_rows: int,
+    backend: str,
+    layers: int,
+    measure: Measured | None,
+    weights: Parameters,
+    pool: Pages,
+    x_TE: jax.Array,
+    inputs: Inputs,
+    rotation: Rotation,
+    chosen_L: jax.Array,
+    arrays: Mapping[str, jax.Array],
+) -> tuple[jax.Array, Pages, jax.Array]:
+    """The first `layers` layers of a stage.
+
+    Args:
+        spec: of the model.
+        block_rows: rows of a block.
+        backend: of attention.
+        layers: how many of the stage's layers run.
+        measure: what the chosen layers measure, if anything.
+        weights: of the stage.
+        pool: of the stage; donated, the rows' KV is written into it.
+        x_TE: residual rows, float32 [T, E].
+        inputs: what `begin` made.
+        rotation: RoPE table.
+        chosen_L: bool [layers], which ones measure ([0] where nothing is measured).
+        arrays: what the measure takes, int32 (`reductions.measure.ARRAYS`).
+
+    Returns:
+        Residual rows behind these layers, the pool, and per layer what is measured (zeros of those not chosen).
+    """
+    attend = _sharded_attention(spec, block_rows, backend, measure)
+
+    def layer(x_TE: jax.Array, pool: Pages, state: Parameters, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
+        block = nnx.merge(spec.layer, state)
+        q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR)
+        index = jnp.asarray(index, jnp.int32)
+        chosen = chosen_L[index] if measure else jnp.zeros((), jnp.bool_)
+        out_THD, pool, found = attend(q_THD, k_TKD, v_TKD, pool, index, inputs, rotation, chosen, arrays)
+        return block.finish(x_TE, out_THD), pool, found
+
+    if spec.scanned:
+
+        def body(carry: tuple[jax.Array, Pages], xs: tuple[Any, jax.Array]) -> Any:
+            x_TE, pool, found = layer(*carry, *xs)
+            return (x_TE, pool), found
+
+        if layers < pool.k_LPKCD.shape[0]:
+            weights = jax.tree.map(lambda weight: weight[:layers], weights)
+        (x_TE, pool), found_L = lax.scan(body, (x_TE, pool), (weights, jnp.arange(layers, dtype=jnp.int32)))
+        return x_TE, pool, found_L if measure else jnp.zeros(0)
+    found = []
+    for index, state in enumerate(weights[:layers]):
+        x_TE, pool, of_layer = layer(x_TE, pool, state, index)
+        found.append(of_layer)
+    return x_TE, pool, jnp.stack(found) if measure else jnp.zeros(0)
+
+
+def _sharded_attention(
+    spec: Spec, block_rows: int, backend: str, measure: Measured | None
+) -> Callable[..., tuple[jax.Array, Pages, jax.Array]]:
+    """Write the rows' KV, attend, and measure, each device on its own KV heads."""
+
+    def attend(
+        q_THD: jax.Array,
+        k_TKD: jax.Array,
+        v_TKD: jax.Array,
+        pool: Pages,
+        layer: jax.Array,
+        inputs: Inputs,
+        rotation: Rotation,
+        chosen: jax.Array,
+        arrays: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, Pages, jax.Array]:
+        pool = write_pages(pool, layer, inputs.slot_T, k_TKD, v_TKD)
+        view = View(inputs.rows, pool, layer, inputs.entries, rotation, inputs.blocks, spec.scale, block_rows)
+        out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
+        if measure is None:
+            return out_THD, pool, jnp.zeros(0)
+        what, segments = measure
+        found = reductions.measure(what, segments, q_THD, k_TKD, v_TKD, lse_TH, view, arrays, chosen)
+        # nothing is below 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
+        out_THD = out_THD + jnp.minimum(found.min(), 0.0)
+        return out_THD, pool, reductions.combine(what, found, "kv_heads")
+
+    heads = P(None, "kv_heads", None)
+    sharded = jax.shard_map(
+        attend,
+        mesh=spec.mesh,
+        in_specs=(heads, heads, heads, POOL, P(), P(), P(), P(), P()),
+        out_specs=(heads, POOL, P()),
+        check_vma=False,
+    )
+    return jax.jit(sharded, inline=True)  # traced once for all layers of a stage
+
+
+def end(spec: Spec, ends: Parameters, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
+    """Logits [N, V] of the rows with these indices."""
+    return nnx.merge(spec.ends, ends).unembed(x_TE[index_N])

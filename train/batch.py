@@ -194,7 +194,7 @@ def _row(examples: Sequence[Example], length: int) -> dict[str, Any]:
     return {
         "token_T": joined((e.token for e in examples), 0),
         "position_T": joined((e.position for e in examples), 0),
-        "order_T": joined((np.arange(len(e)) for e in examples), 0),
+        "index_T": joined((np.arange(len(e)) for e in examples), 0),
         "request_T": joined((np.full(len(e), i) for i, e in enumerate(examples)), -1),
         "hide_from_T": joined((e.hide_from for e in examples), 0),
         "hide_until_T": joined((e.hide_until for e in examples), 0),

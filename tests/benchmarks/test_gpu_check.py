@@ -24,8 +24,8 @@ from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention.op import Backend
 from ragjax.kernels.table import visible
 from ragjax.kernels.view import View
-from tests.house.test_imports import HEAVY, import_without
 from tests.support.cases import HOPPER
+from tests.support.imports import HEAVY, import_without
 
 ROOT = Path(__file__).parents[2]
 SMALL = kernels.Model(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.devices import ROOT
+from tests.support.imports import HEAVY, import_without
 
 # room -> the rooms whose modules it may import besides its own
 ALLOWED: Mapping[str, frozenset[str]] = {
@@ -45,7 +44,6 @@ COMPUTE = ("kernels", "models", "runner", "store")
 BARE = ("core", "cache", "prompting", "quality", "reuse", "schedule")
 """Rooms that can be imported without jax."""
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax"}
-HEAVY = {"faiss", "gguf", "fastapi", "uvicorn", "httpx", "prometheus_client"}
 
 
 def module_of(path: Path) -> str:
@@ -180,26 +178,6 @@ def test_an_import_that_points_the_wrong_way_is_found(module: str, code: str) ->
 @pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) not in (*COMPUTE, "entry")])
 def test_what_decides_names_no_jax(module: str) -> None:
     assert JAX.isdisjoint(name.split(".")[0] for name in imports(SOURCES[module]))
-
-
-WITHOUT = """
-import importlib, importlib.abc, sys
-
-class Absent(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"{{name}} is imported, and this module must do without", name=name)
-
-sys.meta_path.insert(0, Absent())
-for module in {modules!r}:
-    importlib.import_module(module)
-"""
-
-
-def import_without(blocked: set[str], modules: list[str]) -> subprocess.CompletedProcess[str]:
-    """Import the modules in a fresh interpreter that lacks the packages `blocked`."""
-    program = WITHOUT.format(blocked=blocked, modules=modules)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 @pytest.mark.parametrize(

@@ -18,20 +18,6 @@ from ragjax.kernels.blocks import visible_blocks
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.reductions.op import restrict
 from ragjax.kernels.view import View
-from tests.kernels.test_reductions import (
-    SEGMENTS,
-    Labels,
-    Masses,
-    assert_near,
-    everybody,
-    far_apart,
-    labels_of,
-    rolled_values,
-    turned,
-    view_of,
-    wanted,
-    where_of,
-)
 from tests.support.cases import (
     FAR,
     HOPPER,
@@ -46,6 +32,20 @@ from tests.support.cases import (
     rich_case,
 )
 from tests.support.compiler import MODELS, SHARED_BYTES, Kernel, Model, compile_kernel, kernels, lower, production_call
+from tests.support.scores import (
+    SEGMENTS,
+    Labels,
+    Masses,
+    assert_near,
+    everybody,
+    far_apart,
+    labels_of,
+    rolled_values,
+    turned,
+    view_of,
+    wanted,
+    where_of,
+)
 
 SHAPES = {
     "d64-p16-g4-b8": Shape(64, 16, 2, 4, 8, 32, scaled=True),

@@ -1,6 +1,6 @@
 """The Pallas-Triton kernels of `interval_attention`: interpreted against the oracle, and lowered for CUDA.
 
-The cases are those of test_interval.py; there are fewer, since the interpreter is slow.
+The cases are those of test_train_attention.py; there are fewer, since the interpreter is slow.
 """
 
 from __future__ import annotations
@@ -19,19 +19,9 @@ from ragjax.kernels.device import Device
 from ragjax.kernels.train_attention import triton as train_attention_triton
 from ragjax.kernels.train_attention.mask import Mask, Tokens
 from ragjax.kernels.train_attention.op import Backend, train_attention
-from tests.kernels.test_train_attention import (
-    CASES,
-    TOLERANCE,
-    Sample,
-    Shape,
-    check,
-    errors,
-    make_case,
-    oracle,
-    rich_case,
-)
 from tests.support.cases import HOPPER, budget
 from tests.support.compiler import kernels, lower
+from tests.support.packed import CASES, TOLERANCE, Sample, Shape, check, errors, make_case, oracle, rich_case
 
 INTERPRETED = Backend(
     functools.partial(train_attention_triton.forward, interpret=True),

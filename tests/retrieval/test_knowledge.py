@@ -12,29 +12,15 @@ import numpy as np
 import pytest
 from reportlab.pdfgen.canvas import Canvas
 
-from ragjax.core import ConfigError, Document, RequestError, Tokens
+from ragjax.core import ConfigError, Document, RequestError
 from ragjax.retrieval import knowledge as module
 from ragjax.retrieval.document import load
 from ragjax.retrieval.index import TRAIN_AT, IndexKind, VectorIndex
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from tests.support.fakes import WordEncoder
+from tests.support.islands import ISLANDS, encode_bytes, open_base
 
 KINDS = pytest.mark.parametrize("kind", list(IndexKind))
-ISLANDS = [
-    Document(f"isle/{n}", f"The island of {name} exports {goods} in {colour} boxes.", name)
-    for n, (name, goods, colour) in enumerate(
-        [("Tolva", "salt", "blue"), ("Merrin", "honey", "red"), ("Oske", "copper", "grey"), ("東京", "絹", "白い")]
-    )
-]
-
-
-def encode_bytes(text: str) -> Tokens:
-    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-
-
-def _open(directory: Path | None = None, **changes) -> KnowledgeBase:
-    settings = {"encode_tokens": encode_bytes, "encoder": WordEncoder(), "model_key": "bytes"}
-    return KnowledgeBase.open(directory, **settings | changes)
 
 
 def _found(base: KnowledgeBase, question: str, k: int = 1) -> list[str]:
@@ -48,7 +34,7 @@ def _found(base: KnowledgeBase, question: str, k: int = 1) -> list[str]:
 @pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
 def test_add_replace_delete(kind: IndexKind, stored: bool, tmp_path: Path) -> None:
     encoder = WordEncoder()
-    with _open(tmp_path / "new" / "base" if stored else None, index_kind=kind, encoder=encoder) as base:
+    with open_base(tmp_path / "new" / "base" if stored else None, index_kind=kind, encoder=encoder) as base:
         assert base.add(ISLANDS) == AddReport(added=4, replaced=0, unchanged=0)
         assert _found(base, "Who exports honey?") == ["isle/1"]
         assert _found(base, "絹") == ["isle/3"]
@@ -70,7 +56,7 @@ def test_add_replace_delete(kind: IndexKind, stored: bool, tmp_path: Path) -> No
 
 
 def test_hits_are_whole_chunks_with_their_similarity() -> None:
-    with _open() as base:
+    with open_base() as base:
         base.add(ISLANDS)
         hits = base.search("The island of Oske exports copper", 3)
         assert [hit.score for hit in hits] == sorted((hit.score for hit in hits), reverse=True)
@@ -87,7 +73,7 @@ def test_hits_are_whole_chunks_with_their_similarity() -> None:
 
 
 def test_title_alone_makes_a_change() -> None:
-    with _open() as base:
+    with open_base() as base:
         base.add([Document("d", "text", "old")])
         assert base.add([Document("d", "text", "new")]).replaced == 1
         assert base.document("d")[0].title == "new"
@@ -95,7 +81,7 @@ def test_title_alone_makes_a_change() -> None:
 
 def test_stored_chunks_are_what_the_chunker_cuts() -> None:
     document = Document("d", "The keeper climbed. " * 60, "Log")
-    with _open(max_tokens=100) as base:
+    with open_base(max_tokens=100) as base:
         cut = base._chunker.chunks(document)
         base.add([document])
         stored = base.document("d")
@@ -107,7 +93,7 @@ def test_stored_chunks_are_what_the_chunker_cuts() -> None:
 
 def test_progress_and_the_end_of_exactness() -> None:
     seen: list[tuple[int, int]] = []
-    with _open(index_kind="ivf") as base:
+    with open_base(index_kind="ivf") as base:
         base.add(ISLANDS[:2])
         base.add(ISLANDS, lambda done, total: seen.append((done, total)))
         assert seen == [(4, 4)]
@@ -120,7 +106,7 @@ def test_progress_and_the_end_of_exactness() -> None:
 
 def test_huge_document() -> None:
     text = "\n\n".join(f"Entry {n}: the lamp of watch{n} burned all night." for n in range(8000))
-    with _open() as base:
+    with open_base() as base:
         base.add([Document("log", text, "Log")])
         assert len(base) > 1500
         (hit,) = base.search("watch7777", 1)
@@ -133,7 +119,7 @@ def test_folder_with_a_real_pdf(tmp_path: Path) -> None:
     canvas.save()
     (tmp_path / "cook.md").write_text("# The Cook\n\nThe cook baked seaweed bread.")
     (tmp_path / "empty.txt").write_text(" ")
-    with _open() as base:
+    with open_base() as base:
         loaded = load(tmp_path)
         assert base.add(loaded.documents).added == 2 and loaded.skipped == 1
         assert _found(base, "copper under the ridge") == ["survey"]
@@ -144,7 +130,7 @@ def test_folder_with_a_real_pdf(tmp_path: Path) -> None:
 
 
 def test_empty_base_and_question_are_refused() -> None:
-    with _open(name="lore") as base:
+    with open_base(name="lore") as base:
         with pytest.raises(RequestError, match="knowledge base 'lore' is empty: add documents first"):
             base.search("anything", 3)
         base.add(ISLANDS)
@@ -162,14 +148,14 @@ def test_empty_base_and_question_are_refused() -> None:
     ],
 )
 def test_bad_documents_are_refused_and_nothing_is_stored(documents: list[Document], message: str) -> None:
-    with _open() as base:
+    with open_base() as base:
         with pytest.raises(RequestError, match=message):
             base.add([ISLANDS[0], *documents])
         assert len(base.document_ids) == len(base) == 0
 
 
 def test_unknown_ids_are_refused_and_nothing_is_removed() -> None:
-    with _open() as base:
+    with open_base() as base:
         base.add(ISLANDS)
         with pytest.raises(RequestError, match="no document 'nowhere'"):
             base.delete(["isle/0", "nowhere"])
@@ -180,7 +166,7 @@ def test_unknown_ids_are_refused_and_nothing_is_removed() -> None:
 
 
 def test_other_models_and_sizes_are_refused(tmp_path: Path) -> None:
-    with _open(tmp_path) as base:
+    with open_base(tmp_path) as base:
         base.add(ISLANDS)
     for changes, message in (
         ({"encoder": WordEncoder("other")}, "encoder 'words', not 'other'"),
@@ -188,28 +174,28 @@ def test_other_models_and_sizes_are_refused(tmp_path: Path) -> None:
         ({"max_tokens": 99}, "tokens per chunk '192', not '99'"),
     ):
         with pytest.raises(ConfigError, match=f"{message}; choose another directory, or delete this one"):
-            _open(tmp_path, **changes)
-    with _open(tmp_path) as base:
+            open_base(tmp_path, **changes)
+    with open_base(tmp_path) as base:
         assert len(base) == 4
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with _open(tmp_path), pytest.raises(ConfigError, match="another process has it open"):
-        _open(tmp_path)
-    _open(tmp_path).close()
+    with open_base(tmp_path), pytest.raises(ConfigError, match="another process has it open"):
+        open_base(tmp_path)
+    open_base(tmp_path).close()
 
 
 def test_broken_store_and_bad_settings_are_refused(tmp_path: Path) -> None:
     (tmp_path / "chunks.sqlite").write_bytes(b"not a database at all" * 100)
     with pytest.raises(ConfigError, match=r"delete .* and add the documents again"):
-        _open(tmp_path)
+        open_base(tmp_path)
     with pytest.raises(ConfigError, match="unknown index 'tree'"):
-        _open(None, index_kind="tree")
+        open_base(None, index_kind="tree")
     with pytest.raises(ConfigError, match="too small"):
-        _open(None, max_tokens=3)
+        open_base(None, max_tokens=3)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be opened"):
-        _open(tmp_path / "file")
+        open_base(tmp_path / "file")
 
 
 # ----------------------------------------------------------------------------------- neighbours and marks
@@ -247,7 +233,7 @@ def _some_documents(seed: int, count: int) -> list[Document]:
 @KINDS
 @pytest.mark.parametrize("n", [1, 3, 10, 200])
 def test_neighbours_are_the_nearest_others(kind: IndexKind, n: int) -> None:
-    with _open(index_kind=kind) as base:
+    with open_base(index_kind=kind) as base:
         base.add(_some_documents(0, 150))
         base.delete([f"d{i}" for i in range(0, 150, 7)])
         found, expected = base.neighbours(n), _nearest_by_hand(base, n)
@@ -259,7 +245,7 @@ def test_neighbours_are_the_nearest_others(kind: IndexKind, n: int) -> None:
 
 
 def test_neighbours_leave_out_the_chunk_and_its_duplicates() -> None:
-    with _open() as base:
+    with open_base() as base:
         texts = {"a": "blue salt", "b": "blue salt", "c": "blue salt boxes", "d": "blue salt boxes", "e": "red honey"}
         base.add([Document(name, text) for name, text in texts.items()])
         number = _numbers(base)
@@ -270,7 +256,7 @@ def test_neighbours_leave_out_the_chunk_and_its_duplicates() -> None:
 
 
 def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _open() as base:
+    with open_base() as base:
         base.add(_some_documents(1, 100))
         found = base.neighbours(5)
         monkeypatch.setattr(module, "_QUERIES", 7)
@@ -280,7 +266,7 @@ def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.M
 
 
 def test_neighbours_of_few() -> None:
-    with _open() as base:
+    with open_base() as base:
         assert base.neighbours(3) == {}
         base.add(ISLANDS[:1])
         assert base.neighbours(3) == {1: ()}
@@ -299,7 +285,7 @@ def _marks(base: KnowledgeBase) -> dict[str, bytes]:
 @pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
 def test_marks_go_with_any_of_the_neighbours(stored: bool, tmp_path: Path) -> None:
     place = tmp_path if stored else None
-    with _open(place) as base:
+    with open_base(place) as base:
         base.add(ISLANDS)
         zero, one, two, three = (_numbers(base)[f"isle/{n}#0"] for n in range(4))
         assert set(_marks(base).values()) == {b""}
@@ -311,7 +297,7 @@ def test_marks_go_with_any_of_the_neighbours(stored: bool, tmp_path: Path) -> No
         assert _marks(base) == marks
         if stored:
             base.close()
-            base = _open(place)
+            base = open_base(place)
             assert _marks(base) == marks
         base.add([Document("isle/1", "The island of Merrin exports feathers now.")])
         assert _marks(base) == marks | {"isle/0": b""}
@@ -325,7 +311,7 @@ def test_marks_go_with_any_of_the_neighbours(stored: bool, tmp_path: Path) -> No
 
 
 def test_a_failed_write_takes_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _open() as base:
+    with open_base() as base:
         base.add(ISLANDS)
         base.mark_fused(1, (2,), b"two")
         monkeypatch.setattr(module, "_insert", _refuse)
@@ -335,12 +321,12 @@ def test_a_failed_write_takes_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_directory_of_before_there_were_marks(tmp_path: Path) -> None:
-    with _open(tmp_path) as base:
+    with open_base(tmp_path) as base:
         base.add(ISLANDS)
     database = sqlite3.connect(tmp_path / "chunks.sqlite")
     database.executescript("drop table neighbours; drop table fused;")
     database.close()
-    with _open(tmp_path) as base:
+    with open_base(tmp_path) as base:
         assert set(_marks(base).values()) == {b""}
         assert base.mark_fused(1, (2,), b"two") and _marks(base)["isle/0"] == b"two"
 
@@ -350,14 +336,14 @@ def test_a_directory_of_before_there_were_marks(tmp_path: Path) -> None:
 
 @KINDS
 def test_restart(kind: IndexKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _open(tmp_path, index_kind=kind) as base:
+    with open_base(tmp_path, index_kind=kind) as base:
         base.add(ISLANDS)
         base.delete(["isle/2"])
         before = [(hit.chunk.id, hit.chunk.text, hit.score) for hit in base.search("honey", 9)]
     encoder = WordEncoder()
     with monkeypatch.context() as patch:
         patch.setattr(VectorIndex, "add", _refuse)  # the saved index is used as it is
-        base = _open(tmp_path, index_kind=kind, encoder=encoder)
+        base = open_base(tmp_path, index_kind=kind, encoder=encoder)
     with base:
         assert base.add([document for document in ISLANDS if document.id != "isle/2"]) == AddReport(0, 0, 3)
         assert encoder.encoded == []
@@ -382,7 +368,7 @@ def test_kill_between_commit_and_save(kind: IndexKind, writing: str, tmp_path: P
     }[writing]
     _run_and_die(tmp_path, kind, line, die_in="KnowledgeBase._save_index")
     encoder = WordEncoder()
-    with _open(tmp_path, index_kind=kind, encoder=encoder) as base:
+    with open_base(tmp_path, index_kind=kind, encoder=encoder) as base:
         assert encoder.encoded == []
         assert len(base) == {"add": 4, "replace": 3, "delete": 2}[writing]
         texts = [hit.chunk.text for hit in base.search("honey feathers 絹", 9)]
@@ -395,7 +381,7 @@ def test_kill_between_commit_and_save(kind: IndexKind, writing: str, tmp_path: P
 def test_kill_before_commit_changes_nothing(tmp_path: Path) -> None:
     _run_and_die(tmp_path, IndexKind.FLAT, "base.add(ISLANDS[:2])", die_in="")
     _run_and_die(tmp_path, IndexKind.FLAT, "base.add([Document('isle/1', 'x')])", die_in="_insert")
-    with _open(tmp_path) as base:
+    with open_base(tmp_path) as base:
         assert _found(base, "honey") == ["isle/1"]
         assert base.document("isle/1")[0].text.startswith("Merrin")
 
@@ -407,8 +393,10 @@ def _run_and_die(directory: Path, kind: IndexKind, line: str, die_in: str) -> No
         sys.path[:0] = {sys.path!r}
         import ragjax.retrieval.knowledge as module
         from ragjax.retrieval.knowledge import KnowledgeBase
-        from tests.retrieval.test_knowledge import ISLANDS, Document, Path, _open
-        base = _open(Path({str(directory)!r}), index_kind={str(kind)!r})
+        from pathlib import Path
+        from ragjax.core import Document
+        from tests.support.islands import ISLANDS, open_base
+        base = open_base(Path({str(directory)!r}), index_kind={str(kind)!r})
         if {die_in!r}:
             owner = module.KnowledgeBase if "." in {die_in!r} else module
             setattr(owner, {die_in.rpartition(".")[2]!r}, lambda *_: os._exit(9))
@@ -421,7 +409,7 @@ def _run_and_die(directory: Path, kind: IndexKind, line: str, die_in: str) -> No
 
 
 def test_index_is_rebuilt_when_lost_broken_or_of_another_kind(tmp_path: Path) -> None:
-    with _open(tmp_path) as base:
+    with open_base(tmp_path) as base:
         base.add(ISLANDS)
     (path,) = tmp_path.glob("index*")
     for spoil, kind in (
@@ -432,7 +420,7 @@ def test_index_is_rebuilt_when_lost_broken_or_of_another_kind(tmp_path: Path) ->
     ):
         spoil()
         encoder = WordEncoder()
-        with _open(tmp_path, index_kind=kind, encoder=encoder) as base:
+        with open_base(tmp_path, index_kind=kind, encoder=encoder) as base:
             assert base._index.kind == kind and encoder.encoded == []
             assert _found(base, "copper") == ["isle/2"]
         assert VectorIndex.load(path).kind == kind
@@ -440,7 +428,7 @@ def test_index_is_rebuilt_when_lost_broken_or_of_another_kind(tmp_path: Path) ->
 
 def test_failed_encoding_leaves_the_base_as_it_was(tmp_path: Path) -> None:
     encoder = WordEncoder()
-    with _open(tmp_path, encoder=encoder) as base:
+    with open_base(tmp_path, encoder=encoder) as base:
         base.add(ISLANDS[:2])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(encoder, "encode", lambda _: (_ for _ in ()).throw(MemoryError))
@@ -452,7 +440,7 @@ def test_failed_encoding_leaves_the_base_as_it_was(tmp_path: Path) -> None:
 def test_numbers_are_never_used_twice(tmp_path: Path) -> None:
     """An index of the same numbers must hold the same vectors."""
     for round_ in range(3):
-        with _open(tmp_path) as base:
+        with open_base(tmp_path) as base:
             base.add([Document("d", f"text {round_}")])
             (number,) = base._index.ids
             base.delete(["d"])
@@ -475,7 +463,7 @@ def test_readers_while_one_writes(kind: IndexKind, tmp_path: Path, monkeypatch: 
             except Exception as error:
                 failures.append(error)
 
-    with _open(tmp_path, index_kind=kind) as base:
+    with open_base(tmp_path, index_kind=kind) as base:
         base.add(ISLANDS)
         readers = [threading.Thread(target=read, args=(base,)) for _ in range(2)]
         for reader in readers:
@@ -491,7 +479,7 @@ def test_readers_while_one_writes(kind: IndexKind, tmp_path: Path, monkeypatch: 
 
 
 def test_search_adds_little_to_encoder_and_index() -> None:
-    with _open() as base:
+    with open_base() as base:
         base.add([Document(str(n), f"word{n} and more") for n in range(2000)])
         vector = base._encoder.encode(["word7"])
         base._encoder.encode = lambda _: vector
@@ -508,7 +496,7 @@ def test_search_adds_little_to_encoder_and_index() -> None:
 
 
 def test_the_store_is_plain_sqlite(tmp_path: Path) -> None:
-    with _open(tmp_path) as base:
+    with open_base(tmp_path) as base:
         base.add(ISLANDS[:1])
         chunk = base.document("isle/0")[0]
     database = sqlite3.connect(tmp_path / "chunks.sqlite")

@@ -4,144 +4,44 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import ragjax.runner.weights
-from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span, Step, StepMeasure
+from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.pages import Pages
-from ragjax.models.config import ModelConfig
-from ragjax.models.decoder import Decoder
 from ragjax.runner.runner import Runner
-from ragjax.store.device import BUCKETS, Excerpt
+from ragjax.store.device import BUCKETS
 from tests.support.devices import assert_agreement
-
-PAGE = 8
-CONFIG = ModelConfig(
-    family="qwen3", vocab_size=53, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=8, num_kv_heads=4,
-    head_dim=8, rope_theta=1000.0, rope_scaling=None, norm_eps=1e-6, tie_embeddings=False, qkv_bias=False,
-    qk_norm=True, context_length=256, eos_ids=(1,), bos_id=0,
-)  # fmt: skip
-GRID = Grid(rows=((2, 2), (4, 1), (24, 8)), entries=(16,), logits=(2, 4))
-
-
-def make_decoder(config: ModelConfig = CONFIG, dtype: str = "float32") -> Decoder:
-    """Random weights, scaled up so that attention is far from uniform."""
-    decoder = Decoder(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))
-    for layer in decoder.layers:
-        layer.qkv.set_value(layer.qkv[...] * 2)
-    return decoder
-
-
-def make_runner(config: ModelConfig = CONFIG, dtype: str = "float32", *, pages: int = 40, **options: object) -> Runner:
-    options = {"page_size": PAGE, "grid": GRID} | options
-    return Runner(make_decoder(config, dtype), pages=pages, **options)  # type: ignore[arg-type]
+from tests.support.steps import (
+    CONFIG,
+    PAGE,
+    Part,
+    assert_near,
+    compute,
+    dense,
+    joined,
+    make_decoder,
+    make_runner,
+    out,
+    piece,
+    run_of,
+    step_of,
+    tokens_of,
+    whole,
+)
 
 
 @pytest.fixture(scope="module")
 def runner() -> Runner:
     return make_runner()
-
-
-# ------------------------------------------------------------------------------------------ steps by hand
-
-
-@dataclass(frozen=True)
-class Part:
-    """One request's share of a step: the orders to compute, their tokens and positions, and its keys."""
-
-    tokens: np.ndarray
-    indices: np.ndarray
-    spans: tuple[Span, ...]
-    positions: np.ndarray | None = None
-
-
-def run_of(first_page: int, length: int, start: int = 0) -> Run:
-    """Slots on pages that run backwards, so that no page follows the one before it."""
-    pages = tuple(first_page + i for i in reversed(range((start + length - 1) // PAGE + 1)))
-    return Run(pages, start, length)
-
-
-def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid = GRID, score: int = 0) -> Step:
-    """Arrays of one step; requests take whole row blocks, in turn. mass: layers, from the first, that measure it."""
-    block = dict(grid.rows)[rows]
-    t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "slot")} | {"index": -np.ones(rows, int)}
-    s = {"page": np.zeros(entries), "offset": np.zeros(entries), "request": -np.ones(entries)}
-    c = {n: np.zeros((entries, PAGE), np.int64) for n in ("hide_from", "hide_until")}
-    c["index"] = np.full((entries, PAGE), NEVER)
-    row, entry = 0, 0
-    for request, part in enumerate(parts):
-        here = slice(row, row + len(part.indices))
-        row += -(-len(part.indices) // block) * block
-        slot_of = {
-            int(o): int(slot)
-            for span in part.spans
-            if span.offset == 0
-            for o, slot in zip(span.indices, span.run.slots(PAGE), strict=True)
-        }
-        t["token"][here], t["index"][here], t["request"][here] = part.tokens, part.indices, request
-        t["position"][here] = part.indices if part.positions is None else part.positions
-        t["slot"][here] = [slot_of[int(o)] for o in part.indices]
-        for span in part.spans:
-            slots = span.run.slots(PAGE)
-            for page in dict.fromkeys(slots // PAGE):
-                on = slots // PAGE == page
-                s["page"][entry], s["offset"][entry], s["request"][entry] = page, span.offset, request
-                c["index"][entry, slots[on] % PAGE] = span.indices[on]
-                c["hide_from"][entry, slots[on] % PAGE], c["hide_until"][entry, slots[on] % PAGE] = span.hidden
-                entry += 1
-    assert row <= rows
-    named = (
-        {f"{n}_T": x for n, x in t.items()} | {f"{n}_S": x for n, x in s.items()} | {f"{n}_SC": x for n, x in c.items()}
-    )
-    measure = StepMeasure(Measure.KEY_SCORE, (0, score), {"asking_T": np.ones(rows, np.int32)}) if score else None
-    return Step(**{name: x.astype(np.int32) for name, x in named.items()}, measure=measure)
-
-
-def rows_of(step: Step, request: int) -> np.ndarray:
-    return np.flatnonzero((step.request_T == request) & (step.index_T >= 0))
-
-
-def compute(runner: Runner, parts: Sequence[Part], rows: int) -> list[np.ndarray]:
-    """Logits of every row, per request."""
-    step = step_of(parts, rows, grid=runner.grid)
-    outcome = runner.step(step)
-    assert outcome.measured is None
-    return [runner.logits(outcome, rows_of(step, r)) for r in range(len(parts))]
-
-
-def tokens_of(seed: int, n: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, CONFIG.vocab_size, n).astype(np.int32)
-
-
-def dense(tokens: np.ndarray, dtype: str = "float32") -> np.ndarray:
-    return np.asarray(jax.jit(make_decoder(dtype=dtype).logits)(jnp.asarray(tokens)))
-
-
-def whole(tokens: np.ndarray, first_page: int, start: int = 0) -> Part:
-    """All rows of a causal prompt at once."""
-    run = run_of(first_page, len(tokens), start)
-    return Part(tokens, np.arange(len(tokens)), (Span.consecutive(0, run),))
-
-
-def piece(part: Part, begin: int, end: int) -> Part:
-    """Rows [begin, end) of a prompt, over the keys up to them."""
-    span = part.spans[0]
-    upto = Span.consecutive(0, span.run.slice(0, end, PAGE))
-    return replace(part, tokens=part.tokens[begin:end], indices=part.indices[begin:end], spans=(upto,))
-
-
-def assert_near(got: np.ndarray, what: np.ndarray, tolerance: float = 1e-5) -> None:
-    assert got.shape == what.shape
-    assert np.abs(got - what).max() <= tolerance * np.abs(what).max()
 
 
 # ------------------------------------------------------------------------------------------ equals dense
@@ -405,19 +305,6 @@ def put(made: Runner, pages: Sequence[int], seed: int) -> tuple[np.ndarray, np.n
     return k, v
 
 
-def joined(excerpts: list[Excerpt]) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values [L, P, K, C, D] of all stages and parts."""
-
-    def join(name: str) -> np.ndarray:
-        return np.concatenate([np.concatenate([getattr(s, name) for s in stages]) for stages in excerpts], axis=1)
-
-    return join("k_LPKCD"), join("v_LPKCD")
-
-
-def out(made: Runner, pages: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    return joined(made.extract(np.asarray(pages, np.int32)))
-
-
 def assert_same(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> None:
     for x, y in zip(one, other, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -660,9 +547,10 @@ import jax, numpy as np
 from dataclasses import replace
 from functools import partial
 from jax.sharding import AxisType
+from ragjax.core import Measure, StepMeasure
 from ragjax.kernels.attention import op as attention, triton as attention_triton
 from ragjax.kernels.pages import Pages
-from tests.runner import test_runner as t
+from tests.support import steps as t
 
 triton = partial(attention_triton.attend, interpret=True)
 attention.BACKENDS["triton"] = attention.Backend(triton, lambda *_: None)
@@ -691,7 +579,7 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     assert {s.data.shape for s in made._pools[0].k_LPKCD.addressable_shards} == {shard}
     moved = [*t.out(made, range(21, 27)), *t.out(made, range(31, 37))]
     stale = {"stale_T": np.where(step.index_T >= 0, 8, -1).astype(np.int32), "offset_T": np.full(24, 3, np.int32)}
-    apart = made.step(replace(step, measure=t.StepMeasure(t.Measure.DEVIATION, (1, 2), stale))).measured
+    apart = made.step(replace(step, measure=StepMeasure(Measure.DEVIATION, (1, 2), stale))).measured
     assert apart.shape == (1, 2, 24) and apart.max() > 1
     results.append([*logits, *again, outcome.measured, apart, *made.read(parts[0].spans[0].run.slots(t.PAGE)), *moved])
 for one, *others in zip(*results, strict=True):

@@ -24,10 +24,10 @@ from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
-from tests.models.test_decoder import FAMILIES, tensors_of
 from tests.support.devices import ROOT
+from tests.support.plain import FAMILIES, tensors_of
 from tests.support.tiny import TEMPLATE, byte_tokenizer, decoder
-from tests.train.test_train_model import LORA, SMALL, adapters
+from tests.support.training import LORA, SMALL, adapters
 from train.batch import Rows
 from train.checkpoint import Checkpoints
 from train.depft import Recipe, main

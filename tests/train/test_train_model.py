@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh
 from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
@@ -24,27 +23,16 @@ from ragjax.models.adapter import FORMAT, Adapter
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
-from tests.models.test_decoder import frequencies, norm, tensors_of
 from tests.support.devices import assert_agreement
 from tests.support.oracle import Float, turn
+from tests.support.plain import frequencies, norm, tensors_of
 from tests.support.tiny import CONFIG, byte_tokenizer
-from train.batch import Rows
+from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, one_device, weights_of
 from train.example import Coder
 from train.export import merge
 from train.lora import Lora
-from train.model import DEVICES, Model, Tree, axes_of, gradient_program, loss_program, make_mesh, rotation_of, stacked
+from train.model import Model, Tree, axes_of, gradient_program, loss_program, make_mesh, rotation_of, stacked
 from train.sample import Sample
-
-SMALL = replace(CONFIG, num_layers=2)
-QWEN = replace(SMALL, family="qwen3", qk_norm=True, tie_embeddings=False)
-ROWS = Rows((512,))
-
-SAMPLES = (
-    Sample("a", "Who?", "Ann", (("B", "r", "C"), ("B", "r", "Cd", "s", "E"), ("B", "q", "C"), ("F", "r", "B"))),
-    Sample("b", "Where to?", "Rome, Bath", (("Ann", "went to", "Rome"), ("Ann", "went to", "Bath"))),
-    Sample("c", "Hello.", "Hello yourself."),
-)
-
 
 # ------------------------------------------------------------------------------------------- oracle
 
@@ -129,14 +117,6 @@ def losses(config: ModelConfig, tensors: dict[str, np.ndarray], view: Dense) -> 
 
 
 # -------------------------------------------------------------------------------------------- loss
-
-
-def one_device() -> Mesh:
-    return jax.make_mesh((1, 1), DEVICES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
-
-
-def weights_of(config: ModelConfig) -> Tree:
-    return stacked(Decoder.from_tensors(config, tensors_of(config), jnp.dtype("float32")))
 
 
 @cache
@@ -250,15 +230,6 @@ def test_no_other_token_has_a_gradient() -> None:
 # ----------------------------------------------------------------------------------------- adapters
 
 
-LORA = Lora(4, 8.0)
-
-
-def adapters(seed: int = 0) -> Tree:
-    made = LORA.init(weights_of(SMALL)["layers"], 0)
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape) * 0.05, jnp.float32), made)
-
-
 def test_adapters_change_nothing_at_first_and_then_what_merging_does() -> None:
     (microbatch,) = ROWS.pack([Coder.of(byte_tokenizer()).example(sample) for sample in SAMPLES])
     weights = weights_of(SMALL)
@@ -332,12 +303,13 @@ SHARDED = """
 from dataclasses import replace
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
-from tests.train import test_train_model as t
-from train.batch import Rows
+from tests.support import training as t
+from tests.support.tiny import byte_tokenizer
 from train.depft import Recipe, Trainer
+from train.example import Coder
 from train.model import Model, make_mesh
 
-coder = t.Coder.of(t.byte_tokenizer())
+coder = Coder.of(byte_tokenizer())
 samples = [replace(s, id=str(i), question=s.question * (1 + i % 3)) for i, s in enumerate(t.SAMPLES * 6)]
 examples = [coder.example(s) for s in samples]
 recipe = Recipe(lr=1e-2, batch=18, epochs=1, warmup=0.0)

@@ -1,0 +1,113 @@
+"""A plain float64 NumPy forward of a decoder, written from the Hugging Face tensor names, and random weights for it.
+
+It loops over layers, heads and rows; it shares neither the fused layout nor the rotation with the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ragjax.models.config import ModelConfig, RopeScaling
+from tests.support.oracle import Float, turn
+
+LLAMA2 = ModelConfig(
+    family="llama", vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=6,
+    head_dim=4, rope_theta=10000.0, rope_scaling=None, norm_eps=1e-5, tie_embeddings=False, qkv_bias=False,
+    qk_norm=False, context_length=64, eos_ids=(1,), bos_id=0,
+)  # fmt: skip
+
+
+LLAMA3 = replace(LLAMA2, num_kv_heads=2, head_dim=8, rope_theta=500.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16))
+FAMILIES = {
+    "llama2": LLAMA2,
+    "llama3": LLAMA3,
+    "llama-tied": replace(LLAMA3, rope_scaling=None, tie_embeddings=True),
+    "mistral": replace(LLAMA2, family="mistral", num_kv_heads=3, rope_theta=1e6),
+    "qwen2": replace(LLAMA2, family="qwen2", num_kv_heads=2, qkv_bias=True, tie_embeddings=True, norm_eps=1e-6),
+    "qwen3": replace(LLAMA2, family="qwen3", num_kv_heads=1, head_dim=10, qk_norm=True),
+}
+
+
+def tensors_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights under Hugging Face names; norms and biases far from their neutral values."""
+    rng = np.random.default_rng(seed)
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    h, k = config.num_heads, config.num_kv_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, e),
+        "model.norm.weight": (e,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, e)
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        for name, heads in (("q", h), ("k", k), ("v", k)):
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (heads * d, e)
+            if config.qkv_bias:
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (heads * d,)
+        if config.qk_norm:
+            shapes |= {f"{layer}self_attn.{name}_norm.weight": (d,) for name in "qk"}
+        shapes |= {
+            f"{layer}self_attn.o_proj.weight": (e, h * d),
+            f"{layer}mlp.gate_proj.weight": (f, e),
+            f"{layer}mlp.up_proj.weight": (f, e),
+            f"{layer}mlp.down_proj.weight": (e, f),
+            f"{layer}input_layernorm.weight": (e,),
+            f"{layer}post_attention_layernorm.weight": (e,),
+        }
+    tensors = {}
+    for name, shape in shapes.items():
+        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.5
+        tensors[name] = (rng.standard_normal(shape) * scale + ("norm" in name)).astype(np.float32)
+    return tensors
+
+
+def norm(x: Float, weight: np.ndarray, eps: float) -> Float:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight.astype(np.float64)
+
+
+def frequencies(config: ModelConfig) -> Float:
+    inv_freq_R = config.rope_theta ** -(np.arange(config.head_dim // 2) / (config.head_dim // 2))
+    scaling = config.rope_scaling
+    if scaling is None:
+        return inv_freq_R
+    turns_R = scaling.original_context * inv_freq_R / (2 * np.pi)
+    mix_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth_R = inv_freq_R * (mix_R + (1 - mix_R) / scaling.factor)
+    long_R = np.where(turns_R < scaling.low_freq_factor, inv_freq_R / scaling.factor, smooth_R)
+    return np.where(turns_R > scaling.high_freq_factor, inv_freq_R, long_R)
+
+
+def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndarray) -> Float:
+    """Causal logits of one prompt, float64 [T, V]."""
+    weights = {name: value.astype(np.float64) for name, value in tensors.items()}
+    d, position, inv_freq_R = config.head_dim, np.arange(len(tokens)), frequencies(config)
+    x_TE = weights["model.embed_tokens.weight"][tokens]
+    for i in range(config.num_layers):
+        layer = {
+            n.removeprefix(f"model.layers.{i}."): w for n, w in weights.items() if n.startswith(f"model.layers.{i}.")
+        }
+        h_TE = norm(x_TE, layer["input_layernorm.weight"], config.norm_eps)
+        q, k, v = (h_TE @ layer[f"self_attn.{n}_proj.weight"].T for n in "qkv")
+        if config.qkv_bias:
+            q, k, v = (x + layer[f"self_attn.{n}_proj.bias"] for n, x in zip("qkv", (q, k, v), strict=True))
+        q_THD, k_TKD, v_TKD = (x.reshape(len(tokens), -1, d) for x in (q, k, v))
+        if config.qk_norm:
+            q_THD = norm(q_THD, layer["self_attn.q_norm.weight"], config.norm_eps)
+            k_TKD = norm(k_TKD, layer["self_attn.k_norm.weight"], config.norm_eps)
+        q_THD, k_TKD = turn(q_THD, position, inv_freq_R), turn(k_TKD, position, inv_freq_R)
+        out_THD = np.zeros_like(q_THD)
+        for t in range(len(tokens)):
+            for h in range(config.num_heads):
+                kv_head = h // (config.num_heads // config.num_kv_heads)
+                prob = np.exp(k_TKD[: t + 1, kv_head] @ q_THD[t, h] / np.sqrt(d))
+                out_THD[t, h] = prob @ v_TKD[: t + 1, kv_head] / prob.sum()
+        x_TE = x_TE + out_THD.reshape(len(tokens), -1) @ layer["self_attn.o_proj.weight"].T
+        h_TE = norm(x_TE, layer["post_attention_layernorm.weight"], config.norm_eps)
+        gate_TF = h_TE @ layer["mlp.gate_proj.weight"].T
+        up_TF = h_TE @ layer["mlp.up_proj.weight"].T
+        x_TE = x_TE + (gate_TF / (1 + np.exp(-gate_TF)) * up_TF) @ layer["mlp.down_proj.weight"].T
+    head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
+    return norm(x_TE, weights["model.norm.weight"], config.norm_eps) @ weights[head].T

@@ -1,0 +1,192 @@
+"""Attention scores by the public ops and by the float64 oracle, for the cases of tests.support.cases."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.pages import Pages, from_storage
+from ragjax.kernels.reductions.op import key_score, key_scores, row_segment_score, segment_score
+from ragjax.kernels.table import Rows
+from ragjax.kernels.view import View
+from tests.support.cases import LOCAL, Case, rotation
+from tests.support.oracle import turn
+
+SEGMENTS = 5
+
+
+class Labels(NamedTuple):
+    """Which rows count, and the segment of each row and slot; some are of none."""
+
+    chosen_T: np.ndarray
+    row_segment_T: np.ndarray
+    key_segment_SC: np.ndarray
+
+
+class Masses(NamedTuple):
+    """Key mass of all rows; of chosen rows, plain and times the value norm; by row and segment; by segments."""
+
+    all_SC: np.ndarray
+    plain_SC: np.ndarray
+    valued_SC: np.ndarray
+    row_TZ: np.ndarray
+    segment_ZZ: np.ndarray
+
+
+def labels_of(case: Case, seed: int) -> Labels:
+    """Random labels; half of the time segments are runs of orders, as in service, else they are mixed at will."""
+    rng = np.random.default_rng(seed)
+    t, s, c = case.shape.rows, case.shape.sizes.entries, case.shape.page_size
+    blocks = np.repeat(rng.random(t // case.shape.block_rows) < 0.7, case.shape.block_rows)
+    chosen_T = blocks & (rng.random(t) < 0.6)
+    if rng.random() < 0.5:
+        row_T, key_SC = (np.asarray(x) // 6 - 1 for x in (case.rows.index_T, case.layout.entries.index_ASC[0]))
+    else:
+        row_T, key_SC = rng.integers(-1, SEGMENTS + 1, t), rng.integers(-1, SEGMENTS + 1, (s, c))
+    return Labels(chosen_T, row_T.astype(np.int32), key_SC.astype(np.int32))
+
+
+def view_of(rows, pages, layer, entries, rotation, *, block_rows):  # type: ignore[no-untyped-def]
+    dim = pages.k_LPKCD.shape[-1]
+    return View.build(rows, pages, layer, entries, rotation, scale=dim**-0.5, block_rows=block_rows)
+
+
+view_at = jax.jit(view_of, static_argnames="block_rows")
+
+
+def measure(q, lse, view, labels, backend):  # type: ignore[no-untyped-def]
+    """All masses by the public ops."""
+    chosen_T, *segments = labels
+    return Masses(
+        key_score(q, lse, view, backend=backend),
+        *key_scores(q, lse, view, chosen_T, backend=backend),
+        row_segment_score(q, lse, view, *segments, SEGMENTS, backend=backend),
+        segment_score(q, lse, view, *segments, SEGMENTS, backend=backend),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
+def compiled(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
+    view = view_of(*where, block_rows=block_rows)
+    return measure(q, paged_interval_attention(q, view)[1], view, labels, backend)
+
+
+def where_of(case: Case):  # type: ignore[no-untyped-def]
+    shape, layout = case.shape, case.layout
+    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+    return case.rows, layout.pages, jnp.int32(layout.layer), layout.entries, table
+
+
+def scores_of(case: Case, labels: Labels, backend: str = "xla") -> Masses:
+    found = compiled(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
+    return Masses(*(np.asarray(x) for x in found))
+
+
+def wanted(case: Case, labels: Labels) -> Masses:
+    """The masses from the oracle's probabilities, by loops over words of the definition."""
+    _, _, prob_THN = case.what()
+    entry_N, slot_N = case.layout.entry_N, case.layout.slot_N
+    norm_HN = np.repeat(np.linalg.norm(case.keys.v_NKD, axis=-1), case.shape.groups, axis=1).T
+    chosen_T = labels.chosen_T[case.place_T]
+
+    def scatter(score_N: np.ndarray) -> np.ndarray:
+        score_SC = np.zeros((case.shape.sizes.entries, case.shape.page_size))
+        np.add.at(score_SC, (entry_N, slot_N), score_N)
+        return score_SC
+
+    row_TZ, segment_ZZ = np.zeros((case.shape.rows, SEGMENTS)), np.zeros((SEGMENTS, SEGMENTS))
+    prob_TN, key_segment_N = prob_THN.mean(1), labels.key_segment_SC[entry_N, slot_N]
+    for t, place in enumerate(case.place_T):
+        of_row = labels.row_segment_T[place]
+        if not 0 <= of_row < SEGMENTS:
+            continue
+        for n, of_key in enumerate(key_segment_N):
+            itself = case.queries.index_T[t] == case.keys.index_N[n]
+            if 0 <= of_key < SEGMENTS and not (itself and of_row == of_key):
+                row_TZ[place, of_key] += prob_TN[t, n]
+                segment_ZZ[of_row, of_key] += prob_TN[t, n]
+    return Masses(
+        scatter(prob_TN.sum(0)),
+        scatter(prob_TN[chosen_T].sum(0)),
+        scatter((prob_THN[chosen_T] * norm_HN).mean(1).sum(0)),
+        row_TZ,
+        segment_ZZ,
+    )
+
+
+def assert_near(found: Masses, what: Masses, dtype: str) -> None:
+    # in bfloat16 the LSE was formed from queries rotated otherwise (narrow blocks), so bits agree to its rounding alone
+    tolerance = 1e-5 if dtype == "float32" else 3e-2
+    for name in Masses._fields:
+        got, right = getattr(found, name), getattr(what, name)
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, right, rtol=tolerance, atol=tolerance, err_msg=name)
+        assert not got[right == 0].any(), name
+
+
+def far_apart(found: np.ndarray, what: np.ndarray) -> bool:
+    return not np.allclose(found, what, rtol=1e-2, atol=1e-2)
+
+
+def rolled_values(case: Case) -> Case:
+    """Values under the wrong KV head."""
+    pages = case.layout.pages
+    return replace(case, layout=replace(case.layout, pages=Pages(pages.k_LPKCD, jnp.roll(pages.v_LPKCD, 1, axis=2))))
+
+
+def turned(case: Case) -> Case:
+    """Offsets of the wrong sign."""
+    entries = case.layout.entries
+    return replace(case, layout=replace(case.layout, entries=replace(entries, offset_AS=-entries.offset_AS)))
+
+
+def everybody(labels: Labels) -> Labels:
+    return labels._replace(chosen_T=np.ones_like(labels.chosen_T))
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """New KV of tokens of a case, and where the cached KV lies; what the squared distances are."""
+
+    arguments: tuple[jax.Array, ...]
+    rows: Rows
+    want_k_T: np.ndarray
+    want_v_T: np.ndarray
+
+
+def recomputed(case: Case, seed: int) -> Recomputed:
+    """Tokens drawn from the keys. Some rows are padding, of NaN or at a slot of NaN; some have no cached KV."""
+    rng = np.random.default_rng(seed)
+    shape, layout, keys = case.shape, case.layout, case.keys
+    t = shape.rows
+    drawn = rng.integers(0, len(keys.index_N), t)
+    page_S, offset_S = (np.asarray(x[0]) for x in (layout.entries.page_AS, layout.entries.offset_AS))
+    entry_T, slot_T = layout.entry_N[drawn], layout.slot_N[drawn]
+    kept = [np.asarray(from_storage(pool), np.float64) for pool in vars(layout.pages).values()]
+    kept_k_TKD, kept_v_TKD = (pool[layout.layer, page_S[entry_T], :, slot_T] for pool in kept)
+    size = rng.exponential(size=(2, t, 1, 1)) * (rng.random((2, t, 1, 1)) < 0.8)
+    change = size * rng.standard_normal((2, t, shape.kv_heads, shape.dim))
+    new_k = turn(keys.k_NKD[drawn], keys.position_N[drawn], case.inv_freq_R) + change[0]
+    new_v = keys.v_NKD[drawn] + change[1]
+    want_k_T = ((new_k - turn(kept_k_TKD, offset_S[entry_T], case.inv_freq_R)) ** 2).sum((1, 2))
+    want_v_T = ((new_v - kept_v_TKD) ** 2).sum((1, 2))
+    padding_T, alone_T = rng.random(t) < 0.2, rng.random(t) < 0.2
+    new_k[padding_T] = np.nan
+    slots = page_S[entry_T] * shape.page_size + slot_T
+    unowned = np.argwhere(np.isnan(kept[0][layout.layer]).any((1, 3))) @ [shape.page_size, 1]  # [P, C] of NaN
+    slots = np.where(padding_T & (rng.random(t) < 0.5), rng.choice(unowned, t), slots)
+    slots = np.where(alone_T, -rng.integers(1, 99, t), slots)
+    index_T = np.where(padding_T, -1, np.arange(t))
+    rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (index_T, np.zeros(t), np.zeros(t))))
+    arguments = (
+        jnp.asarray(new_k, jnp.float32), jnp.asarray(new_v, jnp.float32),
+        jnp.asarray(slots, jnp.int32), jnp.asarray(offset_S[entry_T], jnp.int32),
+    )  # fmt: skip
+    compared_T = ~padding_T & ~alone_T
+    return Recomputed(arguments, rows, np.where(compared_T, want_k_T, 0), np.where(compared_T, want_v_T, 0))

@@ -16,7 +16,9 @@ import numpy as np
 
 from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens
 from ragjax.core.depprompt import TreeNode, branches
-from ragjax.models.tokenizer import CONTEXT, Pieces, Tokenizer
+from ragjax.models.alignment import Pieces
+from ragjax.models.chat_template import CONTEXT
+from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.path import Subgraph
 
 INSTRUCTION = "Answer the question in one short sentence, using the passages."

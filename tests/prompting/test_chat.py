@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragjax.core import Chunk, Document, Hit, Kind, Message, RequestError
-from ragjax.models.tokenizer import CONTEXT, Tokenizer
+from ragjax.models.chat_template import CONTEXT
+from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import INSTRUCTION, chat_prompt, text_prompt
 from tests.support import tiny
 

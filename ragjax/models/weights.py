@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+from filelock import FileLock
 from numpy.typing import DTypeLike, NDArray
 
 from ragjax.core import ConfigError
 from ragjax.models.config import ModelConfig, RopeScaling, inverse_frequencies, rope_divisors, token_ids
-from ragjax.models.hub import atomic_path, locked
+from ragjax.models.hub import atomic_path
 
 if TYPE_CHECKING:
     from ragjax.models.decoder import Decoder
@@ -476,7 +477,7 @@ def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache
     key = hashlib.sha256(b"\0".join([str(_CACHE_FORMAT).encode(), *parts])).hexdigest()[:32]
     directory = cache_dir / "dequantized"
     directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / f"{key}.lock"):
+    with FileLock(directory / f"{key}.lock"):
         file = _verified(directory, key)
         if file is None:
             file = _write_cache(checkpoint, dtype, directory, key)

@@ -53,7 +53,7 @@ _LONGEST_HEADER = 64 * 2**20
 
 
 class DiskError(RagjaxError):
-    """The disk tier could not do what it was asked; the KV is computed anew."""
+    """The disk tier could not do what it was asked; the KV is computed instead."""
 
 
 class Damaged(DiskError):

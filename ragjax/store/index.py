@@ -63,7 +63,7 @@ _ADD = f"INSERT OR IGNORE INTO entry ({_FIELDS}, bytes, accessed, first) VALUES 
 class Index:
     """An open index. Every thread has a connection of its own; changes happen within `change`.
 
-    suspect: set once the database proved damaged while in use; it should then be built anew.
+    suspect: set once the database proved damaged while in use; it should then be rebuilt.
     """
 
     def __init__(self, path: Path):

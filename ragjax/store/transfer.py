@@ -128,7 +128,7 @@ class KVTransfer(TransferEngine):
         notify: called, in any thread, when there is something to poll; must return at once.
 
     Attributes:
-        notify: may be set anew while nothing is under way.
+        notify: may be replaced while nothing is under way.
         lossy: whether what it saves loses precision.
         host: the host entries.
     """

@@ -58,7 +58,7 @@ def test_verify_reports_what_opening_set_right(filled: Path, capsys: pytest.Capt
     for index in filled.rglob("index.sqlite"):
         index.write_bytes(b"garbage" * 999)
     assert main(["verify", str(filled)]) == 1
-    assert capsys.readouterr().out.count("index.sqlite: it is built anew") == 2
+    assert capsys.readouterr().out.count("index.sqlite: it is rebuilt") == 2
     assert names(filled) == "abcde" and main(["verify", str(filled)]) == 0
 
 

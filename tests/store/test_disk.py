@@ -944,7 +944,7 @@ LIMIT = 800_000
 
 
 def start(directory: Path, seed: int, steps: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.shelves", str(directory), str(seed), str(steps), str(LIMIT)]
+    command = [sys.executable, "-m", "tests.support.disks", str(directory), str(seed), str(steps), str(LIMIT)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 

@@ -1,5 +1,5 @@
 """Entries whose content follows from their key, so that whoever reads one knows what it must hold; and processes that
-write and read them until they are done, or killed (`python -m tests.shelves DIRECTORY SEED STEPS LIMIT`).
+write and read them until they are done, or killed (`python -m tests.support.disks DIRECTORY SEED STEPS LIMIT`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,128 @@
+"""Brings the index of a folder into agreement with its files: when it is opened, and for `verify`.
+
+A crash leaves at most a file without a row, a row without a file, and drafts. The files are the truth: a file without a
+row is adopted by what its header says, a row without a file goes, and an index that is damaged is built from the files.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sqlite3
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from ragjax.store import entry
+from ragjax.store.draft import is_draft, remove_draft
+from ragjax.store.entry import Damaged
+from ragjax.store.folder import Folder, reason
+from ragjax.store.index import Index
+from ragjax.store.journal import Journal
+from ragjax.store.manifest import Manifest
+
+_log = logging.getLogger(__name__)
+
+SLICE = 64
+"""Entries that are looked up or adopted in one transaction."""
+
+
+class Repair:
+    """Opens the index of a folder, and repairs it.
+
+    refusal: why nothing can be written to the folder; empty if it can be.
+    """
+
+    def __init__(self, folder: Folder, manifest: Manifest, journal: Journal):
+        self.refusal = ""
+        self._folder = folder
+        self._manifest = manifest
+        self._journal = journal
+        self._private: tempfile.TemporaryDirectory[str] | None = None
+
+    def open(self) -> Index:
+        """The index in agreement with the files; where the folder cannot be written, one of this process alone."""
+        try:
+            if Manifest.read(self._folder.path) is None:
+                self._manifest.write(self._folder.path)
+            with self._folder.lock():
+                return self._shared()
+        except (OSError, sqlite3.Error, Damaged) as error:
+            self.refusal = f"it can only be read from: {reason(error)}"
+        _log.warning("%s: %s", self._folder.path, self.refusal)
+        self._private = self._private or tempfile.TemporaryDirectory(prefix="ragjax-index-")
+        return self._opened(Path(self._private.name) / f"{secrets.token_hex(8)}.sqlite")
+
+    def close(self) -> None:
+        """Remove the index of this process alone, if there is one; it is closed."""
+        if self._private is not None:
+            self._private.cleanup()
+
+    def reconcile(self, index: Index) -> None:
+        """Adopt files without a row, drop rows without a file, remove what dead writers left."""
+        # Rows first: what is written from here on is then merely adopted twice, and what goes is looked for again.
+        rows = set(index.all_keys())
+        orphans = []
+        for path in self._folder.files():
+            key = self._folder.key(path)
+            if key is None:
+                self._clear(path)
+            elif key in rows:
+                rows.discard(key)
+            else:
+                orphans.append(path)
+        for begin in range(0, len(orphans), SLICE):
+            with index.change():
+                for path in orphans[begin : begin + SLICE]:
+                    self._adopt(index, path)
+        with index.change():
+            self.drop_if_gone(index, rows)
+
+    def drop_if_gone(self, index: Index, keys: Iterable[bytes]) -> None:
+        """Within a change: drop the rows of those entries that have no file."""
+        for key in keys:
+            if not self._folder.entry(key).exists():
+                index.drop(key)
+
+    def _shared(self) -> Index:
+        path = self._folder.index
+        try:
+            return self._opened(path)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            self._journal.blame(path, f"it is rebuilt: {error}")
+        self._journal.set_aside(path)
+        # SQLite drops the write-ahead log of a database that is gone.
+        return self._opened(path)
+
+    def _opened(self, path: Path) -> Index:
+        index = Index(path)
+        try:
+            self.reconcile(index)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def _clear(self, path: Path) -> None:
+        if is_draft(path):
+            remove_draft(path)
+            return
+        self._journal.blame(path, "it is no entry, or not where it belongs")
+        self._journal.set_aside(path)
+
+    def _adopt(self, index: Index, path: Path) -> None:
+        """Within a change: enter a file by what its header says."""
+        try:
+            status = path.stat()
+            record = entry.peek(path, self._manifest.identity)
+            if self._folder.entry(record.key) != path:
+                raise Damaged("it is another entry's content")
+            index.add(record, status.st_size, status.st_mtime_ns)
+        except Damaged as error:
+            self._journal.blame(path, str(error))
+            self._journal.set_aside(path)
+        except OSError as error:
+            # It went meanwhile, or cannot be read now and is tried again when the index is next opened.
+            _log.info("%s is not adopted: %s", path, reason(error))

@@ -9,7 +9,8 @@
 
 An entry is written under another name, synced, renamed and put into the index, so that a crash at any moment leaves
 whole entries and at most a file without a row or a row without a file; opening the store repairs
-both. Every read checks every bit. No text is kept, only token ids and digests; but who may read the files may read the knowledge.
+both. Every read checks every bit. No text is kept, only token ids and digests; but who may read the files may read the
+knowledge.
 """
 
 from __future__ import annotations

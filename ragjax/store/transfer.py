@@ -1,40 +1,38 @@
-"""Carries out the cache's orders (`cache.tier.TransferEngine`): KV from the device to host memory, on to disk, and
-back.
+"""Carries out the cache's orders (`core.tiers.TransferEngine`): KV from the device to host memory, to disk, and back.
 
 The thread that owns the pool only dispatches: copies out of the pool's pages when a run is saved, and the insertion of
-what has arrived. Waiting, cutting, encoding and files are for worker threads, in three lanes, so that a load, which a
-request waits for, stands behind other loads only. No job waits for another in a worker: it enters its lane when the
-entries it needs are there.
+what has arrived. Waiting, encoding and files are for worker threads. Saves, writes and loads have threads of their own,
+so that a load, which a request waits for, queues behind other loads only. No job waits for another in a worker: it is
+queued once the entries that it needs are there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from threading import Condition
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import AtRest, Run
+from ragjax.core import AtRest
 from ragjax.core.tiers import Copy, Done, Job, Load, Record, Save, TransferEngine, Write
 from ragjax.models.config import ModelConfig
 from ragjax.store import host
 from ragjax.store.codec import Arrays, Codec, cut, rest_dtype
-from ragjax.store.device import Excerpt, cuts
+from ragjax.store.device import Excerpt
 from ragjax.store.host import Entry, HostStore
-
-Direction = Literal["device_to_host", "host_to_device", "host_to_disk", "disk_to_host"]
+from ragjax.store.pages import Snapshot, Staging, nbytes
+from ragjax.store.traffic import Direction, Traffic, TrafficMeter
 
 
 class Device(Protocol):
-    """What a mover needs of the runner; see there."""
+    """What a transfer engine needs of the runner; see there."""
 
     config: ModelConfig
     page_size: int
@@ -57,42 +55,6 @@ class Disk(Protocol):
     def read(self, key: bytes, expected: Record | None = None) -> Mapping[str, NDArray[Any]]:
         """The arrays of an entry. Raises if it is missing, damaged, or not what is expected."""
         ...
-
-
-@dataclass
-class Traffic:
-    """What went one way so far. bytes: moved, by jobs that succeeded; seconds: workers spent on it."""
-
-    jobs: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    failures: int = 0
-    retries: int = 0
-
-
-@dataclass(frozen=True)
-class _Snapshot:
-    """Copies of some pages (their numbers ascending), as they were at one moment."""
-
-    pages: NDArray[np.int32]
-    excerpts: list[Excerpt]
-
-    @cached_property
-    def places(self) -> list[tuple[Excerpt, int]]:
-        """Where each page is: the excerpt, and its index there."""
-        return [(excerpt, i) for excerpt in self.excerpts for i in range(excerpt[0].k_LPKCD.shape[1])]
-
-    def read(self, run: Run, codec: Codec, page_size: int) -> list[NDArray[Any]]:
-        """Keys and values of a run on these pages, [L, K, n, D] each; waits until they are in host memory."""
-        kv_LKTD = [np.empty((codec.layers, codec.heads, run.length, codec.dim), codec.dtype) for _ in "kv"]
-        for page, slots, tokens in _spread(run.start, run.length, page_size):
-            excerpt, index = self.places[int(np.searchsorted(self.pages, run.pages[page]))]
-            layers = range(0, codec.layers, excerpt[0].k_LPKCD.shape[0])
-            for first, stage in zip(layers, excerpt, strict=True):
-                for x_LKTD, copy in zip(kv_LKTD, (stage.k_LPKCD, stage.v_LPKCD), strict=True):
-                    x_LPKCD = host.to_numpy(copy, codec.dtype)
-                    x_LKTD[first : first + len(x_LPKCD), :, tokens] = x_LPKCD[:, index, :, slots]
-        return kv_LKTD
 
 
 @dataclass(frozen=True)
@@ -156,12 +118,7 @@ class KVTransfer(TransferEngine):
         self._writers = ThreadPoolExecutor(1, "ragjax-write")
         self._loaders = ThreadPoolExecutor(workers, "ragjax-load")
         self._readers = ThreadPoolExecutor(workers, "ragjax-read")  # parts of one load are done side by side
-        self._traffic: dict[Direction, Traffic] = {
-            "device_to_host": Traffic(),
-            "host_to_device": Traffic(),
-            "host_to_disk": Traffic(),
-            "disk_to_host": Traffic(),
-        }
+        self._meter = TrafficMeter()
         self._change = Condition()  # guards the counters and all below
         self._outstanding = 0
         self._backlog = 0
@@ -181,8 +138,7 @@ class KVTransfer(TransferEngine):
 
     def traffic(self) -> dict[Direction, Traffic]:
         """What went each way so far."""
-        with self._change:
-            return {direction: replace(traffic) for direction, traffic in self._traffic.items()}
+        return self._meter.read()
 
     def save(self, jobs: Sequence[Save]) -> None:
         """Begin; the runs are read as they are now, before any later step of the pool.
@@ -269,8 +225,8 @@ class KVTransfer(TransferEngine):
         with self._change:
             self._closed = True
             self._change.notify_all()
-        for lane in (self._loaders, self._readers, self._savers, self._writers):
-            lane.shutdown(wait=wait, cancel_futures=True)
+        for threads in (self._loaders, self._readers, self._savers, self._writers):
+            threads.shutdown(wait=wait, cancel_futures=True)
 
     # ------------------------------------------------------------------------------ in the owner's thread
 
@@ -284,7 +240,7 @@ class KVTransfer(TransferEngine):
     def _check_write(self, job: Write) -> None:
         self._check_piece(job.copy)
         if isinstance(job.copy.entry, bytes) or self._disk is None:
-            raise ValueError("a write takes a host entry, and a mover with a disk")
+            raise ValueError("a write takes a host entry, and a transfer engine with a disk")
         if len(job.record) != job.copy.length:
             raise ValueError(f"a record of {len(job.record)} tokens cannot describe a copy of {job.copy.length}")
 
@@ -300,7 +256,7 @@ class KVTransfer(TransferEngine):
     def _check_piece(self, piece: Copy) -> None:
         if isinstance(piece.entry, bytes):
             if self._disk is None:
-                raise ValueError("an entry on disk is wanted of a mover without one")
+                raise ValueError("an entry on disk is asked of a transfer engine without a disk")
             return
         tokens = self.host.tokens(piece.entry)
         if not 0 <= piece.begin <= piece.begin + piece.length <= tokens:
@@ -315,21 +271,19 @@ class KVTransfer(TransferEngine):
             self._outstanding += 1
         return _Begun(job, keeps)
 
-    def _snapshot(self, jobs: Sequence[Save]) -> _Snapshot:
+    def _snapshot(self, jobs: Sequence[Save]) -> Snapshot:
         """Dispatch copies of the runs' pages, each page once."""
         pages = np.unique(np.asarray([page for job in jobs for page in job.run.pages], np.int32))
         excerpts = host.download(self._device.extract(pages))
-        with self._change:
-            self._traffic["device_to_host"].bytes += _bytes(excerpts)
-        return _Snapshot(pages, excerpts)
+        self._meter.add("device_to_host", Traffic(bytes=nbytes(excerpts)))
+        return Snapshot(pages, excerpts)
 
     def _settle(self, begun: _Begun, outcome: _Outcome | str) -> Done:
         if isinstance(begun.job, Load) and isinstance(outcome, _Outcome):
             try:
                 self._device.insert(np.asarray(begun.job.run.pages, np.int32), outcome.excerpts)
             except Exception as error:  # the pool is lost
-                with self._change:
-                    self._traffic["host_to_device"].failures += 1
+                self._meter.add("host_to_device", Traffic(failures=1))
                 outcome = _message(error)
         seconds = time.monotonic() - begun.start
         if isinstance(outcome, str):
@@ -338,7 +292,7 @@ class KVTransfer(TransferEngine):
 
     # --------------------------------------------------------------------------------------- in any thread
 
-    def _when_ready(self, lane: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+    def _when_ready(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
         """Have the work done once the entries it reads are there (or known not to come)."""
         missing = len(begun.keeps)
 
@@ -348,17 +302,17 @@ class KVTransfer(TransferEngine):
                 missing -= 1
                 last = not missing
             if last:
-                self._submit(lane, begun, work)
+                self._submit(threads, begun, work)
 
         if not begun.keeps:
-            self._submit(lane, begun, work)
+            self._submit(threads, begun, work)
         for entry in begun.keeps:
             entry.ready.add_done_callback(arrived)
 
-    def _submit(self, lane: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
+    def _submit(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
         with self._change:
-            if not self._closed:  # a lane that shuts down takes nothing
-                lane.submit(self._finish, begun, work)
+            if not self._closed:  # a threads that shuts down takes nothing
+                threads.submit(self._finish, begun, work)
 
     def _finish(self, begun: _Begun, work: Callable[[], _Outcome]) -> None:
         """Do a job's work and report it, whatever comes of it."""
@@ -384,15 +338,15 @@ class KVTransfer(TransferEngine):
 
     # ------------------------------------------------------------------------------------------ in workers
 
-    def _save(self, job: Save, entry: Entry, snapshot: _Snapshot) -> _Outcome:
-        with self._count("device_to_host"):
+    def _save(self, job: Save, entry: Entry, snapshot: Snapshot) -> _Outcome:
+        with self._meter.measure("device_to_host"):
             arrays, loss = self._codec.encode(*snapshot.read(job.run, self._codec, self._device.page_size))
         self.host.put(entry, arrays)
         return _Outcome(sum(x.nbytes for x in arrays.values()), loss)
 
     def _write(self, job: Write, entry: Entry) -> _Outcome:
         assert self._disk is not None
-        with self._count("host_to_disk") as moved:
+        with self._meter.measure("host_to_disk") as moved:
             part = cut(entry.read(), job.copy.begin, job.copy.begin + job.copy.length)
             moved.bytes = self._disk.write(job.record, part)
         return _Outcome(moved.bytes)
@@ -405,26 +359,21 @@ class KVTransfer(TransferEngine):
                 ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
                 expected[piece.entry] = piece.record
         read = dict(zip(ends, self._readers.map(self._read, ends, ends.values(), expected.values()), strict=True))
-        with self._count("host_to_device") as moved:
-            # in the parts that the device takes at once, so that nothing is copied twice
-            parts = self._parts(len(job.run.pages))
-            places = [(part, i) for part in parts for i in range(part[0].shape[1])]
+        with self._meter.measure("host_to_device") as moved:
+            staging = Staging(self._codec, len(job.run.pages), self._device.page_size)
 
             def fill(piece: Copy, end: int) -> None:
                 arrays = read[piece.entry] if isinstance(piece.entry, bytes) else kept[piece].read()
                 kv_LKTD = self._codec.decode(cut(arrays, piece.begin, piece.begin + piece.length))
-                for page, slots, tokens in _spread(end - piece.length, piece.length, self._device.page_size):
-                    pages, i = places[page]
-                    for x_LPKCD, x_LKTD in zip(pages, kv_LKTD, strict=True):
-                        x_LPKCD[:, i, :, slots] = x_LKTD[:, :, tokens]
+                staging.put(end - piece.length, kv_LKTD)
 
             list(self._readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
-            moved.bytes = sum(x.nbytes for pages in parts for x in pages)
-            uploaded = self._readers.map(lambda pages: self._device.upload(*pages), parts)
+            moved.bytes = staging.nbytes
+            uploaded = self._readers.map(lambda part: self._device.upload(*part), staging.parts)
             return _Outcome(moved.bytes, excerpts=[excerpt for part in uploaded for excerpt in part])
 
     def _read(self, key: bytes, tokens: int, expected: Record | None) -> Arrays:
-        with self._count("disk_to_host") as moved:
+        with self._meter.measure("disk_to_host") as moved:
             arrays = self._try_to_read(key, expected, moved)
             self._codec.check(arrays, tokens)
             moved.bytes = sum(x.nbytes for x in arrays.values())
@@ -441,52 +390,9 @@ class KVTransfer(TransferEngine):
                 errors.append(error)
         raise errors[0]  # a damaged entry is set aside, and missing from then on
 
-    def _parts(self, pages: int) -> list[list[NDArray[Any]]]:
-        """Empty pages for keys and for values, part by part. Slots that no token fills must be finite.
-
-        All lie in one array, which has huge pages if it is large: the rest of their memory is quicker to come by.
-        """
-        codec = self._codec
-        page = (codec.heads, self._device.page_size, codec.dim)
-        whole = np.zeros((2, codec.layers * pages, *page), codec.dtype)
-        return [
-            [x[codec.layers * part.start : codec.layers * part.stop].reshape(codec.layers, -1, *page) for x in whole]
-            for part in cuts(pages)
-        ]
-
     def _fail(self, direction: Direction, error: Exception) -> _Outcome:
-        with self._count(direction):
+        with self._meter.measure(direction):
             raise error
-
-    @contextmanager
-    def _count(self, direction: Direction) -> Iterator[Traffic]:
-        """Measure a movement; what it sets of the `Traffic` it gets is added too."""
-        start = time.monotonic()
-        moved = Traffic()
-        failed = True
-        try:
-            yield moved
-            failed = False
-        finally:
-            with self._change:
-                total = self._traffic[direction]
-                total.jobs += not failed
-                total.failures += failed
-                total.retries += moved.retries
-                total.bytes += 0 if failed else moved.bytes
-                total.seconds += time.monotonic() - start
-
-
-def _spread(start: int, length: int, page_size: int) -> Iterator[tuple[int, slice, slice]]:
-    """Tokens from slot `start` of the first page on: index of each page, slots on it, tokens in them."""
-    end = start + length
-    for page in range(start // page_size, -(-end // page_size)):
-        first, last = max(start, page * page_size), min(end, (page + 1) * page_size)
-        yield page, slice(first - page * page_size, last - page * page_size), slice(first - start, last - start)
-
-
-def _bytes(excerpts: Iterable[Excerpt]) -> int:
-    return sum(stage.k_LPKCD.nbytes + stage.v_LPKCD.nbytes for excerpt in excerpts for stage in excerpt)
 
 
 def _message(error: Exception) -> str:

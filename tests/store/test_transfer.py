@@ -89,7 +89,7 @@ Start = Callable[..., KVTransfer]
 
 @pytest.fixture
 def start(runner: Runner, disk: FakeDisk) -> Iterator[Start]:
-    """Make movers of this runner and disk; each is closed at the end."""
+    """Make transfer engines of this runner and disk; each is closed at the end."""
     made: list[KVTransfer] = []
 
     def start_one(kind: Any = "raw", **options: Any) -> KVTransfer:
@@ -178,9 +178,9 @@ MIDDLE = Run((9, 4, 5, 17), 11, 48)
 # ------------------------------------------------------------------------------------------ round trips
 
 
-def test_it_is_a_carrier(transfer: KVTransfer) -> None:
-    carrier: TransferEngine = transfer
-    assert not carrier.lossy and carrier.poll() == []
+def test_it_is_a_transfer_engine(transfer: KVTransfer) -> None:
+    engine: TransferEngine = transfer
+    assert not engine.lossy and engine.poll() == []
 
 
 @pytest.mark.parametrize(
@@ -597,7 +597,7 @@ def test_close_finishes_or_drops_what_has_begun(
     assert len(transfer.host) == 1
 
 
-def test_what_waits_for_a_save_when_the_mover_closes_is_dropped(
+def test_what_waits_for_a_save_when_the_engine_closes_is_dropped(
     runner: Runner, transfer: KVTransfer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(runner, range(1, TOTAL), 1)

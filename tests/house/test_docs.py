@@ -140,3 +140,20 @@ def test_the_makefile_has_the_targets_it_explains() -> None:
     for target in re.findall(r"make ([\w-]+)", " ".join(explained)):
         done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Names that a heading of the page can be linked by, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    found = LINK.findall(FENCED.sub("", page.read_text()))
+    targets = [(page if not path else (page.parent / path).resolve(), anchor) for path, anchor in found]
+    lost = [str(path) for path, anchor in targets if not path.exists() or (anchor and anchor not in anchors(path))]
+    assert lost == []

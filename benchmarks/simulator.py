@@ -96,7 +96,8 @@ class Simulator:
 
     def _announce(self, until: int) -> None:
         for at in range(self._announced, until):
-            self._policy.on_queue(str(at), [self._keys[n] for n in self._work.requests[at].nodes])
+            for key in self._policy.on_queue(str(at), [self._keys[n] for n in self._work.requests[at].nodes]):
+                self._refresh(key)
         self._announced = max(self._announced, until)
 
     def _refresh(self, key: bytes) -> None:
@@ -195,6 +196,7 @@ class Simulator:
         for child in list(block.children.values()):
             self._leave_below(child)
         del self._blocks[block.number]
+        self._policy.on_forget(block)
         if block.parent is not None:
             del block.parent.children[block.number]
 

@@ -615,11 +615,14 @@ class KnowledgeCache:
 
     def announce(self, request: str, keys: Collection[bytes]) -> None:
         """A request waits that will use the nodes with these keys (`keys_of`), whether they are kept or not."""
-        self._policy.on_queue(request, keys)
+        self._refresh(self._policy.on_queue(request, keys))
 
     def withdraw(self, request: str) -> None:
         """The request waits no more: it starts, or was cancelled."""
-        for key in self._policy.on_start(request):
+        self._refresh(self._policy.on_start(request))
+
+    def _refresh(self, fallen: Iterable[bytes]) -> None:
+        for key in fallen:
             node = self.tree.find(key)
             if node is not None:
                 self._hierarchy.device.refresh(node)

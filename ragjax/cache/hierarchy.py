@@ -168,6 +168,7 @@ class Hierarchy:
                 self._drop(node)
             else:
                 self._consider_parent(node)
+        self._policy.on_clear()
         self.dispatch()
 
     def _leave_device(self, node: Node) -> None:
@@ -244,6 +245,7 @@ class Hierarchy:
             self._unhost(step)
             if step.run is not None:
                 self._lift(step)
+            self._policy.on_forget(step)
         parent = self._tree.detach(node)
         if not self._compress(parent):
             self.consider(parent)
@@ -582,6 +584,7 @@ class Hierarchy:
             if step.host is not None:
                 self._lose_copy(step, step.host)
             self._dead[step] = None
+            self._policy.on_forget(step)
             if not step.pins:
                 self._bury(step)
         for loading in self._loads.values():

@@ -185,9 +185,10 @@ def test_queue_and_lookahead_reach_the_policy_in_order() -> None:
             super().__init__()
             self.heard: list[str] = []
 
-        def on_queue(self, request: str, keys: Any) -> None:
+        def on_queue(self, request: str, keys: Any) -> Sequence[bytes]:
             assert keys == [key_of(n) for n in work.requests[int(request)].nodes]
             self.heard.append(f"+{request}")
+            return ()
 
         def on_start(self, request: str) -> Sequence[bytes]:
             self.heard.append(f"-{request}")
@@ -287,7 +288,7 @@ def test_pgdsf_beats_lru_and_gdsf_on_repeated_questions() -> None:
     cell = policies.Cell(work, round(0.1 * work.distinct), 0)
     found = {name: policies.serve(cell, name, PROFILE)["document_hit_rate"] for name in ("pgdsf", "gdsf", "lru")}
     assert found["pgdsf"] > 1.06 * found["lru"]
-    assert found["pgdsf"] > 1.02 * found["gdsf"]
+    assert found["pgdsf"] > 1.01 * found["gdsf"]  # whose statistics outlive a node, too
 
 
 def test_storage_comes_out_as_fusionrag_has_it() -> None:

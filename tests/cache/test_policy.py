@@ -12,7 +12,8 @@ from ragjax.cache.policy.belady import Belady
 from ragjax.cache.policy.craft import Craft
 from ragjax.cache.policy.gdsf import GDSF
 from ragjax.cache.policy.lacr import LACR
-from ragjax.cache.policy.lfu import LFU
+from ragjax.cache.policy.lasting import FEWEST, GHOSTS_PER_NODE
+from ragjax.cache.policy.lfu import LFU, PerfectLFU
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.policy.none import FIFO
 from ragjax.cache.policy.pgdsf import PGDSF
@@ -20,6 +21,7 @@ from ragjax.cache.policy.s3fifo import S3FIFO
 from ragjax.cache.policy.sieve import SIEVE
 from ragjax.cache.profile import Profile
 from ragjax.core.tiers import Tier
+from tests.support.transfers import Bench, tokens
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST
 HIT, MISS = Access(True, 0, 0), Access(False, 0, 1)
@@ -58,6 +60,7 @@ class Cache:
                 gone = self.victims.pop()
                 self.policy.on_evict(gone, self.tier)
                 left.append(gone.key)
+                self.policy.on_forget(gone)
                 del self.nodes[gone.key]
             self.nodes[key] = node
         self.policy.on_access(node, Access(hit, **{"cached": 0, "new": 0 if hit else length, **more}))
@@ -104,6 +107,16 @@ class Rarest(Lowest):
         self.worth[key] = self.worth.get(key, 0) + 1
 
 
+class RarestEver(Lowest):
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.log = []
+
+    def use(self, key, hit, length):
+        self.log.append(key)
+        self.worth[key] = self.log.count(key)
+
+
 class Fixed(Lowest):
     def use(self, key, hit, length, cfo):
         self.worth[key] = self.worth.get(key, 0) + (100 if cfo < 0.01 else 1 / cfo)
@@ -120,11 +133,8 @@ class Dual(Lowest):
         self.log.append(key)
         now = len(self.log) - 1
         if not hit:
-            self.misses[key] = []
-            self.since = {**getattr(self, "since", {}), key: now}
-            self.misses[key].append(self.rate(**request))
-        begin = max(now - now % self.window, self.since[key])
-        frequency = self.log[begin:].count(key)
+            self.misses.setdefault(key, []).append(self.rate(**request))
+        frequency = self.log[now - now % self.window :].count(key)
         self.worth[key] = self.clock + frequency * sum(self.misses[key]) / len(self.misses[key])
 
     def leaves(self, key):
@@ -221,6 +231,7 @@ PAIRS = {
     "none": (FIFO, Arrived),
     "lru": (LRU, Oldest),
     "lfu": (LFU, Rarest),
+    "lfu-perfect": (PerfectLFU, RarestEver),
     "gdsf": (lambda: GDSF(window=700), lambda size: Dual(size, 700, lambda **_: 1.0)),
     "pgdsf": (lambda: PGDSF(PROFILE, window=700), lambda size: Dual(size, 700, per_token)),
     "craft": (Craft, Fixed),
@@ -283,7 +294,7 @@ def test_a_score_falls_only_where_the_queue_is_told(name):
             policy.on_evict(node, DEVICE)
             told = {node.key}
         elif action == 2:
-            policy.on_queue(f"r{at}", [n.key for n in rng.sample(nodes, 5)])
+            told = set(policy.on_queue(f"r{at}", [n.key for n in rng.sample(nodes, 5)]))
             waiting.append(f"r{at}")
         elif waiting:
             told = set(policy.on_start(waiting.pop(rng.randrange(min(40, len(waiting))))))
@@ -333,6 +344,72 @@ def test_pgdsf_counts_as_algorithm_1_does():
     # T(0, 100) = 1: the mean of 0.0125 and 0.01 seconds a token
     policy.on_access(node, Access(False, 0, 100))
     assert policy.score(node, DEVICE) == pytest.approx(3 * 0.01125)
+
+
+@pytest.mark.parametrize("make", [PerfectLFU, lambda: GDSF(window=10**6), lambda: PGDSF(PROFILE)])
+def test_what_is_known_of_a_node_survives_its_eviction_until_the_cache_is_cleared(make):
+    policy, known = make(), make()
+    node, back = Node(b"d"), Node(b"d")
+    for _ in range(3):
+        policy.on_access(node, MISS)
+        known.on_access(back, MISS)
+    policy.on_forget(node)
+    assert node.note is None
+    node = Node(b"d")
+    for p, n in ((policy, node), (known, back)):
+        p.on_access(n, MISS)
+    assert policy.score(node, DEVICE) == known.score(back, DEVICE)
+    policy.on_forget(node)
+    policy.on_clear()
+    fresh, other = Node(b"d"), Node(b"other")
+    policy.on_access(fresh, MISS)
+    policy.on_access(other, MISS)
+    assert policy.score(fresh, DEVICE) <= policy.score(other, DEVICE)
+
+
+def test_misses_before_and_after_an_eviction_are_averaged():
+    """RAGCache, formula 3: m counts every request that met the document uncached."""
+    cache = Cache(PGDSF(PROFILE), 1)
+    cache.access(b"d", cached=50, new=150)  # 1.875 seconds
+    cache.access(b"other", cached=0, new=100)
+    cache.access(b"d", cached=0, new=100)  # 1 second
+    assert cache.nodes[b"d"].note.misses == 2
+    assert cache.nodes[b"d"].note.rate == pytest.approx((1.875 / 150 + 1 / 100) / 2)
+    assert cache.nodes[b"d"].note.frequency == 2
+
+
+def test_a_new_window_resets_the_frequency_of_a_ghost():
+    cache = Cache(GDSF(window=3), 1)
+    for key in (b"d", b"d", b"other", b"d"):
+        cache.access(key)
+    assert cache.nodes[b"d"].note.frequency == 1
+
+
+def test_ghosts_are_bounded_and_the_oldest_leave():
+    policy = GDSF()
+    kept = [Node(b"kept%d" % i) for i in range(FEWEST // GHOSTS_PER_NODE + 5)]
+    for node in kept:
+        policy.on_access(node, MISS)
+    gone = [Node(b"%d" % i) for i in range(FEWEST + 100)]
+    for node in gone:
+        policy.on_access(node, MISS)
+        policy.on_forget(node)
+    assert list(policy._ghosts) == [node.key for node in gone[-GHOSTS_PER_NODE * len(kept) :]]
+    for node in kept:
+        policy.on_forget(node)
+    assert len(policy._ghosts) == FEWEST
+
+
+def test_splits_and_merges_count_the_nodes_that_ghosts_are_bounded_by():
+    policy, node, upper = GDSF(), Node(b"lower", 2), Node(b"upper", 2)
+    policy.on_access(node, MISS)
+    upper.note = node.note
+    policy.on_split(upper, node, b"whole")
+    assert policy._kept == 2
+    policy.on_merge(upper, node)
+    assert policy._kept == 1
+    policy.on_forget(node)
+    assert policy._kept == 0
 
 
 def test_each_tier_has_a_clock_that_never_goes_back():
@@ -457,7 +534,8 @@ def test_the_hand_is_round_when_all_that_stood_before_it_are_gone():
 
 
 def future(queue, wanted, window):
-    """Share of the window's weight: `wanted` says whether a request wants the node."""
+    """Share of the window's weight (None: the queue's): `wanted` says whether a request wants the node."""
+    window = window or max(len(queue), 1)
     weights = [window - rank for rank in range(window)]
     return sum(w for w, request in zip(weights, queue, strict=False) if wanted(request)) / sum(weights)
 
@@ -480,9 +558,9 @@ class Priorities:
 
 
 @pytest.mark.parametrize("half_life", [inf, 20.0])
-@pytest.mark.parametrize("window", [1, 4, 32])
+@pytest.mark.parametrize("window", [1, 4, 32, None])
 def test_lacr_orders_nodes_by_equation_6(window, half_life):
-    rng = random.Random(window)
+    rng = random.Random(window or 5)
     policy, slow = LACR(0.2, window, half_life), Priorities(0.2, window, half_life)
     nodes = {b"%d" % i: Node(b"%d" % i, 16) for i in range(25)}
     for at in range(600):
@@ -523,10 +601,16 @@ def cut(policy, slow, nodes, whole, at):
                 wanted.add(half.key)
 
 
-@pytest.mark.parametrize("capacity", [10, 20])
-def test_the_queue_finds_the_node_of_lowest_priority_though_priorities_rise_unnoticed(capacity):
+def refresh(cache, fallen):
+    for key in fallen:
+        if key in cache.nodes:
+            cache.victims.refresh(cache.nodes[key])
+
+
+@pytest.mark.parametrize(("capacity", "window"), [(10, 32), (20, 32), (10, None), (20, None)])
+def test_the_queue_finds_the_node_of_lowest_priority_though_priorities_rise_unnoticed(capacity, window):
     rng = random.Random(1)
-    policy, slow = LACR(half_life=30.0), Priorities(0.2, 32, 30.0)
+    policy, slow = LACR(half_life=30.0, window=window), Priorities(0.2, window, 30.0)
     cache = Cache(policy, capacity)
     stream = [key for key, _, _ in requests(7, 1500, 40)]
     for at in range(len(stream)):
@@ -534,12 +618,10 @@ def test_the_queue_finds_the_node_of_lowest_priority_though_priorities_rise_unno
             number = at + len(slow.queue)
             slow.queue.append(str(number))
             slow.measures[str(number)] = {stream[number]}
-            policy.on_queue(str(number), [stream[number]])
+            refresh(cache, policy.on_queue(str(number), [stream[number]]))
         slow.started += 1
         slow.queue = slow.queue[1:]
-        for key in policy.on_start(str(at)):
-            if key in cache.nodes:
-                cache.victims.refresh(cache.nodes[key])
+        refresh(cache, policy.on_start(str(at)))
         worth = {key: slow.of(key) for key in cache.nodes}
         for gone in cache.access(stream[at]):
             assert worth.pop(gone) <= min(worth.values()) + 1e-9
@@ -661,3 +743,16 @@ def test_belady_refuses_a_request_that_it_did_not_foresee():
     assert set(policy.on_start("0")) == {b"a"}
     with pytest.raises(ValueError, match="'1'"):
         policy.on_start("1")
+
+
+def test_the_real_cache_reports_what_left_it_and_its_clearance():
+    """Documents that fill the cache in turn: the statistics of each survive every eviction."""
+    bench = Bench(pages=3, policy=PGDSF(PROFILE))
+    for ids in ([1] * 8, [2] * 8, [1] * 8):
+        bench.put(ids)
+    kept = next(node for node in bench.cache.tree.nodes() if node.raw[:4] == tokens(1).tobytes())
+    assert (kept.note.frequency, kept.note.misses) == (2, 2)
+    bench.cache.clear()
+    bench.put([1] * 8)
+    [kept] = bench.cache.tree.nodes()
+    assert (kept.note.frequency, kept.note.misses) == (1, 1)

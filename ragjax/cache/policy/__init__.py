@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.policy.craft import Craft
 from ragjax.cache.policy.gdsf import GDSF
 from ragjax.cache.policy.lacr import LACR
-from ragjax.cache.policy.lfu import LFU
+from ragjax.cache.policy.lfu import LFU, PerfectLFU
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.policy.none import FIFO
 from ragjax.cache.policy.pgdsf import PGDSF
@@ -20,9 +21,11 @@ POLICIES: Mapping[str, Callable[[Profile], Policy]] = {
     "none": lambda _: FIFO(),
     "lru": lambda _: LRU(),
     "lfu": lambda _: LFU(),
+    "lfu-perfect": lambda _: PerfectLFU(),
     "gdsf": lambda _: GDSF(),
     "pgdsf": PGDSF,
     "lacr": lambda _: LACR(),
+    "lacr-paper": lambda _: LACR(window=None, half_life=inf),
     "craft": lambda _: Craft(),
     "s3fifo": lambda _: S3FIFO(),
     "sieve": lambda _: SIEVE(),

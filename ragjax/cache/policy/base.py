@@ -34,7 +34,7 @@ class Policy:
 
     What a policy remembers of a node it keeps in `node.note`, which is None at first and nobody else's. Scores may
     rise unnoticed (the queue reads them again before a node leaves); one that falls must be told by `on_access` of
-    the node itself or by `on_start`.
+    the node itself, or by `on_queue` or `on_start`.
     """
 
     lanes = 1
@@ -58,6 +58,12 @@ class Policy:
     def on_evict(self, node: Node, tier: Tier) -> None:
         """The node leaves `tier`."""
 
+    def on_forget(self, node: Node) -> None:
+        """The node has left every tier; nobody asks for its score any more."""
+
+    def on_clear(self) -> None:
+        """The cache was cleared: what is known of nodes that are not kept no longer counts."""
+
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
         """The node with this key was cut in two; `upper`, new, is its first part and has the note of `lower`."""
 
@@ -72,8 +78,12 @@ class Policy:
         """The queue to take from next, if it has anybody."""
         return 0
 
-    def on_queue(self, request: str, keys: Collection[bytes]) -> None:
-        """A request began to wait; it will use the nodes with these keys, kept or not."""
+    def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
+        """A request began to wait; it will use the nodes with these keys, kept or not.
+
+        Returns the keys whose scores fell.
+        """
+        return ()
 
     def on_start(self, request: str) -> Iterable[bytes]:
         """The request waits no more; returns the keys whose scores fell."""

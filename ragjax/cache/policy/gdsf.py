@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.base import Access
+from ragjax.cache.policy.lasting import Lasting
 from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
@@ -21,6 +22,8 @@ class Worth:
     frequency: its accesses in window number `window`, in which its last one fell.
     clocks: those of device and host at its last access.
     rate: cost per token; mean over the `misses` that told it.
+
+    It outlives the node: frequency and misses count every request for it, whether it was kept then or not.
     """
 
     frequency: int = 0
@@ -30,7 +33,7 @@ class Worth:
     misses: int = 0
 
 
-class GDSF(Policy):
+class GDSF(Lasting):
     """The lowest Clock + Frequency × Cost / Size leaves first; here Cost / Size is 1.
 
     Each tier has a clock: the highest priority among the nodes that left it. A node's own is set when it is accessed,
@@ -41,13 +44,14 @@ class GDSF(Policy):
     def __init__(self, window: int = WINDOW):
         if window < 1:
             raise ValueError(f"window: {window} accesses; at least 1 is needed")
+        super().__init__()
         self._window = window
         self._accesses = 0
         self._clocks = (0.0, 0.0)
 
     def on_access(self, node: Node, access: Access) -> None:
         """Count, and set the node's clocks."""
-        worth = node.note
+        worth = self._recall(node)
         if worth is None:
             worth = node.note = Worth()
         window = self._accesses // self._window
@@ -72,5 +76,6 @@ class GDSF(Policy):
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
         """Both halves were met as often, and cost as much per token."""
+        super().on_split(upper, lower, key)
         if lower.note is not None:
             upper.note = replace(lower.note)

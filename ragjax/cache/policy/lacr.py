@@ -15,7 +15,7 @@ ALPHA = 0.2
 """Weight of the past (the paper's)."""
 
 WINDOW = 32
-"""Waiting requests that count."""
+"""Waiting requests that count, unless all do."""
 
 HALF_LIFE = 1000.0
 """Requests after which one counts half."""
@@ -59,22 +59,24 @@ class LACR(Policy):
     as one that came `half_life` requests later, so that what was liked long ago does not stay for ever (the paper
     counts all alike: infinity). Future is the share of the window's weight that the requests have which will use the
     node: the first of the waiting weighs `window`, the next one less, and so on; beyond the window they weigh
-    nothing. Both lie in [0, 1].
+    nothing. Both lie in [0, 1]. Without a `window` (None) it is the present queue (the paper's): its first request
+    weighs as much as there are requests, its last one 1, and all weights together are the whole.
 
     A score is the logarithm of the priority times what all requests so far count together, taken with the latest
     weighing 2 ** (requests / half_life): so History never changes but by an access, and nothing overflows. Note: the
     logarithm of the node's own count. A request that starts costs O(its keys), and if it overtakes others, theirs too.
+    Without a window one that begins to wait costs O(keys of all who wait): their shares fall.
     """
 
-    def __init__(self, alpha: float = ALPHA, window: int = WINDOW, half_life: float = HALF_LIFE):
+    def __init__(self, alpha: float = ALPHA, window: int | None = WINDOW, half_life: float = HALF_LIFE):
         if not 0 < alpha < 1:
             raise ValueError(f"alpha: {alpha} is not between 0 and 1")
-        if window < 1:
+        if window is not None and window < 1:
             raise ValueError(f"window: {window} requests; at least 1 is needed")
         if not half_life > 0:
             raise ValueError(f"half_life: {half_life} requests; it must be positive")
         self._alpha = log2(alpha)
-        self._beta = (1 - alpha) / (window * (window + 1) / 2)
+        self._beta = 1 - alpha
         self._length = window
         self._step = 1 / half_life
         self._now = 0.0
@@ -94,17 +96,25 @@ class LACR(Policy):
         past: float = -inf if node.note is None else self._alpha + node.note
         demand = self._demands.get(node.key)
         weight = self._weight(demand) if demand is not None else 0
-        return _log_sum(past, self._now + log2(self._beta * self._count * weight)) if weight else past
+        if not weight:
+            return past
+        whole = self._first * (self._first + 1) / 2
+        return _log_sum(past, self._now + log2(self._beta * self._count * weight / whole))
+
+    @property
+    def _first(self) -> int:
+        """What the first of the queue weighs."""
+        return len(self._window) if self._length is None else self._length
 
     def _weight(self, demand: Demand | None) -> int:
         total = 0
         while demand is not None:
-            total += demand.count * (self._length + self._left) - demand.slots
+            total += demand.count * (self._first + self._left) - demand.slots
             demand = demand.whole
         return total
 
-    def on_queue(self, request: str, keys: Collection[bytes]) -> None:
-        """The request joins the end of the queue.
+    def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
+        """The request joins the end of the queue; without a window, all that others want falls.
 
         Raises:
             ValueError: if it waits already.
@@ -117,6 +127,7 @@ class LACR(Policy):
         self._waiting[request] = Waiting(demands)
         self._beyond[request] = None
         self._advance()
+        return list(self._demands) if self._length is None else ()
 
     def _demand(self, key: bytes) -> Demand:
         demand = self._demands.get(key)
@@ -137,24 +148,31 @@ class LACR(Policy):
             demand.slots += waiting.slot
 
     def on_start(self, request: str) -> Iterable[bytes]:
-        """The request leaves the queue; those behind it move up. Returns the keys that it wanted."""
+        """The request leaves the queue; those behind it move up. Returns the keys that it wanted.
+
+        Without a window, those that it overtook may fall too.
+        """
         self._now += self._step
         self._count = 1 + self._count / 2**self._step
         waiting = self._waiting.pop(request, None)
         if waiting is None:
             return ()
+        overtook = False
         if request in self._beyond:
             del self._beyond[request]
         else:
-            self._leave(request, waiting)
+            overtook = self._leave(request, waiting) > 0
             self._advance()
         fallen = [key for demand in waiting.demands for key in demand.names()]
+        if overtook and self._length is None:
+            fallen += self._demands
         for demand in waiting.demands:
             demand.users -= 1
             self._forget(demand)
         return fallen
 
-    def _leave(self, request: str, waiting: Waiting) -> None:
+    def _leave(self, request: str, waiting: Waiting) -> int:
+        """The request leaves the window; returns how many it overtook."""
         for demand in waiting.demands:
             demand.count -= 1
             demand.slots -= waiting.slot
@@ -166,6 +184,7 @@ class LACR(Policy):
             overtaken.slot += 1
             for demand in overtaken.demands:
                 demand.slots += 1
+        return rank
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
         """Who wants the node that had this key wants both halves."""

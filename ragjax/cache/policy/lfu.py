@@ -1,8 +1,9 @@
-"""Least frequently used, among the nodes that are kept."""
+"""Least frequently used: among the nodes that are kept, or of all that were ever asked for."""
 
 from __future__ import annotations
 
 from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.lasting import Lasting
 from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
@@ -28,3 +29,16 @@ class LFU(Policy):
     def score(self, node: Node, tier: Tier) -> float:
         """Frequency first, then the tick."""
         return node.note or 0
+
+
+class PerfectLFU(Lasting, LFU):
+    """LFU whose frequencies outlive the nodes: every access counts, whether the node was kept then or not."""
+
+    def __init__(self) -> None:
+        Lasting.__init__(self)
+        LFU.__init__(self)
+
+    def on_access(self, node: Node, access: Access) -> None:
+        """Count on from what is known of the node."""
+        self._recall(node)
+        LFU.on_access(self, node, access)

@@ -20,6 +20,7 @@ import uvicorn
 from ragjax import core
 from ragjax.commands.flags import command_line, from_zero, graph, integer, knowledge, positive, share
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
+from ragjax.serve.stop import Server, Watchdog
 
 if TYPE_CHECKING:
     from ragjax.engine import Engine
@@ -28,7 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns its exit code: 0 after a graceful stop, 2 if it cannot start as asked."""
+    """The command. Returns its exit code: 0 after a graceful stop, 2 if it cannot start as asked.
+
+    A stop that takes too long ends the process with code 3 (`ragjax.serve.stop`).
+    """
     try:
         options = parse_options(argv)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -246,16 +250,17 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
         ws="none",
         lifespan="off",
     )
-    server = uvicorn.Server(config)
     _listen(listener)
-    # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
-    before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
-    _say_ready(engine, listener, options)
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with Watchdog(options.grace) as watchdog:
+        server = Server(config, engine, watchdog)
+        # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
+        before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        _say_ready(engine, listener, options)
+        try:
+            server.run(sockets=[listener])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _keys(options: argparse.Namespace) -> dict[str, str]:

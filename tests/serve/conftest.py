@@ -1,0 +1,24 @@
+"""Servers that several tests of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.fakes import FakeEngine
+from tests.support.serving import Caught, Served, serving
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Served]:
+    """One server for the tests that leave nothing behind."""
+    with serving(FakeEngine()) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def caught() -> Iterator[Caught]:
+    engine = FakeEngine(context_length=10**6)
+    with serving(engine) as served:
+        yield Caught(served, engine)

@@ -1,0 +1,72 @@
+"""API keys and tenants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import openai
+import pytest
+
+from ragjax import core
+from ragjax.serve.command import parse_options
+from tests.support.fakes import FakeEngine
+from tests.support.serving import CHAT, error_of, serving
+
+
+def test_key_is_required_except_for_health() -> None:
+    with serving(FakeEngine(), keys={"sésame": ""}) as served:
+        assert served.get("/health").json() == {"status": "ok", "ready": True, "model": "fake"}
+        for path in ("/metrics", "/v1/models", "/nowhere", "/openapi.json"):
+            response = served.get(path)
+            assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+            assert error_of(response)["code"] == "invalid_api_key"
+        for wrong in ("sésam", "sésames", "SÉSAME"):
+            headers = {"authorization": f"Bearer {wrong}".encode()}
+            assert served.post(json=CHAT, headers=headers).status_code == 401
+        assert served.post(json=CHAT, headers={"authorization": "sésame".encode()}).status_code == 401
+        assert served.post(json=CHAT, headers={"authorization": "Bearer sésame".encode()}).status_code == 200
+
+
+def test_key_with_openai_client() -> None:
+    with serving(FakeEngine(), keys={"sesame": ""}) as served:
+        with pytest.raises(openai.AuthenticationError):
+            served.client(api_key="wrong").models.list()
+        assert served.client(api_key="sesame").models.list().data[0].id == "fake"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no json", "cannot read"),
+        ("[]", "object"),
+        ("{}", "object"),
+        ('{"k": {"name": ""}}', "needs a name"),
+        ('{"k": {"name": "a", "quota": 1}}', "no more"),
+        ('{"k": {"name": "a", "quota_gb": -1}}', "above 0"),
+        ('{"k": {"name": "a"}, "l": {"name": "a"}}', "same name"),
+        ('{" ": {"name": "a"}}', "empty"),
+        ('{"k": {"name": "a"}, "k": {"name": "b"}}', "twice"),
+        ('{"k": {"name": "a", "name": "b"}}', "twice"),
+        ('{"k": {"name": "\\ud800"}}', "Unicode"),
+        ('{"k": {"name": "a", "quota_gb": true}}', "above 0"),
+        ('{"k": {"name": "a", "quota_gb": 1e305}}', "up to 1e9"),
+        ('{"\\ud800": {"name": "a"}}', "printable"),
+        ('{"k\\n": {"name": "a"}}', "printable"),
+        ('{"a\\tb": {"name": "a"}}', "printable"),
+        ('{"shared": {"name": "a"}}', "--api-key"),
+    ],
+)
+def test_bad_tenant_files(content: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text(content)
+    with pytest.raises(core.ConfigError, match=message):
+        parse_options(["--tenants", str(path), "--api-key", "shared"])
+
+
+def test_the_key_decides_the_tenant() -> None:
+    engine = FakeEngine()
+    with serving(engine, keys={"master": "", "k1": "acme", "k2": "umbra"}) as served:
+        for key in ("k1", "k2", "master"):
+            assert served.post(json=CHAT, headers={"authorization": f"Bearer {key}"}).status_code == 200
+        assert served.post(json=CHAT, headers={"authorization": "Bearer acme"}).status_code == 401
+    assert [request.tenant for request in engine.requests] == ["acme", "umbra", ""]

@@ -1,0 +1,172 @@
+"""The command's flags, and starts that fail."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ragjax import core
+from ragjax.engine import Engine
+from ragjax.retrieval.reader import read
+from ragjax.serve import main
+from ragjax.serve.command import _storage, parse_options
+from tests.support.fakes import FakeEngine
+from tests.support.serving import Served, program
+
+
+def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loaded: dict[str, Any] = {}
+
+    class Recorder:
+        @staticmethod
+        def load(model: str, **settings: Any) -> None:
+            loaded.update(settings, model=model)
+            raise core.ConfigError("seen enough")
+
+    monkeypatch.setattr("ragjax.engine.Engine", Recorder)
+    expected = {
+        "model": "some/model",
+        "strategy": "naive",
+        "recompute_ratio": 0.25,
+        "quality_budget": "KL=0.05",
+        "quality_fallback": "full",
+        "shadow_rate": 0.125,
+        "dtype": "float32",
+        "top_k": 5,
+        "device_cache_gb": 0.25,
+        "max_queue": 7,
+        "max_context": 512,
+        "index": "hnsw",
+        "index_dir": str(tmp_path / "kept"),
+        "record_trace": str(tmp_path / "trace"),
+        "graph_dir": str(tmp_path / "graphs"),
+    }
+    flags = [part for name, value in expected.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    facts = tmp_path / "facts.tsv"
+    facts.write_text("a\tb\tc\n")
+    assert main([*flags, "--graph", str(facts), "--knowledge", "none", "--port", "0"]) == 2
+    assert loaded == {**expected, "graph": {"facts": facts}, "knowledge": None, "storage": core.StorageOptions()}
+
+
+def test_flags_and_fake_agree_with_the_engine() -> None:
+    settings = inspect.signature(Engine.load).parameters
+    options = vars(parse_options([]))
+    shared = {name for name in settings if name in options} - {"model", "knowledge"}
+    assert {"device_cache_gb", "index_dir", "top_k"} < shared
+    assert {name: options[name] for name in shared} == {name: settings[name].default for name in shared}
+    fake = inspect.signature(FakeEngine.load).parameters
+    assert {n: p.default for n, p in fake.items()} == {n: settings[n].default for n in fake}
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--frobnicate", "1"], "--frobnicate"),
+        (["--recompute-ratio", "1.2"], "--recompute-ratio"),
+        (["--shadow-rate", "-1"], "--shadow-rate"),
+        (["--quality-fallback", "prefix"], "--quality-fallback"),
+        (["--mod", "x"], "--mod"),
+        (["--port", "http"], "--port"),
+        (["--port", "70000"], "--port"),
+        (["--dtype", "int4"], "--dtype"),
+        (["--top-k", "0"], "--top-k"),
+        (["--device-cache-gb", "nan"], "--device-cache-gb"),
+        (["--device-cache-gb", "1e305"], "--device-cache-gb"),
+        (["--host-cache-gb", "1e305"], "--host-cache-gb"),
+        (["--max-body-mb", "-1"], "--max-body-mb"),
+        (["--index", "tree"], "--index"),
+        (["--knowledge", "/no/such/folder"], "/no/such/folder"),
+        (["--graph", "/no/such/facts.tsv"], "--graph"),
+        (["--api-key", ""], "API key"),
+        (["--api-key", "key "], "--api-key"),
+        (["--host", "192.0.2.1"], "192.0.2.1"),
+        (["--port"], "--port"),
+        (["extra"], "extra"),
+    ],
+)
+def test_bad_flag_is_one_line_and_code_2(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and word in err
+
+
+def test_bad_model_is_one_line_and_code_2() -> None:
+    process = program("--model", "missing", "--port", "0")
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 2 and err.count("\n") == 1 and "'missing'" in err
+
+
+def test_occupied_port_is_one_line_and_code_2(shared: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    port = shared.url.rsplit(":", 1)[1]
+    assert main(["--port", port]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and port in err
+
+
+def test_port_taken_while_the_model_loads_is_one_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+
+        class Loads(FakeEngine):
+            @classmethod
+            def load(cls, model: str, **settings: Any) -> FakeEngine:
+                other.listen()
+                return FakeEngine()
+
+        monkeypatch.setattr("ragjax.engine.Engine", Loads)
+        port = str(other.getsockname()[1])
+        assert main(["--port", port]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and port in err
+
+
+def test_storage_flags_reach_the_engine(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(json.dumps({"k1": {"name": "acme", "quota_gb": 0.5}, "k2": {"name": "umbra"}}))
+    flags = ["--host-cache-gb", "2", "--disk-cache", str(tmp_path), "--disk-cache-gb", "3", "--at-rest", "int8"]
+    more = ["--load-timeout", "4", "--policy", "lacr", "--share-knowledge", "--tenants", str(tenants)]
+    options = parse_options([*flags, *more])
+    assert _storage(options) == core.StorageOptions(
+        policy="lacr",
+        host_gb=2.0,
+        disk=str(tmp_path),
+        disk_gb=3.0,
+        at_rest="int8",
+        load_timeout=4.0,
+        quotas={"acme": 0.5},
+        share_knowledge=True,
+    )
+    assert _storage(parse_options([])) == core.StorageOptions()
+
+
+def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAGJAX_API_KEY", raising=False)
+    plain = parse_options([])
+    assert (plain.host, plain.port, plain.api_key) == ("127.0.0.1", 8000, None)
+    assert plain.knowledge is not None and list(plain.knowledge) == ["demo"]
+    assert len(list(Path(plain.knowledge["demo"]).glob("*.md"))) >= 40, "the packaged documents"
+    assert parse_options(["--knowledge", "none"]).knowledge is None
+    assert parse_options(["--knowledge", str(tmp_path)]).knowledge == {tmp_path.name: tmp_path}
+    assert plain.graph is None
+    graph = parse_options(["--graph", "demo"]).graph
+    assert list(graph) == ["demo"] and len(list(read(graph["demo"]))) >= 180, "the packaged facts"
+    facts = tmp_path / "facts.tsv"
+    facts.write_text("a\tb\tc\n")
+    assert parse_options(["--graph", str(facts)]).graph == {"facts": facts}
+    monkeypatch.setenv("RAGJAX_API_KEY", "from the environment")
+    assert parse_options([]).api_key == "from the environment"
+    assert parse_options(["--api-key", "flag"]).api_key == "flag"
+    monkeypatch.setenv("RAGJAX_API_KEY", "from a file\n")
+    with pytest.raises(core.ConfigError, match="RAGJAX_API_KEY"):
+        parse_options([])
+    monkeypatch.setenv("RAGJAX_API_KEY", "")
+    with pytest.raises(core.ConfigError, match="empty"):
+        parse_options([])

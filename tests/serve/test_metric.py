@@ -1,0 +1,99 @@
+"""Metrics, and the page that lists them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from ragjax import core
+from ragjax.serve import create_app
+from ragjax.serve.command import parse_options
+from tests.support.fakes import FakeEngine
+from tests.support.serving import CHAT, Served, serving
+
+
+def _families(served: Served) -> list[Metric]:
+    response = served.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    return list(text_string_to_metric_families(response.text))
+
+
+def _samples(served: Served) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = _families(served)
+    return {(s.name, tuple(sorted(s.labels.items()))): s.value for family in families for s in family.samples}
+
+
+def test_metrics() -> None:
+    with serving(FakeEngine()) as served:
+        served.post(json=CHAT)
+        served.post(json={**CHAT, "stream": True, "rag": {"strategy": "naive"}})
+        served.post(json={**CHAT, "frobnicate": 1})
+        served.get("/nowhere/1")
+        served.get("/nowhere/2")
+        samples = _samples(served)
+    chat = ("route", "/v1/chat/completions")
+    assert all(name.startswith("ragjax_") for name, _ in samples)
+    assert samples["ragjax_requests_total", (("strategy", "prefix"),)] == 1
+    assert samples["ragjax_requests_total", (("strategy", "naive"),)] == 1
+    assert samples["ragjax_reused_tokens_total", ()] == 14
+    assert samples["ragjax_pages_capacity", ()] == 128
+    assert samples["ragjax_attention_calls_total", (("backend", "xla"),)] == 60
+    assert samples["ragjax_attention_fallbacks_total", (("reason", "triton: no such kernel"),)] == 60
+    assert samples["ragjax_http_requests_total", (chat, ("status", "200"))] == 2
+    assert samples["ragjax_http_requests_total", (chat, ("status", "400"))] == 1
+    assert samples["ragjax_http_requests_total", (("route", "unknown"), ("status", "404"))] == 2
+    assert samples["ragjax_http_request_seconds_count", (chat,)] == 3
+    assert samples["ragjax_ttft_seconds_count", (("strategy", "naive"),)] == 1
+    assert samples["ragjax_inter_token_seconds_count", ()] == 10, "five gaps between six tokens, twice"
+
+
+def test_every_engine_number_is_exposed() -> None:
+    engine = FakeEngine()
+    with serving(engine) as served:
+        served.post(json=CHAT)
+        names = {name for name, _ in _samples(served)}
+    renamed = {"pages_total": "pages_capacity"}
+    assert {f"ragjax_{renamed.get(name, name)}" for name in engine.stats()} <= names
+
+
+def test_the_page_names_every_metric_and_flag() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    engine = FakeEngine()
+    with serving(engine) as served:
+        names = {f.name + "_total" * (f.type == "counter") for f in _families(served)}
+    rows = "\n".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"ragjax_\w+", rows)) == {name for name in names if not name.endswith("_created")}
+    flags = {f"--{name.replace('_', '-')}" for name in vars(parse_options([]))}
+    assert set(re.findall(r"--[\w-]+", rows)) == flags
+
+
+def test_the_page_names_every_endpoint() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    paths = {route.path.replace(":path", "") for route in create_app(FakeEngine()).routes}  # type: ignore[attr-defined]
+    assert set(re.findall(r"`(?:GET|POST) (/[^`]*)`", page)) == paths
+
+
+def test_what_shadow_replay_sees_is_a_histogram() -> None:
+    engine = FakeEngine()
+    with serving(engine) as served:
+        (observe,) = engine.observers
+        observe("naive", core.Divergence(0.02, 0.75))
+        observe("naive", core.Divergence(0.5, 1.0))
+        samples = _samples(served)
+    naive = ("strategy", "naive")
+    assert samples["ragjax_shadow_kl_sum", (naive,)] == pytest.approx(0.52)
+    assert samples["ragjax_shadow_kl_bucket", (("le", "0.03"), naive)] == 1
+    assert samples["ragjax_shadow_top1_count", (naive,)] == 2
+    assert samples["ragjax_shadow_top1_bucket", (("le", "0.8"), naive)] == 1
+    assert samples["ragjax_shadow_replays_total", (("outcome", "replayed"),)] == 1
+    assert samples["ragjax_shadow_escalations_total", (("reason", "fault"),)] == 0
+
+
+def test_two_apps_count_apart() -> None:
+    with serving(FakeEngine()) as one, serving(FakeEngine()) as other:
+        one.post(json=CHAT)
+        assert not any(("route", "/v1/chat/completions") in labels for _, labels in _samples(other))

@@ -1,0 +1,102 @@
+"""The end of a server, after a signal."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+from tests.support.fakes import FakeEngine
+from tests.support.serving import CHAT, MESSAGES, TEXT, error_of, events_of, program, serving, url_of, wait_for
+
+
+def test_graceful_stop_finishes_the_running_request() -> None:
+    engine = FakeEngine(delay=0.1)
+    with serving(engine) as served:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(served.post(json={**CHAT, "stream": True})))
+        asking.start()
+        wait_for(lambda: engine.running == 1)
+        served.stop()
+        asking.join(10)
+    assert events_of(answers[0])[-1] == "[DONE]" and engine.finished == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_stop_cancels_after_the_grace_time(stream: bool) -> None:
+    engine = FakeEngine(tokens=("word ",) * 1000, delay=0.02)
+    with serving(engine, grace=1) as served:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(served.post(json={**CHAT, "stream": stream})))
+        asking.start()
+        wait_for(lambda: engine.running == 1)
+        served.stop()
+        asking.join(10)
+    assert engine.cancelled == 1
+    engine.audit()
+    error = events_of(answers[0])[-1]["error"] if stream else error_of(answers[0])
+    assert error["code"] == "stopping" and answers[0].status_code == (200 if stream else 503)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_gracefully(number: signal.Signals) -> None:
+    process = program("--model", "slow", "--port", "0", "--api-key", "k", "--knowledge", "none")
+    client = openai.OpenAI(base_url=url_of(process) + "/v1", api_key="k", max_retries=0, timeout=20)
+    stream = client.chat.completions.create(model="slow", messages=MESSAGES, stream=True)
+    first = next(stream)
+    process.send_signal(number)
+    rest = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in [first, *rest])
+    assert process.stderr is not None
+    log = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(20) == 0 and text == TEXT
+    assert "finished 1" in log and "Traceback" not in log
+
+
+FLAGS = ("--port", "0", "--knowledge", "none", "--model", "fake")
+QUICK = "from ragjax.serve import stop; stop.CLOSING, stop.LAST = 1.0, 0.5; import asyncio, threading\n"
+STUCK_THREAD = """
+async def submit(self, request):
+    print("working", file=sys.stderr)
+    await asyncio.to_thread(threading.Event().wait)
+    yield
+FakeEngine.submit = submit
+"""
+STUCK_ENGINE = "FakeEngine.close = lambda self: threading.Event().wait()"
+
+
+def test_a_stuck_thread_does_not_keep_the_process() -> None:
+    process = program(
+        "--port", "0", "--knowledge", "none", "--grace", "1", "--model", "fake", patch=QUICK + STUCK_THREAD
+    )
+    url = url_of(process)
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/chat/completions", json=CHAT)))
+    asking.start()
+    assert process.stderr is not None
+    assert any("working" in line for line in process.stderr)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    log = process.stderr.read()
+    assert process.wait(20) == 3 and 1 <= time.monotonic() - began < 10
+    process.stderr.close()
+    asking.join(10)
+    assert answers[0].status_code == 503 and error_of(answers[0])["code"] == "stopping"
+    assert "finished 0" in log, "the engine was closed"
+    assert "a thread did not end in time" in log and "threading.py" in log, "and where each thread is"
+
+
+def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
+    process = program(
+        "--port", "0", "--knowledge", "none", "--grace", "0", "--model", "fake", patch=QUICK + STUCK_ENGINE
+    )
+    url_of(process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 3
+    assert process.stderr is not None and "the engine did not end in time" in process.stderr.read()
+    process.stderr.close()

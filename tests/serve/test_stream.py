@@ -1,0 +1,93 @@
+"""Streams, errors and clients that leave."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import openai
+import pytest
+
+from ragjax import core
+from tests.support.fakes import FakeEngine
+from tests.support.serving import CHAT, Served, error_of, events_of, serving, wait_for
+
+
+def test_sse_framing(shared: Served) -> None:
+    response = shared.post(json={**CHAT, "stream": True})
+    *chunks, done = events_of(response)
+    assert done == "[DONE]"
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop" and chunks[-1]["rag"]["segments"]
+    assert all("usage" not in chunk and "rag" not in chunk for chunk in chunks[:-1])
+    summed = events_of(shared.post(json={**CHAT, "stream": True, "stream_options": {"include_usage": True}}))
+    assert [chunk["usage"] is None for chunk in summed[:-1]] == [True] * 8 + [False] and "rag" not in summed[-2]
+
+
+def test_stream_comes_token_by_token() -> None:
+    with serving(FakeEngine(delay=0.05)) as served:
+        times = []
+        for _ in served.client().chat.completions.create(**CHAT, stream=True):
+            times.append(time.monotonic())
+    assert times[-1] - times[0] > 0.15, "chunks were held back until the end"
+
+
+def test_line_ends_in_text_keep_the_framing() -> None:
+    with serving(FakeEngine(tokens=("a\n\nb", "\r\n", "\u2028", "é"))) as served:
+        *chunks, done = events_of(served.post(json={**CHAT, "stream": True}))
+    assert done == "[DONE]"
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "a\n\nb\r\n\u2028é"
+
+
+def test_error_before_the_stream_is_an_http_error() -> None:
+    with serving(FakeEngine(error=core.RequestError("no", param="rag.knowledge"))) as served:
+        response = served.post(json={**CHAT, "stream": True})
+    assert response.status_code == 400 and error_of(response)["param"] == "rag.knowledge"
+
+
+@pytest.mark.parametrize("error", [core.OutOfPages("the pool is full"), core.VisibilityError("two intervals")])
+def test_what_the_engine_cannot_do_is_a_400_with_its_words(error: core.RagjaxError) -> None:
+    with serving(FakeEngine(error=error)) as served:
+        response = served.post(json=CHAT)
+    assert response.status_code == 400 and error_of(response)["message"] == str(error)
+
+
+def test_error_in_mid_stream_is_an_event() -> None:
+    with serving(FakeEngine(breakdown=ValueError("secret detail"))) as served:
+        response = served.post(json={**CHAT, "stream": True})
+        *chunks, last = events_of(response)
+        assert len(chunks) == 3 and last["error"]["code"] == "internal_error" and "secret" not in response.text
+        with pytest.raises(openai.APIError):
+            list(served.client().chat.completions.create(**CHAT, stream=True))
+
+
+def test_engine_failure_leaks_nothing_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with serving(FakeEngine(error=ValueError("secret detail"))) as served:
+        response = served.post(json=CHAT)
+        assert served.get("/health").status_code == 200, "the server goes on"
+    assert response.status_code == 500 and "secret" not in response.text
+    request_id = response.headers["x-request-id"]
+    assert request_id in error_of(response)["message"]
+    (record,) = [r for r in caplog.records if request_id in r.getMessage() and r.exc_info]
+    assert "secret detail" in str(record.exc_info)
+
+
+@pytest.mark.parametrize("delay", [0.02, 30.0], ids=["decoding", "before the first token"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_client_that_leaves_cancels_its_request(stream: bool, delay: float) -> None:
+    engine = FakeEngine(tokens=("word ",) * 1000, delay=delay, context_length=2000)
+    with serving(engine) as served:
+        with socket.create_connection(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))) as connection:
+            body = json.dumps({**CHAT, "stream": stream, "max_tokens": 1000}).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            wait_for(lambda: engine.running == 1)
+            if stream and delay < 1:
+                received = b""
+                while b"data: " not in received:
+                    received += connection.recv(65536)
+        wait_for(lambda: engine.cancelled == 1, seconds=2)
+        engine.audit()
+        assert served.get("/health").status_code == 200
+    assert engine.finished == 0

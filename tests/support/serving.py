@@ -1,0 +1,143 @@
+"""A server over a fake engine: in this process, on loopback, or as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from ragjax import core
+from ragjax.serve import create_app
+from tests.support.fakes import FakeEngine
+
+MESSAGES = [{"role": "user", "content": "What colour is the lighthouse?"}]
+CHAT = {"model": "fake", "messages": MESSAGES}
+TEXT = "The lighthouse is red."
+
+
+@dataclass
+class Served:
+    """A running server."""
+
+    url: str
+    server: uvicorn.Server
+    thread: threading.Thread
+
+    def post(self, path: str = "/v1/chat/completions", **kwargs: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=20, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=20, **kwargs)
+
+    def client(self, **kwargs: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "any", "max_retries": 0, "timeout": 20, **kwargs})
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def serving(engine: FakeEngine, grace: int = 10, **kwargs: Any) -> Iterator[Served]:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        create_app(engine, **kwargs), log_config=None, ws="none", lifespan="off", timeout_graceful_shutdown=grace
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    wait_for(lambda: server.started)
+    served = Served(f"http://127.0.0.1:{listener.getsockname()[1]}", server, thread)
+    try:
+        yield served
+    finally:
+        served.stop()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The chunks of a stream, checked for framing: every event is one `data:` line and an empty one."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *events, rest = response.text.split("\n\n")
+    assert rest == "" and all(event.startswith("data: ") and "\n" not in event for event in events)
+    return [event[6:] if event == "data: [DONE]" else json.loads(event[6:]) for event in events]
+
+
+@dataclass
+class Caught:
+    """A server and its engine, to read what a body became."""
+
+    served: Served
+    engine: FakeEngine
+
+    def request(self, path: str = "/v1/chat/completions", **fields: Any) -> core.Request:
+        body = {"model": "fake", **({"messages": MESSAGES} if "chat" in path else {}), **fields}
+        response = self.served.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return self.engine.requests[-1]
+
+
+PROGRAM = """
+import sys, types
+sys.path.insert(0, {tests!r})
+from tests.support.fakes import FakeEngine
+from prometheus_client import Metric
+module = types.ModuleType("ragjax.engine")
+module.Engine = FakeEngine
+sys.modules["ragjax.engine"] = module
+from ragjax import serve
+close = FakeEngine.close
+FakeEngine.close = lambda self: (close(self), print("finished", self.finished, file=sys.stderr))
+{patch}
+sys.exit(serve.main(sys.argv[1:]))
+"""
+
+
+def program(*flags: str, patch: str = "") -> subprocess.Popen[str]:
+    """The command, with the fake in the engine's place. patch: statements that run before it."""
+    program = PROGRAM.format(tests=str(Path(__file__).parents[2]), patch=patch)
+    environment = {k: v for k, v in os.environ.items() if k != "RAGJAX_API_KEY"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Waits until the program is ready; the base of its URLs."""
+    assert process.stderr is not None
+    ready = next(line for line in process.stderr if "ready at" in line)
+    url = re.search(r"(http://\S+)/v1", ready)
+    assert url is not None
+    return url[1]

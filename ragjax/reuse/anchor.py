@@ -1,14 +1,14 @@
-"""ragjax: the first chunk as it is, the others preprocessed, and what moves the question most computed anew.
+"""ragjax: the first chunk isolated, the others preprocessed; the tokens that move the question most are recomputed.
 
 Ours, after FusionRAG (section 3) and the measurements in docs/log.md. Two things differ from `fusion`:
 
 - **The anchor.** A chunk right behind the system prompt sees in full attention what it saw when it was computed alone.
-  Its isolated KV is exact there, its fused KV is not; so it is taken isolated, and none of its tokens is recomputed:
-  its share goes to the others.
-- **The score.** What the question receives from a token is its value times the attention paid to it, in every layer.
-  Tokens are ranked by that, attention times the norm of the value, summed over the later half of the stages and the
-  question's rows, heads averaged; the last layer's attention alone, FusionRAG's score, shows one layer in thirty. All
-  layers together choose no better, and cost twice as much to measure.
+  Its isolated KV is exact there, its fused KV is not. So its isolated KV is used, none of its tokens is recomputed,
+  and its share goes to the other chunks.
+- **The score.** In every layer the question receives a token's value times the attention it pays to the token. So the
+  score is attention times the norm of the value, summed over the later half of the stages and the question's rows,
+  averaged over heads. FusionRAG's score, the last layer's attention, shows one layer in thirty. A sum over all layers
+  chooses no better and costs twice as much to measure.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ragjax.reuse.stitch import Stitched, span_of, system_length
 
 
 class Anchored(Fused):
-    """Preprocessed chunks, but for the one right behind the system prompt, which is taken isolated if it is kept so."""
+    """Preprocessed chunks; the one right behind the system prompt is isolated if the cache has it so."""
 
     def places(self, prompt: Prompt, i: int) -> Iterator[Place]:
-        """Isolated first for the anchor; as `Fused` then."""
+        """Isolated first for the anchor, then as `Fused`."""
         if prompt.starts[i] == system_length(prompt):
             yield Place(Provenance.ISOLATED, self.method)
         yield from super().places(prompt, i)
 
 
 class Valued:
-    """Tokens from which the question receives most, over later layers; none of the anchor's."""
+    """Tokens from which the question receives most over the later layers; none of the anchor's."""
 
     measures = frozenset({Measure.VALUED_SCORE})
 
@@ -47,7 +47,7 @@ class Valued:
         return 0
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass: the joins over the chunks as they are, measured in the stages of the later half."""
+        """One pass: the query segments over the chunks as they are, measured in the later half of the stages."""
         *begins, depth = stitched.stages
         begin = next((layer for layer in begins if 2 * layer >= depth), begins[-1])
         results = yield stitched.ask(self.measures, measured=(begin, depth), asking=stitched.question)
@@ -57,7 +57,7 @@ class Valued:
 
 
 def anchor(stitched: Stitched) -> Tokens:
-    """Orders of the chunk whose KV is full attention's already, int32 [n]; none if there is no such chunk."""
+    """Token indexes of the chunk whose KV equals full attention's, int32 [n]; empty if there is no such chunk."""
     prompt = stitched.prompt
     for i in segments_of(prompt, Kind.CHUNK):
         if prompt.starts[i] != system_length(prompt):

@@ -1,13 +1,13 @@
 """blend: recompute the tokens whose KV deviates most at the second layer (CacheBlend, arXiv 2405.16444).
 
-As FusionRAG has it (section 2.2.2, eqs. 7 to 9): full attention over all chunks through the first two layers, the
+As FusionRAG describes it (section 2.2.2, eqs. 7 to 9): full attention over all chunks through the first two layers, the
 squared distance of its K or V from the reused one at the second layer, one top-k over the whole context. Eq. 8 takes
-one of the two, the first; keys are compared at equal rotation. The slots of the first two layers' KV are given back
-then: chosen tokens are computed again from the first layer on.
+K or V; the default is K. Keys are compared at equal rotation. The slots of these two layers' KV are freed then, and
+the chosen tokens are computed again from the first layer on.
 
-Gradual narrowing is the original's (section 4.3): more tokens than asked for at first, and fewer from layer to layer by
-the deviation there; here at the boundaries of stages, from twice the share down to the share. A token that is dropped
-takes its old KV for the layers that follow.
+Gradual narrowing is CacheBlend's (section 4.3): more tokens than asked for at first, then fewer from layer to layer, by
+the deviation there. Here it narrows at the boundaries of stages, from twice the share down to the share. A token that
+is dropped uses its cached KV in the layers that follow.
 """
 
 from __future__ import annotations

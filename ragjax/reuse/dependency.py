@@ -1,10 +1,10 @@
 """dependency: a knowledge graph's paths as trees, each token on its ancestors alone (DepCache, doi 10.1145/3769778).
 
-What the tree holds of each path is read where it lies; the rest is computed in one pass, the question with it, and
-admitted branch by branch (sections 4.2.1 and 5, Algorithm 2). Positions of `dependency` are depths on the own path, so
-KV is the same beside any siblings, and reuse is exact to dependency attention. `dependency-preorder` is the paper's:
-positions in order, KV that was computed at others turned to its new place, which is exact only where no token of its
-path has moved. A prompt without a tree is computed as full attention does.
+The cached part of each path is read in place; the rest is computed in one pass together with the question, and admitted
+branch by branch (sections 4.2.1 and 5, Algorithm 2). Under `dependency` a token's position is its depth on its own
+path. Its KV is then the same beside any siblings, and reuse is exact to dependency attention. `dependency-preorder` is the
+paper's: positions in order, and KV that was computed at other positions is moved. That is exact only if no token of
+its path has moved. A prompt without a tree is computed as full attention does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""
 
 SPARE = 2
-"""Entries kept back for a page that the context and the request's own slots share, and for one that those of it do."""
+"""Entries kept back for pages that two spans share: the context and the request's own slots, and two of the latter."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Found:
 class Scene:
     """A prompt as one scheme of positions sees it.
 
-    begins: RoPE position of each segment's first token. hidden: orders that must not see it, half-open.
+    begins: RoPE position of each segment's first token. hidden: indexes that must not see it, half-open.
     """
 
     prompt: Prompt
@@ -69,12 +69,12 @@ class Scene:
 
     @property
     def leaves(self) -> list[Path]:
-        """Paths that no other goes on from."""
+        """Paths that no other path continues."""
         inner = {j for path in self.paths.values() for j in path[:-1]}
         return [path for i, path in self.paths.items() if i not in inner]
 
     def spell(self, path: Path) -> tuple[Tokens, list[int]]:
-        """A path's tokens, and where in them its branches end."""
+        """A path's tokens, and the ends of its branches in them."""
         parts = [self.prompt.segments[i].tokens for i in path]
         return np.concatenate(parts), np.cumsum([len(part) for part in parts]).tolist()
 
@@ -86,7 +86,7 @@ class Scene:
             order, position = order + run.length, position + run.length
 
     def places(self, path: Path) -> bytes:
-        """Where the path stands: (tokens before, position) wherever positions begin anew, int32 [n, 2]."""
+        """The path's positions: (tokens before, position) at its start and wherever positions jump, int32 [n, 2]."""
         found: list[tuple[int, int]] = []
         depth = 0
         for i in path:
@@ -116,7 +116,7 @@ class Dependency:
         return tuple(dict.fromkeys(found))
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """One pass over everything that is kept nowhere, the question with it."""
+        """One pass over the question and everything that is not cached."""
         scene, system, size = self._scene(prompt), system_length(prompt), allocation.page_size
         context = allocation.prefix(prompt.tokens[:system])
         room = allocation.entries - most_entries(len(prompt) - system + allocation.decode_tokens, 1, size) - SPARE
@@ -214,7 +214,7 @@ class Dependency:
 
 
 def within(found: Mapping[int, Found], entries: int, page_size: int) -> dict[int, Found]:
-    """As much of what was found as can be read through so many entries; entries with the fewest tokens are left out
+    """As much of what was found as fits into so many entries; entries with the fewest tokens are left out
     first.
 
     Short runs that many requests made lie scattered, a page each; what stands twice at one offset takes two entries.

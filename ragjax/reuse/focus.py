@@ -1,4 +1,4 @@
-"""Which chunks the question looks at, told while layers run (Cache-Craft, section 3.2.2, equation 15, Algorithm 1)."""
+"""Which chunks the question attends to, found while layers run (Cache-Craft, section 3.2.2, eq. 15, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WINDOW = 3
 
 @dataclass(frozen=True)
 class Focus:
-    """The chunks in focus, and the layer at whose end they were known, counted from 1 (L*)."""
+    """The chunks in focus, and the layer after which they were known, counted from 1 (L*)."""
 
     chunks: frozenset[int]
     layer: int

@@ -1,4 +1,4 @@
-"""full: causal attention over everything, nothing read from the cache and nothing left in it. The reference."""
+"""full: causal attention over everything; it reads nothing from the cache and keeps nothing. The reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ragjax.reuse.base import Allocation, indices, report
 
 
 class Full:
-    """Computes every token of the prompt: what every other strategy is measured against."""
+    """Computes every token of the prompt; every other strategy is compared with it."""
 
     name = "full"
     measures = frozenset({Measure.LOGITS})

@@ -1,8 +1,8 @@
 """fusion, online: chunks preprocessed behind similar ones, and query-guided selection (FusionRAG, sections 3.2, 4.1).
 
-Offline, every chunk's KV was computed behind its most similar chunks (section 3.1) and kept as approximate under the
-method "fusion". A chunk that was not preprocessed takes the alternative path: its KV behind the chunks before it in the
-prompt, then without the first of them, and so on, down to the system prompt alone.
+Offline, every chunk's KV is computed behind its most similar chunks (section 3.1) and kept as approximate under the
+method "fusion". A chunk that was not preprocessed takes the alternative path: it is looked for behind the chunks before
+it in the prompt, then without the first of them, and so on, down to the system prompt alone.
 
 Selection: the question is computed over the reused KV; its attention at the last layer, summed over the question's
 rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The paper does
@@ -26,7 +26,7 @@ METHOD = "fusion"
 
 
 class Fused:
-    """Preprocessed chunks; the alternative path for others. A chunk that stands alone is taken isolated: exact then."""
+    """Preprocessed chunks, and the alternative path for others. A chunk that stands alone is isolated: exact."""
 
     method = Isolated().method
     measures: frozenset[Measure] = frozenset()
@@ -59,7 +59,7 @@ class QueryGuided:
         return 0
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """One pass: the joins over the chunks as they are, measured in the last stage."""
+        """One pass: the query segments over the chunks as they are, measured in the last stage."""
         last = (stitched.stages[-2], stitched.stages[-1])
         results = yield stitched.ask(self.measures, measured=last, asking=stitched.question)
         return top(results[self._want][-1, stitched.chunks], stitched.chunks, count)

@@ -1,9 +1,10 @@
-"""h2o: Prefill-HeavyHitter of Cache-Craft (section 5), which recomputes the most-attended tokens in the chunks.
+"""h2o: Prefill-HeavyHitter of Cache-Craft (section 5), which recomputes the most attended tokens of the chunks.
 
-HeavyHitter (arXiv 2306.14048, section 4) calls the tokens of highest accumulated attention heavy hitters. Read for
-prefill: what a token of a chunk received from the rows of its own chunk, over all layers and heads, when the chunk
-was computed behind the system prompt. That is recorded then and kept with the chunk, under a method name of its own,
-so that selecting costs no pass; early tokens, which more rows see, have the edge, as in HeavyHitter.
+H2O (arXiv 2306.14048, section 4) calls the tokens of highest accumulated attention heavy hitters; it evicts the others
+while decoding. Here, in prefill, a token's score is the attention it received from the rows of its own chunk, over all
+layers and heads, when the chunk was computed behind the system prompt. The scores are recorded then and kept with the
+chunk, under a method name of their own, so selection needs no pass. Early tokens are seen by more rows and score
+higher, as in H2O.
 """
 
 from __future__ import annotations

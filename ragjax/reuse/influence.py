@@ -1,8 +1,8 @@
-"""How much a chunk's KV was shaped by what stood before it, and what of that holds elsewhere (Cache-Craft, section 3).
+"""How much a chunk's KV depends on what was before it, and how much of it holds elsewhere (Cache-Craft, section 3).
 
-Equations 3, 4 and 6 to 12 and 14 (arXiv:2502.15734), heads averaged. The system prompt, and with it the first token of
-all, is left out of the prefix: an attention sink would drown the rest. Every other segment before the chunk counts, an
-earlier turn like a chunk, for its KV was shaped by that as well.
+Equations 3, 4 and 6 to 12 and 14 (arXiv:2502.15734), heads averaged. The system prompt, with
+the first token of all, is left out of the prefix, because an attention sink would outweigh the rest. Every other
+segment before the chunk counts, also an earlier turn, because the chunk's KV depends on it as well.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Influence:
 
     @cached_property
     def ranking(self) -> NDArray[np.intp]:
-        """The chunk's tokens, those that looked most at what stood before it first (eq. 14); of equals, the first."""
+        """The chunk's tokens by attention to the segments before it, highest first (eq. 14); ties: the earlier one."""
         return np.argsort(-self.score_T, kind="stable")
 
     def overlap(self, before: Sequence[bytes]) -> float:
@@ -113,16 +113,16 @@ class Influence:
 
 
 def record(prompt: Prompt, index: int, rows: NDArray[np.int32], score: NDArray[np.float32]) -> Influence:
-    """What the pass that computed a chunk whole measured of it.
+    """The influence on a chunk, from what the pass measured that computed the whole chunk.
 
     Args:
-        prompt: what the pass was about.
+        prompt: the prompt of the pass.
         index: the chunk's segment in it.
-        rows: orders of the pass's rows, int32 [T], ascending, all of the chunk among them.
+        rows: token indexes of the pass's rows, int32 [T], ascending; they include the whole chunk.
         score: `Measure.SEGMENT_SCORE` of the pass over all layers, float32 [layers, T, segments].
 
     Raises:
-        ValueError: if the pass did not compute the chunk whole.
+        ValueError: if the pass did not compute the whole chunk.
     """
     begin, end = prompt.starts[index], prompt.starts[index + 1]
     own = (rows >= begin) & (rows < end)
@@ -141,7 +141,7 @@ def record(prompt: Prompt, index: int, rows: NDArray[np.int32], score: NDArray[n
 
 
 def before(prompt: Prompt, index: int) -> tuple[bytes, ...]:
-    """Digests of what shaped a segment's KV besides the system prompt: every other segment before it, in order."""
+    """Digests of the segments before a segment, in order, without the system prompt."""
     return tuple(digest(prompt.segments[i].tokens) for i in _prior(prompt, index))
 
 

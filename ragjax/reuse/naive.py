@@ -2,7 +2,8 @@
 
 Sources: TurboRAG (arXiv 2410.07590) and PromptCache (2311.04934), the full reuse of FusionRAG section 2.2. A chunk
 attends to the system prompt and to itself; it is computed at the position right behind the system prompt and moved
-to its place by a RoPE offset when it is read. Only joins (history and question) are computed for a known chunk.
+to its place by a RoPE offset when it is read. If all chunks are known, only the query segments (earlier turns and
+question) are computed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Naive:
         return keys(prompt, cache, tenant, Isolated())
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """At most two passes: the system prompt and chunks that are missing, then the joins."""
+        """At most two passes: the system prompt and chunks that are missing, then the query segments."""
         stitched = yield from prepare(prompt, allocation, Isolated())
         results = yield stitched.ask()
         return stitched.plan(stitched.spans, results[Measure.LOGITS][0])

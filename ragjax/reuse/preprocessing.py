@@ -1,12 +1,12 @@
 """fuse: a chunk computed behind its nearest neighbours, offline (FusionRAG, section 3.1, equation 10).
 
 The prompt is system, neighbours (most similar first, as the paper lists them), and the chunk. With X = all before the
-chunk, the chunk's KV is computed at positions |X| and on over the KV of the system prompt and of the neighbours. These
-always contribute their isolated KV, computed behind the system prompt alone (the one that `naive` keeps) and moved to
-its place: taking fused KV where there is some would make the outcome depend on the order in which chunks are fused.
+chunk, the chunk's KV is computed at positions |X| and on over the KV of the system prompt and of the neighbours. Their
+KV is always the isolated one, computed behind the system prompt alone (the one that `naive` keeps) and moved to its
+place: if fused KV were used where there is some, the result would depend on the order in which chunks are fused.
 
-The outcome is kept as method "fusion", under the system prompt and the digest of the neighbours; its first K is rotated
-at |X|. Without neighbours there is nothing to fuse, and the chunk's isolated KV is what is computed and kept.
+The result is kept as method "fusion", under the system prompt and the digest of the neighbours; its first K is rotated
+at |X|. Without neighbours there is nothing to fuse, and the chunk's isolated KV is computed and kept.
 
 No request can name this strategy: `ragjax.preprocess` gives it to the engine.
 """

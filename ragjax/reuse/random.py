@@ -1,4 +1,4 @@
-"""random: Random-Recomp of Cache-Craft (section 5), which recomputes tokens drawn at random within each chunk."""
+"""random: Random-Recomp of Cache-Craft (section 5), which recomputes tokens drawn at random in each chunk."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Selective recompute: chunks side by side, the tokens that matter computed anew (FusionRAG, section 2.2.2, eq. 9).
+"""Selective recompute: cached chunks side by side, and chosen tokens recomputed (FusionRAG, section 2.2.2, eq. 9).
 
 A selective strategy is a source of KV and a selector of tokens: `Selective("fusion+blend", Fused(), Deviation())`. To
 add a selection, write a `Selector`; what it measures comes back from the passes it yields:
 
     class Newest:
-        wants = frozenset()
+        measures = frozenset()
 
         def scratch(self, prompt):
             return 0
@@ -29,13 +29,13 @@ RATIO = 0.15
 """Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""
 
 Choice = Generator[Pass | Move, Results, Tokens]
-"""A selector at work: it yields passes and returns chosen orders, ascending."""
+"""A selector at work: it yields passes and returns the chosen token indexes, ascending."""
 
 
 class Selector(Protocol):
     """A way to choose tokens.
 
-    measures: what its passes may want.
+    measures: what its passes may measure.
     """
 
     measures: frozenset[Measure]
@@ -69,7 +69,7 @@ class Selective:
         return keys(prompt, cache, tenant, self._source)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """What is missing, what the selector measures, and one pass over the chosen tokens and the joins."""
+        """What is missing, the selector's passes, and one pass over the chosen tokens and the query segments."""
         total = chunk_tokens(prompt)
         count = share(self.ratio if ratio is None else ratio, total)
         choosing = 0 < count < total

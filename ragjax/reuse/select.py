@@ -1,4 +1,4 @@
-"""Which tokens to recompute, once they have scores: pure NumPy, ties broken by the lower order."""
+"""Which tokens to recompute, once they have scores: pure NumPy, ties go to the earlier token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def share(ratio: float, tokens: int) -> int:
 
 
 def top(scores: NDArray[np.floating], candidates: Tokens, count: int) -> Tokens:
-    """The `count` candidates (orders, ascending, int32 [n]) of highest score (float [n]), ascending."""
+    """The `count` candidates (token indexes, ascending, int32 [n]) of highest score (float [n]), ascending."""
     best = np.argsort(-np.asarray(scores, np.float64), kind="stable")[:count]
     return candidates[np.sort(best)]
 

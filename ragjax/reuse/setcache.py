@@ -1,10 +1,11 @@
 """set-cache: the longest exact prefix among the orders of the prompt's chunks (Set-Cache of Cache-Craft, section 5).
 
-"Set-Cache, which modifies RPE to reorder chunk-caches and finds the longest exact prefix match with the query." Read
-so: causal KV is kept as `prefix` keeps it. If the first k chunks of the prompt are kept as one path in any order,
-behind the system prompt, the largest such k is taken, each chunk is moved from its place there to its place here, and
-the rest is computed over them. Such chunks have seen the right set of chunks in another order, so what is computed on
-them is approximate and not kept. Where no other order holds more than the prompt's own, it is `prefix`, and exact.
+"Set-Cache, which modifies RPE to reorder chunk-caches and finds the longest exact prefix match with the query." We
+read it so: causal KV is kept as `prefix` keeps it. If the cache has the first k chunks of the prompt as one path behind
+the system prompt, in any order, the largest such k is taken, each chunk is moved from its place there to its place in
+the prompt, and the rest is computed over them. These chunks were computed with the right set of chunks in another
+order, so what is computed on them is approximate and not kept. If no other order gives more tokens than the prompt's
+own, the strategy does what `prefix` does, and is exact.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ragjax.reuse.stitch import LOGITS, span_of
 
 
 class SetCache:
-    """Exact prefixes up to the order of their chunks."""
+    """Exact prefixes, but for the order of their chunks."""
 
     name = "set-cache"
     measures = LOGITS
@@ -65,9 +66,9 @@ class SetCache:
 
 
 def best_order(prompt: Prompt, allocation: Allocation) -> tuple[int, ...]:
-    """The first k chunks in the order of a path that the tree holds, k as large as can be; () if `prefix` has as much.
+    """The first k chunks in the order of a path in the tree, for the largest k; () if `prefix` finds as many.
 
-    Only the tree is asked, device and host memory; entries on disk alone are found in the prompt's own order.
+    Only the tree is searched (device and host memory); entries on disk are found in the prompt's own order only.
     """
     chunks = _leading_chunks(prompt)
     most = _kept(prompt, chunks, allocation)

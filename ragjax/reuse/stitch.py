@@ -1,9 +1,9 @@
-"""What strategies share that put cached chunks side by side (full reuse; FusionRAG, section 2.2.1, eqs. 5 and 6).
+"""Cached chunks side by side: what several strategies share (full reuse; FusionRAG, section 2.2.1, eqs. 5 and 6).
 
-A source says where a chunk's KV may be kept; a chunk that is kept nowhere is computed behind the system prompt alone,
-at the position right behind it, and admitted. Each chunk is moved to its place by a RoPE offset when it is read. Tokens
-that are recomputed lie in slots of the request's own, and the stale originals are hidden for this request alone
-(section 4.3), so that any number of requests share a chunk.
+A source says where a chunk's KV may be kept. A chunk that the cache does not have is computed behind the system prompt
+alone, at the position right behind it, and admitted. Each chunk is moved to its place by a RoPE offset when it is read.
+Recomputed tokens lie in slots of the request's own, and the stale originals are hidden from this request alone
+(section 4.3), so any number of requests share a chunk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOTHING = Run((), 0, 0)
 class Source(Protocol):
     """Where the KV of chunks comes from.
 
-    method: under which name chunks are kept that are computed behind the system prompt alone.
+    method: the name under which chunks computed behind the system prompt alone are kept.
     measures: what is measured while they are computed.
     """
 
@@ -55,7 +55,7 @@ class Source(Protocol):
         ...
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
-        """What to keep with the chunk of orders [begin, end), from what was measured when it was computed."""
+        """What to keep with the chunk of tokens [begin, end), from what was measured when it was computed."""
         ...
 
 
@@ -78,9 +78,9 @@ class Isolated:
 
 @dataclass(frozen=True)
 class Stitched:
-    """A prompt whose chunks have KV side by side, before its joins are computed.
+    """A prompt whose chunks have KV side by side, before its query segments are computed.
 
-    head, chunk, join: spans of system segments, chunks at their places, and joins (slots of the request's own).
+    head, chunk, join: spans of system segments, chunks at their places, and query segments (in slots of its own).
     tail: slots for generated tokens. repaired, scratch: slots for tokens to recompute, and to measure with.
     context: the match on the system segments, of which `system_hit` tokens are used. matches: of chunks that were
     found, by segment. meta: bytes kept with each chunk, by segment.
@@ -107,17 +107,17 @@ class Stitched:
 
     @cached_property
     def chunks(self) -> Tokens:
-        """Orders of all chunk tokens, ascending, int32 [n]."""
+        """Indexes of all chunk tokens, ascending, int32 [n]."""
         return _indices_of(self.prompt, Kind.CHUNK)
 
     @cached_property
     def joins(self) -> Tokens:
-        """Orders of all join tokens, ascending, int32 [n]."""
+        """Indexes of all tokens of query segments, ascending, int32 [n]."""
         return _indices_of(self.prompt, Kind.QUERY)
 
     @property
     def question(self) -> Tokens:
-        """Orders of the last join, int32 [n]."""
+        """Token indexes of the last query segment, int32 [n]."""
         return indices(self.prompt.starts[-2], len(self.prompt))
 
     def ask(
@@ -127,19 +127,19 @@ class Stitched:
         measured: tuple[int, int] | None = None,
         asking: Tokens | None = None,
     ) -> Pass:
-        """The joins over the chunks as they are."""
+        """The query segments over the chunks as they are."""
         logits = (len(self.prompt) - 1,) if Measure.LOGITS in measures else ()
         return Pass(self.joins, self.joins, self.spans, measures, logits, measured=measured, asking=asking)
 
     def mended(self, chosen: Tokens) -> tuple[Span, ...]:
-        """Every key of the prompt with the chosen tokens (orders, ascending) in slots of the request's own."""
+        """Every key of the prompt, with the chosen tokens (indexes, ascending) in the request's own slots."""
         if not len(chosen):
             return self.spans
         fresh = Span(chosen, self.repaired.slice(0, len(chosen), self.page_size))
         return (*self.head, *hide(self.chunk, chosen, self.page_size), fresh, *self.join)
 
     def repair(self, chosen: Tokens) -> Pass:
-        """The chosen tokens and the joins computed over everything before them (FusionRAG, eq. 9)."""
+        """The chosen tokens and the query segments, computed over everything before them (FusionRAG, eq. 9)."""
         rows = np.union1d(chosen, self.joins).astype(np.int32)
         return Pass(rows, rows, self.mended(chosen), LOGITS, (len(self.prompt) - 1,))
 
@@ -154,7 +154,7 @@ class Stitched:
     ) -> Plan:
         """The account of what was carried out.
 
-        recomputed: orders of chunk tokens that were computed anew in any layer. whole: those of them that were in every
+        recomputed: indexes of chunk tokens that were recomputed in any layer. whole: those of them that were in every
             layer (None: all).
         """
         redone = indices(0, 0) if recomputed is None else recomputed
@@ -180,7 +180,7 @@ class Stitched:
 def prepare(
     prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0
 ) -> Generator[Pass, Results, Stitched]:
-    """Match, reserve, and compute what is missing in at most one pass: the system prompt and chunks kept nowhere.
+    """Match, reserve, and compute what is missing of the system prompt and the chunks, in at most one pass.
 
     repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees.
 
@@ -245,11 +245,11 @@ def prepare(
 
 
 def check(prompt: Prompt) -> None:
-    """Refuse a prompt that is not made of system segments, chunks and joins.
+    """Refuse a prompt that is not made of system segments, chunks and query segments.
 
     Raises:
-        RequestError: if it has nodes of a tree: they are no chunks, and would be left out of what the question sees.
-        ValueError: if no join comes last.
+        RequestError: if it has nodes of a tree, which are no chunks: the question would not see them.
+        ValueError: if the last segment is no query segment.
     """
     if segments_of(prompt, Kind.NODE):
         raise RequestError(
@@ -261,7 +261,7 @@ def check(prompt: Prompt) -> None:
 
 
 def keep_system(prompt: Prompt, allocation: Allocation, context: Match, hit: int, run: Run) -> Match:
-    """Admit the system prompt, whose tokens from `hit` on lie in `run`; its match, in the place of `context`."""
+    """Admit the system prompt, whose tokens from `hit` on lie in `run`; return its match, which replaces `context`."""
     head = prompt.tokens[: system_length(prompt)]
     allocation.cache.admit_prefix(context, head, hit, run, (), min(prompt.public, len(head)))
     return allocation.prefix(head)
@@ -290,7 +290,7 @@ def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> 
 
 
 def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, ...]:
-    """The spans without the chosen orders; what has nothing left at its ends is not read at all."""
+    """The spans without the chosen tokens (indexes). Hidden tokens at the ends of a span are cut off."""
     kept = []
     for span in spans:
         stale = np.isin(span.indices, chosen)
@@ -313,7 +313,7 @@ def reserve(allocation: Allocation, tokens: int) -> Run:
 
 
 def alone(prompt: Prompt) -> bool:
-    """Whether isolation changes nothing: at most one chunk stands there, right behind the system prompt."""
+    """Whether isolation changes nothing: there is at most one chunk, right behind the system prompt."""
     chunks = segments_of(prompt, Kind.CHUNK)
     return not chunks or (len(chunks) == 1 and prompt.starts[chunks[0]] == system_length(prompt))
 
@@ -322,7 +322,7 @@ def system_length(prompt: Prompt) -> int:
     """Tokens of the leading system segments.
 
     Raises:
-        ValueError: if a system segment stands behind another kind.
+        ValueError: if a system segment comes after another kind.
     """
     system = segments_of(prompt, Kind.SYSTEM)
     if system != tuple(range(len(system))):
@@ -331,7 +331,7 @@ def system_length(prompt: Prompt) -> int:
 
 
 def span_of(prompt: Prompt, i: int) -> tuple[int, int]:
-    """Half-open interval of orders of segment i."""
+    """Half-open interval of segment i's token indexes."""
     return prompt.starts[i], prompt.starts[i + 1]
 
 

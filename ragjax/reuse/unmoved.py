@@ -1,7 +1,7 @@
 """unmoved: full reuse at stale positions, a baseline (FusionRAG, section 1.1; DepCache's "without repositioning").
 
-Every chunk is computed alone behind the system prompt, as in `naive`, but its keys are read as they were rotated then:
-all chunks overlap at the positions right behind the system prompt, while the question stands at its own place.
+Every chunk is computed alone behind the system prompt, as in `naive`, but its keys are read at the positions they were
+rotated at: all chunks overlap right behind the system prompt, while the question has its own positions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ragjax.reuse.stitch import Isolated, prepare
 
 
 class Unmoved(Naive):
-    """Full reuse without repositioning: what RoPE offsets are worth."""
+    """Full reuse without repositioning: shows what RoPE offsets are worth."""
 
     name = "unmoved"
 

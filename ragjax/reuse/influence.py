@@ -1,8 +1,8 @@
 """How much a chunk's KV depends on what was before it, and how much of it holds elsewhere (Cache-Craft, section 3).
 
-Equations 3, 4 and 6 to 12 and 14 (arXiv:2502.15734), heads averaged. The system prompt, with
-the first token of all, is left out of the prefix, because an attention sink would outweigh the rest. Every other
-segment before the chunk counts, also an earlier turn, because the chunk's KV depends on it as well.
+Equations 3, 4 and 6 to 12 and 14 (arXiv:2502.15734), heads averaged. The system prompt, with the first token of all, is
+left out of the prefix, because an attention sink would outweigh the rest. Every other segment before the chunk counts,
+also an earlier turn, because the chunk's KV depends on it as well.
 """
 
 from __future__ import annotations

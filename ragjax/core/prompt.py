@@ -129,6 +129,11 @@ class Prompt:
         private = (i for i, segment in enumerate(self.segments) if not segment.public)
         return self.starts[next(private, len(self.segments))]
 
+    @property
+    def preprocessed(self) -> bool:
+        """Whether every chunk has KV that was computed behind its neighbours; true without chunks."""
+        return all(s.behind for s in self.segments if s.kind is Kind.CHUNK)
+
     @cached_property
     def tokens(self) -> Tokens:
         """All tokens, int32 [len(self)]."""

@@ -693,7 +693,7 @@ class Engine:
         strategy: Strategy | None = None,
     ) -> Ticket:
         rag = request.rag or Rag()
-        strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag)
+        strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag, prompt.preprocessed)
         room = self.context_length - len(prompt)
         raw = request.prompt is not None
         generation = Generation(request.sampling, self.tokenizer, self._eos_ids(), room, continued=raw)
@@ -704,9 +704,9 @@ class Engine:
             ticket.shadowed = []
         return ticket
 
-    def _resolve(self, rag: Rag) -> tuple[Strategy, float | None]:
-        """What serves a request, and the recompute ratio."""
-        default = self.default_setting
+    def _resolve(self, rag: Rag, preprocessed: bool = True) -> tuple[Strategy, float | None]:
+        """What serves a request, and the recompute ratio. preprocessed: whether all its chunks are."""
+        default = self._contract.setting_of(preprocessed)
         strategy = self._strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:
             known = ", ".join(self._strategies)

@@ -37,6 +37,7 @@ from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.path import Triple
 from ragjax.retrieval.reader import read as read_triples
 from ragjax.retrieval.triples import Alias, forward
+from ragjax.reuse import PREPROCESSED
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
@@ -105,6 +106,7 @@ def load_engine(
         budget=budget,
         fallback=quality_fallback,
         shadow_rate=shadow_rate,
+        preprocessed=PREPROCESSED,
     )
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     itemsize = DTYPE_BYTES[dtype]
@@ -140,6 +142,7 @@ def load_engine(
     try:
         for name, source in _sources(knowledge).items():
             _fill(engine, name, source, progress)
+        contract.begin(all(engine.knowledge_base(name).preprocessed for name in _sources(knowledge)))
         for name, source in _sources(graph).items():
             _fill_graph(engine, name, source, progress)
     except BaseException:

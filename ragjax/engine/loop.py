@@ -535,11 +535,11 @@ class Loop:
             logits=ticket.logits if ticket.request.want_logits else None,
             notices=(
                 *ticket.notices,
-                *(self._contract.notices if self._by_setting(ticket) else ()),
+                *(self._contract.notices_of(ticket.prompt.preprocessed) if self._by_setting(ticket) else ()),
                 *(f"attention not by {refused}" for refused in self._runner.fallbacks),
             ),
             recompute_ratio=ticket.ratio,
-            predicted=self._contract.predicted(ticket.setting, exact, ticket.chunks),
+            predicted=self._contract.predicted(ticket.setting, exact, ticket.chunks, ticket.prompt.preprocessed),
             scores=ticket.scores,
             figures=plan.figures,
             facts=ticket.facts,

@@ -3,7 +3,7 @@
 A share of live requests is replayed in `full` (shadow replay). What was seen of the current setting is held against
 the budget by a bound over a window; a setting that leaves the budget is replaced by the next one of the report's
 ladder. All of it is called in the engine's thread, but for `draws`, which any may call, and reading `setting`,
-`faulted` and `stats`.
+`setting_of`, `faulted` and `stats`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import logging
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ragjax.core import ConfigError, Divergence
@@ -80,12 +81,24 @@ class Monitor:
         return Verdict.EXACT if self._rung == len(self.ladder) - 1 else Verdict.RAISE
 
 
+@dataclass
+class _Course:
+    """What some requests get that name no strategy: the setting now, what replaces it, what their answers say of it."""
+
+    setting: Setting
+    monitor: Monitor | None = None
+    notice: str | None = None
+
+
 class Contract:
     """What an engine promises. `observe` is told of every replay: the strategy, and what was seen.
 
+    Figures of strategies that take preprocessed chunks were measured with such chunks. A budget picks one of these for
+    requests all of whose chunks are preprocessed; others get the cheapest setting inside the budget that takes none.
+
     setting: of requests that name no strategy, unless the budget picks one. report: None if there is none.
     fallback: what to do if no setting lies inside the budget: "refuse" to start, or run "full".
-    shadow_rate: share of requests that are replayed.
+    shadow_rate: share of requests that are replayed. preprocessed: strategies that take preprocessed chunks.
     """
 
     def __init__(
@@ -98,6 +111,7 @@ class Contract:
         fallback: str = "refuse",
         shadow_rate: float = 0.0,
         seed: int = 0,
+        preprocessed: Collection[str] = (),
     ):
         if not 0.0 <= shadow_rate <= 1.0:
             raise ConfigError(f"shadow_rate must lie in [0, 1], not {shadow_rate!r}")
@@ -106,45 +120,82 @@ class Contract:
         if budget is not None and report is None:
             raise ConfigError("a quality budget needs a quality report")
         self.observer: Callable[[str, Divergence], None] | None = None
-        self._setting = setting
         self._exact = EXACT[dtype]
         self._report = report
         self._budget = budget
-        self._monitor: Monitor | None = None
-        self._notice: str | None = None
+        self._preprocessed = frozenset(preprocessed)
         self._fallback = False
+        self._refuses = fallback == "refuse"
         self._rate = shadow_rate
         self._random = random.Random(seed)
         self._counters: Counter[str] = Counter()
         self._escalations: Counter[str] = Counter()
+        # by whether all chunks of a request are preprocessed
+        self._courses = dict.fromkeys((True, False), _Course(setting))
+        self._begun_with = True
         if budget is not None and report is not None:
-            self._choose(report, budget, fallback)
+            self._choose(report, budget)
 
-    def _choose(self, report: Report, budget: Budget, fallback: str) -> None:
+    def _choose(self, report: Report, budget: Budget) -> None:
         chosen = report.cheapest(budget)
-        if chosen is not None:
-            self._monitor = Monitor(budget, report.ladder(budget))
-            self._setting = chosen
+        if chosen is None:
+            best = min((one.kl_hi for one in report.measurements), default=math.inf)
+            self._miss(
+                f"no setting measured on this model lies inside the quality budget {budget} (least KL {best:.3g})"
+            )
             return
-        best = min((one.kl_hi for one in report.measurements), default=math.inf)
-        problem = f"no setting measured on this model lies inside the quality budget {budget} (least KL {best:.3g})"
-        if fallback == "refuse":
+        course = _Course(chosen, Monitor(budget, report.ladder(budget)))
+        self._courses = dict.fromkeys((True, False), course)
+        if chosen.strategy in self._preprocessed:
+            ladder = report.without(self._preprocessed).ladder(budget)
+            reason = (
+                f"{chosen} keeps the quality budget {budget} with preprocessed chunks alone, and these are not; the "
+                f"request ran {ladder[0]} (python -m ragjax.preprocess prepares a knowledge base)"
+            )
+            self._courses[False] = _Course(ladder[0], Monitor(budget, ladder), reason)
+
+    def _miss(self, problem: str) -> None:
+        if self._refuses:
             raise ConfigError(f"{problem}: raise the budget, or run full attention by --quality-fallback full")
         self._fallback = True
-        self._setting = Setting("full")
-        self._notice = f"{problem}; requests run full attention"
-        _log.warning("QUALITY BUDGET MISSED: %s", self._notice)
+        notice = f"{problem}; requests run full attention"
+        self._courses = dict.fromkeys((True, False), _Course(Setting("full"), notice=notice))
+        _log.warning("QUALITY BUDGET MISSED: %s", notice)
+
+    def begin(self, preprocessed: bool) -> None:
+        """The knowledge is there. preprocessed: whether all chunks of it are.
+
+        Raises:
+            ConfigError: if they are not, and the budget was met with preprocessed chunks alone.
+        """
+        self._begun_with = preprocessed
+        if self._report is None or self._budget is None or preprocessed or self._fallback:
+            return
+        if self._courses[True] is self._courses[False]:
+            return
+        if self._report.without(self._preprocessed).cheapest(self._budget) is None:
+            self._miss(
+                f"the settings inside the quality budget {self._budget} were measured with preprocessed chunks, and "
+                "the knowledge is not preprocessed: run python -m ragjax.preprocess, or else"
+            )
+            return
+        _log.warning("%s is not picked: %s", self._courses[True].setting, self._courses[False].notice)
 
     @property
     def setting(self) -> Setting:
-        """What requests get that name no strategy."""
-        return self._setting
+        """What requests get that name no strategy, if their chunks are as the knowledge was at the start."""
+        return self.setting_of(self._begun_with)
+
+    def setting_of(self, preprocessed: bool) -> Setting:
+        """What a request gets that names no strategy. preprocessed: whether all chunks of its prompt are."""
+        return self._courses[preprocessed].setting
 
     @property
     def strategies(self) -> frozenset[str]:
         """What requests may get without naming it, now or later; shadow replay's own apart."""
-        ladder = () if self._monitor is None else self._monitor.ladder
-        return frozenset(one.strategy for one in (self._setting, *ladder))
+        courses = self._courses.values()
+        ladders = (one for course in courses if course.monitor is not None for one in course.monitor.ladder)
+        return frozenset(one.strategy for one in (*(course.setting for course in courses), *ladders))
 
     @property
     def faulted(self) -> bool:
@@ -153,14 +204,21 @@ class Contract:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the answers have to say that the setting served."""
-        return () if self._notice is None else (self._notice,)
+        """As `notices_of` chunks that are as the knowledge was at the start."""
+        return self.notices_of(self._begun_with)
 
-    def predicted(self, setting: Setting, exact: bool, chunks: int) -> Divergence | None:
-        """Divergence to expect of an answer; None if it was not measured, or not with so many chunks."""
+    def notices_of(self, preprocessed: bool) -> tuple[str, ...]:
+        """What answers have to say that the setting served. preprocessed: whether all chunks of the prompt are."""
+        notice = self._courses[preprocessed].notice
+        return () if notice is None else (notice,)
+
+    def predicted(self, setting: Setting, exact: bool, chunks: int, preprocessed: bool = True) -> Divergence | None:
+        """Divergence to expect of an answer; None if it was not measured, or not with so many or such chunks."""
         if exact:
             return Divergence(0.0, 1.0)
         if self._report is None or chunks > self._report.top_k:
+            return None
+        if setting.strategy in self._preprocessed and not preprocessed:
             return None
         return self._report.predicted(setting)
 
@@ -179,20 +237,24 @@ class Contract:
         self._counters["replayed"] += 1
         if exact and seen.kl > self._exact:
             self._fault(setting, seen)
-        elif not exact and self._monitor is not None:
-            verdict = self._monitor.add(setting, seen)
-            if verdict is not Verdict.KEEP:
-                self._climb(self._monitor.setting, verdict)
+        elif not exact:
+            for course in {id(course): course for course in self._courses.values()}.values():
+                self._climb(course, setting, seen)
 
-    def _climb(self, setting: Setting, verdict: Verdict) -> None:
-        before, self._setting = self._setting, setting
+    def _climb(self, course: _Course, setting: Setting, seen: Divergence) -> None:
+        """Take a sample into a course, which may then go on with another setting."""
+        verdict = Verdict.KEEP if course.monitor is None else course.monitor.add(setting, seen)
+        if course.monitor is None or verdict is Verdict.KEEP:
+            return
+        before, after = course.setting, course.monitor.setting
         self._escalations[str(verdict)] += 1
-        raised = before.strategy == setting.strategy and (before.ratio or 0.0) < (setting.ratio or 0.0)
+        raised = before.strategy == after.strategy and (before.ratio or 0.0) < (after.ratio or 0.0)
         how = "the recompute ratio was raised: " if raised else ""
-        self._notice = (
-            f"shadow replay found {before} outside the quality budget {self._budget}; {how}requests now run {setting}"
+        course.setting = after
+        course.notice = (
+            f"shadow replay found {before} outside the quality budget {self._budget}; {how}requests now run {after}"
         )
-        _log.warning("%s", self._notice)
+        _log.warning("%s", course.notice)
 
     def _fault(self, setting: Setting, seen: Divergence) -> None:
         """An answer that was labelled exact is not: kept KV is wrong, and nothing kept may be trusted."""
@@ -200,13 +262,13 @@ class Contract:
         self._counters["faults"] += 1
         if known:
             return
-        self._setting, self._monitor = Setting("full"), None
         self._escalations["fault"] += 1
-        self._notice = (
+        notice = (
             f"shadow replay found an answer of {setting} that was labelled exact and is not (KL {seen.kl:.3g}); "
             "requests now run full attention"
         )
-        _log.error("%s", self._notice)
+        self._courses = dict.fromkeys((True, False), _Course(Setting("full"), notice=notice))
+        _log.error("%s", notice)
 
     def stats(self) -> dict[str, float | dict[str, float]]:
         """Counters since the start."""

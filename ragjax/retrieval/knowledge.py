@@ -297,6 +297,14 @@ class KnowledgeBase:
         chunks = self._chunks([number for number, _ in found])
         return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)
 
+    @property
+    def preprocessed(self) -> bool:
+        """Whether the KV of every chunk is kept as computed behind its neighbours (`mark_fused`)."""
+        query = "select exists(select 1 from chunks where number not in (select number from fused))"
+        with self._reading:
+            (missing,) = self._database.execute(query).fetchone()
+        return not missing
+
     def document(self, document_id: str) -> tuple[Chunk, ...]:
         """A stored document's chunks, in order.
 

@@ -19,6 +19,9 @@ from ragjax.reuse.unmoved import Unmoved
 BASELINES = frozenset({"unmoved", "set-cache", "random", "h2o"})
 """Strategies that stand in tables to be compared with; nobody should serve them."""
 
+PREPROCESSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "ragjax"})
+"""Strategies that take preprocessed chunks where there are some; their measured figures hold for these alone."""
+
 DEPENDENCY = ("dependency", "dependency-preorder")
 """Strategies whose attention follows a knowledge graph; the first is that of graph requests that name none."""
 

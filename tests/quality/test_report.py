@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Match
+from ragjax.cache.policy import POLICIES
+from ragjax.cache.pool import PagePool
+from ragjax.cache.profile import Profile
 from ragjax.commands import gate
 from ragjax.commands.flags import knowledge
+from ragjax.commands.preprocess import preprocess
 from ragjax.core import (
     Answer,
     ConfigError,
@@ -35,7 +40,7 @@ from ragjax.engine import build as loading
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
-from ragjax.reuse import strategies
+from ragjax.reuse import PREPROCESSED, strategies
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.full import Full
 from ragjax.reuse.naive import Naive
@@ -276,6 +281,92 @@ def test_without_a_setting_inside_it_refuses_or_runs_full(caplog: pytest.LogCapt
     for wrong in ({"fallback": "prefix"}, {"shadow_rate": 1.5}, {"budget": Budget(0.1)}):
         with pytest.raises(ConfigError):
             Contract(PREFIX, "float32", **wrong)  # type: ignore[arg-type]
+
+
+FUSION, RAGJAX = Setting("fusion"), Setting("ragjax", 0.15)
+FUSED = replace(
+    REPORT,
+    measurements=(*REPORT.measurements, measurement(FUSION, 0.06, 30.0), measurement(RAGJAX, 0.02, 35.0)),
+)
+
+
+def test_a_setting_measured_with_preprocessed_chunks_is_picked_for_these_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    contract = Contract(PREFIX, "float32", report=FUSED, budget=Budget(0.1), preprocessed=PREPROCESSED)
+    assert contract.setting_of(True) == FUSION and contract.notices_of(True) == ()
+    assert contract.setting_of(False) == BLEND[1], "the next cheapest that holds without"
+    (notice,) = contract.notices_of(False)
+    assert "ran blend at 0.15" in notice and "python -m ragjax.preprocess" in notice
+    assert {"fusion", "ragjax", "blend", "prefix"} <= contract.strategies, "all are compiled ahead"
+    assert contract.predicted(FUSION, False, 3) == Divergence(0.06, 0.9)
+    assert contract.predicted(FUSION, False, 3, preprocessed=False) is None, "it was not measured with such chunks"
+    assert contract.setting == FUSION
+    contract.begin(False)
+    assert contract.setting == BLEND[1] and "fusion is not picked" in caplog.text
+    cheap = Contract(PREFIX, "float32", report=FUSED, budget=Budget(0.5), preprocessed=PREPROCESSED)
+    assert cheap.setting_of(False) == cheap.setting_of(True) == BLEND[0] and cheap.notices_of(False) == ()
+
+
+def test_where_only_preprocessed_chunks_keep_the_budget_a_start_without_them_is_refused() -> None:
+    approximate = replace(FUSED, measurements=FUSED.measurements[1:])
+
+    def make(**options: Any) -> Contract:
+        return Contract(
+            PREFIX, "float32", report=approximate, budget=Budget(0.035), preprocessed=PREPROCESSED, **options
+        )
+
+    with pytest.raises(ConfigError, match=r"python -m ragjax\.preprocess"):
+        make().begin(False)
+    contract = make()
+    contract.begin(True)
+    assert contract.setting_of(True) == RAGJAX and contract.setting_of(False) == PREFIX, "prefix is exact"
+    contract = make(fallback="full")
+    contract.begin(False)
+    assert contract.setting == Setting("full") and "python -m ragjax.preprocess" in contract.notices[0]
+
+
+def test_what_replay_sees_of_other_chunks_is_not_held_against_preprocessed_ones() -> None:
+    contract = Contract(PREFIX, "float32", report=FUSED, budget=Budget(0.1), preprocessed=PREPROCESSED)
+    for _ in range(LEAST):
+        contract.observe(BLEND[1], False, Divergence(0.2, 0.5))
+    assert contract.setting_of(True) == FUSION and contract.setting_of(False) == BLEND[2]
+    for _ in range(LEAST):
+        contract.observe(FUSION, False, Divergence(0.2, 0.5))
+    assert contract.setting_of(True) == RAGJAX and contract.setting_of(False) == BLEND[2]
+    contract.observe(PREFIX, True, Divergence(0.01, 1.0))
+    assert contract.setting_of(True) == contract.setting_of(False) == Setting("full")
+
+
+def test_strategies_that_take_preprocessed_chunks_are_named() -> None:
+    """Their keys depend on what a chunk was computed behind."""
+    cache = KnowledgeCache(b"tiny", PagePool(8, tiny.PAGE), POLICIES["lru"](Profile((0, 1), (1, 2), ((1, 2), (1, 2)))))
+    bare = tiny.prompt()
+    marked = Prompt(tuple(replace(s, behind=b"x" * 32) if s.kind is Kind.CHUNK else s for s in bare.segments))
+    found = {name for name, one in strategies().items() if one.keys(bare, cache, "") != one.keys(marked, cache, "")}
+    assert found == PREPROCESSED
+
+
+def test_a_request_gets_what_holds_for_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract = Contract(PREFIX, "float32", report=FUSED, budget=Budget(0.1), preprocessed=PREPROCESSED)
+    with tiny.engine(contract=contract) as engine:
+        engine.add_documents([Document(f"d{n}", f"Island number {n} trades in copper and silk.") for n in range(4)])
+        base = engine.knowledge_base()
+        assert not base.preprocessed
+        before = engine.answer("Who trades in silk?", max_tokens=1)
+        preprocess(engine, n=2, progress=False)
+        assert base.preprocessed
+        after = engine.answer("Who trades in silk?", max_tokens=1)
+        given = engine.answer("Who trades in silk?", documents=[Document("x", "Rhodes trades in silk.")], max_tokens=1)
+        named = engine.answer("Who?", documents=[Document("x", "Rhodes trades.")], strategy="fusion", max_tokens=1)
+        engine.add_documents([Document("later", "Another island trades in silk and silk.")])
+        assert not base.preprocessed
+        later = engine.answer("Who trades in silk and silk?", max_tokens=1, top_k=5)
+    assert (after.strategy, after.notices) == ("fusion", ())
+    for answer in (before, given, later):
+        assert (answer.strategy, answer.recompute_ratio) == ("blend", 0.15)
+        assert "python -m ragjax.preprocess" in answer.notices[0]
+    assert (named.strategy, named.notices) == ("fusion", ()), "as it was asked for"
 
 
 def test_what_replay_sees_changes_the_setting_once(caplog: pytest.LogCaptureFixture) -> None:

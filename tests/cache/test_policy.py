@@ -658,6 +658,15 @@ def test_beyond_the_window_a_request_counts_nothing_until_it_comes_in():
     assert policy.score(node, DEVICE) > policy.score(other, DEVICE)
 
 
+def test_all_who_wait_count_and_the_sooner_the_more():
+    """DepCache, section 5: the window is the number of pending requests, whatever it is."""
+    policy, last, first, other = LACR(), Node(b"100"), Node(b"50"), Node(b"unasked")
+    for at in range(101):
+        policy.on_queue(str(at), [b"%d" % at])
+    scores = [policy.score(node, DEVICE) for node in (first, last, other)]
+    assert scores[0] > scores[1] > scores[2] == -inf
+
+
 def test_lacr_says_what_is_wrong():
     for wrong in ({"alpha": 0}, {"alpha": 1.5}, {"window": 0}, {"half_life": 0.0}, {"half_life": float("nan")}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

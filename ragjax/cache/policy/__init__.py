@@ -25,7 +25,7 @@ POLICIES: Mapping[str, Callable[[Profile], Policy]] = {
     "gdsf": lambda _: GDSF(),
     "pgdsf": PGDSF,
     "lacr": lambda _: LACR(),
-    "lacr-paper": lambda _: LACR(window=None, half_life=inf),
+    "lacr-paper": lambda _: LACR(half_life=inf),
     "craft": lambda _: Craft(),
     "s3fifo": lambda _: S3FIFO(),
     "sieve": lambda _: SIEVE(),

@@ -14,9 +14,6 @@ from ragjax.core.tiers import Tier
 ALPHA = 0.2
 """Weight of the past (the paper's)."""
 
-WINDOW = 32
-"""Waiting requests that count, unless all do."""
-
 HALF_LIFE = 1000.0
 """Requests after which one counts half."""
 
@@ -57,18 +54,19 @@ class LACR(Policy):
 
     History is the share of the requests so far that used the node since it is kept; a request counts half as much
     as one that came `half_life` requests later, so that what was liked long ago does not stay for ever (the paper
-    counts all alike: infinity). Future is the share of the window's weight that the requests have which will use the
-    node: the first of the waiting weighs `window`, the next one less, and so on; beyond the window they weigh
-    nothing. Both lie in [0, 1]. Without a `window` (None) it is the present queue (the paper's): its first request
-    weighs as much as there are requests, its last one 1, and all weights together are the whole.
+    counts all alike: infinity). Future is the share of the queue's weight that the requests have which will use the
+    node: the first of n waiting requests weighs n, the next one less, the last one 1. Both lie in [0, 1].
+
+    window: None for all who wait (the paper's); a number lets only so many count, the first always weighs as much, and
+    the whole is the weight of a full window.
 
     A score is the logarithm of the priority times what all requests so far count together, taken with the latest
     weighing 2 ** (requests / half_life): so History never changes but by an access, and nothing overflows. Note: the
     logarithm of the node's own count. A request that starts costs O(its keys), and if it overtakes others, theirs too.
-    Without a window one that begins to wait costs O(keys of all who wait): their shares fall.
+    Without a window a request that begins to wait costs O(keys of all who wait), since their shares fall.
     """
 
-    def __init__(self, alpha: float = ALPHA, window: int | None = WINDOW, half_life: float = HALF_LIFE):
+    def __init__(self, alpha: float = ALPHA, window: int | None = None, half_life: float = HALF_LIFE):
         if not 0 < alpha < 1:
             raise ValueError(f"alpha: {alpha} is not between 0 and 1")
         if window is not None and window < 1:

@@ -6,7 +6,7 @@
 #   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
 #                                    MARK="compile and long" for the long runs of it
 #   make lint, make format           ruff and mypy
-#   make lock                        solve requirements.lock anew from pyproject.toml; pins that still fit are kept
+#   make lock                        solve requirements.lock from pyproject.toml; pins that still fit are kept
 #
 # PYTHON=… names the interpreter that .venv is made from; remove .venv to change it.
 

@@ -30,7 +30,7 @@ from ragjax.core import NEVER, Grid, Run, Span, Step
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Weight
 from ragjax.runner.runner import Runner
-from ragjax.schedule.scheduler import PageTable
+from ragjax.schedule.table import PageTable
 
 Int = NDArray[np.int32]
 

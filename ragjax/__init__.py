@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ragjax.core import (
     Answer,
     Document,
+    EngineOptions,
     Graph,
     Kind,
     Message,
@@ -26,6 +27,7 @@ __all__ = [
     "Answer",
     "Document",
     "Engine",
+    "EngineOptions",
     "Graph",
     "Kind",
     "Message",

@@ -18,13 +18,14 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ragjax.commands.flags import DEMO, command_line, integer, knowledge, positive
+from ragjax.commands.flags import DEMO, command_line, integer, knowledge
+from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.build import alpha_path
@@ -173,15 +174,8 @@ def _run(options: argparse.Namespace) -> int:
     desired = Desired.parse(options.quality)
     questions = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text("utf-8").splitlines()]
     questions = questions[: WARM + options.limit]
-    with Engine.load(
-        options.model,
-        knowledge=knowledge("demo"),
-        strategy="full",
-        strategies=candidates(),
-        dtype=options.dtype,
-        top_k=options.top_k,
-        device_cache_gb=options.device_cache_gb,
-    ) as engine:
+    asked = replace(engine_options(options), knowledge=knowledge("demo"), strategy="full")
+    with Engine.load(asked, strategies=candidates()) as engine:
         trials, found = search(engine, desired, questions)
         _print(trials, desired)
         if found is None:
@@ -232,10 +226,9 @@ def _name(alpha: float) -> str:
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line("ragjax.reuse.calibrate", "Cache-Craft's alpha for a model.")
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m-instruct", help="as the server's (default: %(default)s)")
+    add_engine_flags(
+        parser, ("model", "dtype", "top_k", "device_cache_gb"), top_k={"default": 5}, device_cache_gb={"default": 1.0}
+    )
     flag("--quality", default="F1=0.9", metavar="F1=X|KL=X", help="what must be kept (default: %(default)s)")
-    flag("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
-    flag("--top-k", type=integer(1), default=5, help="passages a question (default: %(default)s)")
     flag("--limit", type=integer(1), default=60, help=f"questions behind the {WARM} that warm the cache (default: 60)")
-    flag("--device-cache-gb", type=positive, default=1.0, help="KV kept, units of 2^30 B (default: 1)")
     return parser.parse_args(argv)

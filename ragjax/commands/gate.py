@@ -28,7 +28,8 @@ import numpy as np
 from tqdm import tqdm
 
 from ragjax import core
-from ragjax.commands.flags import DEMO, command_line, integer, knowledge, positive
+from ragjax.commands.flags import DEMO, command_line, integer, knowledge
+from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.commands.preprocess import preprocess
 from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Tokens
 from ragjax.engine import Engine
@@ -229,13 +230,7 @@ def _measured(options: argparse.Namespace) -> Report:
     """Load, measure, and keep the report where the server looks for it."""
     settings = settings_of(strategies(), options.strategies, options.ratios)
     names = {setting.strategy for setting in settings}
-    with Engine.load(
-        options.model,
-        knowledge=knowledge("demo"),
-        dtype=options.dtype,
-        top_k=options.top_k,
-        device_cache_gb=options.device_cache_gb,
-    ) as engine:
+    with Engine.load(engine_options(options), knowledge=knowledge("demo")) as engine:
         alpha = craft_alpha(engine.identity)
         if any(name.startswith(("fusion", "ragjax")) for name in names):
             preprocess(engine, record="fusion+craft" in names)
@@ -273,14 +268,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "ragjax.reuse.gate", "Measure every strategy against full attention on the bundled questions."
     )
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf, adapter or hub id (%(default)s)")
-    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
+    add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb"))
     flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
     flag("--ratios", type=_ratios, default=RATIOS, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
-    flag("--top-k", type=integer(1), default=3, help="chunks a question, as the server's (%(default)s)")
     flag("--limit", type=integer(2), help="questions (default: all)")
-    flag("--device-cache-gb", type=positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
     options.budget = Budget.parse(options.budget)

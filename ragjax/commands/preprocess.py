@@ -26,8 +26,9 @@ from tqdm import tqdm
 
 from ragjax import core
 from ragjax.cache.cache import neighbours_digest
-from ragjax.commands.flags import command_line, from_zero, integer, knowledge, positive
-from ragjax.core import Answer, Chunk, Hit, Message, Prompt, Segment, StorageOptions
+from ragjax.commands.flags import command_line, integer
+from ragjax.commands.options import add_engine_flags, engine_options
+from ragjax.core import Answer, Chunk, Hit, Message, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.prompting.chat import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
@@ -281,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(argv)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("ragjax").setLevel(logging.INFO)
-        with _load(options) as engine:
+        with Engine.load(engine_options(options)) as engine:
             report = preprocess(engine, n=options.neighbours, system=options.system, record=options.record)
     except core.RagjaxError as error:
         print(f"ragjax.preprocess: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -299,41 +300,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "ragjax.preprocess",
         "Compute every chunk behind its most similar ones; a server with the same directories uses it.",
     )
+    fields = ("model", "knowledge", "index", "index_dir", "dtype", "device_cache_gb", "max_context")
+    tiers = ("host_gb", "disk", "disk_gb", "at_rest", "share_knowledge")
+    needed = {"required": True}
+    add_engine_flags(
+        parser, (*fields, *(f"storage.{tier}" for tier in tiers)), knowledge=needed, index_dir=needed, disk=needed
+    )
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf, adapter or hub id (%(default)s)")
-    flag("--knowledge", required=True, help="folder or .jsonl of documents, or 'demo'")
-    flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
-    flag("--index-dir", metavar="DIR", required=True, help="where chunks and index are kept; the server's")
-    flag("--disk-cache", metavar="DIR", required=True, help="folder where KV is kept; the server's")
-    flag("--disk-cache-gb", type=positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
     flag("--neighbours", type=integer(1), default=NEIGHBOURS, help="chunks that each is computed behind (%(default)s)")
     flag("--system", metavar="TEXT", help="system message of the requests (default: that of requests without one)")
     flag("--record", action="store_true", help="keep what the strategy fusion+craft needs, too")
-    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
-    flag("--device-cache-gb", type=positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
-    flag("--host-cache-gb", type=from_zero, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
-    flag("--at-rest", choices=("raw", "int8", "float8"), default="raw", help="KV below the device (%(default)s)")
-    flag("--max-context", type=integer(1), help="tokens of prompt and answer together (default: the model's)")
-    flag("--share-knowledge", action="store_true", help="as the server's, which must have it as well")
-    options = parser.parse_args(argv)
-    options.knowledge = knowledge(options.knowledge)
-    return options
-
-
-def _load(options: argparse.Namespace) -> Engine:
-    return Engine.load(
-        options.model,
-        knowledge=options.knowledge,
-        dtype=options.dtype,
-        device_cache_gb=options.device_cache_gb,
-        max_context=options.max_context,
-        index=options.index,
-        index_dir=options.index_dir,
-        storage=StorageOptions(
-            host_gb=options.host_cache_gb,
-            disk=options.disk_cache,
-            disk_gb=options.disk_cache_gb,
-            at_rest=options.at_rest,
-            share_knowledge=options.share_knowledge,
-        ),
-    )
+    return parser.parse_args(argv)

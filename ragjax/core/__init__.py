@@ -13,7 +13,8 @@ from ragjax.core.errors import (
     RequestError,
     VisibilityError,
 )
-from ragjax.core.options import AtRest, StorageOptions
+from ragjax.core.limits import StepLimits
+from ragjax.core.options import DTYPES, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import Measure, Move, Pass, Plan, Prefill, Results, Run, SegmentReport, Span
 from ragjax.core.prompt import Chunk, Document, Hit, Kind, Prompt, Segment
 from ragjax.core.request import (
@@ -35,6 +36,7 @@ from ragjax.core.tokens import NEVER, Tokens, is_unicode
 from ragjax.core.visibility import Visibility
 
 __all__ = [
+    "DTYPES",
     "NEVER",
     "Answer",
     "AtRest",
@@ -44,6 +46,7 @@ __all__ = [
     "Delta",
     "Divergence",
     "Document",
+    "EngineOptions",
     "Event",
     "FactReport",
     "Graph",
@@ -70,6 +73,7 @@ __all__ = [
     "SegmentReport",
     "Span",
     "Step",
+    "StepLimits",
     "StepMeasure",
     "StorageOptions",
     "Timings",

@@ -13,6 +13,10 @@ AtRest = Literal["raw", "int8", "float8"]
 """How KV is encoded below the device."""
 
 
+DTYPES = ("bfloat16", "float32")
+"""Of weights and KV."""
+
+
 @dataclass(frozen=True)
 class StorageOptions:
     """Where KV is kept below the device, and what leaves first.
@@ -53,3 +57,70 @@ class StorageOptions:
         for name, value in limits.items() | {(f"quotas[{tenant!r}]", gb) for tenant, gb in self.quotas.items()}:
             if not 0 < value <= 1e9:
                 raise ConfigError(f"{name} must be a number above 0, up to 1e9, not {value!r}")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is loaded with: from Python, from flags, and in tests.
+
+    Raises:
+        ConfigError: naming the field that cannot work.
+
+    model: a packaged name, a directory, a .gguf file, an adapter of one of these, or a Hugging Face id.
+    knowledge: a folder or JSONL file, or several by name; the first is the default one. graph: triples in a .tsv,
+    .jsonl or .nt file, likewise.
+    strategy: reuse strategy of requests that name none (None: "prefix", if there is no budget).
+    recompute_ratio: its share of recomputed chunk tokens, if it is selective (None: its own choice).
+    quality_budget: "KL=0.05" and the like: requests that name no strategy get the cheapest setting inside it, by the
+    report that `python -m ragjax.reuse.gate` made of this model. quality_fallback: what to do if none is inside:
+    "refuse" to load, or run "full".
+    shadow_rate: share of requests that are replayed in `full`, when nothing else runs, and compared.
+    dtype: "bfloat16" or "float32", of weights and KV.
+    top_k: chunks retrieved for requests that say nothing else.
+    device_cache_gb: size of the page pool, in 2^30 bytes.
+    max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
+    max_context: longest prompt and answer together, in tokens (None: the model's context length).
+    index: "flat", "ivf" or "hnsw". index_dir: where chunks and index are kept (None: in memory). graph_dir: where
+    graphs are kept between starts (None: in memory).
+    storage: the replacement policy, and the tiers below the device.
+    record_trace: file to which every request is added, as hashes and sizes (`ragjax.engine.trace`).
+    progress: show progress bars. compile: compile all programs now, so that no request waits for one; False for short
+    experiments.
+    """
+
+    model: str | Path
+    knowledge: str | Path | Mapping[str, str | Path] | None = None
+    graph: str | Path | Mapping[str, str | Path] | None = None
+    strategy: str | None = None
+    recompute_ratio: float | None = None
+    quality_budget: str | None = None
+    quality_fallback: str = "refuse"
+    shadow_rate: float = 0.0
+    dtype: str = "bfloat16"
+    top_k: int = 3
+    device_cache_gb: float = 0.5
+    max_queue: int = 64
+    max_running: int = 0
+    max_context: int | None = None
+    index: str = "flat"
+    index_dir: str | Path | None = None
+    graph_dir: str | Path | None = None
+    storage: StorageOptions = field(default_factory=StorageOptions)
+    record_trace: str | Path | None = None
+    progress: bool = True
+    compile: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.quality_fallback not in ("refuse", "full"):
+            raise ConfigError(f"unknown quality_fallback {self.quality_fallback!r}; choose refuse or full")
+        for name, least in (("top_k", 0), ("max_queue", 0), ("max_running", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
+        if not 0.0 <= self.shadow_rate <= 1.0:
+            raise ConfigError(f"shadow_rate must lie in [0, 1], not {self.shadow_rate!r}")
+        if self.quality_budget is not None and (self.strategy is not None or self.recompute_ratio is not None):
+            raise ConfigError(
+                "a quality budget picks strategy and recompute ratio: give no --strategy, no --recompute-ratio"
+            )

@@ -1,15 +1,13 @@
-"""Puts an engine together from a model's name: weights, tokenizer, pool, programs, encoder, knowledge."""
+"""The parts of an engine, made from its options: model, programs, pool, tiers and policies."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NoReturn
 
 from tqdm import tqdm
 
@@ -19,8 +17,9 @@ from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import ConfigError, Grid, Measure, StorageOptions
-from ragjax.engine.api import Engine
+from ragjax.core import ConfigError, EngineOptions, Grid, Measure, StorageOptions
+from ragjax.engine.registry import Registry
+from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
 from ragjax.models.adapter import load_model, model_digest
 from ragjax.models.config import ModelConfig
@@ -31,12 +30,8 @@ from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Budget, Report, Setting
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.document import load as load_documents
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.retrieval.path import Triple
-from ragjax.retrieval.reader import read as read_triples
-from ragjax.retrieval.triples import Alias, forward
 from ragjax.reuse import PREPROCESSED
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
@@ -53,117 +48,105 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 ENCODER = "all-minilm-l6-v2"
 
 
-def load_engine(
-    model: str | Path,
-    *,
-    knowledge: str | Path | Mapping[str, str | Path] | None,
-    strategy: str | None,
-    recompute_ratio: float | None,
-    quality_budget: str | None,
-    quality_fallback: str,
-    shadow_rate: float,
-    dtype: str,
-    top_k: int,
-    device_cache_gb: float,
-    max_queue: int,
-    max_context: int | None,
-    index: str,
-    index_dir: str | Path | None,
-    progress: bool,
-    compile: bool,
-    strategies: dict[str, Strategy] | None,
-    storage: StorageOptions,
-    record_trace: str | Path | None,
-    graph: str | Path | Mapping[str, str | Path] | None,
-    graph_dir: str | Path | None,
-) -> Engine:
-    """See `Engine.load`."""
-    if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(f"unknown dtype {dtype!r}; choose bfloat16 or float32")
-    chosen = all_strategies() if strategies is None else strategies
-    if shadow_rate > 0 and "full" not in chosen:
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of.
+
+    context_length: most tokens of a prompt and its answer. identity: digest of what KV depends on besides tokens.
+    """
+
+    model_name: str
+    context_length: int
+    runner: Runner
+    tokenizer: Tokenizer
+    chunker: Chunker
+    cache: KnowledgeCache
+    contract: Contract
+    strategies: Mapping[str, Strategy]
+    knowledge: Registry[KnowledgeBase]
+    graphs: Registry[KnowledgeGraph]
+    transfer: KVTransfer | None = None
+    disk: DiskStore | None = None
+    recorder: Recorder | None = None
+    identity: bytes = b""
+
+
+def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = None) -> Parts:
+    """Load the model, compile its programs, and make everything else that an engine is made of.
+
+    strategies: what requests may name (None: all of ragjax's).
+
+    Raises:
+        ConfigError: saying what to change.
+    """
+    storage, dtype = options.storage, options.dtype
+    chosen = dict(all_strategies() if strategies is None else strategies)
+    if options.shadow_rate > 0 and "full" not in chosen:
         raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
-    setting = _setting(strategy, recompute_ratio, quality_budget, chosen)
-    budget = None if quality_budget is None else Budget.parse(quality_budget)
-    if top_k < 0:
-        raise ConfigError("top_k must be at least 0")
+    setting = _setting(options, chosen)
+    budget = None if options.quality_budget is None else Budget.parse(options.quality_budget)
     policy = _policy(storage)
-    recorder = None if record_trace is None else Recorder(record_trace)
+    recorder = None if options.record_trace is None else Recorder(options.record_trace)
     use_compilation_cache(cache_dir())
-    local = resolve(model)
+    local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)
     decoder = load_model(local, dtype, cache_dir())
     config = decoder.config
     tokenizer.check(config)
-    context = _context(config, max_context)
+    context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
         chosen = all_strategies(alpha=craft_alpha(identity))
     contract = Contract(
         setting,
         dtype,
-        report=_report(identity, budget, chosen, top_k),
+        report=_report(identity, budget, chosen, options.top_k),
         budget=budget,
-        fallback=quality_fallback,
-        shadow_rate=shadow_rate,
+        fallback=options.quality_fallback,
+        shadow_rate=options.shadow_rate,
         preprocessed=PREPROCESSED,
     )
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
-    itemsize = DTYPE_BYTES[dtype]
-    pages = pool_pages(config, device_cache_gb, itemsize, context)
+    pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context)
     grid = _grid(config, context, platform())
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
-    if compile:
-        _compile(runner, frozenset().union(*(chosen[name].measures for name in contract.strategies)), progress)
+    if options.compile:
+        measures = frozenset[Measure]().union(*(chosen[name].measures for name in contract.strategies))
+        _compile(runner, measures, options.progress)
+    encoder = _encoder(options.progress)
     transfer = KVTransfer(runner, storage.at_rest, disk=disk)
-    encoder = _encoder(progress)
     tiers = Storage(transfer, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
-    engine = Engine(
-        runner,
-        tokenizer,
-        KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants),
+    return Parts(
         model_name=local.name,
         context_length=context,
-        strategies=chosen,
-        default_strategy=setting.strategy,
-        max_queue=max_queue,
-        top_k=top_k,
+        runner=runner,
+        tokenizer=tokenizer,
         chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
-        open_knowledge=_opener(tokenizer, index, index_dir, encoder),
-        open_graph=_graph_opener(graph_dir, encoder, progress),
+        cache=KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants),
+        contract=contract,
+        strategies=chosen,
+        knowledge=Registry(
+            "knowledge base", "rag.knowledge", knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
+        ),
+        graphs=Registry(
+            "knowledge graph", "rag.graph.name", graph_opener(options.graph_dir, encoder, options.progress)
+        ),
         transfer=transfer,
         disk=disk,
-        load_timeout=storage.load_timeout,
-        share_knowledge=storage.share_knowledge,
         recorder=recorder,
-        contract=contract,
         identity=identity,
     )
-    try:
-        for name, source in _sources(knowledge).items():
-            _fill(engine, name, source, progress)
-        contract.begin(all(engine.knowledge_base(name).preprocessed for name in _sources(knowledge)))
-        for name, source in _sources(graph).items():
-            _fill_graph(engine, name, source, progress)
-    except BaseException:
-        engine.close()
-        raise
-    return engine
 
 
-def _setting(strategy: str | None, ratio: float | None, budget: str | None, known: Mapping[str, Strategy]) -> Setting:
+def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
     """What requests get that name no strategy; a budget will pick another.
 
     Raises:
-        ConfigError: for what contradicts itself, and names that are not known.
+        ConfigError: for names that are not known, and a ratio that has no effect.
     """
-    if budget is not None and (strategy is not None or ratio is not None):
-        raise ConfigError(
-            "a quality budget picks strategy and recompute ratio: give no --strategy, no --recompute-ratio"
-        )
-    if budget is not None and not {"full", "prefix"} <= known.keys():
+    if options.quality_budget is not None and not {"full", "prefix"} <= known.keys():
         raise ConfigError("a quality budget needs the strategies full and prefix")
-    name = "prefix" if strategy is None else strategy
+    name, ratio = options.strategy or "prefix", options.recompute_ratio
     if name not in known:
         raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join(known)}")
     if ratio is not None and not known[name].selective:
@@ -294,94 +277,7 @@ def _encoder(progress: bool) -> Callable[[], Encoder]:
     def encoder() -> Encoder:
         loaded = Encoder.load(resolve(ENCODER).path)
         with tqdm(desc="compiling encoder", unit="program", disable=not progress) as bar:
-            loaded.warmup(lambda done, total: _show(bar, done, total))
+            loaded.warmup(lambda done, total: show(bar, done, total))
         return loaded
 
     return encoder
-
-
-def _folder(directory: str | Path | None, name: str, kind: str) -> Path | None:
-    """Where the knowledge of this name is kept, if anywhere.
-
-    Raises:
-        ConfigError: if the name cannot be a folder's.
-    """
-    if not re.fullmatch(r"\w[\w. -]*", name):
-        raise ConfigError(f"{name!r} cannot name a {kind}: use letters, digits, '_', '-', '.' and spaces")
-    return None if directory is None else Path(directory) / name
-
-
-def _graph_opener(
-    directory: str | Path | None, encoder: Callable[[], Encoder], progress: bool
-) -> Callable[[str], KnowledgeGraph]:
-    """Opens knowledge graphs by name."""
-
-    def open_graph(name: str) -> KnowledgeGraph:
-        with tqdm(desc=f"reading {name}", unit="name", disable=not progress) as bar:
-            folder = _folder(directory, name, "knowledge graph")
-            return KnowledgeGraph.open(folder, encoder(), lambda done: bar.update(done - bar.n))
-
-    return open_graph
-
-
-def _fill_graph(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
-    """Make the graph hold exactly the triples that the source holds; what is there already costs little."""
-    held: set[Triple] = set()
-
-    def noted() -> Iterator[Triple | Alias]:
-        for item in read_triples(source):
-            if isinstance(item, Triple):
-                held.add(forward(item))
-            yield item
-
-    with tqdm(desc=f"importing {name}", unit="item", disable=not progress) as bar:
-
-        def show(what: str, done: int) -> None:
-            bar.set_postfix_str(what, refresh=False)
-            bar.update(done - bar.n)
-
-        engine.add_triples(noted(), name, show)
-    gone = engine.knowledge_graph(name).retain(held)
-    if gone:
-        _log.info("%s: %d triples are no longer in %s and were removed", name, gone, source)
-
-
-def _opener(
-    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], Encoder]
-) -> Callable[[str], KnowledgeBase]:
-    """Opens knowledge bases by name."""
-
-    def open_base(name: str) -> KnowledgeBase:
-        return KnowledgeBase.open(
-            _folder(index_dir, name, "knowledge base"),
-            encode_tokens=partial(tokenizer.encode, special=False, continued=True),
-            encoder=encoder(),
-            model_key=tokenizer.digest.hex(),
-            index_kind=index,
-            name=name,
-        )
-
-    return open_base
-
-
-def _sources(knowledge: str | Path | Mapping[str, str | Path] | None) -> Mapping[str, str | Path]:
-    if knowledge is None:
-        return {}
-    if isinstance(knowledge, str | Path):
-        return {Path(knowledge).resolve().stem: knowledge}
-    return knowledge
-
-
-def _fill(engine: Engine, name: str, source: str | Path, progress: bool) -> None:
-    """Make the knowledge base hold exactly what the source holds."""
-    loaded = load_documents(source)
-    with tqdm(desc=f"indexing {name}", unit="document", disable=not progress) as bar:
-        engine.add_documents(loaded.documents, name, progress=lambda done, total: _show(bar, done, total))
-    gone = engine.document_ids(name) - {document.id for document in loaded.documents}
-    if gone:
-        engine.delete_documents(sorted(gone), name)
-
-
-def _show(bar: tqdm[NoReturn], done: int, total: int) -> None:
-    bar.total = total
-    bar.update(done - bar.n)

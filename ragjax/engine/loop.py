@@ -1,4 +1,4 @@
-"""The engine's thread: it admits, steps and cancels requests at pass boundaries, and alone touches cache and pool."""
+"""The engine's thread: it admits, steps and cancels requests between steps, and alone touches cache and pool."""
 
 from __future__ import annotations
 
@@ -6,31 +6,23 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import (
-    Answer,
-    ClosedError,
-    Event,
-    OutOfPages,
-    OverloadError,
-    Plan,
-    RequestError,
-    SegmentReport,
-    Timings,
-)
+from ragjax.core import Answer, ClosedError, Event, OverloadError, RequestError, StepLimits
+from ragjax.engine.answer import make_answer, reports_of
+from ragjax.engine.counters import Counters
 from ragjax.engine.depkv import DepKV
 from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import STEPS, Contract
-from ragjax.reuse.base import Allocation
 from ragjax.runner.runner import Runner
-from ragjax.schedule.scheduler import Batch, Scheduler, Task
-from ragjax.schedule.state import RESTARTS, Counters, Ticket
+from ragjax.schedule.admission import Admission
+from ragjax.schedule.batch import Batch
+from ragjax.schedule.scheduler import Scheduler
+from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
@@ -38,11 +30,11 @@ _log = logging.getLogger(__name__)
 REPLICATE_STEPS = 64
 """Steps after which hot nodes are copied to the tiers below even though requests are running."""
 
-BACKGROUND = 8
-"""Background requests that run at a time."""
-
 TICK = 0.02
 """Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
+
+RESTARTS = 3
+"""Times that a request is started again, after KV could not be loaded or a device was lost, before it fails."""
 
 
 class Loop:
@@ -50,7 +42,9 @@ class Loop:
 
     Args:
         replay: the request that runs a finished one again for comparison, or None.
-        max_queue: requests that may wait. load_timeout: seconds that a request waits for KV before it computes it.
+        max_queue: requests that may wait.
+        max_running: requests that run at a time (0: as many as have room).
+        load_timeout: seconds that a request waits for KV before it computes it.
 
     Attributes:
         counters: what has happened so far.
@@ -62,10 +56,11 @@ class Loop:
         runner: Runner,
         cache: KnowledgeCache,
         contract: Contract,
-        replay: Callable[[Ticket, Answer], Ticket | None],
+        replay: Callable[[RequestState, Answer], RequestState | None],
         *,
         max_queue: int,
         load_timeout: float,
+        max_running: int = 0,
         transfer: KVTransfer | None = None,
         recorder: Recorder | None = None,
     ):
@@ -80,15 +75,11 @@ class Loop:
         self._transfer = transfer
         self._recorder = recorder
         self._scheduler = Scheduler(runner.grid, runner.page_size)
+        self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: deque[Ticket] = deque()
-        self._background: deque[Ticket] = deque()
-        self._resting: list[Task] = []
-        self._running: dict[int, Ticket] = {}
         self._pending = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._blocked = False
         self._stalled: float | None = None
         if transfer is not None:
             transfer.notify = self._wake
@@ -99,28 +90,29 @@ class Loop:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait to be admitted; background ones do not count."""
-        return len(self._waiting)
+        """Requests that wait to be admitted; background ones are not counted."""
+        return len(self._admission.waiting)
 
     @property
     def running(self) -> int:
         """Requests that were admitted."""
-        return len(self._running)
+        return len(self._scheduler.running)
 
     @property
     def closed(self) -> bool:
         """Whether nothing is served any more."""
         return self._closed
 
+    @property
+    def limits(self) -> StepLimits:
+        """What one step can read."""
+        return self._scheduler.limits
+
     def holders(self) -> set[str]:
         """Labels under which requests, and what outlives them, hold KV."""
-        return {ticket.id for ticket in self._running.values()} | set(self.kept)
+        return {state.id for state in self._scheduler.running} | set(self.kept)
 
-    def fits(self, pieces: int, tokens: int) -> bool:
-        """Whether a step can take a prompt of so many pieces, and so many tokens with its answer."""
-        return self._scheduler.fits(pieces, tokens)
-
-    def enqueue(self, ticket: Ticket) -> None:
+    def enqueue(self, state: RequestState) -> None:
         """Have a request served.
 
         Raises:
@@ -129,17 +121,17 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            running = sum(not other.request.background for other in list(self._running.values()))
-            waiting = self._pending - max(running, 1)  # while none runs, one of them is about to
-            if not ticket.request.background:
+            # while none runs, one of those that wait is about to
+            waiting = self._pending - max(len(self._scheduler.in_front), 1)
+            if not state.background:
                 if waiting >= self._max_queue:
                     raise OverloadError(f"the queue is full: {waiting} requests wait; try again later")
                 self._pending += 1
-            self._inbox.put(lambda: self._arrive(ticket))
+            self._inbox.put(lambda: self._arrive(state))
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End a request at the next pass boundary, without a word to its owner; nothing happens if it has ended."""
-        ticket.cancelled = True
+    def cancel(self, state: RequestState) -> None:
+        """End a request before the next step, without a word to its owner; nothing happens if it has ended."""
+        state.cancelled = True
         self._wake()
 
     def call(self, function: Callable[[], object]) -> None:
@@ -166,7 +158,7 @@ class Loop:
 
     def close(self) -> None:
         """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice."""
-        with self._lock:  # what was taken in before is served or told; nothing comes behind the end
+        with self._lock:  # what came before is served or told; nothing comes after the end
             self._closed = True
             self._inbox.put(None)
         self._thread.join()
@@ -181,34 +173,37 @@ class Loop:
 
     # -------------------------------------------------------------------------------- in this thread
 
-    def tickets(self) -> list[Ticket]:
+    def states(self) -> list[RequestState]:
         """Requests of every kind, waiting and running."""
-        return [*self._waiting, *self._background, *self._running.values()]
+        return [*self._admission.waiting, *self._admission.background, *self._scheduler.running]
 
     def drop(self, kv: DepKV, reason: str) -> None:
         """Give back KV that was kept."""
         del self.kept[kv.label]
         kv.closed = reason
         kv.allocation.close()
-        self._blocked = False
+        self._admission.blocked = False
 
     def _run(self) -> None:
         busy = True
         while self._drain_inbox(busy):
             try:
-                busy = self._turn()
+                busy = self._iterate()
             except Exception as error:  # a defect of ours must not take the other clients' server down
-                for ticket in self.tickets():
-                    self._fail(ticket, error)
-        for ticket in self.tickets():
-            self._end(ticket, ClosedError("the engine was closed"))
+                for state in self.states():
+                    self._fail(state, error)
+        for state in self.states():
+            self._end(state, ClosedError("the engine was closed"))
         self._put_away()
 
-    def _turn(self) -> bool:
-        """One look at everything; whether anything was done."""
-        self._drop_cancelled()
+    def _iterate(self) -> bool:
+        """One iteration: cancel, look after loads, admit, move, and run one step; whether anything was done."""
+        for state in [state for state in self.states() if state.cancelled]:
+            self.counters.cancelled += 1
+            self._end(state, None)
         moved = self._cache.poll()
-        self._blocked = self._blocked and not moved
+        if moved:
+            self._admission.blocked = False
         self._check_loads()
         self._check_stall()
         self._admit()
@@ -216,13 +211,13 @@ class Loop:
         batch = self._scheduler.next_batch()
         if batch is not None:
             self._step(batch)
-        # copies ahead of need take turns with steps only if there is no end of these
+        # copies ahead of need take turns with steps only if steps do not end
         copied = (batch is None or self.counters.steps % REPLICATE_STEPS == 0) and self._cache.replicate()
         return moved or copied or batch is not None
 
     def _drain_inbox(self, busy: bool) -> bool:
         """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
-        wait = TICK if self.tickets() else None
+        wait = TICK if self.states() else None
         while True:
             try:
                 message = self._inbox.get(block=not busy, timeout=wait)
@@ -244,179 +239,104 @@ class Loop:
         except Exception:
             _log.exception("not everything was put on disk")
 
-    def _arrive(self, ticket: Ticket) -> None:
-        if ticket.request.background:
-            self._background.append(ticket)
-            return
-        self._waiting.append(ticket)
+    def _arrive(self, state: RequestState) -> None:
         try:
-            keys = ticket.strategy.keys(ticket.prompt, self._cache, ticket.request.tenant)
-            self._cache.announce(ticket.id, keys)
+            self._admission.add(state)
         except Exception as error:
-            self._fail(ticket, error)
+            self._fail(state, error)
 
-    def _drop_cancelled(self) -> None:
-        for ticket in [t for t in self.tickets() if t.cancelled]:
-            self.counters.cancelled += 1
-            self._end(ticket, None)
+    def _admit(self) -> None:
+        for state, error in self._admission.admit():
+            if error is not None:
+                self._fail(state, error)
+            elif state.plan is not None:
+                self._guarded(state, self._prompt_done)
+
+    def _guarded(self, state: RequestState, work: Callable[[RequestState], None]) -> None:
+        """Do something for one request; an error ends it alone."""
+        try:
+            work(state)
+        except Exception as error:
+            self._fail(state, error)
+
+    # --------------------------------------------------------------------------------- loads and losses
 
     def _check_loads(self) -> None:
-        """Requests whose KV arrived go on; those whose KV will not, or not in time, begin anew and compute it."""
+        """Requests whose KV arrived go on; those whose KV will not, or not in time, compute it instead."""
         now = time.perf_counter()
-        for ticket in [t for t in self._running.values() if t.task is not None and not t.task.decoding]:
-            assert ticket.task is not None
-            allocation = ticket.task.allocation
-            if allocation.broken is not None:
-                self._fall_back(ticket, "failed", f"KV could not be loaded and was computed anew: {allocation.broken}")
-            elif allocation.ready:
-                ticket.stop_waiting(now)
-            elif ticket.waits_since is None:
-                ticket.waits_since = now
-            elif now - ticket.waits_since > self._load_timeout:
-                self._fall_back(ticket, "slow", f"loading KV took over {self._load_timeout:g} s; it was computed anew")
+        for state in [state for state in self._scheduler.running if not state.decoding]:
+            assert state.allocation is not None
+            if state.allocation.broken is not None:
+                notice = f"KV could not be loaded and was computed instead: {state.allocation.broken}"
+                self._compute_instead(state, "failed", notice)
+            elif state.allocation.ready:
+                state.times.stop_waiting(now)
+            elif state.times.waits_since is None:
+                state.times.waits_since = now
+            elif now - state.times.waits_since > self._load_timeout:
+                notice = f"loading KV took over {self._load_timeout:g} s; it was computed instead"
+                self._compute_instead(state, "slow", notice)
 
     def _check_stall(self) -> None:
-        """Loads that are not done in time, and that nobody waits for, give back their pages if these are what lacks."""
+        """Loads that are not done in time, and that nobody waits for, give back their pages if these are lacking."""
         now = time.perf_counter()
-        if self._running or not (self._waiting or self._background) or not self._cache.loading:
+        if self._scheduler.running or not self.states() or not self._cache.loading:
             self._stalled = None
         elif self._stalled is None:
             self._stalled = now
         elif now - self._stalled > self._load_timeout and self._cache.give_up():
-            self._stalled, self._blocked = None, False
+            self._stalled, self._admission.blocked = None, False
 
-    def _fall_back(self, ticket: Ticket, reason: str, notice: str) -> None:
+    def _compute_instead(self, state: RequestState, reason: str, notice: str) -> None:
         if not self.counters.load_fallbacks[reason]:
             _log.warning("%s", notice)
         self.counters.load_fallbacks[reason] += 1
-        ticket.cold = False  # once is enough: a disk that always fails must not be asked for ever
-        self._begin_anew(ticket, notice)
+        state.may_load = False  # a disk that always fails is not asked again for this request
+        self._restart(state, notice)
 
-    def _begin_anew(self, ticket: Ticket, notice: str) -> None:
-        task = ticket.task
-        assert task is not None
-        self._leave(task)
-        ticket.begin_anew(notice)
-        self._blocked = False
-        (self._background if ticket.request.background else self._waiting).appendleft(ticket)
+    def _restart(self, state: RequestState, notice: str) -> None:
+        self._scheduler.remove(state)
+        state.restart(notice)
+        self._admission.put_back(state)
 
-    def _leave(self, task: Task) -> None:
-        (self._resting if task in self._resting else self._scheduler.tasks).remove(task)
-        del self._running[id(task)]
+    def _recover(self, error: Exception) -> None:
+        """The device's pool is gone: start requests again with what host memory and disk hold (RAGCache, section 6).
 
-    def _admit(self) -> None:
-        """Start waiting requests, oldest first, while they have room."""
-        while self._waiting and not self._blocked:
-            ticket = self._waiting[0]
-            try:
-                self._blocked = not self._start(ticket)
-            except Exception as error:
-                self._fail(ticket, error)
-                continue
-            if not self._blocked:
-                self._waiting.popleft()
-                self._cache.withdraw(ticket.id)
-        self._admit_background()
-
-    def _admit_background(self) -> None:
-        """Background requests rest while others run or wait, and go on, a few at a time, while none does."""
-        busy = bool(self._waiting) or any(not t.request.background for t in self._running.values())
-        if busy:
-            self._resting += [t for t in self._scheduler.tasks if self._running[id(t)].request.background]
-            self._scheduler.tasks = [t for t in self._scheduler.tasks if t not in self._resting]
-            return
-        self._scheduler.tasks += self._resting
-        self._resting = []
-        while self._background and len(self._running) < BACKGROUND:
-            ticket = self._background.popleft()
-            try:
-                if self._start(ticket):
-                    continue
-            except Exception as error:
-                self._fail(ticket, error)
-                continue
-            self._background.appendleft(ticket)
-            return
-
-    def _stop_background(self) -> bool:
-        """Have background requests give back what they hold; whether there were any."""
-        tasks = [ticket.task for ticket in self._running.values() if ticket.request.background]
-        for task in tasks:
-            assert task is not None
-            self._begin_anew(self._running[id(task)], "")
-        return bool(tasks)
-
-    def _start(self, ticket: Ticket) -> bool:
-        """Match and reserve for a request; False if it has to wait for others to end.
-
-        Raises:
-            RequestError: if it is alone and still has no room.
+        Requests before their first token are computed again; others continue after the tokens that went out.
         """
-        vacated = False
-        while True:
-            now = time.perf_counter()
-            task = self._task(ticket)
-            try:
-                task.start()
-            except OutOfPages as error:
-                if not ticket.request.background and self._stop_background():
-                    continue
-                if self._running or self._cache.loading:
-                    return False
-                if not vacated:  # what it would reuse may lie scattered over more pages than it needs
-                    self._cache.vacate()
-                    vacated = True
-                    continue
-                param = "messages" if ticket.request.prompt is None else "prompt"
-                raise RequestError(str(error), param=param, code="context_length_exceeded") from error
-            except BaseException:
-                task.close()
-                raise
-            break
-        ticket.task, ticket.waits_since = task, now
-        if not ticket.first_token:
-            ticket.admitted = now
-        if task.allocation.ready:
-            ticket.stop_waiting(time.perf_counter())
-        self._running[id(task)] = ticket
-        self._scheduler.tasks.append(task)
-        if task.plan is not None:
-            try:
-                self._planned(ticket, task, task.plan)
-            except Exception as error:  # it is among the running ones by now
-                self._fail(ticket, error)
-        return True
+        self.counters.device_losses += 1
+        _log.error("the device's memory was lost; running requests start again", exc_info=error)
+        for state in sorted(self._scheduler.running, key=lambda state: state.times.admitted, reverse=True):
+            if state.restarts >= RESTARTS:
+                self._fail(state, error)
+            else:
+                self._restart(state, "the device's memory was lost; the request was computed again")
+        for kv in list(self.kept.values()):
+            self.drop(kv, "the KV was lost with the device's memory: compute it again")
+        self._runner.reset()
+        self._cache.give_up()
+        while self._cache.loading:
+            self._cache.poll()
+            time.sleep(TICK)
+        self._cache.lose_device()
 
-    def _task(self, ticket: Ticket) -> Task:
-        prompt = ticket.whole_prompt
-        allocation = Allocation(
-            self._cache,
-            tenant=ticket.request.tenant,
-            label=ticket.id,
-            decode_tokens=ticket.decode_tokens - len(ticket.generation.tokens),
-            entries=self._runner.grid.entries[-1],
-            stages=self._runner.stages,
-            cold=ticket.cold,
-        )
-        return Task(prompt, ticket.strategy, allocation, ticket.id, ticket.ratio)
+    # -------------------------------------------------------------------------------------------- steps
 
     def _move(self) -> None:
-        """Carry out the moves of tasks whose KV has arrived, until each has rows to compute."""
-        for task in self._scheduler.moving():
-            ticket = self._running[id(task)]
+        """Carry out the moves of requests whose KV has arrived, until each has rows to compute."""
+        for state in self._scheduler.moving():
             try:
-                while task.moving is not None and task.ready:
-                    move = task.moving
+                while state.move is not None and state.ready:
+                    move = state.move
                     self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-                    self._advance(ticket, task)
+                    self._advance(state)
             except Exception as error:
                 if self._runner.lost:
                     self._recover(error)
                     return
-                self._fail(ticket, error)
+                self._fail(state, error)
 
     def _step(self, batch: Batch) -> None:
-        members = [self._running[id(piece.task)] for piece in batch.pieces]
         began = time.perf_counter()
         try:
             outcome = self._runner.step(batch.step)
@@ -425,161 +345,84 @@ class Loop:
             if self._runner.lost:
                 self._recover(error)
                 return
-            for ticket in members:
-                self._fail(ticket, error)
+            for state in batch.states:
+                self._fail(state, error)
             return
         elapsed_ms = (time.perf_counter() - began) * 1e3
         self.counters.steps += 1
-        for ticket in members:
-            ticket.compute_ms += elapsed_ms
-        for task in batch.deliver(logits, outcome.measured, outcome.residual):
-            ticket = self._running[id(task)]
-            try:
-                self._advance(ticket, task)
-            except Exception as error:
-                self._fail(ticket, error)
+        for state in batch.states:
+            state.times.compute_ms += elapsed_ms
+        for state in batch.deliver(logits, outcome.measured, outcome.residual):
+            self._guarded(state, self._advance)
 
-    def _recover(self, error: Exception) -> None:
-        """The device's pool is gone: begin anew with what host memory and disk hold (RAGCache, section 6).
-
-        Requests before their first token are computed again; others continue behind the tokens that went out.
-        """
-        self.counters.device_losses += 1
-        _log.error("the device's memory was lost; running requests begin anew", exc_info=error)
-        for ticket in reversed(list(self._running.values())):
-            if ticket.restarts >= RESTARTS:
-                self._fail(ticket, error)
-            else:
-                self._begin_anew(ticket, "the device's memory was lost; the request was computed anew")
-        for kv in list(self.kept.values()):
-            self.drop(kv, "the KV was lost with the device's memory: compute it anew")
-        self._runner.reset()
-        self._cache.give_up()
-        while self._cache.loading:
-            self._cache.poll()
-            time.sleep(TICK)
-        self._cache.lose_device()
-
-    def _advance(self, ticket: Ticket, task: Task) -> None:
-        """A pass or a decode step of the task is done."""
-        if task.plan is None:
-            task.pass_done()
-            if task.plan is not None:
-                self._planned(ticket, task, task.plan)
+    def _advance(self, state: RequestState) -> None:
+        """A pass, a move or a decode step of the request is done."""
+        if state.plan is not None:
+            self._push(state, state.next_logits())
             return
-        if ticket.wants_scores:
-            ticket.take_scores()
-            logits = task.plan.logits
-        else:
-            assert task.work is not None
-            logits = task.work.logits[0]
-        self._push(ticket, task, logits)
+        state.advance()
+        if state.plan is not None:
+            self._prompt_done(state)
 
-    def _planned(self, ticket: Ticket, task: Task, plan: Plan) -> None:
+    def _prompt_done(self, state: RequestState) -> None:
         """The prompt's KV and last logits are there."""
-        if not ticket.first_token:
-            self._note_first_token(ticket)
-            ticket.logits = plan.logits
-        if not ticket.force():
-            self._push(ticket, task, plan.logits)
+        assert state.plan is not None
+        if not state.times.first_token:
+            self._note_first_token(state)
+            state.logits = state.plan.logits
+        if not state.score():
+            self._push(state, state.plan.logits)
 
-    def _push(self, ticket: Ticket, task: Task, logits: NDArray[np.float32]) -> None:
+    def _note_first_token(self, state: RequestState) -> None:
+        times = state.times
+        times.first_token = time.perf_counter()
+        ttft_ms = (times.first_token - times.arrival) * 1e3
+        self.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
+
+    def _push(self, state: RequestState, logits: NDArray[np.float32]) -> None:
         """Choose the next token by these logits [V], and go on or end."""
-        if ticket.shadowed is not None and len(ticket.shadowed) < STEPS:
-            ticket.shadowed.append(logits)
-        delta = ticket.generation.push(logits)
+        assert state.generation is not None
+        if state.shadowed is not None and len(state.shadowed) < STEPS:
+            state.shadowed.append(logits)
+        delta = state.generation.push(logits)
         if delta is not None:
-            ticket.sink(delta)
-        if ticket.generation.finish_reason is None:
-            task.decode(ticket.generation.tokens[-1])
+            state.sink(delta)
+        if state.generation.finish_reason is None:
+            state.decode(state.generation.tokens[-1])
             return
-        answer = self._answer(ticket, task)
-        task.finish()
-        self._end(ticket, answer)
-        again = self._replay(ticket, answer)
+        answer = make_answer(state, self._contract, self._runner.fallbacks)
+        self._count(state)
+        state.keep()
+        self._end(state, answer)
+        again = self._replay(state, answer)
         if again is not None:
             self._arrive(again)
 
-    def _note_first_token(self, ticket: Ticket) -> None:
-        ticket.first_token = time.perf_counter()
-        ttft_ms = (ticket.first_token - ticket.arrival) * 1e3
-        self.counters.overhead_ms_last = ttft_ms - ticket.retrieve_ms - ticket.compute_ms
+    def _count(self, state: RequestState) -> None:
+        self.counters.add(state, reports_of(state))
+        if self._recorder is not None and not state.background:
+            self._recorder.add(
+                state.times.arrival, state.request.tenant, state.strategy.name, state.prompt, len(state.generated)
+            )
 
-    def _answer(self, ticket: Ticket, task: Task) -> Answer:
-        plan, generation = task.plan, ticket.generation
-        assert plan is not None and generation.finish_reason is not None
-        now = time.perf_counter()
-        added = len(task.prompt.segments) - len(ticket.prompt.segments)  # what it said before it began anew
-        reports = plan.reports[: len(plan.reports) - added]
-        reused = sum(report.reused for report in reports)
-        if not ticket.request.background:
-            self._count(ticket, reports)
-        exact = plan.exact_to == "full"
-        return Answer(
-            text=generation.text,
-            finish_reason=generation.finish_reason,
-            tokens=tuple(generation.tokens),
-            prompt_tokens=len(ticket.prompt),
-            cached_tokens=reused,
-            strategy=ticket.strategy.name,
-            exact_to=plan.exact_to,
-            segments=reports,
-            timings=Timings(
-                retrieve=ticket.retrieve_ms,
-                load=ticket.load_ms,
-                prefill=(ticket.first_token - ticket.admitted) * 1e3 - ticket.load_ms,
-                ttft=(ticket.first_token - ticket.arrival) * 1e3,
-                total=(now - ticket.arrival) * 1e3,
-            ),
-            logprobs=tuple(generation.logprobs),
-            logits=ticket.logits if ticket.request.want_logits else None,
-            notices=(
-                *ticket.notices,
-                *(self._contract.notices_of(ticket.prompt.preprocessed) if self._by_setting(ticket) else ()),
-                *(f"attention not by {refused}" for refused in self._runner.fallbacks),
-            ),
-            recompute_ratio=ticket.ratio,
-            predicted=self._contract.predicted(ticket.setting, exact, ticket.chunks, ticket.prompt.preprocessed),
-            scores=ticket.scores,
-            figures=plan.figures,
-            facts=ticket.facts,
-        )
-
-    def _by_setting(self, ticket: Ticket) -> bool:
-        """Whether the contract's setting served a request: those for a graph have a default of their own."""
-        return ticket.by_default and (self._contract.faulted or not ticket.has_graph)
-
-    def _count(self, ticket: Ticket, reports: Sequence[SegmentReport]) -> None:
-        counters, generated = self.counters, len(ticket.generation.tokens)
-        counters.requests[ticket.strategy.name] += 1
-        counters.prompt_tokens += len(ticket.prompt)
-        counters.reused_tokens += sum(report.reused for report in reports)
-        counters.recomputed_tokens += sum(report.recomputed for report in reports)
-        counters.generated_tokens += generated
-        if self._recorder is not None:
-            self._recorder.add(ticket.arrival, ticket.request.tenant, ticket.strategy.name, ticket.prompt, generated)
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, state: RequestState, error: Exception) -> None:
         self.counters.errors += 1
         if not isinstance(error, RequestError):
             _log.error("request failed", exc_info=error)
-        self._end(ticket, error)
+        self._end(state, error)
 
-    def _end(self, ticket: Ticket, last: Event | BaseException | None) -> None:
+    def _end(self, state: RequestState, last: Event | BaseException | None) -> None:
         """Take a request out of the engine, give back what it holds, and tell its owner."""
-        if ticket.task is not None:
-            ticket.task.close()
-            self._leave(ticket.task)
-            self._blocked = False
-        elif ticket in self._background:
-            self._background.remove(ticket)
-        elif ticket in self._waiting:
-            self._waiting.remove(ticket)
-            self._cache.withdraw(ticket.id)
-            self._blocked = False
-        if not ticket.request.background:
+        if state.ended:
+            return
+        state.ended = True
+        if state.running:
+            self._admission.blocked = False
+        state.stop()
+        self._scheduler.remove(state)
+        self._admission.remove(state)
+        if not state.background:
             with self._lock:
                 self._pending -= 1
-        ticket.cancelled = True
         if last is not None:
-            ticket.sink(last)
+            state.sink(last)

@@ -16,6 +16,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Match
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens
+from ragjax.core.limits import StepLimits
 from ragjax.core.tiers import Tier
 
 
@@ -63,7 +64,7 @@ class Allocation:
 
     tenant: whose requests may use what it keeps. label: under which name the cache's books have it.
     decode_tokens: slots needed behind the prompt for generated tokens.
-    entries: most entries that the spans of a pass may take.
+    limits: what the spans of a pass may take.
     stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
     cold: whether it may use KV from below the device, which has to be waited for.
     """
@@ -75,13 +76,13 @@ class Allocation:
         tenant: str,
         label: str,
         decode_tokens: int,
-        entries: int,
+        limits: StepLimits,
         stages: tuple[int, ...],
         cold: bool = True,
     ):
         self.cache = cache
         self.tenant = tenant
-        self.entries = entries
+        self.limits = limits
         self.stages = stages
         self.decode_tokens = decode_tokens
         self.cold = cold
@@ -92,7 +93,7 @@ class Allocation:
     @property
     def page_size(self) -> int:
         """Slots of a page."""
-        return self.cache.pool.page_size
+        return self.limits.page_size
 
     @property
     def ready(self) -> bool:
@@ -161,6 +162,15 @@ class Allocation:
         self._matches.append(match)
         return match
 
+    def leading(self, match: Match, tokens: int, *, others: int = 0, pieces: int = 0) -> tuple[int, int]:
+        """How many runs of a match to read, and their tokens, so that one step can read the prompt.
+
+        tokens: of the prefix that was asked for; those not read are computed. others, pieces: tokens that are read or
+        computed beside it, and the runs that they lie in.
+        """
+        room = self.limits.room_beside(others, pieces)
+        return self.limits.leading((run for run, _ in match.spans), tokens, room)
+
     def reserve(self, tokens: int) -> Run:
         """Slots of the request's own.
 
@@ -203,24 +213,6 @@ def match_spans(
         spans.append(Span.consecutive(order, run, order - local_start, hidden))
         order += run.length
     return tuple(spans)
-
-
-def most_entries(tokens: int, segments: int, page_size: int) -> int:
-    """Entries that a request of so many tokens and segments may use; what the scheduler counts on."""
-    return -(-tokens // page_size) + 2 * segments
-
-
-def usable(match: Match, tokens: int, entries: int, page_size: int) -> tuple[int, int]:
-    """(runs, tokens) of the match, from its first on, behind which `tokens` in all take no more than `entries`.
-
-    A prefix that many requests made piece by piece lies scattered: each piece takes a page, and an entry.
-    """
-    used, found, best = 0, 0, (0, 0)
-    for i, (run, _) in enumerate(match.spans, 1):
-        used, found = used + len(run.pages), found + run.length
-        if used + -(-(tokens - found) // page_size) < entries:  # one is left for a page that two spans share
-            best = i, found
-    return best
 
 
 def indices(begin: int, end: int) -> Tokens:

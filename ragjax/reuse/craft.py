@@ -42,7 +42,7 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.core.tiers import Record
-from ragjax.reuse.base import Allocation, indices, match_spans, most_entries, report, segments_of, usable
+from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
@@ -265,10 +265,8 @@ def lay_out(
     picked = np.concatenate([indices(0, 0), *picks]).astype(np.int32)
     joins = segments_of(prompt, Kind.QUERY)
     joined = sum(len(prompt.segments[i]) for i in joins)
-    most = most_entries(
-        len(prompt) - system + len(picked) + allocation.decode_tokens, len(prompt.segments) + 1, page_size
-    )
-    runs, hit = usable(context, system, allocation.entries - most, page_size)
+    others = len(prompt) - system + len(picked) + allocation.decode_tokens
+    runs, hit = allocation.leading(context, system, others=others, pieces=len(prompt.segments) + 1)
     head = allocation.reserve(system - hit) if system > hit else None
     whole = {i: allocation.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
     new = (Span(picked, allocation.reserve(len(picked))),) if len(picked) else ()

@@ -9,7 +9,6 @@ exact only if no token of its path has moved. A prompt without a tree is compute
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,14 +24,14 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens, Visibility
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
-from ragjax.reuse.base import Allocation, match_spans, most_entries, report, usable
+from ragjax.reuse.base import Allocation, match_spans, report
 from ragjax.reuse.stitch import LOGITS, keep_system, system_length
 
 Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""
 
-SPARE = 2
-"""Entries kept back for pages that two spans share: the context and the request's own slots, and two of the latter."""
+OWN_RUNS = 2
+"""Runs of the request's own: a page that they share with the context, and one that they share among themselves."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,12 @@ class Dependency:
         """One pass over the question and everything that is not cached."""
         scene, system, size = self._scene(prompt), system_length(prompt), allocation.page_size
         context = allocation.prefix(prompt.tokens[:system])
-        room = allocation.entries - most_entries(len(prompt) - system + allocation.decode_tokens, 1, size) - SPARE
-        runs, hit = usable(context, system, room, size)
-        most = room - sum(len(run.pages) for run, _ in context.spans)
-        found = within(self._match(scene, allocation, context), most, size)
+        limits, others = allocation.limits, len(prompt) - system + allocation.decode_tokens
+        runs, hit = allocation.leading(context, system, others=others, pieces=OWN_RUNS)
+        room = limits.room_beside(others, OWN_RUNS) - sum(len(run.pages) for run, _ in context.spans)
+        known = self._match(scene, allocation, context)
+        kept = limits.densest({i: part.spans for i, part in known.items()}, room)
+        found = {i: part for i, part in known.items() if i in kept}
         have = {i: part.tokens for i, part in found.items()} | _covered(prompt, hit)
         own = allocation.reserve(len(prompt) - sum(have.values()) + allocation.decode_tokens)
 
@@ -211,31 +212,6 @@ class Dependency:
                 meta=scene.places(path) if self.positions == "preorder" and true else b"",
                 public=prompt.segments[i].public,
             )
-
-
-def within(found: Mapping[int, Found], entries: int, page_size: int) -> dict[int, Found]:
-    """As much of what was found as fits into so many entries; entries with the fewest tokens are left out
-    first.
-
-    Short runs that many requests made lie scattered, a page each; what stands twice at one offset takes two entries.
-    """
-    tokens = Counter[int]()
-    latest: dict[tuple[int, int], tuple[int, int]] = {}  # by page and offset: the entry filled last, its slots as bits
-    read: dict[int, set[int]] = {i: set() for i in found}
-    for i, part in found.items():
-        for span in part.spans:
-            for at, page in enumerate(span.run.pages):
-                low = max(span.run.start - at * page_size, 0)
-                high = min(span.run.start + span.run.length - at * page_size, page_size)
-                slots = (1 << high) - (1 << low)
-                entry, taken = latest.get((page, span.offset), (len(tokens), 0))
-                if taken & slots:
-                    entry, taken = len(tokens), 0
-                latest[page, span.offset] = entry, taken | slots
-                tokens[entry] += high - low
-                read[i].add(entry)
-    kept = {entry for entry, _ in tokens.most_common(max(entries, 0))}
-    return {i: part for i, part in found.items() if read[i] <= kept}
 
 
 def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Span, Tokens
-from ragjax.reuse.base import Allocation, indices, match_spans, report, usable
+from ragjax.reuse.base import Allocation, indices, match_spans, report
 
 
 class Prefix:
@@ -30,7 +30,7 @@ class Prefix:
         """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""
         n, tokens = len(prompt), prompt.tokens
         match = allocation.prefix(tokens[: n - 1])
-        runs, hit = usable(match, n + allocation.decode_tokens, allocation.entries, allocation.page_size)
+        runs, hit = allocation.leading(match, n + allocation.decode_tokens)
         run = allocation.reserve(n - hit + allocation.decode_tokens)
         fresh = run.slice(0, n - hit, allocation.page_size)
         spans = (*match_spans(match, 0, runs=runs), Span.consecutive(hit, fresh))

@@ -19,7 +19,7 @@ from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Match
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
-from ragjax.reuse.base import Allocation, indices, match_spans, most_entries, report, segments_of, usable
+from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import record
 from ragjax.reuse.naive import Naive
@@ -52,13 +52,13 @@ class Fuse:
         """At most two passes: what is missing of the system prompt and the neighbours, then the chunk."""
         system, last = _head(prompt), len(prompt.segments) - 1
         matched = context = allocation.prefix(prompt.tokens[:system])
-        rest = most_entries(len(prompt) - system + allocation.decode_tokens, len(prompt.segments), allocation.page_size)
-        runs, system_hit = usable(context, system, allocation.entries - rest, allocation.page_size)
-        others = segments_of(prompt, Kind.CHUNK)[:-1]
-        matches = {i: allocation.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in others}
+        others = len(prompt) - system + allocation.decode_tokens
+        runs, system_hit = allocation.leading(context, system, others=others, pieces=len(prompt.segments))
+        neighbours = segments_of(prompt, Kind.CHUNK)[:-1]
+        matches = {i: allocation.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in neighbours}
         found = {i: match for i, match in matches.items() if match is not None}
         fresh_system = allocation.reserve(system - system_hit) if system > system_hit else None
-        fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in others if i not in found}
+        fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in neighbours if i not in found}
         own = allocation.reserve(len(prompt.segments[last]))
         tail = allocation.reserve(allocation.decode_tokens)
 

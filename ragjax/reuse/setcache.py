@@ -17,7 +17,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
-from ragjax.reuse.base import Allocation, indices, report, segments_of, usable
+from ragjax.reuse.base import Allocation, indices, report, segments_of
 from ragjax.reuse.prefix import Prefix
 from ragjax.reuse.stitch import LOGITS, span_of
 
@@ -41,9 +41,9 @@ class SetCache:
         n, page_size = len(prompt), allocation.page_size
         system = prompt.starts[min(order)]
         match = allocation.prefix(_path(prompt, order))
-        entries = allocation.entries - len(order)  # a page that two chunks share is read as two
-        usable_tokens = usable(match, n + allocation.decode_tokens, entries, page_size)[1]
-        if not match.complete or usable_tokens < match.length:
+        # a page that two chunks share is read as two
+        _, readable = allocation.leading(match, n + allocation.decode_tokens, pieces=len(order))
+        if not match.complete or readable < match.length:
             return (yield from Prefix().prefill(prompt, allocation))
         hit = match.length
         run = allocation.reserve(n - hit + allocation.decode_tokens)

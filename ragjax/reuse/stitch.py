@@ -34,7 +34,7 @@ from ragjax.core import (
     Visibility,
 )
 from ragjax.core.tiers import Tier
-from ragjax.reuse.base import Allocation, Place, indices, match_spans, most_entries, report, segments_of, usable
+from ragjax.reuse.base import Allocation, Place, indices, match_spans, report, segments_of
 
 LOGITS = frozenset({Measure.LOGITS})
 NOTHING = Run((), 0, 0)
@@ -192,8 +192,7 @@ def prepare(
     system = system_length(prompt)
     matched = context = allocation.prefix(prompt.tokens[:system])
     tokens = len(prompt) - system + allocation.decode_tokens + repaired
-    rest = most_entries(tokens, len(prompt.segments) + 1, allocation.page_size)
-    runs, system_hit = usable(context, system, allocation.entries - rest, allocation.page_size)
+    runs, system_hit = allocation.leading(context, system, others=tokens, pieces=len(prompt.segments) + 1)
     chunks = segments_of(prompt, Kind.CHUNK)
     found = {i: allocation.first(context, prompt.segments[i].tokens, source.places(prompt, i)) for i in chunks}
     matches = {i: match for i, match in found.items() if match is not None}

@@ -1,73 +1,123 @@
-"""A request inside the engine, and the engine's counters."""
+"""A request inside the engine: one object from its arrival to its end."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Event, FactReport, Kind, Prompt, Request, Segment
+from ragjax.core import (
+    NEVER,
+    Event,
+    FactReport,
+    Kind,
+    Measure,
+    Move,
+    OutOfPages,
+    Pass,
+    Plan,
+    Prefill,
+    Prompt,
+    Request,
+    Results,
+    Segment,
+    Span,
+    Tokens,
+)
 from ragjax.quality.report import Setting
-from ragjax.reuse.base import Strategy
+from ragjax.reuse.base import Allocation, Strategy
+from ragjax.schedule.rows import PassReader, PendingMove, PendingRows
 from ragjax.schedule.sampling import Generation
-from ragjax.schedule.scheduler import Task
+from ragjax.schedule.table import PageTable
 
 Sink = Callable[[Event | BaseException], None]
 """Where a request's events go: deltas, then one answer or one error."""
 
-RESTARTS = 3
-"""Times that a request begins anew before it fails: KV that could not be loaded, a lost device."""
-
 
 @dataclass
-class Ticket:
-    """One request inside the engine. Times are `time.perf_counter()` seconds, or milliseconds where named so.
+class Times:
+    """When things happened to a request, `time.perf_counter()` seconds (0: not yet), and milliseconds by kind.
 
-    waits_since: when it began to match KV and to wait for its load. cold: whether it still may wait for KV from below
-    the device. logits: of the prompt's last token, float32 [V]. scores: logits that predict each token of the request's
-    continuation, float32 [n, V]. ratio: share of chunk tokens to recompute. shadowed: logits [V] of its first steps, if
-    it is to be replayed. notices: what did not go as it should. facts: relation paths of the prompt.
+    waits_since: when it began to wait for a load of KV; None while it does not.
+    """
+
+    arrival: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    waits_since: float | None = None
+    retrieve_ms: float = 0.0
+    load_ms: float = 0.0
+    compute_ms: float = 0.0
+
+    def start(self, began: float, ready: float | None) -> None:
+        """Admission began to match its KV; `ready`: when all of it was on the device, if it is."""
+        self.waits_since = began
+        if not self.first_token:
+            self.admitted = began
+        if ready is not None:
+            self.stop_waiting(ready)
+
+    def stop_waiting(self, now: float) -> None:
+        """The KV that it waited for is there. Waiting after the first token, for a lost device, is not counted."""
+        if self.waits_since is not None and not self.first_token:
+            self.load_ms += (now - self.waits_since) * 1e3
+        self.waits_since = None
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One request, from its arrival to its last token.
+
+    What is asked: id, request, prompt, strategy, ratio (share of chunk tokens to recompute), generation (None: only the
+    prompt is computed), sink.
+
+    What came of it: logits (of the prompt's last token, float32 [V]), scores (logits that predict each token of the
+    request's continuation, float32 [n, V]), shadowed (logits [V] of its first steps, if it is to be replayed), notices,
+    facts (relation paths of the prompt).
+
+    What it holds while it runs: allocation, plan (once the prompt is computed), rows or move (what waits for a step),
+    decoded (tokens generated since it was started). may_load: whether it may use KV that must be loaded; a request that
+    waited in vain computes it. restarts: how often it was started again.
     """
 
     id: str
+    request: Request
     prompt: Prompt
     strategy: Strategy
-    ratio: float | None
-    request: Request
-    sink: Sink
-    arrival: float
-    retrieve_ms: float
-    generation: Generation
-    task: Task | None = None
-    cancelled: bool = False
-    admitted: float = 0.0
-    first_token: float = 0.0
-    load_ms: float = 0.0
-    compute_ms: float = 0.0
-    waits_since: float | None = None
-    cold: bool = True
-    restarts: int = 0
+    ratio: float | None = None
+    generation: Generation | None = None
+    sink: Sink = lambda event: None
+    times: Times = field(default_factory=Times)
+
     logits: NDArray[np.float32] | None = None
     scores: NDArray[np.float32] | None = None
     shadowed: list[NDArray[np.float32]] | None = None
     notices: list[str] = field(default_factory=list)
     facts: tuple[FactReport, ...] = ()
 
-    def begin_anew(self, notice: str) -> None:
-        """Give back what it holds, to be admitted once more; tokens that went out already stay as they are.
+    cancelled: bool = False
+    may_load: bool = True
+    restarts: int = 0
+    ended: bool = False
+    allocation: Allocation | None = None
+    plan: Plan | None = None
+    rows: PendingRows | None = None
+    move: PendingMove | None = None
+    decoded: list[int] = field(default_factory=list)
+    _reader: PassReader | None = None
+    _prefill: Prefill | None = None
+    _measures: frozenset[Measure] = frozenset()
+    _before: PendingRows | None = None
+    _tail_N: NDArray[np.int32] | None = None  # slots of generated tokens, once there may be any
 
-        notice: why; empty if it only makes room for others, which may happen any number of times.
-        """
-        if self.task is not None:
-            self.task.close()
-        self.task = None
-        self.waits_since = None
-        if notice:
-            self.restarts += 1
-            self.notices.append(notice)
+    # ------------------------------------------------------------------------------------ what is asked
+
+    @property
+    def background(self) -> bool:
+        """Whether it runs only while no other request waits or runs."""
+        return self.request.background
 
     @property
     def setting(self) -> Setting:
@@ -90,65 +140,184 @@ class Ticket:
         return self.request.rag is not None and self.request.rag.graph is not None
 
     @property
+    def generated(self) -> Tokens:
+        """All generated tokens, int32 [n]."""
+        return np.array([] if self.generation is None else self.generation.tokens, np.int32)
+
+    @property
     def decode_tokens(self) -> int:
-        """Slots needed behind the prompt."""
+        """Slots needed after the prompt, and after what was generated already."""
         forced = 0 if self.request.continuation is None else len(self.request.continuation)
-        return max(forced, self.generation.limit)
+        limit = 0 if self.generation is None else self.generation.limit
+        return max(forced, limit) - len(self.generated)
+
+    @property
+    def whole_prompt(self) -> Prompt:
+        """The prompt, and after it what was generated before the request was started again."""
+        if not len(self.generated):
+            return self.prompt
+        return Prompt((*self.prompt.segments, Segment("continued", Kind.QUERY, self.generated)))
+
+    # ------------------------------------------------------------------------------------- its progress
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started."""
+        return self.allocation is not None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its prompt is computed."""
+        return self.plan is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all KV that its next rows read is on the device."""
+        assert self.allocation is not None
+        return self.allocation.ready and self.allocation.broken is None
+
+    @property
+    def reader(self) -> PassReader:
+        """What reads its passes; it has the prompt as it was started."""
+        assert self._reader is not None
+        return self._reader
+
+    def start(self, allocation: Allocation) -> None:
+        """Match, reserve, and reach the first pass or move, or the plan of a prefill that needs none.
+
+        Raises:
+            OutOfPages: when there is no room now; the request holds nothing then and may be started later.
+        """
+        prompt = self.whole_prompt
+        self.allocation, self._reader = allocation, PassReader(prompt, allocation, self.strategy.name)
+        self.plan, self.decoded, self._tail_N = None, [], None
+        self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
+        try:
+            self._take(next(self._prefill))
+        except StopIteration as stop:
+            self.plan = stop.value
+        except OutOfPages:
+            self.stop()
+            raise
+
+    def advance(self) -> None:
+        """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan."""
+        assert self._prefill is not None
+        results: Results = {}
+        if self.move is None:
+            assert self.rows is not None and not self.rows.left
+            self._before = self.rows
+            results = self.rows.results(self._measures)
+        try:
+            self._take(self._prefill.send(results))
+        except StopIteration as stop:
+            self.plan = stop.value
+            self.rows = self.move = self._before = None
+
+    def _take(self, asked: Pass | Move) -> None:
+        if isinstance(asked, Move):
+            self.rows, self.move = None, self.reader.move(asked)
+        else:
+            self.rows, self.move, self._measures = self.reader.rows(asked, self._before), None, asked.measures
+
+    def decode(self, token: int) -> None:
+        """Have a generated token computed, which yields the next one's logits as `rows.logits[0]`."""
+        table = self._open_tail() if self.rows is None else self.rows.table
+        number = len(self.decoded)
+        self.decoded.append(token)
+        table.show(number, len(self.reader.prompt) + number)
+        self.rows = self._tail_rows(table, np.array([token], np.int32), number)
+
+    def force(self, tokens: Tokens) -> None:
+        """Have given tokens, int32 [n], computed after the prompt, before anything is decoded.
+
+        `rows.logits[i]` are the logits after token i. Set `rows` to None then, and decoding starts as if nothing had
+        been computed: it writes over these tokens.
+
+        Raises:
+            ValueError: if there are none, or more than slots for generated tokens.
+        """
+        assert self.plan is not None and self.rows is None
+        if not 0 < len(tokens) <= self.plan.tail.length:
+            raise ValueError(f"{len(tokens)} tokens were given; there are slots for {self.plan.tail.length}")
+        table, size = self._open_tail(), len(self.reader.prompt)
+        for number in range(len(tokens)):
+            table.show(number, size + number)
+        self.rows = self._tail_rows(table, np.asarray(tokens, np.int32), 0)
+
+    def _tail_rows(self, table: PageTable, tokens: Tokens, first: int) -> PendingRows:
+        """Rows of tokens after the prompt, generated or given; `first` is the number of the first of them."""
+        assert self._tail_N is not None
+        n, begin = len(tokens), len(self.reader.prompt) + first
+        index, slot = np.arange(begin, begin + n, dtype=np.int32), self._tail_N[first : first + n]
+        logits_at = {i: i for i in range(n)}
+        return PendingRows(tokens, index, index, slot, table, logits_at, begin + n, self.reader.all_layers)
+
+    def _open_tail(self) -> PageTable:
+        """The prompt's keys as generated tokens see them, and these, hidden as yet."""
+        assert self.plan is not None
+        tail = self.plan.tail
+        self._tail_N = tail.slots(self.reader.allocation.page_size)
+        return self.reader.table((*self.plan.spans, Span(np.full(tail.length, NEVER), tail)))
+
+    # -------------------------------------------------------------------------- scores of a continuation
 
     @property
     def wants_scores(self) -> bool:
         """Whether its continuation is to be computed before anything is generated."""
         return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
 
-    def force(self) -> bool:
+    def score(self) -> bool:
         """Have the continuation computed, now that the prompt is; False if there is none or nothing to compute."""
         if not self.wants_scores:
             return False
-        assert self.task is not None and self.request.continuation is not None
+        assert self.request.continuation is not None
         if len(self.request.continuation) == 1:
             self.take_scores()
             return False
-        self.task.force(self.request.continuation[:-1])
+        self.force(self.request.continuation[:-1])
         return True
 
     def take_scores(self) -> None:
         """Keep the logits that predict the continuation; what was computed for them is generated over."""
-        assert self.task is not None and self.task.plan is not None
-        rows = [] if self.task.work is None else [self.task.work.logits[i] for i in range(len(self.task.work.logits))]
-        self.scores = np.stack([self.task.plan.logits, *rows])
-        self.task.work = None
+        assert self.plan is not None
+        rows = [] if self.rows is None else [self.rows.logits[i] for i in range(len(self.rows.logits))]
+        self.scores = np.stack([self.plan.logits, *rows])
+        self.rows = None
 
-    def stop_waiting(self, now: float) -> None:
-        """What it waited for is there. Behind the first token, when a device was lost, it counts for nothing."""
-        if self.waits_since is not None and not self.first_token:
-            self.load_ms += (now - self.waits_since) * 1e3
-        self.waits_since = None
+    def next_logits(self) -> NDArray[np.float32]:
+        """Logits [V] of the next token, once the rows are computed."""
+        assert self.plan is not None and self.rows is not None
+        if self.wants_scores:
+            self.take_scores()
+            return self.plan.logits
+        return self.rows.logits[0]
 
-    @property
-    def whole_prompt(self) -> Prompt:
-        """The prompt, and behind it what was generated before the request had to begin anew."""
-        if not self.generation.tokens:
-            return self.prompt
-        said = Segment("continued", Kind.QUERY, np.array(self.generation.tokens, np.int32))
-        return Prompt((*self.prompt.segments, said))
+    # ------------------------------------------------------------------------------------------ its end
 
+    def keep(self) -> None:
+        """Let the strategy keep what it wants of the generated tokens whose KV exists."""
+        if self.plan is None:
+            return
+        computed = len(self.decoded) - (1 if self.rows is not None and self.rows.left else 0)
+        said = np.array(self.decoded[:computed], np.int32)
+        self.strategy.finish(self.reader.prompt, self.plan, said, self.reader.allocation)
 
-@dataclass
-class Counters:
-    """What has happened since the start; only ever grows.
+    def stop(self) -> None:
+        """End the prefill and give everything back. Safe between any two steps, and more than once."""
+        if self._prefill is not None:
+            self._prefill.close()
+        if self.allocation is not None:
+            self.allocation.close()
+        self.allocation = self.rows = self.move = self._prefill = self._before = None
 
-    load_fallbacks: requests that recomputed KV because its load "failed" or was "slow".
-    device_losses: times that the device's pool was lost and made anew.
-    """
+    def restart(self, notice: str) -> None:
+        """Give back what it holds, to be started again; tokens that went out already stay as they are.
 
-    requests: Counter[str] = field(default_factory=Counter)
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    recomputed_tokens: int = 0
-    generated_tokens: int = 0
-    cancelled: int = 0
-    errors: int = 0
-    steps: int = 0
-    overhead_ms_last: float = 0.0
-    load_fallbacks: Counter[str] = field(default_factory=Counter)
-    device_losses: int = 0
+        notice: why; empty if it only makes room for others, which may happen any number of times.
+        """
+        self.stop()
+        self.plan = self.times.waits_since = None
+        if notice:
+            self.restarts += 1
+            self.notices.append(notice)

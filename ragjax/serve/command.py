@@ -11,14 +11,15 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
 
 from ragjax import core
-from ragjax.commands.flags import command_line, from_zero, graph, integer, knowledge, positive, share
+from ragjax.commands.flags import command_line, integer, positive
+from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
 from ragjax.serve.stop import Server, Watchdog
 
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of a command line (`sys.argv` if None) and of the environment's RAGJAX_API_KEY.
 
-    `knowledge` and `graph` are a source by its name, or None; `grace` is in seconds.
+    `engine` are the `EngineOptions`; `grace` is in seconds.
 
     Raises:
         core.ConfigError: for an unknown flag, or a value that cannot work.
@@ -59,50 +60,22 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "ragjax.serve", "OpenAI's chat and text completions over a model and your documents (docs/http.md)."
     )
     flag = parser.add_argument
-    flag("--model", default="smollm2-135m-instruct", help="name, folder, .gguf, adapter or hub id (%(default)s)")
-    flag("--knowledge", default="demo", help="folder or .jsonl of documents, 'demo' (default) or 'none'")
-    flag("--index", choices=("flat", "ivf", "hnsw"), default="flat", help="kind of the vector index (%(default)s)")
-    flag("--index-dir", metavar="DIR", help="where chunks and index are kept between starts (default: in memory)")
-    flag(
-        "--graph",
-        metavar="FILE",
-        help="triples, .tsv, .jsonl or .nt, or 'demo', for requests that ask for a graph (docs/graph.md)",
-    )
-    flag("--graph-dir", metavar="DIR", help="where the graph is kept between starts (default: in memory)")
-    flag("--strategy", help="how KV is reused unless a request says otherwise (prefix)")
-    flag("--recompute-ratio", type=share, help="share of chunk tokens it computes anew (default: its own choice)")
-    flag("--quality-budget", help='have the quality report pick: "KL=0.05" or "TOP1=0.95" (docs/http.md)')
-    flag("--quality-fallback", choices=("refuse", "full"), default="refuse", help="if none is inside (%(default)s)")
-    flag("--shadow-rate", type=share, default=0.0, help="share of requests replayed in full attention (%(default)s)")
-    flag("--top-k", type=integer(1), default=3, help="chunks retrieved unless a request says otherwise (%(default)s)")
-    flag("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="weights and KV (%(default)s)")
-    flag("--device-cache-gb", type=positive, default=0.5, help="KV pool on the device, units of 2^30 B (%(default)s)")
-    flag("--host-cache-gb", type=from_zero, default=0.0, help="host memory for KV, units of 2^30 B (%(default)s)")
-    flag("--disk-cache", metavar="DIR", help="folder where KV outlives the server; may be shared (default: none)")
-    flag("--disk-cache-gb", type=positive, default=8.0, help="limit of the disk cache, units of 2^30 B (%(default)s)")
-    flag("--at-rest", choices=("raw", "int8", "float8"), default="raw", help="KV below the device; only raw is exact")
-    flag("--load-timeout", type=positive, default=10.0, help="seconds before KV is computed, not loaded (%(default)s)")
-    flag("--policy", default="lru", help="what leaves the caches first (%(default)s)")
-    flag("--cost-profile", metavar="FILE", help="prefill times of this device, by benchmarks.cost; for --policy pgdsf")
-    flag("--record-trace", metavar="FILE", help="add every request to FILE, as hashes and sizes")
-    flag("--max-context", type=integer(1), help="tokens of prompt and answer together (default: the model's)")
-    flag("--max-queue", type=integer(1), default=64, help="requests that may wait; more get 429 (%(default)s)")
+    add_engine_flags(parser)
     flag("--max-body-mb", type=positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
-    flag("--variants", type=integer(1), default=500, help="variants of chunks that craft keeps, in all (%(default)s)")
-    flag("--share-knowledge", action="store_true", help="let tenants share the KV of the knowledge (docs/http.md)")
     flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
-    options.knowledge = None if options.knowledge == "none" else knowledge(options.knowledge)
-    options.graph = None if options.graph is None else graph(options.graph)
     options.api_key = _api_key(options.api_key)
     options.tenants = {} if options.tenants is None else _tenants(options.tenants)
     if options.api_key in options.tenants:
         raise core.ConfigError("--tenants: the key of --api-key may not be a tenant's too")
+    engine = engine_options(options)
+    quotas = {t.name: t.quota_gb for t in options.tenants.values() if t.quota_gb is not None}
+    options.engine = replace(engine, storage=replace(engine.storage, quotas=quotas))
     return options
 
 
@@ -203,41 +176,7 @@ def _load(options: argparse.Namespace) -> Engine:
     # Imported late: a wrong flag should not wait for JAX.
     from ragjax.engine import Engine
 
-    return Engine.load(
-        options.model,
-        knowledge=options.knowledge,
-        strategy=options.strategy,
-        recompute_ratio=options.recompute_ratio,
-        quality_budget=options.quality_budget,
-        quality_fallback=options.quality_fallback,
-        shadow_rate=options.shadow_rate,
-        dtype=options.dtype,
-        top_k=options.top_k,
-        device_cache_gb=options.device_cache_gb,
-        max_queue=options.max_queue,
-        max_context=options.max_context,
-        index=options.index,
-        index_dir=options.index_dir,
-        storage=_storage(options),
-        record_trace=options.record_trace,
-        graph=options.graph,
-        graph_dir=options.graph_dir,
-    )
-
-
-def _storage(options: argparse.Namespace) -> core.StorageOptions:
-    return core.StorageOptions(
-        policy=options.policy,
-        cost_profile=options.cost_profile,
-        host_gb=options.host_cache_gb,
-        disk=options.disk_cache,
-        disk_gb=options.disk_cache_gb,
-        at_rest=options.at_rest,
-        load_timeout=options.load_timeout,
-        variants=options.variants,
-        share_knowledge=options.share_knowledge,
-        quotas={t.name: t.quota_gb for t in options.tenants.values() if t.quota_gb is not None},
-    )
+    return Engine.load(options.engine)
 
 
 def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import finetuning, graphrag, quality, report
 from benchmarks.graphrag import Question, questions_of, requests
-from ragjax.core import ConfigError, Kind
+from ragjax.core import ConfigError, Kind, StepLimits
 from ragjax.core.depprompt import layout
 from ragjax.engine import Engine
 from ragjax.retrieval.path import RelationPath, Subgraph
@@ -149,7 +149,7 @@ def test_a_length_with_too_many_entities_is_left_out_and_said(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(graphrag, "LENGTHS", (120,))
-    monkeypatch.setattr(engine._loop, "fits", lambda pieces, tokens: False)
+    monkeypatch.setattr(StepLimits, "holds", lambda *_: False)
     assert not graphrag.length(engine, "films", questions_of(folder, "films", 3), runs=1)
     assert "films: no 120 tokens: the prompt has " in capsys.readouterr().err
 

@@ -10,12 +10,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ragjax.core import Kind, Prompt, RequestError, Segment, Span, Tokens, Visibility, VisibilityError
+from ragjax.core import (
+    Kind,
+    Prompt,
+    RequestError,
+    Segment,
+    Span,
+    StepLimits,
+    Tokens,
+    Visibility,
+    VisibilityError,
+)
 from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode, layout, merge, paths_of, positions_of
 from ragjax.engine import Engine
-from ragjax.reuse import DEPENDENCY, dependency, strategies
+from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.dependency import Dependency
-from ragjax.schedule.scheduler import PageTable
+from ragjax.schedule.table import PageTable
 from tests.support import tiny
 from tests.support.executor import Done, Executor, Keys, model
 
@@ -227,12 +237,12 @@ def test_what_was_computed_on_turned_kv_is_exact_nowhere(monkeypatch: pytest.Mon
     executor.run(strategy, graph_prompt([[[5, 6]], [[1, 2]]]))
     moved = graph_prompt([[[5, 6, 7]], [[1, 2, 3], [1, 2, 4]]])  # the second tree stands further on, and goes on
     assert executor.run(strategy, moved).plan.exact_to is None
-    without, turned = dependency.within, next(i for i, s in enumerate(moved.segments) if s.id == "e1")
+    densest, turned = StepLimits.densest, next(i for i, s in enumerate(moved.segments) if s.id == "e1")
 
-    def dropped(found: Mapping[int, dependency.Found], *limits: int) -> dict[int, dependency.Found]:
-        return {i: part for i, part in without(found, *limits).items() if i != turned}
+    def dropped(limits: StepLimits, found: Mapping[int, Sequence[Span]], room: int) -> frozenset[int]:
+        return densest(limits, found, room) - {turned}
 
-    monkeypatch.setattr(dependency, "within", dropped)  # what it goes on from is computed anew, it is reused itself
+    monkeypatch.setattr(StepLimits, "densest", dropped)  # what it goes on from is computed anew, it is reused itself
     assert executor.run(strategy, moved).plan.exact_to is None
 
 

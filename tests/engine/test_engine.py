@@ -162,7 +162,7 @@ def test_who_stands_behind_a_cancelled_request_is_served() -> None:
             time.sleep(0.001)
         large = engine.begin_prompt(tiny.prompt(2, 20, (100, 100, 57)), max_tokens=200)
         small = engine.begin_prompt(tiny.prompt(3, 5, (5,), 5), max_tokens=1)
-        while not engine._loop._blocked:
+        while not engine._loop._admission.blocked:
             time.sleep(0.001)
         large.cancel()
         assert small.result().tokens and not long.done()
@@ -297,6 +297,19 @@ def test_the_queue_has_an_end() -> None:
         engine.audit()
 
 
+def test_no_more_requests_run_than_may() -> None:
+    most: list[tuple[float, float]] = []
+    with tiny.engine(max_running=2) as engine:
+        running = [engine.begin_prompt(tiny.prompt(i), max_tokens=20) for i in range(6)]
+        while not all(future.done() for future in running):
+            stats = engine.stats()
+            most.append((stats["running"], stats["queue_depth"]))  # type: ignore[arg-type]
+            time.sleep(0.001)
+        assert max(at_once for at_once, _ in most) == 2 and max(waiting for _, waiting in most) >= 4
+        assert [len(future.result().tokens) for future in running] == [20] * 6
+        engine.audit()
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_as_many_requests_wait_as_may(busy: bool) -> None:
     """While the engine's thread is held, behind a request that runs or before one that is about to."""
@@ -331,9 +344,10 @@ def test_documents_that_are_too_long_are_refused_before_they_are_all_read(
 ) -> None:
     """A preparation cannot be cancelled, and holds up those of others."""
     encoded: list[int] = []
-    encode = engine._chunker.encode
-    spy = replace(engine._chunker, encode=lambda text: encoded.append(len(text)) or encode(text))
-    monkeypatch.setattr(engine, "_chunker", spy)
+    preparation = engine._preparation
+    encode = preparation.chunker.encode
+    spy = replace(preparation.chunker, encode=lambda text: encoded.append(len(text)) or encode(text))
+    monkeypatch.setattr(engine, "_preparation", replace(preparation, chunker=spy))
     with pytest.raises(RequestError, match="more than 1024 tokens") as refused:
         engine.answer("Who?", documents=documents)
     assert (refused.value.param, refused.value.code) == ("rag.documents", "context_length_exceeded")

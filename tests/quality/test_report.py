@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ragjax.core import (
     ConfigError,
     Divergence,
     Document,
+    EngineOptions,
     Graph,
     Kind,
     Plan,
@@ -41,7 +42,7 @@ from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
 from ragjax.reuse import PREPROCESSED, strategies
-from ragjax.reuse.base import Allocation
+from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.full import Full
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.prefix import Prefix
@@ -721,7 +722,13 @@ def test_the_default_ratio_goes_with_its_strategy() -> None:
 
 def test_settings_of_a_start() -> None:
     known = {strategy.name: strategy for strategy in (Full(), Prefix(), Naive(), Selective())}
-    setting = loading._setting
+
+    def setting(
+        strategy: str | None, ratio: float | None, budget: str | None, known: Mapping[str, Strategy]
+    ) -> Setting:
+        options = EngineOptions("none", strategy=strategy, recompute_ratio=ratio, quality_budget=budget)
+        return loading._setting(options, known)
+
     assert setting(None, None, None, known) == PREFIX
     assert setting("selective", 0.3, None, known) == Setting("selective", 0.3)
     for message, *wrong in (
@@ -825,9 +832,9 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     (tmp_path / "questions.jsonl").write_text("\n".join(json.dumps(one) for one in asked))
     loaded: dict[str, Any] = {}
 
-    def load(model: str, **options: Any) -> Engine:
-        loaded.update(options, model=model)
-        made = tiny.engine(identity=b"\xab\x12", top_k=options["top_k"])
+    def load(options: EngineOptions, **changes: Any) -> Engine:
+        loaded.update(vars(replace(options, **changes)))
+        made = tiny.engine(identity=b"\xab\x12", top_k=options.top_k)
         made.add_documents(documents)
         return made
 

@@ -36,9 +36,10 @@ from ragjax.core import (
 from ragjax.reuse.base import Allocation, indices
 from ragjax.runner.runner import Runner
 from ragjax.runner.stages import OUTSIDE
-from ragjax.schedule.scheduler import Scheduler, Task
+from ragjax.schedule.scheduler import Scheduler
 from tests.support import tiny
 from tests.support.executor import Executor, model
+from tests.support.states import Started
 
 Int = NDArray[np.int32]
 
@@ -197,44 +198,44 @@ class Bench:
         self.shared: set[bool] = set()  # whether steps of several tasks measured, and steps within a pass
         self.split: set[bool] = set()
 
-    def start(self, script: Script, prompt: Prompt, ratio: float | None = None) -> Task:
-        label = f"task {len(self.scheduler.tasks)}"
+    def start(self, script: Script, prompt: Prompt, ratio: float | None = None) -> Started:
+        label = f"task {len(self.scheduler.running)}"
         allocation = Allocation(
-            self.cache, tenant="", label=label, decode_tokens=8, entries=GRID.entries[-1], stages=self.runner.stages
+            self.cache, tenant="", label=label, decode_tokens=8, limits=self.scheduler.limits, stages=self.runner.stages
         )
-        task = Task(prompt, script, allocation, label, ratio)
-        task.start()
-        self.scheduler.tasks.append(task)
+        task = Started(prompt, script, allocation, ratio)
+        task.begin()
+        self.scheduler.running.append(task)
         return task
 
     def run(self) -> None:
         """Until every task waits to be told its next token."""
         while True:
             for task in self.scheduler.moving():
-                while (move := task.moving) is not None:
+                while (move := task.move) is not None:
                     self.runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-                    task.pass_done()
+                    task.advance()
             batch = self.scheduler.next_batch()
             if batch is None:
                 return
-            if len(batch.pieces) > 1:
+            if len(batch.parts) > 1:
                 self.shared.add(batch.step.measure is not None)
-            if any(piece.begin for piece in batch.pieces):
+            if any(piece.placed.begin for piece in batch.parts):
                 self.split.add(batch.step.measure is not None)
             outcome = self.runner.step(batch.step)
             logits = self.runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
             for task in batch.deliver(logits, outcome.measured, outcome.residual):
                 if task.plan is None:
-                    task.pass_done()
+                    task.advance()
 
-    def continued(self, task: Task, tokens: Tokens) -> NDArray[np.float32]:
+    def continued(self, task: Started, tokens: Tokens) -> NDArray[np.float32]:
         """Logits behind each token, decoded one by one."""
         found = []
         for token in tokens:
             task.decode(int(token))
             self.run()
-            assert task.work is not None
-            found.append(task.work.logits[0])
+            assert task.rows is not None
+            found.append(task.rows.logits[0])
         return np.stack(found)
 
 
@@ -435,9 +436,9 @@ def test_given_tokens_are_as_if_decoded_one_by_one() -> None:
         task.force(tokens)
     bench.run()
     for task in tasks:
-        assert task.work is not None and not task.work.left and not task.generated
-        given.append(np.stack([task.work.logits[i] for i in range(len(tokens))]))
-        task.work = None
+        assert task.rows is not None and not task.rows.left and not task.decoded
+        given.append(np.stack([task.rows.logits[i] for i in range(len(tokens))]))
+        task.rows = None
     for task, prompt, found in zip(tasks, prompts(), given, strict=True):
         assert task.plan is not None
         np.testing.assert_allclose(bench.continued(task, tokens), found, atol=1e-4)
@@ -479,8 +480,8 @@ REFUSED: dict[str, Callable[[Ground, Pass], Pass]] = {
     r"over layers \(0, 4\)": lambda ground, one: replace(one, layers=(0, 4)),
     r"over layers \(2, 2\)": lambda ground, one: replace(one, layers=(2, 2)),
     "logits of a pass that ends before": lambda ground, one: replace(one, layers=(0, 2)),
-    "orders in logits": lambda ground, one: replace(one, logits=(0,)),
-    "orders in asking": lambda ground, one: replace(one, asking=ground.chunks),
+    "indices in logits": lambda ground, one: replace(one, logits=(0,)),
+    "indices in asking": lambda ground, one: replace(one, asking=ground.chunks),
     "measures layers": lambda ground, one: replace(one, measured=(1, 4)),
     "chunk_score, key_score": lambda ground, one: replace(
         one, measures=frozenset({Measure.KEY_SCORE, Measure.CHUNK_SCORE})

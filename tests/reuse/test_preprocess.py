@@ -346,7 +346,7 @@ def test_a_restart_finds_it_on_disk(marks: str, tmp_path: Path, monkeypatch: pyt
         disk = DiskStore.open(tmp_path / "kv", b"tiny", about={}, max_bytes=GIGA)
         made = tiny.engine(extra=[Finder()], disk=disk)
         if marks == "stored":
-            place = {"encode_tokens": made._chunker.encode, "encoder": tiny.HashedEncoder(), "model_key": "tiny"}
+            place = {"encode_tokens": made._parts.chunker.encode, "encoder": tiny.HashedEncoder(), "model_key": "tiny"}
             made._open_knowledge = lambda name: KnowledgeBase.open(tmp_path / name, **place, max_tokens=64)  # type: ignore[arg-type]
         made.add_documents(documents())
         return made

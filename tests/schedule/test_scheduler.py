@@ -19,7 +19,9 @@ from ragjax.cache.pool import PagePool
 from ragjax.core import NEVER, Grid, Kind, Measure, OutOfPages, Pass, Plan, Prompt, Run, Segment, Span
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.reuse.base import Allocation, match_spans
-from ragjax.schedule.scheduler import PageTable, Scheduler, Task
+from ragjax.schedule.scheduler import Scheduler
+from ragjax.schedule.table import PageTable
+from tests.support.states import Started
 
 PAGE = 4
 STAGES = (0, 1, 2)
@@ -148,15 +150,15 @@ class Device:
             seen = (step.request_S[:, None] == step.request_T[row]) & (step.index_SC <= order)
             seen &= ~((step.hide_from_SC <= order) & (order < step.hide_until_SC))
             score_SC += seen
-            task = batch.pieces[step.request_T[row]].task
-            self.computed[task.label] += 1
+            task = batch.parts[step.request_T[row]].state
+            self.computed[task.id] += 1
             offset = np.broadcast_to(step.offset_S[:, None], seen.shape)[seen]
             self._check_row(task, step, row, step.index_SC[seen], slot_SC[seen], offset)
         logits = np.stack([step.token_T, step.index_T], 1).astype(np.float32)[list(batch.logit_rows)]
         return logits if batch.logit_rows else None, np.stack([score_SC, 2 * score_SC]) if step.measure else None
 
     def _check_row(self, task, step, row, order, slot, offset):
-        sequence = np.concatenate([task.prompt.tokens, np.asarray(task.generated, np.int32)])
+        sequence = np.concatenate([task.prompt.tokens, np.asarray(task.decoded, np.int32)])
         assert step.token_T[row] == sequence[step.index_T[row]]
         expected, positions = visible(task, step.index_T[row])
         by_index = np.argsort(order, kind="stable")
@@ -181,7 +183,7 @@ class Device:
         assert (step.request_T[~padding] >= 0).all()
         unused = step.request_S < 0
         assert (step.index_SC[unused] == NEVER).all() and (step.page_S[unused] == 0).all()
-        assert (~padding).sum() == sum(piece.end - piece.begin for piece in batch.pieces)
+        assert (~padding).sum() == sum(piece.placed.end - piece.placed.begin for piece in batch.parts)
 
 
 def visible(task, order):
@@ -211,15 +213,15 @@ class Bench:
     def task(self, prompt, strategy, limit=4):
         self.count += 1
         label = f"request-{self.count}"
-        entries = self.scheduler.grid.entries[-1]
-        allocation = Allocation(self.cache, tenant="", label=label, decode_tokens=limit, entries=entries, stages=STAGES)
+        limits = self.scheduler.limits
+        allocation = Allocation(self.cache, tenant="", label=label, decode_tokens=limit, limits=limits, stages=STAGES)
         self.limits[label] = limit
-        return Task(prompt, strategy, allocation, label)
+        return Started(prompt, strategy, allocation)
 
     def start(self, prompt, strategy, limit=4):
         task = self.task(prompt, strategy, limit)
-        task.start()
-        self.scheduler.tasks.append(task)
+        task.begin()
+        self.scheduler.running.append(task)
         return task
 
     def step(self):
@@ -227,30 +229,30 @@ class Bench:
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
-        self.kinds.append({(piece.task.decoding, piece.task.work.measure is not None) for piece in batch.pieces})
+        self.kinds.append({(piece.state.decoding, piece.state.rows.measure is not None) for piece in batch.parts})
         for task in batch.deliver(*self.device.run(batch)):
             self.advance(task)
         return batch
 
     def advance(self, task):
         if task.plan is None:
-            task.pass_done()
+            task.advance()
             if task.plan is None:
                 return
             logits = task.plan.logits
         else:
-            logits = task.work.logits[0]
-        sequence = [*task.prompt.tokens.tolist(), *task.generated]
+            logits = task.rows.logits[0]
+        sequence = [*task.prompt.tokens.tolist(), *task.decoded]
         assert logits.tolist() == [sequence[-1], len(sequence) - 1], "these are the logits of another row"
-        if len(task.generated) + 1 >= self.limits[task.label]:
-            task.finish()
+        if len(task.decoded) + 1 >= self.limits[task.id]:
+            task.keep()
             self.stop(task)
             return
         task.decode(int(self.random.integers(1000, 2000)))
 
     def stop(self, task):
-        task.close()
-        self.scheduler.tasks.remove(task)
+        task.stop()
+        self.scheduler.running.remove(task)
 
     def run(self, most=10_000):
         """Steps until nothing is left to do; the batches."""
@@ -258,7 +260,7 @@ class Bench:
         while (batch := self.step()) is not None:
             batches.append(batch)
             assert len(batches) < most
-        assert not self.scheduler.tasks
+        assert not self.scheduler.running
         self.cache.audit(live=())
         return batches
 
@@ -267,7 +269,7 @@ def work_on(bench, prompt, strategy, limit=4):
     """Start and run alone; number of rows computed."""
     task = bench.start(prompt, strategy, limit)
     bench.run()
-    return bench.device.computed[task.label]
+    return bench.device.computed[task.id]
 
 
 # ------------------------------------------------------------------------------- the state machine
@@ -314,10 +316,10 @@ def test_passes_get_their_results_and_end_in_a_plan():
     )
     task = bench.start(prompt, strategy, limit=3)
     bench.step()
-    assert not task.decoding and not task.generated and len(strategy.results) == 1
+    assert not task.decoding and not task.decoded and len(strategy.results) == 1
     bench.step()
     bench.step()
-    assert task.decoding and len(task.generated) == 1 and strategy.stopped
+    assert task.decoding and len(task.decoded) == 1 and strategy.stopped
     first, second, third = strategy.results
     assert first[Measure.LOGITS].tolist() == logit_rows(prompt, 3, 8)
     assert second == {}
@@ -361,9 +363,9 @@ def test_decoding_goes_on_where_the_prompt_ends():
     task = bench.start(prompt, strategy, limit=6)
     bench.step()
     seen = []
-    while bench.scheduler.tasks:
-        work = task.work
-        seen.append((int(work.order[0]), int(work.position[0]), int(work.slot[0]), work.context))
+    while bench.scheduler.running:
+        work = task.rows
+        seen.append((int(work.index[0]), int(work.position[0]), int(work.slot[0]), work.context))
         bench.step()
     slots = task.plan.tail.slots(PAGE).tolist()
     assert seen == [(7 + i, 7 + i, slots[i], 8 + i) for i in range(5)]
@@ -372,17 +374,17 @@ def test_decoding_goes_on_where_the_prompt_ends():
 def test_finish_is_told_of_the_tokens_whose_kv_exists():
     bench, strategy = Bench(), Scripted()
     task = bench.start(simple(7), strategy, limit=6)
-    task.finish()
+    task.keep()
     assert strategy.finished is None, "there is no plan yet"
     bench.step()
-    task.finish()
+    task.keep()
     assert strategy.finished == [], "the first token is chosen, its KV is not computed"
     bench.step()
     bench.step()
-    task.finish()
-    assert strategy.finished == task.generated[:2] and len(task.generated) == 3
+    task.keep()
+    assert strategy.finished == task.decoded[:2] and len(task.decoded) == 3
     bench.run()
-    assert strategy.finished == task.generated and len(task.generated) == 5
+    assert strategy.finished == task.decoded and len(task.decoded) == 5
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -430,13 +432,13 @@ def test_a_pass_that_would_write_what_is_not_the_request_s_own_is_refused(spans_
     before = bench.cache.metrics.pages_used
     task = bench.task(prompt, Writes(spans_of, rows))
     with pytest.raises(RuntimeError, match="scripted would write into cached pages"):
-        task.start()
-    task.close()
+        task.begin()
+    task.stop()
     bench.cache.audit(live=())
     assert bench.cache.metrics.pages_used == before
     accepted = bench.task(prompt, Writes(consecutive, indices(10, 20)))
-    accepted.start()
-    accepted.close()
+    accepted.begin()
+    accepted.stop()
 
 
 def test_a_pass_without_rows_is_refused():
@@ -444,8 +446,8 @@ def test_a_pass_without_rows_is_refused():
     bench = Bench()
     task = bench.task(simple(8), Scripted((indices(0, 0), (), ()), (indices(0, 8), {Measure.LOGITS}, (7,))))
     with pytest.raises((RuntimeError, ValueError), match="rows"):
-        task.start()
-    task.close()
+        task.begin()
+    task.stop()
 
 
 # ----------------------------------------------------------------------------------- giving back
@@ -472,12 +474,12 @@ def test_close_gives_everything_back_at_any_point(strategy, warm):
         if warm:
             work_on(bench, knowledge_prompt(8, (3, 1)), strategy() if strategy is not scripted_in_three else Naive())
         task = bench.start(knowledge_prompt(), strategy(), limit=6)
-        bench.cache.audit(live=(task.label,))
+        bench.cache.audit(live=(task.id,))
         for _ in range(steps):
             bench.step()
-        ended = not bench.scheduler.tasks
-        task.close()
-        task.close()
+        ended = not bench.scheduler.running
+        task.stop()
+        task.stop()
         bench.cache.audit(live=())
         bench.cache.clear()
         assert bench.cache.metrics.pages_used == 0
@@ -490,7 +492,7 @@ def test_close_before_the_start_and_without_work():
     bench = Bench()
     strategy = Scripted()
     task = bench.task(simple(5), strategy)
-    task.close()
+    task.stop()
     bench.cache.audit(live=())
     assert bench.scheduler.next_batch() is None
 
@@ -502,8 +504,8 @@ def test_no_room_at_the_start_leaves_nothing_behind(strategy):
     holder = bench.start(simple(40, seed=3), Full(), limit=4)
     task = bench.task(knowledge_prompt(), strategy())
     with pytest.raises(OutOfPages):
-        task.start()
-    bench.cache.audit(live=(holder.label,))
+        task.begin()
+    bench.cache.audit(live=(holder.id,))
     bench.stop(holder)
     bench.start(knowledge_prompt(), strategy())
     bench.run()
@@ -531,16 +533,16 @@ class Fixed:
         )
         measures = {Measure.KEY_SCORE} if score else ()
         self.task = bench.task(simple(rows), Scripted((indices(0, rows), measures, ())), limit=1)
-        self.task.start()
+        self.task.begin()
         pages = tuple(range(1, entries + 1))
-        self.task.work.table = PageTable((Span(np.full(entries * PAGE, NEVER), Run(pages, 0, entries * PAGE)),), PAGE)
+        self.task.rows.table = PageTable((Span(np.full(entries * PAGE, NEVER), Run(pages, 0, entries * PAGE)),), PAGE)
         if decoding:
             self.task.plan = Plan((), Run((), 0, 0), None, (), np.zeros(0, np.float32))
 
 
 def fixed_tasks(scheduler, rows, **options):
     tasks = [Fixed(n, **options).task for n in rows]
-    scheduler.tasks += tasks
+    scheduler.running += tasks
     return tasks
 
 
@@ -552,7 +554,7 @@ def run_fixed(scheduler, costs=COSTS):
         batches.append(batch)
         score = np.zeros((1, *batch.step.index_SC.shape), np.float32)
         for task in batch.deliver(np.zeros((len(batch.logit_rows), 1), np.float32), score):
-            scheduler.tasks.remove(task)
+            scheduler.running.remove(task)
         assert len(batches) < 2000
     return spent, batches
 
@@ -561,13 +563,13 @@ def test_buckets_waste_less_than_half_for_any_number_of_rows():
     worst = {}
     task = Fixed(600).task
     for total in range(1, 601):
-        task.work.done = 600 - total
+        task.rows.done = 600 - total
         scheduler = Scheduler(Grid(), PAGE)
-        scheduler.tasks.append(task)
+        scheduler.running.append(task)
         spent, batches = run_fixed(scheduler)
         single = next((COSTS[rows] for rows in COSTS if rows >= total), least_cost(total))
         worst[total] = max(spent / least_cost(total), spent / single)
-        assert sum(piece.end - piece.begin for batch in batches for piece in batch.pieces) == total
+        assert sum(piece.placed.end - piece.placed.begin for batch in batches for piece in batch.parts) == total
     assert max(worst.values()) <= 2.0, sorted(worst.items(), key=lambda item: -item[1])[:5]
 
 
@@ -590,11 +592,11 @@ def test_a_batch_never_mixes_requests_in_a_block(lefts):
         block = dict(SMALL.rows)[len(batch.step.index_T)]
         for part in batch.step.request_T.reshape(-1, block):
             assert len(set(part.tolist()) - {-1}) <= 1
-        for index, piece in enumerate(batch.pieces):
+        for index, piece in enumerate(batch.parts):
             at = np.flatnonzero(batch.step.request_T == index)
-            assert at.tolist() == [*range(piece.row, piece.row + piece.end - piece.begin)]
-            computed[id(piece.task)] += batch.step.index_T[at].tolist()
-            assert set(np.flatnonzero(batch.step.request_S == index)) == {piece.entry}
+            assert at.tolist() == [*range(piece.placed.row, piece.placed.row + piece.placed.end - piece.placed.begin)]
+            computed[id(piece.state)] += batch.step.index_T[at].tolist()
+            assert set(np.flatnonzero(batch.step.request_S == index)) == {piece.placed.entry}
     assert [computed[id(task)] for task in tasks] == [[*range(n)] for n in lefts], "each row once, in order"
 
 
@@ -602,7 +604,7 @@ def test_a_batch_never_mixes_requests_in_a_block(lefts):
 
 
 def is_decode(batch):
-    return all(piece.task.decoding for piece in batch.pieces)
+    return all(piece.state.decoding for piece in batch.parts)
 
 
 def test_decode_and_prefill_take_turns():
@@ -614,8 +616,8 @@ def test_decode_and_prefill_take_turns():
     for seed in range(6):
         bench.start(simple(100, 10 + seed), Full(), limit=2)
     bench.kinds.clear()
-    while any(not task.decoding for task in bench.scheduler.tasks):
-        assert any(task.decoding for task in bench.scheduler.tasks)
+    while any(not task.decoding for task in bench.scheduler.running):
+        assert any(task.decoding for task in bench.scheduler.running)
         bench.step()
     assert len(bench.kinds) > 10
     assert all(a != b for a, b in zip(bench.kinds, bench.kinds[1:], strict=False))
@@ -643,8 +645,8 @@ def test_every_decoding_request_is_served_in_turn(count, busy):
     while len(served) < 4 * due:
         batch = scheduler.next_batch()
         if is_decode(batch):
-            served.append({id(piece.task) for piece in batch.pieces})
-            assert len(batch.step.index_T) == (2 if len(batch.pieces) == 1 else 4)
+            served.append({id(piece.state) for piece in batch.parts})
+            assert len(batch.step.index_T) == (2 if len(batch.parts) == 1 else 4)
         else:
             batch.deliver(None, None)
     for begin in range(3 * due + 1):
@@ -660,10 +662,10 @@ def test_the_oldest_request_is_prefilled_first():
         batch = bench.scheduler.next_batch()
         assert batch is not None
         if not is_decode(batch):
-            ages = [age[id(piece.task)] for piece in batch.pieces]
+            ages = [age[id(piece.state)] for piece in batch.parts]
             assert ages == sorted(ages) and ages[0] == min(waiting)
             assert ages == sorted(waiting)[: len(ages)], "nobody is passed over"
-            assert all(piece.task.work.left == piece.end - piece.begin for piece in batch.pieces[:-1])
+            assert all(piece.state.rows.left == piece.placed.end - piece.placed.begin for piece in batch.parts[:-1])
         for task in batch.deliver(*bench.device.run(batch)):
             bench.advance(task)
         waiting = {age[id(task)] for task in tasks if not task.decoding}
@@ -679,7 +681,7 @@ def test_entries_never_exceed_the_largest_bucket(decoding, entries):
         fixed_tasks(scheduler, [1], entries=n, decoding=decoding)
     _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 16, 64), 1))
     for batch in batches:
-        used = sum(len(piece.task.work.table) for piece in batch.pieces)
+        used = sum(len(piece.state.rows.table) for piece in batch.parts)
         assert used == (batch.step.request_S >= 0).sum()
         assert len(batch.step.page_S) == (8 if used <= 8 else 96)
 
@@ -691,14 +693,14 @@ def test_a_request_that_fits_never_exceeds_the_entries():
     prompt = simple(40)
     for n in range(2, 40):
         work_on(bench, make_prompt((Kind.QUERY, prompt.tokens[:n])), Prefix(), limit=1)
-    assert bench.scheduler.fits(1, 44)
+    assert bench.scheduler.limits.holds(44, 1)
     assert work_on(bench, prompt, Prefix(), limit=4) <= 40 + 3
 
 
 def test_what_fits_is_told_beforehand():
     scheduler = Scheduler(SMALL, PAGE)
-    assert scheduler.fits(1, 94 * PAGE) and not scheduler.fits(1, 94 * PAGE + 1)
-    assert scheduler.fits(3, 90 * PAGE) and not scheduler.fits(4, 90 * PAGE)
+    assert scheduler.limits.holds(94 * PAGE, 1) and not scheduler.limits.holds(94 * PAGE + 1, 1)
+    assert scheduler.limits.holds(90 * PAGE, 3) and not scheduler.limits.holds(90 * PAGE, 4)
 
 
 # ------------------------------------------------------------------------- everything at once
@@ -715,17 +717,17 @@ def test_many_requests_see_exactly_their_own_keys(seed):
         chunks = random.permutation(4)[: random.integers(0, 4)] + 1
         prompt = knowledge_prompt(int(random.integers(9, 12)), tuple(int(c) for c in chunks))
         waiting.append((prompt, (Full, Prefix, Naive)[random.integers(3)](), int(random.integers(1, 7))))
-    while waiting or bench.scheduler.tasks:
+    while waiting or bench.scheduler.running:
         if waiting and random.random() < 0.4:
             try:
                 bench.start(*waiting[-1])
                 waiting.pop()
             except OutOfPages:
-                assert bench.scheduler.tasks
-        if bench.scheduler.tasks and random.random() < 0.05:
-            bench.stop(bench.scheduler.tasks[random.integers(len(bench.scheduler.tasks))])
+                assert bench.scheduler.running
+        if bench.scheduler.running and random.random() < 0.05:
+            bench.stop(bench.scheduler.running[random.integers(len(bench.scheduler.running))])
         bench.step()
-        bench.cache.audit(live={task.label for task in bench.scheduler.tasks})
+        bench.cache.audit(live={task.id for task in bench.scheduler.running})
     bench.cache.audit(live=())
     bench.cache.clear()
     assert bench.cache.metrics.pages_used == 0

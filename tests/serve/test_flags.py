@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import json
 import socket
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ragjax import core
-from ragjax.engine import Engine
+from ragjax.commands.options import FLAGS
 from ragjax.retrieval.reader import read
 from ragjax.serve import main
-from ragjax.serve.command import _storage, parse_options
+from ragjax.serve.command import parse_options
 from tests.support.fakes import FakeEngine
 from tests.support.serving import Served, program
 
 
 def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    loaded: dict[str, Any] = {}
+    loaded: list[core.EngineOptions] = []
 
     class Recorder:
         @staticmethod
-        def load(model: str, **settings: Any) -> None:
-            loaded.update(settings, model=model)
+        def load(options: core.EngineOptions) -> None:
+            loaded.append(options)
             raise core.ConfigError("seen enough")
 
     monkeypatch.setattr("ragjax.engine.Engine", Recorder)
@@ -33,13 +32,13 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "model": "some/model",
         "strategy": "naive",
         "recompute_ratio": 0.25,
-        "quality_budget": "KL=0.05",
         "quality_fallback": "full",
         "shadow_rate": 0.125,
         "dtype": "float32",
         "top_k": 5,
         "device_cache_gb": 0.25,
         "max_queue": 7,
+        "max_running": 3,
         "max_context": 512,
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),
@@ -50,23 +49,25 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     facts = tmp_path / "facts.tsv"
     facts.write_text("a\tb\tc\n")
     assert main([*flags, "--graph", str(facts), "--knowledge", "none", "--port", "0"]) == 2
-    assert loaded == {**expected, "graph": {"facts": facts}, "knowledge": None, "storage": core.StorageOptions()}
+    assert loaded == [core.EngineOptions(**expected, graph={"facts": facts})]  # type: ignore[arg-type]
+    assert main(["--quality-budget", "KL=0.05", "--knowledge", "none", "--port", "0"]) == 2
+    assert loaded[1] == core.EngineOptions("smollm2-135m-instruct", quality_budget="KL=0.05")
 
 
-def test_flags_and_fake_agree_with_the_engine() -> None:
-    settings = inspect.signature(Engine.load).parameters
-    options = vars(parse_options([]))
-    shared = {name for name in settings if name in options} - {"model", "knowledge"}
-    assert {"device_cache_gb", "index_dir", "top_k"} < shared
-    assert {name: options[name] for name in shared} == {name: settings[name].default for name in shared}
-    fake = inspect.signature(FakeEngine.load).parameters
-    assert {n: p.default for n, p in fake.items()} == {n: settings[n].default for n in fake}
+def test_flags_have_the_defaults_of_the_options() -> None:
+    assert parse_options(["--knowledge", "none"]).engine == core.EngineOptions("smollm2-135m-instruct")
+    unset = {"progress", "compile", "storage"}  # for experiments; storage's fields have flags of their own
+    fields = {f.name for f in dataclasses.fields(core.EngineOptions)} - unset
+    tiers = {f"storage.{f.name}" for f in dataclasses.fields(core.StorageOptions)} - {"storage.quotas"}
+    assert set(FLAGS) == fields | tiers
 
 
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
         (["--frobnicate", "1"], "--frobnicate"),
+        (["--max-running", "-1"], "--max-running"),
+        (["--quality-budget", "KL=1", "--strategy", "full"], "--strategy"),
         (["--recompute-ratio", "1.2"], "--recompute-ratio"),
         (["--shadow-rate", "-1"], "--shadow-rate"),
         (["--quality-fallback", "prefix"], "--quality-fallback"),
@@ -117,7 +118,7 @@ def test_port_taken_while_the_model_loads_is_one_line_and_code_2(
 
         class Loads(FakeEngine):
             @classmethod
-            def load(cls, model: str, **settings: Any) -> FakeEngine:
+            def load(cls, options: core.EngineOptions) -> FakeEngine:
                 other.listen()
                 return FakeEngine()
 
@@ -134,7 +135,7 @@ def test_storage_flags_reach_the_engine(tmp_path: Path) -> None:
     flags = ["--host-cache-gb", "2", "--disk-cache", str(tmp_path), "--disk-cache-gb", "3", "--at-rest", "int8"]
     more = ["--load-timeout", "4", "--policy", "lacr", "--share-knowledge", "--tenants", str(tenants)]
     options = parse_options([*flags, *more])
-    assert _storage(options) == core.StorageOptions(
+    assert options.engine.storage == core.StorageOptions(
         policy="lacr",
         host_gb=2.0,
         disk=str(tmp_path),
@@ -144,23 +145,24 @@ def test_storage_flags_reach_the_engine(tmp_path: Path) -> None:
         quotas={"acme": 0.5},
         share_knowledge=True,
     )
-    assert _storage(parse_options([])) == core.StorageOptions()
+    assert parse_options([]).engine.storage == core.StorageOptions()
 
 
 def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("RAGJAX_API_KEY", raising=False)
     plain = parse_options([])
     assert (plain.host, plain.port, plain.api_key) == ("127.0.0.1", 8000, None)
+    plain = plain.engine
     assert plain.knowledge is not None and list(plain.knowledge) == ["demo"]
     assert len(list(Path(plain.knowledge["demo"]).glob("*.md"))) >= 40, "the packaged documents"
-    assert parse_options(["--knowledge", "none"]).knowledge is None
-    assert parse_options(["--knowledge", str(tmp_path)]).knowledge == {tmp_path.name: tmp_path}
+    assert parse_options(["--knowledge", "none"]).engine.knowledge is None
+    assert parse_options(["--knowledge", str(tmp_path)]).engine.knowledge == {tmp_path.name: tmp_path}
     assert plain.graph is None
-    graph = parse_options(["--graph", "demo"]).graph
+    graph = parse_options(["--graph", "demo"]).engine.graph
     assert list(graph) == ["demo"] and len(list(read(graph["demo"]))) >= 180, "the packaged facts"
     facts = tmp_path / "facts.tsv"
     facts.write_text("a\tb\tc\n")
-    assert parse_options(["--graph", str(facts)]).graph == {"facts": facts}
+    assert parse_options(["--graph", str(facts)]).engine.graph == {"facts": facts}
     monkeypatch.setenv("RAGJAX_API_KEY", "from the environment")
     assert parse_options([]).api_key == "from the environment"
     assert parse_options(["--api-key", "flag"]).api_key == "flag"

@@ -25,7 +25,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import NEVER, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Span
+from ragjax.core import NEVER, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Span, StepLimits
 from ragjax.models.decoder import Decoder
 from ragjax.reuse.base import Allocation, Strategy
 from tests.support import tiny
@@ -260,7 +260,7 @@ class Talk:
         assert begin <= first < last <= end and {first, last} <= bounds, "measured layers are cut at stages"
         assert len(asked.rows) and (np.diff(asked.rows) > 0).all() and asked.rows[-1] < len(self.prompt)
         entries = len({(page, span.offset) for span in asked.spans for page in span.run.pages})
-        assert entries <= self.allocation.entries, f"{entries} entries"
+        assert entries <= self.allocation.limits.entries, f"{entries} entries"
         keys = Keys.of(asked.spans, page_size)
         at = keys.at(asked.rows)
         assert (at >= 0).all() and (keys.offset[at] == 0).all(), "each row lies in a span of offset 0"
@@ -428,7 +428,7 @@ class Executor:
             tenant=tenant,
             label=f"talk {self._talks}",
             decode_tokens=decode_tokens,
-            entries=self.entries,
+            limits=StepLimits(self.entries, self.page_size),
             stages=self.stages,
         )
         return Talk(self, prompt, allocation, strategy.prefill(prompt, allocation, ratio))

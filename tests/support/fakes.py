@@ -46,38 +46,17 @@ class FakeEngine:
     observers: list[Callable[[str, core.Divergence], None]] = field(default_factory=list)
 
     @classmethod
-    def load(
-        cls,
-        model: str,
-        *,
-        knowledge: dict[str, str | Path] | None = None,
-        strategy: str | None = None,
-        recompute_ratio: float | None = None,
-        quality_budget: str | None = None,
-        quality_fallback: str = "refuse",
-        shadow_rate: float = 0.0,
-        dtype: str = "bfloat16",
-        top_k: int = 3,
-        device_cache_gb: float = 0.5,
-        max_queue: int = 64,
-        max_context: int | None = None,
-        index: str = "flat",
-        index_dir: str | Path | None = None,
-        storage: Any = None,
-        record_trace: str | None = None,
-        graph: str | None = None,
-        graph_dir: str | None = None,
-        progress: bool = True,
-    ) -> FakeEngine:
-        """An engine with these settings; `slow` is a model that takes 50 ms per token."""
-        if model == "missing":
+    def load(cls, options: core.EngineOptions) -> FakeEngine:
+        """An engine with these options; `slow` is a model that takes 50 ms per token."""
+        if options.model == "missing":
             raise core.ConfigError("no model is called 'missing'")
+        assert options.knowledge is None or not isinstance(options.knowledge, str | Path)
         return cls(
-            model_name=model,
-            default_strategy=strategy or "prefix",
-            knowledge_names=tuple(knowledge or ()),
-            max_queue=max_queue,
-            delay=0.05 if model == "slow" else 0.0,
+            model_name=str(options.model),
+            default_strategy=options.strategy or "prefix",
+            knowledge_names=tuple(options.knowledge or ()),
+            max_queue=options.max_queue,
+            delay=0.05 if options.model == "slow" else 0.0,
         )
 
     @property

@@ -17,13 +17,19 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import AtRest, Grid, Prompt, Segment
+from ragjax.core import AtRest, EngineOptions, Grid, Prompt, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
+from ragjax.engine.build import Parts
+from ragjax.engine.registry import Registry
+from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.quality.contract import Contract
+from ragjax.quality.report import Setting
 from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
@@ -144,28 +150,41 @@ def engine(
     disk: DiskStore | None = None,
     at_rest: AtRest = "raw",
     quota: Callable[[str], int | None] = lambda tenant: None,
+    contract: Contract | None = None,
+    recorder: Recorder | None = None,
+    open_graph: Callable[[str], KnowledgeGraph] | None = None,
+    identity: bytes = b"",
+    load_timeout: float = 10.0,
+    share_knowledge: bool = False,
     **options: Any,
 ) -> Engine:
-    """An engine around a runner (the shared float32 one by default) of which it uses `pages` pages."""
+    """An engine around a runner (the shared float32 one by default) of which it uses `pages` pages.
+
+    options: fields of `EngineOptions`.
+    """
     made = made or runner()
     tokenizer = byte_tokenizer()
     transfer = KVTransfer(made, at_rest, disk=disk)
     profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
     storage = Storage(transfer, host_bytes, disk, quota)
-    return Engine(
-        made,
-        tokenizer,
-        KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy](profile), storage),
-        transfer=transfer,
-        disk=disk,
+    tiers = StorageOptions(load_timeout=load_timeout, share_knowledge=share_knowledge)
+    parts = Parts(
         model_name="tiny",
         context_length=CONFIG.context_length,
-        strategies=all_strategies() | {s.name: s for s in extra},
-        default_strategy=strategy,
+        runner=made,
+        tokenizer=tokenizer,
         chunker=Chunker(partial(tokenizer.encode, special=False), 64),
-        open_knowledge=opener(tokenizer),
-        **options,
+        cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy](profile), storage),
+        contract=contract or Contract(Setting(strategy), made.dtype),
+        strategies=all_strategies() | {s.name: s for s in extra},
+        knowledge=Registry("knowledge base", "rag.knowledge", opener(tokenizer)),
+        graphs=Registry("knowledge graph", "rag.graph.name", open_graph),
+        transfer=transfer,
+        disk=disk,
+        recorder=recorder,
+        identity=identity,
     )
+    return Engine(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))
 
 
 def opener(tokenizer: Tokenizer) -> Callable[[str], KnowledgeBase]:

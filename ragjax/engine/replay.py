@@ -1,4 +1,4 @@
-"""Shadow replay: a finished request runs once more, in `full` and while nothing else does, and the two are compared."""
+"""Shadow replay: a finished request runs once more, in `full` and while nothing else runs, and the two are compared."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import numpy as np
 from ragjax.core import Answer, Delta, Event, Prompt, Request, Sampling
 from ragjax.quality.contract import QUEUE, Contract
 from ragjax.quality.report import divergence
-from ragjax.schedule.state import Sink, Ticket
+from ragjax.schedule.state import RequestState, Sink
 
 _log = logging.getLogger(__name__)
 
 
-class Shadows:
+class Replays:
     """Makes the requests that run finished ones again, and tells the contract what they show.
 
     make: a request for a prompt in `full`, with where its events go.
     """
 
-    def __init__(self, contract: Contract, make: Callable[[Prompt, Request, Sink], Ticket]):
+    def __init__(self, contract: Contract, make: Callable[[Prompt, Request, Sink], RequestState]):
         self._contract = contract
         self._make = make
         self._waiting = 0
 
-    def of(self, ticket: Ticket, answer: Answer) -> Ticket | None:
+    def of(self, state: RequestState, answer: Answer) -> RequestState | None:
         """The request that runs this one again; None if there is nothing to compare, or too many wait already."""
-        if not ticket.shadowed or (answer.exact_to == "full" and not answer.cached_tokens):
+        if not state.shadowed or (answer.exact_to == "full" and not answer.cached_tokens):
             return None
         if self._waiting >= QUEUE:
             self._contract.drop("dropped")
             return None
-        live_NV = np.stack(ticket.shadowed)
-        # row j predicts token j: what stands last is of no matter, and an end of text that was not kept needs no token
+        live_NV = np.stack(state.shadowed)
+        # row j predicts token j: the last token is not compared, and an end of text that was not kept needs no token
         said = np.array([*answer.tokens, 0][: len(live_NV)], np.int32)
 
         def sink(event: Event | BaseException) -> None:
@@ -46,11 +46,11 @@ class Shadows:
                 return
             try:
                 assert event.scores is not None
-                self._contract.observe(ticket.setting, answer.exact_to == "full", divergence(event.scores, live_NV))
+                self._contract.observe(state.setting, answer.exact_to == "full", divergence(event.scores, live_NV))
             except Exception:  # a request that nobody waits for must not end others
                 _log.exception("shadow replay failed")
                 self._contract.drop("failed")
 
-        request = Request((), None, Sampling(max_tokens=1), None, ticket.request.tenant, False, said, background=True)
+        request = Request((), None, Sampling(max_tokens=1), None, state.request.tenant, False, said, background=True)
         self._waiting += 1
-        return self._make(ticket.prompt, request, sink)
+        return self._make(state.prompt, request, sink)

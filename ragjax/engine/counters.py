@@ -1,0 +1,41 @@
+"""What an engine has counted since its start."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ragjax.core import SegmentReport
+from ragjax.schedule.state import RequestState
+
+
+@dataclass
+class Counters:
+    """Counts that only ever grow.
+
+    load_fallbacks: requests that recomputed KV because its load "failed" or was "slow".
+    device_losses: times that the device's pool was lost and made again.
+    """
+
+    requests: Counter[str] = field(default_factory=Counter)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    cancelled: int = 0
+    errors: int = 0
+    steps: int = 0
+    overhead_ms_last: float = 0.0
+    load_fallbacks: Counter[str] = field(default_factory=Counter)
+    device_losses: int = 0
+
+    def add(self, state: RequestState, reports: Sequence[SegmentReport]) -> None:
+        """Count a request that was answered; those in the background are left out."""
+        if state.background:
+            return
+        self.requests[state.strategy.name] += 1
+        self.prompt_tokens += len(state.prompt)
+        self.reused_tokens += sum(report.reused for report in reports)
+        self.recomputed_tokens += sum(report.recomputed for report in reports)
+        self.generated_tokens += len(state.generated)

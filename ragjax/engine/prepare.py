@@ -1,0 +1,225 @@
+"""From a request to its state, in the caller's thread: retrieval, the prompt, the strategy, and what is too long."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ragjax.cache.pool import PagePool
+from ragjax.core import Chunk, Document, Graph, Hit, Kind, Prompt, Rag, Request, RequestError, StepLimits
+from ragjax.engine.registry import Registry
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.prompting import chat, facts
+from ragjax.quality.contract import Contract
+from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.graph import KnowledgeGraph
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.reuse import DEPENDENCY
+from ragjax.reuse.base import Strategy
+from ragjax.schedule.sampling import Generation
+from ragjax.schedule.state import RequestState, Sink, Times
+
+PATH_CHARS = 64
+"""Characters of given relation paths for each token of the context, at most: all are encoded to see how many fit."""
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What requests are prepared with. Any thread may call it.
+
+    context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
+    eos_ids: tokens that end an answer. top_k: chunks for requests that say nothing else. share: whether tenants share
+    the KV of the knowledge bases.
+    """
+
+    tokenizer: Tokenizer
+    chunker: Chunker
+    knowledge: Registry[KnowledgeBase]
+    graphs: Registry[KnowledgeGraph]
+    strategies: Mapping[str, Strategy]
+    contract: Contract
+    limits: StepLimits
+    pool: PagePool
+    context_length: int
+    eos_ids: frozenset[int]
+    top_k: int
+    share: bool
+    _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def prepare(self, request: Request, sink: Sink, arrival: float) -> RequestState:
+        """A request's state, ready to be served; its events go to `sink`. arrival: `time.perf_counter()` seconds.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        self._check_texts(request)
+        if request.prompt is not None:
+            return self.state(chat.text_prompt(self.tokenizer, request.prompt), request, sink, Times(arrival))
+        if request.rag is not None and request.rag.graph is not None:
+            return self._prepare_graph(request, request.rag, request.rag.graph, sink, arrival)
+        began = time.perf_counter()
+        hits = self._retrieve(request)
+        times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
+        prompt = chat.chat_prompt(self.tokenizer, request.messages, hits, public=self.share)
+        return self.state(prompt, request, sink, times)
+
+    def state(
+        self, prompt: Prompt, request: Request, sink: Sink, times: Times, strategy: Strategy | None = None
+    ) -> RequestState:
+        """The state of a request whose prompt is made. strategy: to serve it by, whatever the request names.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        rag = request.rag or Rag()
+        strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag, prompt.preprocessed)
+        room, raw = self.context_length - len(prompt), request.prompt is not None
+        generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
+        name = f"request-{next(self._numbers)}"
+        state = RequestState(name, request, prompt, strategy, ratio, generation, sink, times)
+        self._check_length(state)
+        if not request.background and self.contract.draws():
+            state.shadowed = []
+        return state
+
+    def strategy_of(self, rag: Rag | None) -> str:
+        """Name of the strategy that serves a request, as it says or leaves open."""
+        if rag is not None and rag.strategy is not None:
+            return rag.strategy
+        if rag is None or rag.graph is None or self.contract.faulted:
+            return self.contract.setting.strategy
+        return DEPENDENCY[0]
+
+    def _prepare_graph(self, request: Request, rag: Rag, asked: Graph, sink: Sink, arrival: float) -> RequestState:
+        began = time.perf_counter()
+        if not request.messages:
+            raise RequestError("a graph needs messages", param="rag.graph")
+        self._check_paths(asked.relation_paths or ())
+        graph = None if asked.relation_paths is not None else self.graphs.get(asked.name)
+        strategy, _ = self._resolve(replace(rag, strategy=self.strategy_of(rag)))
+        build = partial(
+            chat.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
+            public=self.share, share=self.share and asked.relation_paths is None,
+        )  # fmt: skip
+        room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
+        grounded = facts.ground(facts.gather(graph, asked, request.messages[-1].content), build, room)
+        times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
+        state = self.state(grounded.prompt, request, sink, times, strategy)
+        state.facts = grounded.facts
+        state.notices += grounded.notices
+        return state
+
+    # -------------------------------------------------------------------------------------- knowledge
+
+    def _retrieve(self, request: Request) -> tuple[Hit, ...] | None:
+        rag = request.rag
+        if rag is None or not request.messages:
+            return None
+        top_k = self.top_k if rag.top_k is None else rag.top_k
+        if rag.knowledge is not None:
+            self.knowledge.get(rag.knowledge)  # an unknown name is an error even where nothing is looked up
+        if rag.documents is not None:
+            return self._given(rag.documents, rag.knowledge)
+        if (rag.knowledge is None and not self.knowledge.names) or top_k == 0:
+            return None
+        hits = self.knowledge.get(rag.knowledge).search(request.messages[-1].content, top_k)
+        return tuple(replace(hit, public=self.share) for hit in hits)
+
+    def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
+        hits: list[Hit] = []
+        room = self.context_length
+        for document in documents:
+            if isinstance(document, Document):
+                chunks = self._cut(document, room)
+            else:
+                chunks = self.knowledge.get(knowledge).document(document)
+            hits += [Hit(chunk, 1.0, self.share and isinstance(document, str)) for chunk in chunks]
+            room -= sum(len(chunk.tokens) for chunk in chunks)
+            if room < 0:
+                raise self._overlong("documents have", "Give fewer or shorter documents", "rag.documents")
+        return tuple(hits)
+
+    def _cut(self, document: Document, room: int) -> tuple[Chunk, ...]:
+        # cutting takes long, and drops only white space: what is twice too long is seen without
+        if self.chunker.exceeds(document.text, 2 * room):
+            raise self._overlong("documents have", "Give fewer or shorter documents", "rag.documents")
+        chunks = self.chunker.chunks(document)
+        if not chunks:
+            raise RequestError(f"document {document.id!r} has no text", param="rag.documents")
+        return chunks
+
+    # --------------------------------------------------------------------------------------- strategy
+
+    def _resolve(self, rag: Rag, preprocessed: bool = True) -> tuple[Strategy, float | None]:
+        """What serves a request, and the recompute ratio. preprocessed: whether all its chunks are."""
+        default = self.contract.setting_of(preprocessed)
+        strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
+        if strategy is None:
+            known = ", ".join(self.strategies)
+            raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
+        if rag.recompute_ratio is not None and not strategy.selective:
+            selective = ", ".join(name for name, other in self.strategies.items() if other.selective) or "none"
+            raise RequestError(
+                f"the strategy {strategy.name} takes no recompute_ratio; these do: {selective}",
+                param="rag.recompute_ratio",
+                code="invalid_value",
+            )
+        if rag.recompute_ratio is None and strategy.name == default.strategy:
+            return strategy, default.ratio
+        return strategy, rag.recompute_ratio
+
+    # ---------------------------------------------------------------------------------------- lengths
+
+    def _check_paths(self, paths: Sequence[Sequence[str]]) -> None:
+        given, most = sum(len(step) for path in paths for step in path), PATH_CHARS * self.context_length
+        if given > most:
+            raise _too_long(
+                f"the relation paths have {given} characters; the context takes up to {most}. Give fewer paths",
+                "rag.graph.relation_paths",
+            )
+
+    def _overlong(self, what: str, advice: str, param: str) -> RequestError:
+        reason = f"the {what} more than {self.context_length} tokens; the context holds no more, answer included"
+        return _too_long(f"{reason}. {advice}", param)
+
+    def _check_texts(self, request: Request) -> None:
+        """Refuse what is clearly too long before all of it is encoded, which nobody could stop."""
+        if request.prompt is not None and self.chunker.exceeds(request.prompt, 2 * self.context_length):
+            raise self._overlong("prompt has", "Shorten it", "prompt")
+        if any(self.chunker.exceeds(message.content, 2 * self.context_length) for message in request.messages):
+            raise self._overlong("messages have", "Shorten them", "messages")
+
+    def _check_length(self, state: RequestState) -> None:
+        prompt, raw = state.prompt, state.request.prompt is not None
+        param = "prompt" if raw else "messages"
+        if len(prompt) + 1 > self.context_length:
+            raise _too_long(
+                f"the prompt has {len(prompt)} tokens; the context holds {self.context_length}, answer included. "
+                f"Shorten {'it' if raw else 'the messages, or retrieve fewer chunks'}",
+                param,
+            )
+        needed = len(prompt) + state.decode_tokens
+        if needed > self.context_length:
+            raise RequestError("prompt and continuation exceed the context", param="continuation")
+        pages = self.pool.pages_for(needed)
+        if pages > self.pool.capacity:
+            raise _too_long(
+                f"the request needs {pages} pages of KV; the device cache has {self.pool.capacity}. "
+                "Shorten the prompt, lower max_tokens, or give the device cache more memory",
+                param,
+            )
+        # branches of a tree lie together; a strategy reads no more of them than a step can
+        pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
+        if not self.limits.holds(needed, pieces):
+            raise _too_long(
+                f"the prompt has {pieces} passages, each with KV of its own, and {needed} tokens with the answer: more "
+                "than attention can read at a time. Give or retrieve fewer passages, or lower max_tokens",
+                param,
+            )
+
+
+def _too_long(message: str, param: str) -> RequestError:
+    return RequestError(message, param=param, code="context_length_exceeded")

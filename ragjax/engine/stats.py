@@ -1,0 +1,75 @@
+"""The engine's figures, as `Engine.stats` and `/metrics` show them."""
+
+from __future__ import annotations
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.engine.loop import Loop
+from ragjax.quality.contract import Contract
+from ragjax.runner.runner import Runner
+from ragjax.store.disk import DiskStore
+
+Stats = dict[str, float | dict[str, float]]
+
+
+def stats_of(loop: Loop, cache: KnowledgeCache, runner: Runner, contract: Contract, disk: DiskStore | None) -> Stats:
+    """Counters since the start, and the present queue and pool."""
+    return {
+        **_requests(loop),
+        **_cache(cache),
+        "attention_calls_total": dict(runner.calls),
+        "attention_fallbacks_total": dict(runner.fallbacks),
+        **contract.stats(),
+        **({} if disk is None else _disk(disk)),
+    }
+
+
+def _requests(loop: Loop) -> Stats:
+    counters = loop.counters
+    return {
+        "requests_total": dict(counters.requests),
+        "prompt_tokens_total": counters.prompt_tokens,
+        "reused_tokens_total": counters.reused_tokens,
+        "recomputed_tokens_total": counters.recomputed_tokens,
+        "generated_tokens_total": counters.generated_tokens,
+        "cancelled_total": counters.cancelled,
+        "errors_total": counters.errors,
+        "steps_total": counters.steps,
+        "load_fallbacks_total": dict(counters.load_fallbacks),
+        "device_losses_total": counters.device_losses,
+        "overhead_ms_last": counters.overhead_ms_last,
+        "queue_depth": loop.waiting,
+        "running": loop.running,
+    }
+
+
+def _cache(cache: KnowledgeCache) -> Stats:
+    metrics = cache.metrics
+    return {
+        "lookups_total": metrics.lookups,
+        "exact_hit_tokens_total": metrics.exact_hit_tokens,
+        "approximate_hit_tokens_total": metrics.approximate_hit_tokens,
+        "missed_tokens_total": metrics.missed_tokens,
+        "admitted_tokens_total": metrics.admitted_tokens,
+        "evicted_tokens_total": metrics.evicted_tokens,
+        "unwritten_tokens_total": metrics.unwritten_tokens,
+        "tier_hit_tokens_total": dict(metrics.tier_hit_tokens),
+        "transfers_total": dict(metrics.jobs),
+        "transfer_bytes_total": dict(metrics.job_bytes),
+        "transfer_seconds_total": dict(metrics.job_seconds),
+        "transfer_failures_total": dict(metrics.failures),
+        "rest_error_max": metrics.loss_max,
+        "host_bytes": metrics.host_bytes,
+        "nodes": metrics.nodes,
+        "pages_used": metrics.pages_used,
+        "pages_total": cache.pool.capacity,
+    }
+
+
+def _disk(disk: DiskStore) -> Stats:
+    stats = disk.stats()
+    return {
+        "disk_entries": stats.entries,
+        "disk_bytes": stats.bytes,
+        "disk_set_aside_total": stats.set_aside,
+        "disk_evicted_total": stats.evicted,
+    }

@@ -1,0 +1,164 @@
+"""Rows of several requests packed into one step of the compiled grid, and its results handed back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import NEVER, Grid, Step, StepMeasure
+from ragjax.schedule.rows import PendingRows, Placed, Residual
+from ragjax.schedule.state import RequestState
+from ragjax.schedule.table import PageTable
+
+PADDING = {"asking_T": 0, "segment_T": -1, "segment_SC": -1, "stale_T": -1, "offset_T": 0}
+"""What a measure's arrays hold for rows of padding and unused entries."""
+
+
+def rows_of(state: RequestState) -> PendingRows:
+    """The rows of a request that has some."""
+    assert state.rows is not None
+    return state.rows
+
+
+@dataclass(frozen=True)
+class ScheduledRows:
+    """A request's rows in a batch."""
+
+    state: RequestState
+    placed: Placed
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What runs in one step. logit_rows: rows of the step whose logits are wanted."""
+
+    parts: tuple[ScheduledRows, ...]
+    step: Step
+    logit_rows: tuple[int, ...]
+
+    @property
+    def states(self) -> list[RequestState]:
+        """The requests that have rows in it."""
+        return [part.state for part in self.parts]
+
+    def deliver(
+        self,
+        logits: NDArray[np.float32] | None,
+        measured: NDArray[np.float32] | None = None,
+        residual: Residual | None = None,
+    ) -> list[RequestState]:
+        """Hand results to the rows; return the requests whose rows are all computed.
+
+        Args:
+            logits: float32 [n, V] of `logit_rows`.
+            measured: what the step's measure asked for, float32 [layers, ...].
+            residual: gives what the step left of its rows.
+        """
+        done, taken = [], 0
+        for part in self.parts:
+            rows, placed = rows_of(part.state), part.placed
+            for row in range(placed.begin, placed.end):
+                if row in rows.logits_at:
+                    assert logits is not None
+                    rows.logits[rows.logits_at[row]] = logits[taken]
+                    taken += 1
+            if rows.measure is not None:
+                assert measured is not None
+                rows.take_measured(measured, placed)
+            if residual is not None and rows.layers[1] < part.state.reader.all_layers[1]:
+                rows.ended.append((placed, residual))
+            rows.done = placed.end
+            if not rows.left:
+                done.append(part.state)
+        return done
+
+
+def pack(parts: Sequence[tuple[RequestState, int]], rows: int, block: int, grid: Grid, page_size: int) -> Batch:
+    """One step of `rows` rows in blocks of `block`, from the next rows of requests: (request, how many).
+
+    Each request's rows begin in a block of their own.
+    """
+    pending = [rows_of(state) for state, _ in parts]
+    entries = Grid.fit(grid.entries, sum(len(one.table) for one in pending))
+    step = _empty_step(rows, entries, page_size, pending, grid)
+    scheduled, logit_rows, row, entry = [], [], 0, 0
+    for request, ((state, take), one) in enumerate(zip(parts, pending, strict=True)):
+        placed = Placed(one.done, one.done + take, row, entry)
+        _fill(step, one, request, placed)
+        scheduled.append(ScheduledRows(state, placed))
+        logit_rows += [row + i - placed.begin for i in range(placed.begin, placed.end) if i in one.logits_at]
+        row += -(-take // block) * block
+        entry += len(one.table)
+    return Batch(tuple(scheduled), step, tuple(logit_rows))
+
+
+def empty_step(rows: int, entries: int, page_size: int) -> Step:
+    """A step of padding alone."""
+
+    def filled(value: int, *shape: int) -> NDArray[np.int32]:
+        return np.full(shape, value, np.int32)
+
+    return Step(
+        token_T=filled(0, rows),
+        index_T=filled(-1, rows),
+        position_T=filled(0, rows),
+        request_T=filled(-1, rows),
+        slot_T=filled(0, rows),
+        page_S=filled(0, entries),
+        offset_S=filled(0, entries),
+        request_S=filled(-1, entries),
+        index_SC=filled(int(NEVER), entries, page_size),
+        hide_from_SC=filled(0, entries, page_size),
+        hide_until_SC=filled(0, entries, page_size),
+    )
+
+
+def put_table(step: Step, entry: int, request: int, table: PageTable) -> None:
+    """Write a request's page table into the step, from an entry on."""
+    at = slice(entry, entry + len(table))
+    step.page_S[at] = table.page_S
+    step.offset_S[at] = table.offset_S
+    step.request_S[at] = request
+    step.index_SC[at] = table.index_SC
+    step.hide_from_SC[at] = table.hide_from_SC
+    step.hide_until_SC[at] = table.hide_until_SC
+
+
+def _empty_step(rows: int, entries: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
+    """A step for rows of one kind, as yet without them."""
+    first = pending[0]
+    measure = residual_TE = None
+    if first.residual is not None:
+        residual_TE = np.zeros((rows, first.residual.shape[1]), np.float32)
+    if first.measure is not None:
+        sizes = {"T": (rows,), "SC": (entries, page_size)}
+        arrays = {
+            name: np.full(sizes[name.rsplit("_", 1)[1]], PADDING[name], np.int32) for name in first.measure.arrays
+        }
+        most = max(one.measure.segments for one in pending if one.measure is not None)
+        segments = grid.fit_segments(most) if "segment_SC" in arrays else 0
+        measure = StepMeasure(first.measure.what, first.measure.layers, arrays, segments)
+    return replace(empty_step(rows, entries, page_size), layers=first.layers, residual_TE=residual_TE, measure=measure)
+
+
+def _fill(step: Step, pending: PendingRows, request: int, placed: Placed) -> None:
+    taken = slice(placed.begin, placed.end)
+    rows = slice(placed.row, placed.row + placed.end - placed.begin)
+    entries = slice(placed.entry, placed.entry + len(pending.table))
+    step.token_T[rows] = pending.token[taken]
+    step.index_T[rows] = pending.index[taken]
+    step.position_T[rows] = pending.position[taken]
+    step.slot_T[rows] = pending.slot[taken]
+    step.request_T[rows] = request
+    put_table(step, placed.entry, request, pending.table)
+    if step.residual_TE is not None and pending.residual is not None:
+        step.residual_TE[rows] = pending.residual[taken]
+    if step.measure is not None and pending.measure is not None:
+        for name, x in pending.measure.arrays.items():
+            if name.endswith("_SC"):
+                step.measure.arrays[name][entries] = x
+            else:
+                step.measure.arrays[name][rows] = x[taken]

@@ -1,0 +1,85 @@
+"""The page table of one request: which pages a step reads for it, and which token each slot holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import NEVER, Span
+
+
+class PageTable:
+    """Spans as entries: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C]."""
+
+    def __init__(self, spans: Sequence[Span], page_size: int):
+        entries = _Entries()
+        slots = [entries.take(span, page_size) for span in spans]
+        total = len(entries.pages)
+        self.page_S = np.array(entries.pages, np.int32)
+        self.offset_S = np.array(entries.offsets, np.int32)
+        self.index_SC = np.full((total, page_size), NEVER, np.int32)
+        self.hide_from_SC = np.zeros((total, page_size), np.int32)
+        self.hide_until_SC = np.zeros((total, page_size), np.int32)
+        for span, slot in zip(spans, slots, strict=True):
+            self.index_SC.reshape(-1)[slot] = span.indices
+            if span.hidden[0] < span.hidden[1]:
+                self.hide_from_SC.reshape(-1)[slot] = span.hidden[0]
+                self.hide_until_SC.reshape(-1)[slot] = span.hidden[1]
+        self._last = slots[-1] if slots else np.zeros(0, np.intp)
+
+    def __len__(self) -> int:
+        return len(self.page_S)
+
+    def show(self, index: int, order: int) -> None:
+        """Give the last span's token `index` an order."""
+        self.index_SC.reshape(-1)[self._last[index]] = order
+
+    def by_index(self, values_SC: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+        """Sum values of slots into their orders: [..., S, C] to [..., size]."""
+        live = self.index_SC.reshape(-1) < size
+        flat = values_SC.reshape(*values_SC.shape[:-2], -1)[..., live]
+        out = np.zeros((*flat.shape[:-1], size), np.float32)
+        np.add.at(out.T, self.index_SC.reshape(-1)[live], flat.T)  # axes turned: the order comes first
+        return out
+
+
+class _Entries:
+    """Entries as spans take them. Slots of a chunk that stands twice at one offset are taken in entries of their
+    own.
+    """
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.offsets: list[int] = []
+        self._taken: list[NDArray[np.bool_]] = []
+        self._open: dict[tuple[int, int], int] = {}
+
+    def take(self, span: Span, page_size: int) -> NDArray[np.intp]:
+        """Index of each of the span's slots in [S, C], flat."""
+        begin, end, found = span.run.start, span.run.start + span.run.length, []
+        for i, page in enumerate(span.run.pages):
+            low, high = max(begin - i * page_size, 0), min(end - i * page_size, page_size)
+            found.append(self._entry(page, span.offset, low, high, page_size) * page_size + np.arange(low, high))
+        return np.concatenate(found) if found else np.zeros(0, np.intp)
+
+    def _entry(self, page: int, offset: int, low: int, high: int, page_size: int) -> int:
+        entry = self._open.get((page, offset))
+        if entry is None or self._taken[entry][low:high].any():
+            entry = self._open[page, offset] = len(self.pages)
+            self.pages.append(page)
+            self.offsets.append(offset)
+            self._taken.append(np.zeros(page_size, bool))
+        self._taken[entry][low:high] = True
+        return entry
+
+
+def slots_of(spans: Iterable[Span], size: int, page_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Slot of each order, -1 where there is none, and RoPE offset, int32 [size]."""
+    slot, offset = np.full(size, -1, np.int32), np.zeros(size, np.int32)
+    for span in spans:
+        live = span.indices < size
+        slot[span.indices[live]] = span.run.slots(page_size)[live]
+        offset[span.indices[live]] = span.offset
+    return slot, offset

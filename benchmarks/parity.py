@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 
 from benchmarks import envs, report
 from ragjax.models import hub
-from ragjax.models.config import ModelConfig
-from ragjax.models.weights import expected_shapes, open_checkpoint
+from ragjax.models.huggingface import read_config
+from ragjax.models.tensors import expected_shapes
+from ragjax.models.weights import open_checkpoint
 
 MODEL = "smollm2-135m-instruct"
 TEXTS = Path(__file__).parent / "texts"
@@ -175,9 +176,7 @@ def write_tiny(data: Path, family: str) -> Path:
 
     config = {**_TINY_COMMON, **TINY[family], "model_type": family}
     rng = _rng(family)
-    tensors = {
-        name: _random_tensor(rng, name, shape) for name, shape in expected_shapes(ModelConfig.from_hf(config)).items()
-    }
+    tensors = {name: _random_tensor(rng, name, shape) for name, shape in expected_shapes(read_config(config)).items()}
     directory = tiny_directory(data, family)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -31,8 +31,9 @@ from benchmarks import envs, report
 from ragjax.core import Kind, Prompt, Segment
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
+from ragjax.models.tensors import expected_shapes
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.models.weights import expected_shapes, open_checkpoint
+from ragjax.models.weights import open_checkpoint
 
 MODEL = "smollm2-135m-instruct"
 TEXTS = Path(__file__).parent / "texts"

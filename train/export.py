@@ -23,9 +23,11 @@ from ragjax.commands.flags import command_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.models.adapter import Adapter
 from ragjax.models.config import ModelConfig
+from ragjax.models.gguf import read_gguf
 from ragjax.models.hub import LocalModel, atomic_path, cache_dir, resolve
+from ragjax.models.huggingface import read_json
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.models.weights import load_decoder, read_gguf, read_json, weights_digest
+from ragjax.models.weights import load_decoder, weights_digest
 from train.model import Tree, stacked
 
 SHARD_BYTES = 4 * 2**30
@@ -145,7 +147,7 @@ def _write_tensors(tensors: Iterator[tuple[str, NDArray[Any]]], out: Path, dtype
 
 
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """A config.json for a configuration: the inverse of `ModelConfig.from_hf`."""
+    """A config.json for a configuration: the inverse of `ragjax.models.huggingface.read_config`."""
     scaling = config.rope_scaling
     value: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.family]],

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import ConfigError
+from ragjax.models.huggingface import read_json
 from ragjax.models.tokenizer_definition import TOKEN_FLAGS, TokenizerSettings, build
-from ragjax.models.weights import read_json
 
 
 def settings_of_directory(path: Path) -> TokenizerSettings:

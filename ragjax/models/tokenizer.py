@@ -21,9 +21,9 @@ from ragjax.models.alignment import Pieces
 from ragjax.models.chat_template import ChatTemplate
 from ragjax.models.config import ModelConfig
 from ragjax.models.directory_tokenizer import settings_of_directory
+from ragjax.models.gguf import read_gguf
 from ragjax.models.gguf_tokenizer import settings_of_gguf
 from ragjax.models.tokenizer_definition import ByteForm, build
-from ragjax.models.weights import read_gguf
 
 
 class Tokenizer:

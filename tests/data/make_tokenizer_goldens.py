@@ -17,7 +17,7 @@ from typing import Any
 
 import gguf
 
-from ragjax.models.weights import read_gguf
+from ragjax.models.gguf import read_gguf
 
 TEXTS = [
     "",

@@ -18,7 +18,7 @@ from ragjax.cache.tree import Node
 from ragjax.core import ConfigError, Document
 from ragjax.kernels.attention.op import BACKENDS, Backend, paged_interval_attention
 from ragjax.kernels.view import View
-from ragjax.models import config
+from ragjax.models import config, huggingface
 from ragjax.models.weights import open_checkpoint
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
@@ -96,7 +96,7 @@ def test_the_family_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     (folder / "config.json").write_text(json.dumps(values))
     with pytest.raises(ConfigError, match="model_type is 'orchid'"):
         open_checkpoint(folder)
-    made = run("A model family", **vars(config))
-    for name in ("Family", "_ARCHITECTURES"):
-        monkeypatch.setattr(config, name, made[name])
+    made = run("A model family", **{**vars(config), **vars(huggingface)})
+    monkeypatch.setattr(config, "Family", made["Family"])
+    monkeypatch.setattr(huggingface, "_ARCHITECTURES", made["_ARCHITECTURES"])
     assert open_checkpoint(folder).config.family == "orchid"

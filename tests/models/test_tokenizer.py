@@ -210,10 +210,10 @@ def test_check_refuses_the_tokenizer_of_another_model() -> None:
     tokenizer = tiny("sentencepiece")
     with pytest.raises(ConfigError, match="do not belong together"):
         tokenizer.check(config)
-    wide = ModelConfig.from_json(config.to_json().replace('"vocab_size":700', '"vocab_size":2000'))
+    wide = replace(config, vocab_size=2000)
     tokenizer.check(wide)
     with pytest.raises(ConfigError, match="BOS"):
-        tokenizer.check(ModelConfig.from_json(wide.to_json().replace('"bos_id":1', '"bos_id":5')))
+        tokenizer.check(replace(wide, bos_id=5))
 
 
 def test_check_refuses_ids_beyond_a_gap_that_the_model_has_no_row_for() -> None:

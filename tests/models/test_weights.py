@@ -1,4 +1,4 @@
-"""Checkpoints: readers of safetensors, GGUF and Orbax, their errors, and the dequantised cache."""
+"""Checkpoints: readers of safetensors and GGUF, their errors, and the dequantised cache."""
 
 from __future__ import annotations
 
@@ -23,20 +23,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
+from ragjax.models import gguf as source
 from ragjax.models import weights
 from ragjax.models.config import Family, ModelConfig, RopeScaling
 from ragjax.models.decoder import Decoder
-from ragjax.models.weights import (
-    Checkpoint,
-    expected_shapes,
-    load_decoder,
-    open_checkpoint,
-    read_gguf,
-    restore_decoder,
-    save_decoder,
-    unpermute_rope_rows,
-    weights_digest,
-)
+from ragjax.models.gguf import read_gguf, unpermute_rope_rows
+from ragjax.models.tensors import Checkpoint, expected_shapes
+from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 Array = NDArray[Any]
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -105,8 +98,8 @@ def write_directory(path: Path, config: ModelConfig, tensors: Mapping[str, Array
     return path
 
 
-GGUF_NAMES = {hf: ours for ours, hf in weights._GGUF_TOP.items()}
-GGUF_LAYER = {hf: ours for ours, hf in weights._GGUF_LAYER.items()}
+GGUF_NAMES = {hf: ours for ours, hf in source.TOP_NAMES.items()}
+GGUF_LAYER = {hf: ours for ours, hf in source.LAYER_NAMES.items()}
 
 
 def gguf_name(name: str) -> str:
@@ -422,7 +415,7 @@ def test_gguf_tensors_and_architectures_that_are_unknown_are_named(tmp_path: Pat
         open_checkpoint(other)
 
 
-# -------------------------------------------------------------------- decoder, cache and Orbax
+# ------------------------------------------------------------------------- decoder and cache
 
 
 def logits(decoder: Decoder) -> Array:
@@ -430,7 +423,7 @@ def logits(decoder: Decoder) -> Array:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_model_from_directory_gguf_and_orbax_gives_the_same_logits(tmp_path: Path, family: Family) -> None:
+def test_the_same_model_from_directory_and_gguf_gives_the_same_logits(tmp_path: Path, family: Family) -> None:
     config = tiny(family, tie=family == "qwen3")
     tensors = random_tensors(config)
     directory = write_directory(tmp_path / "m", config, tensors)
@@ -438,53 +431,18 @@ def test_the_same_model_from_directory_gguf_and_orbax_gives_the_same_logits(tmp_
     assert np.ptp(expected) > 0.1
     file = write_gguf(tmp_path / "m.gguf", config, tensors)
     np.testing.assert_array_equal(logits(load_decoder(file, np.float32, tmp_path / "cache")), expected)
-    save_decoder(load_decoder(directory, np.float32, tmp_path / "cache"), tmp_path / "orbax")
-    restored = restore_decoder(tmp_path / "orbax", np.float32)
-    assert restored.config == config
-    np.testing.assert_array_equal(logits(restored), expected)
-
-
-def test_restore_casts_matrices_and_keeps_vectors(tmp_path: Path) -> None:
-    decoder = Decoder(tiny("qwen2"), jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
-    save_decoder(decoder, tmp_path / "orbax")
-    restored = restore_decoder(tmp_path / "orbax", jnp.bfloat16)
-    wanted = jax.tree.map(lambda leaf: leaf.dtype, nnx.to_pure_dict(nnx.state(Decoder.abstract(tiny("qwen2")))))
-    assert jax.tree.map(lambda leaf: leaf.dtype, nnx.to_pure_dict(nnx.state(restored))) == wanted
-    embedding = np.asarray(decoder.embedding[...]).astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(np.asarray(restored.embedding[...]), embedding)
-
-
-def test_orbax_errors_say_what_is_wrong(tmp_path: Path) -> None:
-    decoder = Decoder(tiny("llama"), jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
-    save_decoder(decoder, tmp_path / "a")
-    with pytest.raises(ConfigError, match="exists already"):
-        save_decoder(decoder, tmp_path / "a")
-    with pytest.raises(ConfigError, match="not a decoder saved whole"):
-        restore_decoder(tmp_path / "b", np.float32)
-    wider = dataclasses.replace(decoder.config, vocab_size=48)
-    (tmp_path / "a" / "ragjax.json").write_text(wider.to_json())
-    with pytest.raises(ConfigError, match=r"embedding has shape \(40, 64\), expected \(48, 64\)|head has shape"):
-        restore_decoder(tmp_path / "a", np.float32)
-    deeper = dataclasses.replace(decoder.config, num_layers=3)
-    (tmp_path / "a" / "ragjax.json").write_text(deeper.to_json())
-    with pytest.raises(ConfigError, match=r"layers\.2\.\w+ has shape none \(missing\)"):
-        restore_decoder(tmp_path / "a", np.float32)
-    (tmp_path / "a" / "ragjax.json").write_text(decoder.config.to_json())
-    shutil.rmtree(tmp_path / "a" / "weights")
-    with pytest.raises(ConfigError, match="damaged"):
-        restore_decoder(tmp_path / "a", np.float32)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the GGUF tensors read from here on."""
     read: list[str] = []
-    original = weights._read_gguf_tensor
+    original = source._read_tensor
 
-    def spy(path: Path, tensor: weights.GgufTensor, name: str) -> NDArray[np.float32]:
+    def spy(path: Path, tensor: source.TensorEntry, name: str) -> NDArray[np.float32]:
         read.append(name)
         return original(path, tensor, name)
 
-    monkeypatch.setattr(weights, "_read_gguf_tensor", spy)
+    monkeypatch.setattr(source, "_read_tensor", spy)
     return read
 
 
@@ -547,15 +505,15 @@ def test_an_interrupted_cache_write_leaves_nothing_that_is_believed(
 ) -> None:
     config = tiny("llama")
     file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config))
-    original = weights._read_gguf_tensor
+    original = source._read_tensor
 
-    def dies(path: Path, tensor: weights.GgufTensor, name: str) -> NDArray[np.float32]:
+    def dies(path: Path, tensor: source.TensorEntry, name: str) -> NDArray[np.float32]:
         if name == "blk.1.ffn_up.weight":
             raise KeyboardInterrupt
         return original(path, tensor, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "_read_gguf_tensor", dies)
+        patch.setattr(source, "_read_tensor", dies)
         with pytest.raises(KeyboardInterrupt):
             load_decoder(file, "float32", tmp_path / "cache")
     assert not list((tmp_path / "cache" / "dequantized").glob("*.safetensors"))

@@ -1,0 +1,327 @@
+"""Checkpoints in GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md)."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import ConfigError
+from ragjax.models.config import Family, ModelConfig, RopeScaling, inverse_frequencies, rope_divisors
+from ragjax.models.fields import check, integer, number, token_ids
+from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors
+
+# GGUF keys below the architecture's prefix that are read, that say nothing, or that must have one value.
+_READ_NAMES = """
+    block_count context_length embedding_length feed_forward_length vocab_size attention.head_count
+    attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon
+    rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.finetuned tensor_data_layout
+    rope.scaling.original_context_length
+"""
+_READ = frozenset(_READ_NAMES.split())
+_MUST_BE: Mapping[str, tuple[Any, ...]] = {
+    "attention.sliding_window": (0,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "logit_scale": (0.0, 1.0),
+    "residual_scale": (0.0, 1.0),
+    "embedding_scale": (0.0, 1.0),
+    "rope.scale_linear": (1.0,),
+    "rope.scaling.factor": (1.0,),
+    "rope.scaling.attn_factor": (1.0,),
+    "use_parallel_residual": (False,),
+}
+
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_ROPE = "rope_freqs.weight"
+
+# Every GGUF file of Llama 3.1 and later was made from these; only the factor differs.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 8192}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Place of a tensor in a GGUF file; shape is [out, in], offset and size are in bytes."""
+
+    shape: Shape
+    kind: int
+    offset: int
+    size: int
+
+
+def read_gguf(path: str | Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    """Metadata and tensor directory of a GGUF file (versions 2 and 3, little endian).
+
+    The header is parsed here because the reader of the gguf package takes seconds for a vocabulary of
+    150,000 entries. Raises ConfigError on truncated files and unknown types.
+    """
+    path = Path(path)
+    header = _Header(np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8), path)
+    metadata, tensors = header.read()
+    parts = metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ConfigError(f"{path}: split.count is {parts!r}; merge the parts into one file first")
+    return metadata, tensors
+
+
+class _Header:
+    """A cursor over the head of a GGUF file."""
+
+    _SCALARS: Mapping[int, str] = {
+        0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
+    }  # fmt: skip
+    _STRING, _ARRAY = 8, 9
+
+    def __init__(self, data: Array, path: Path):
+        self._data, self._at, self._path = data.data, 0, path
+
+    def read(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+        try:
+            return self._read()
+        except (struct.error, IndexError, ArithmeticError, MemoryError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{self._path}: the GGUF header is truncated or damaged") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self._path}: the GGUF header holds text that is not UTF-8") from error
+
+    def _read(self) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+        if bytes(self._data[:4]) != b"GGUF":
+            raise ConfigError(f"{self._path}: not a GGUF file")
+        self._at = 4
+        version = self._scalar("<I")
+        if version not in (2, 3):
+            raise ConfigError(f"{self._path}: GGUF version {version} is not supported, only 2 and 3 (little endian)")
+        tensor_count, key_count = self._scalar("<Q"), self._scalar("<Q")
+        metadata: dict[str, Any] = {}
+        for _ in range(key_count):
+            key = self._text()
+            metadata[key] = self._value(self._scalar("<I"))
+        entries = [self._tensor_entry() for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", 32)
+        start = -(-self._at // alignment) * alignment
+        return metadata, {name: self._place(name, shape, kind, start + at) for name, shape, kind, at in entries}
+
+    def _scalar(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self._data, self._at)
+        self._at += struct.calcsize(form)
+        return value
+
+    def _text(self) -> str:
+        length = self._scalar("<Q")
+        end = self._at + length
+        if end > len(self._data):
+            raise IndexError
+        text = bytes(self._data[self._at : end]).decode("utf-8")
+        self._at = end
+        return text
+
+    def _value(self, kind: int) -> Any:
+        if kind == self._STRING:
+            return self._text()
+        if kind == self._ARRAY:
+            return self._array(self._scalar("<I"), self._scalar("<Q"))
+        if kind not in self._SCALARS:
+            raise ConfigError(f"{self._path}: the GGUF header has a value of unknown type {kind}")
+        return self._scalar(self._SCALARS[kind])
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind not in self._SCALARS:
+            return [self._value(kind) for _ in range(count)]
+        form = f"<{count}{self._SCALARS[kind][1]}"
+        values = list(struct.unpack_from(form, self._data, self._at))
+        self._at += struct.calcsize(form)
+        return values
+
+    def _tensor_entry(self) -> tuple[str, Shape, int, int]:
+        name = self._text()
+        sizes = [self._scalar("<Q") for _ in range(self._scalar("<I"))]
+        return name, tuple(reversed(sizes)), self._scalar("<I"), self._scalar("<Q")
+
+    def _place(self, name: str, shape: Shape, kind: int, offset: int) -> TensorEntry:
+        from gguf import GGML_QUANT_SIZES
+
+        if kind not in GGML_QUANT_SIZES:
+            raise ConfigError(f"{self._path}: tensor {name} has unknown type {kind}")
+        block, block_bytes = GGML_QUANT_SIZES[kind]  # type: ignore[index]
+        if not shape or shape[-1] % block:
+            raise ConfigError(
+                f"{self._path}: tensor {name} of shape {list(shape)} does not divide into blocks of {block}"
+            )
+        size = int(np.prod(shape, dtype=object)) // block * block_bytes
+        if offset + size > len(self._data):
+            raise ConfigError(f"{self._path}: truncated: tensor {name} ends beyond the end of the file")
+        return TensorEntry(shape, kind, offset, size)
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Open a .gguf file, as `weights.open_checkpoint` does."""
+    metadata, stored = read_gguf(path)
+    bare = read_config(metadata, tie_embeddings="output.weight" not in stored)
+    scaling = None
+    if _ROPE in stored:
+        scaling = _rope_scaling(_read_tensor(path, stored.pop(_ROPE), _ROPE), bare, path)
+    config = replace(bare, rope_scaling=scaling)
+    names = {name: _name_of(name, path) for name in stored}
+    tensors = Tensors(
+        {names[name]: _loader(path, name, names[name], tensor, config) for name, tensor in stored.items()},
+        {names[name]: tensor.shape for name, tensor in stored.items()},
+    )
+    check_tensors(tensors.shapes, config, path)
+    return Checkpoint(config, tensors, quantized=True)
+
+
+def _name_of(name: str, path: Path) -> str:
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in LAYER_NAMES:
+        raise ConfigError(f"{path}: unexpected tensor {name}")
+    return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+
+
+def _loader(path: Path, name: str, target: str, tensor: TensorEntry, config: ModelConfig) -> Callable[[], Array]:
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(target.split(".")[-2])
+    if config.family != "llama" or heads is None:
+        return lambda: _read_tensor(path, tensor, name)
+    return lambda: unpermute_rope_rows(_read_tensor(path, tensor, name), heads)
+
+
+def _read_tensor(path: Path, tensor: TensorEntry, name: str) -> NDArray[np.float32]:
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind = GGMLQuantizationType(tensor.kind)
+    raw = np.memmap(path, np.uint8, "r", tensor.offset, (tensor.size,))
+    rows = np.asarray(raw).reshape(*tensor.shape[:-1], -1)
+    try:
+        return dequantize(rows, kind).reshape(tensor.shape).astype(np.float32, copy=False)
+    except NotImplementedError as error:
+        raise ConfigError(f"{path}: tensor {name} has type {kind.name}, which cannot be dequantised") from error
+
+
+def unpermute_rope_rows(weight: Array, heads: int) -> Array:
+    """Bring q or k rows from RoPE on neighbours (2i, 2i+1) to RoPE on halves (i, i + D/2).
+
+    weight: [heads * D, ...], as GGUF's llama architecture stores it.
+    """
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _rope_scaling(divisors: NDArray[np.float32], config: ModelConfig, path: Path) -> RopeScaling | None:
+    """Recover the Llama-3.1 scaling that a table of divisors [D / 2] was made from."""
+    inv_freq_R = inverse_frequencies(config.rope_theta, config.head_dim, None)
+    if divisors.shape != inv_freq_R.shape:
+        raise ConfigError(f"{path}: tensor {_ROPE} has shape {list(divisors.shape)}, expected {list(inv_freq_R.shape)}")
+    if np.all(divisors == 1.0):
+        return None
+    scaling = RopeScaling(factor=float(divisors.max()), **_LLAMA3_ROPE)  # type: ignore[arg-type]
+    if not np.allclose(divisors, rope_divisors(inv_freq_R, scaling), rtol=1e-4):
+        raise ConfigError(f"{path}: tensor {_ROPE} is not Llama-3.1 RoPE scaling, the only kind supported")
+    return scaling
+
+
+# ------------------------------------------------------------------------------------- configuration
+
+
+def read_config(
+    metadata: Mapping[str, Any],
+    *,
+    tie_embeddings: bool,
+    rope_scaling: RopeScaling | None = None,
+) -> ModelConfig:
+    """Read GGUF metadata of the architectures llama (Llama and Mistral), qwen2 and qwen3.
+
+    Whether the embeddings are tied, and Llama-3.1 RoPE scaling, stand in the tensors rather than in
+    the metadata, so the reader of the tensors passes both. Raises ConfigError that names the key.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in ("llama", "qwen2", "qwen3"):
+        raise ConfigError(
+            f"general.architecture is {architecture!r}; supported in GGUF are llama (Llama and Mistral), "
+            "qwen2 and qwen3"
+        )
+    prefix = f"{architecture}."
+    _refuse_unsupported(metadata, prefix)
+    heads = integer(metadata, prefix + "attention.head_count")
+    check(heads >= 1, prefix + "attention.head_count", heads, "at least 1")
+    hidden = integer(metadata, prefix + "embedding_length")
+    head_dim = integer(metadata, prefix + "attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        value = integer(metadata, prefix + key, head_dim)
+        check(value == head_dim, prefix + key, value, f"{head_dim}, the head dimension")
+    return ModelConfig(
+        family=cast(Family, architecture),
+        vocab_size=_vocab_size(metadata, prefix),
+        hidden_size=hidden,
+        intermediate_size=integer(metadata, prefix + "feed_forward_length"),
+        num_layers=integer(metadata, prefix + "block_count"),
+        num_heads=heads,
+        num_kv_heads=integer(metadata, prefix + "attention.head_count_kv", heads),
+        head_dim=head_dim,
+        rope_theta=number(metadata, prefix + "rope.freq_base", 10000.0),
+        rope_scaling=rope_scaling,
+        norm_eps=_shortest(number(metadata, prefix + "attention.layer_norm_rms_epsilon")),
+        tie_embeddings=tie_embeddings,
+        qkv_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+        context_length=integer(metadata, prefix + "context_length"),
+        eos_ids=_eos_ids(metadata),
+        bos_id=next(iter(token_ids(metadata, "tokenizer.ggml.bos_token_id")), None),
+    )
+
+
+def _refuse_unsupported(metadata: Mapping[str, Any], prefix: str) -> None:
+    method = metadata.get(prefix + "rope.scaling.type", "none")
+    if method != "none":
+        raise ConfigError(f"{prefix}rope.scaling.type is {method!r}; not supported in GGUF")
+    for key in metadata:
+        if not key.startswith(prefix):
+            continue
+        name = key.removeprefix(prefix)
+        if name in _READ or metadata[key] in _MUST_BE.get(name, ()):
+            continue
+        raise ConfigError(f"GGUF metadata: {key}={metadata[key]!r} is not supported")
+
+
+def _shortest(value: float) -> float:
+    """Recover the decimal meant by a number stored as float32: 1e-5, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _vocab_size(metadata: Mapping[str, Any], prefix: str) -> int:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    size = integer(metadata, prefix + "vocab_size", None if tokens is None else len(tokens))
+    check(tokens is None or len(tokens) == size, prefix + "vocab_size", size, "the number of tokens listed")
+    return size
+
+
+def _eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """End tokens: of the sequence, and of a turn or message where the file names them."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [token for key in keys for token in token_ids(metadata, f"tokenizer.ggml.{key}")]
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,274 @@
+"""Checkpoints laid out as on Hugging Face: config.json and safetensors.
+
+A field of config.json that would change the computation in a way the decoder does not know is refused by name.
+Fields: https://huggingface.co/docs/transformers; tensors: https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ragjax.core import ConfigError
+from ragjax.models.config import Family, ModelConfig, RopeScaling
+from ragjax.models.fields import check, flag, integer, number, token_ids
+from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors
+
+SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+"""The dtypes that are read, by their names in the format."""
+
+_log = logging.getLogger(__name__)
+
+_ARCHITECTURES: Mapping[Family, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+# What the reference implementation assumes where config.json is silent.
+_MISTRAL_WINDOW = 4096
+_QWEN3_HEAD_DIM = 128
+
+# Fields of config.json that choose something the decoder has no code for, with the values that mean "off".
+_MUST_BE_OFF: Mapping[str, tuple[Any, ...]] = {
+    "mlp_bias": (None, False),
+    "rope_interleaved": (None, False),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "auto_map": (None, {}),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "query_pre_attn_scalar": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "num_experts_per_tok": (None, 0),
+    "n_routed_experts": (None, 0),
+    "no_rope_layers": (None, []),
+    "use_qk_norm": (None, False),
+    "attention_multiplier": (None,),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+}
+
+# Fields that do not change what the trained network computes, or that are read below.
+_HARMLESS_NAMES = """
+    architectures model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
+    num_key_value_heads head_dim rope_theta rope_scaling rope_parameters rms_norm_eps tie_word_embeddings
+    attention_bias hidden_act max_position_embeddings eos_token_id bos_token_id sliding_window use_sliding_window
+    max_window_layers layer_types _name_or_path attention_dropout attn_implementation chunk_size_feed_forward dtype
+    hidden_dropout id2label initializer_range is_decoder is_llama_config label2id output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type return_dict tokenizer_class torch_dtype
+    transformers.js_config transformers_version unk_token_id use_cache
+"""
+_HARMLESS = frozenset(_HARMLESS_NAMES.split())
+
+_ROPE_HARMLESS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+# Rotation tables that old checkpoints carry along; the configuration says the same.
+_REDUNDANT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+
+def open_directory(path: Path) -> Checkpoint:
+    """Open a directory, as `weights.open_checkpoint` does."""
+    config = read_config(read_json(path / "config.json"))
+    generation = path / "generation_config.json"
+    if generation.exists():
+        extra = token_ids(read_json(generation), "eos_token_id")
+        config = replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + extra)))
+    tensors = _drop_redundant(open_safetensors(weight_files(path)), config, path)
+    check_tensors(tensors.shapes, config, path)
+    return Checkpoint(config, tensors, quantized=False)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a model's file. Raises ConfigError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path.parent}: {path.name} is missing") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object")
+    return value
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Files that hold the weights of a Hugging Face directory, sorted."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.exists():
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ConfigError(f"{index}: weight_map is missing")
+        files = sorted({path / str(name) for name in names.values()})
+    elif single.exists():
+        files = [single]
+    else:
+        raise ConfigError(f"{path}: has neither model.safetensors nor model.safetensors.index.json")
+    for file in files:
+        if file.parent != path:
+            raise ConfigError(f"{index}: names {file}, which lies outside the model's directory")
+        if not file.is_file():
+            raise ConfigError(f"{path}: {file.name}, named in {index.name}, is missing")
+    return files
+
+
+def open_safetensors(files: list[Path]) -> Tensors:
+    """Tensors of safetensors files. Raises ConfigError that names the file and the tensor it cannot read."""
+    from safetensors import SafetensorError, safe_open
+
+    load: dict[str, Callable[[], Array]] = {}
+    shapes: dict[str, Shape] = {}
+    for file in files:
+        try:
+            handle: Any = safe_open(file, framework="np")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file}: truncated or not a safetensors file: {error}") from error
+        for name in handle.keys():  # noqa: SIM118 (not a mapping)
+            if name in load:
+                raise ConfigError(f"{file}: tensor {name} is in another file as well")
+            view = handle.get_slice(name)
+            if view.get_dtype() not in SAFETENSORS_DTYPES:
+                raise ConfigError(f"{file}: tensor {name} has unsupported type {view.get_dtype()}")
+            load[name] = lambda handle=handle, name=name: handle.get_tensor(name)  # type: ignore[misc]
+            shapes[name] = tuple(view.get_shape())
+    return Tensors(load, shapes)
+
+
+def _drop_redundant(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
+    """Leave out tensors that repeat what is known; refuse an output head that ties do not allow."""
+    dropped = {name for name in tensors if _REDUNDANT.fullmatch(name)}
+    if config.tie_embeddings and {"lm_head.weight", "model.embed_tokens.weight"} <= set(tensors):
+        if not np.array_equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
+            raise ConfigError(
+                f"{where}: lm_head.weight differs from model.embed_tokens.weight, yet tie_word_embeddings is true"
+            )
+        dropped.add("lm_head.weight")
+    kept = [name for name in tensors if name not in dropped]
+    return Tensors({n: tensors.loaders[n] for n in kept}, {n: tensors.shapes[n] for n in kept})
+
+
+# ----------------------------------------------------------------------------------- configuration
+
+
+def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
+    """Read the contents of config.json. Raises ConfigError that names the field it cannot honour."""
+    family = _family(mapping)
+    _refuse_unsupported(mapping, family)
+    heads = integer(mapping, "num_attention_heads")
+    check(heads >= 1, "num_attention_heads", heads, "at least 1")
+    hidden = integer(mapping, "hidden_size")
+    theta, scaling = _rope(mapping)
+    return ModelConfig(
+        family=family,
+        vocab_size=integer(mapping, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=integer(mapping, "intermediate_size"),
+        num_layers=integer(mapping, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=integer(mapping, "num_key_value_heads", heads if family == "llama" else None),
+        head_dim=integer(mapping, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=number(mapping, "rms_norm_eps"),
+        tie_embeddings=flag(mapping, "tie_word_embeddings"),
+        qkv_bias=family == "qwen2",
+        qk_norm=family == "qwen3",
+        context_length=integer(mapping, "max_position_embeddings"),
+        eos_ids=token_ids(mapping, "eos_token_id"),
+        bos_id=next(iter(token_ids(mapping, "bos_token_id")), None),
+    )
+
+
+def _family(mapping: Mapping[str, Any]) -> Family:
+    model_type = mapping.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        raise ConfigError(f"model_type is {model_type!r}; supported are {', '.join(_ARCHITECTURES)}")
+    family = cast(Family, model_type)
+    architectures = mapping.get("architectures") or [_ARCHITECTURES[family]]
+    if architectures != [_ARCHITECTURES[family]]:
+        raise ConfigError(f"architectures is {architectures!r}; supported for {family} is {_ARCHITECTURES[family]}")
+    return family
+
+
+def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
+    for key, allowed in _MUST_BE_OFF.items():
+        if mapping.get(key) not in allowed:
+            raise ConfigError(f"model configuration: {key}={mapping[key]!r} is not supported")
+    activation = mapping.get("hidden_act", "silu")
+    if activation != "silu":
+        raise ConfigError(f"model configuration: hidden_act={activation!r} is not supported, only silu")
+    bias = mapping.get("attention_bias")
+    if bias not in (None, family == "qwen2"):
+        raise ConfigError(f"model configuration: attention_bias={bias!r} is not supported for {family}")
+    _refuse_sliding_window(mapping, family)
+    unknown = sorted(set(mapping) - _HARMLESS - set(_MUST_BE_OFF))
+    if unknown:
+        _log.warning("config.json has fields that nothing reads: %s", ", ".join(unknown))
+
+
+def _refuse_sliding_window(mapping: Mapping[str, Any], family: Family) -> None:
+    layer_types = mapping.get("layer_types") or []
+    check(isinstance(layer_types, list | tuple), "layer_types", layer_types, "a list")
+    if any(kind != "full_attention" for kind in layer_types):
+        raise ConfigError(f"model configuration: layer_types={layer_types!r}; only full_attention is supported")
+    window = mapping.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
+    if window is None:
+        return
+    check(isinstance(window, int), "sliding_window", window, "a whole number or null")
+    if window >= integer(mapping, "max_position_embeddings"):
+        return
+    if family in ("qwen2", "qwen3"):
+        if not flag(mapping, "use_sliding_window"):
+            return
+        layers = integer(mapping, "num_hidden_layers")
+        if integer(mapping, "max_window_layers", layers - 1) >= layers:
+            return  # every layer comes before the first one that would slide
+    raise ConfigError(f"model configuration: sliding_window={window} is not supported, only full attention")
+
+
+def _rope(mapping: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """RoPE base and scaling, from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
+    forms = [key for key in ("rope_parameters", "rope_scaling") if mapping.get(key)]
+    if len(forms) == 2 and mapping["rope_parameters"] != mapping["rope_scaling"]:
+        raise ConfigError("model configuration: rope_parameters and rope_scaling contradict each other")
+    rope: Mapping[str, Any] = mapping[forms[0]] if forms else {}
+    where = forms[0] if forms else "rope_scaling"
+    check(isinstance(rope, Mapping), where, rope, "an object")
+    theta = number(rope, "rope_theta", number(mapping, "rope_theta", 10000.0))
+    check(rope.get("partial_rotary_factor") in (None, 1, 1.0), f"{where}.partial_rotary_factor", rope, "1")
+    method = rope.get("rope_type", rope.get("type", "default"))
+    if method == "default":
+        _refuse_unknown_rope(rope, where, frozenset())
+        return theta, None
+    if method != "llama3":
+        raise ConfigError(f"model configuration: {where} of type {method!r} is not supported, only llama3")
+    wanted = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+    _refuse_unknown_rope(rope, where, wanted)
+    scaling = RopeScaling(
+        factor=number(rope, "factor"),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
+        original_context=integer(rope, "original_max_position_embeddings"),
+    )
+    return theta, scaling
+
+
+def _refuse_unknown_rope(rope: Mapping[str, Any], where: str, wanted: frozenset[str]) -> None:
+    unknown = sorted(set(rope) - _ROPE_HARMLESS - wanted)
+    if unknown:
+        raise ConfigError(f"model configuration: {where} has unsupported fields: {', '.join(unknown)}")

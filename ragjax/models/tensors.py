@@ -1,0 +1,94 @@
+"""A checkpoint as its files have it, and the tensors that a decoder's must hold.
+
+Whatever the source, tensors appear under their Hugging Face names and in that orientation, so that a
+projection is [out, in] and RoPE pairs component i with i + head_dim / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ragjax.core import ConfigError
+from ragjax.models.config import ModelConfig
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+
+class Tensors(Mapping[str, Array]):
+    """Tensors by Hugging Face name, read (and dequantised) each time one is asked for."""
+
+    def __init__(self, loaders: Mapping[str, Callable[[], Array]], shapes: Mapping[str, Shape]):
+        """A loader reads a tensor, `shapes` says what it will be; both have the same names."""
+        self.loaders = loaders
+        self.shapes = shapes
+
+    def __getitem__(self, name: str) -> Array:
+        """Read one tensor: as stored, or float32 where the file is quantised."""
+        return self.loaders[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.loaders)
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self.loaders)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as its files have it; `quantized` says that tensors are dequantised when read."""
+
+    config: ModelConfig
+    tensors: Tensors
+    quantized: bool
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Shape of every tensor that a checkpoint of this configuration has, by Hugging Face name."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * dim, config.num_kv_heads * dim
+    layer: dict[str, Shape] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    shapes: dict[str, Shape] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def check_tensors(found: Mapping[str, Shape], config: ModelConfig, where: Path) -> None:
+    """Compare tensors with what the configuration asks for. Raises ConfigError that names the first that differs."""
+    # a damaged number of layers would fill the memory with names; so many layers miss a tensor anyway
+    expected = expected_shapes(replace(config, num_layers=min(config.num_layers, len(found) + 1)))
+    for name, shape in expected.items():
+        if name not in found:
+            raise ConfigError(f"{where}: tensor {name} is missing")
+        if found[name] != shape:
+            raise ConfigError(f"{where}: tensor {name} has shape {list(found[name])}, expected {list(shape)}")
+    for name in found:
+        if name not in expected:
+            raise ConfigError(f"{where}: unexpected tensor {name}; a {config.family} model does not have it")

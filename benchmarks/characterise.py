@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report, workload
-from benchmarks.workload import Corpus
+from benchmarks.common import plot, report
+from benchmarks.common.lines import read_lines
+from benchmarks.policies.source import Corpus, bm25, corpora
+from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
 
 TUPLE = 5
@@ -150,16 +152,16 @@ def entities(path: Path, limit: int | None) -> Curve:
     """DepCache's curve: the entities a question asks about and those on its paths."""
     asked = [
         {*question["topic_entities"], *(node for steps in question["paths"] for node in steps[::2])}
-        for question in list(workload.read_lines(path, "topic_entities", "paths"))[:limit]
+        for question in list(read_lines(path, "topic_entities", "paths"))[:limit]
     ]
     return Curve.of("DepCache 4", path.parent.name, "entities on paths", asked)
 
 
 def curves(data: Path, limit: int | None, encoder: bool, most: int | None) -> Iterator[Curve]:
     """All curves of a data folder."""
-    for corpus in workload.corpora(data, limit):
+    for corpus in corpora(data, limit):
         print(corpus.name, file=sys.stderr)
-        ways = [("bm25", workload.bm25(corpus, TUPLE)), ("supporting", [list(ids) for ids in corpus.supporting])]
+        ways = [("bm25", bm25(corpus, TUPLE)), ("supporting", [list(ids) for ids in corpus.supporting])]
         if encoder:
             ways.extend(encoded(corpus, most))
         for setting, retrieved in ways:
@@ -171,66 +173,53 @@ def curves(data: Path, limit: int | None, encoder: bool, most: int | None) -> It
 # ------------------------------------------------------------------------------------------ report
 
 
-def plot(found: Sequence[Curve], file: Path) -> None:
+def draw(found: Sequence[Curve], file: Path) -> None:
     """One picture for each figure of the papers, the diagonal dashed, and one of densities."""
-    import matplotlib.figure
 
-    figures = list(dict.fromkeys(curve.figure for curve in found))
-    picture = matplotlib.figure.Figure(figsize=(6 * (len(figures) + 1), 5), layout="tight")
-    for place, name in enumerate(figures, 1):
-        axes = picture.add_subplot(1, len(figures) + 1, place)
+    def accesses(name: str) -> plot.Panel:
+        def panel(axes: Any) -> None:
+            for curve in found:
+                if curve.figure == name:
+                    axes.plot(*curve.points(), linewidth=1, label=f"{curve.set}: {curve.setting}")
+            axes.plot([0, 1], [0, 1], "k--", linewidth=0.5)
+            plot.label(axes, name, "share of all items", "share of accesses")
+
+        return panel
+
+    def densities(axes: Any) -> None:
         for curve in found:
-            if curve.figure == name:
-                axes.plot(*curve.points(), linewidth=1, label=f"{curve.set}: {curve.setting}")
-        axes.plot([0, 1], [0, 1], "k--", linewidth=0.5)
-        axes.set_title(name)
-        axes.set_xlabel("share of all items")
-        axes.set_ylabel("share of accesses")
-        axes.legend(fontsize=5)
-    axes = picture.add_subplot(1, len(figures) + 1, len(figures) + 1)
-    for curve in found:
-        if curve.density:
-            axes.plot(range(1, len(curve.density) + 1), curve.density, marker="o", markersize=3, label=curve.set)
-    axes.set_title("reuse density")
-    axes.set_xlabel("first k chunks")
-    axes.set_ylabel("earlier requests that began so")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    picture.savefig(file, dpi=120)
-    print(f"wrote {file}", file=sys.stderr)
+            if curve.density:
+                axes.plot(range(1, len(curve.density) + 1), curve.density, marker="o", markersize=3, label=curve.set)
+        plot.label(axes, "reuse density", "first k chunks", "earlier requests that began so")
+
+    plot.save([*map(accesses, dict.fromkeys(curve.figure for curve in found)), densities], file)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
-    flags = report.parser("characterise", (__doc__ or "").partition("\n")[0])
-    flags.add_argument("--data", type=Path, metavar="DIR", required=True, help="a folder with text/ and kg/")
-    flags.add_argument("--encoder", action="store_true", help="also retrieve with the packaged encoder and faiss")
-    flags.add_argument("--limit", type=int, metavar="N", help="at most N questions a set")
-    flags.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw the curves")
-    chosen = flags.parse_args(arguments)
-    if chosen.limit is not None and chosen.limit < 1:
-        flags.error(f"--limit must be at least 1, not {chosen.limit}")
-    if not chosen.data.is_dir():
-        flags.error(f"no such folder: {chosen.data}")
-    return chosen
+    flags = report.parser("characterise", __doc__)
+    add = flags.add_argument
+    add("--data", type=report.existing_folder, metavar="DIR", required=True, help="a folder with text/ and kg/")
+    add("--encoder", action="store_true", help="also retrieve with the packaged encoder and faiss")
+    add("--limit", type=integer(1), metavar="N", help="at most N questions a set")
+    add("--plot", type=report.writable, metavar="FILE.png", help="also draw the curves")
+    return flags.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    head = report.header("characterise")
     limit = chosen.limit or (QUICK_QUESTIONS if chosen.quick else None)
-    try:
+
+    def measure(_: report.Session) -> list[dict[str, Any]]:
         found = list(curves(chosen.data, limit, chosen.encoder, QUICK_DOCUMENTS if chosen.quick else None))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    if not found:
-        print(f"error: {chosen.data} holds no text sets with a corpus and no graph questions", file=sys.stderr)
-        return 1
-    report.finish(head, [curve.row() for curve in found], COLUMNS, chosen.json)
-    if chosen.plot is not None:
-        plot(found, chosen.plot)
-    return 0
+        if not found:
+            raise ConfigError(f"{chosen.data} holds no text sets with a corpus and no graph questions")
+        if chosen.plot is not None:
+            draw(found, chosen.plot)
+        return [curve.row() for curve in found]
+
+    return report.run("characterise", COLUMNS, chosen.json, measure)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks.common import report
+from benchmarks.common.samples import Progress
 from ragjax.cache.profile import Profile
 from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment
@@ -53,7 +53,7 @@ def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
 def measure(engine: Engine, longest: int, rounds: int) -> Profile:
     """The whole grid; progress goes to stderr."""
     cached, new = (0, *grid(longest)), (1, *grid(longest))
-    progress = report.Progress(len(cached) * len(new))
+    progress = Progress(len(cached) * len(new))
     rows = []
     for a in cached:
         row = []
@@ -66,27 +66,23 @@ def measure(engine: Engine, longest: int, rounds: int) -> Profile:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = report.parser("cost", (__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the profile, JSON")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--longest", type=integer(33), default=2048, help="most cached, and new tokens (%(default)s)")
-    chosen = parser.parse_args(arguments)
-    if chosen.out.is_dir() or not chosen.out.parent.is_dir():
-        parser.error(f"argument --out: {chosen.out} cannot be written: name a file in a folder that exists")
-    longest = min(chosen.longest, 512) if chosen.quick else chosen.longest
+    flags = report.parser("cost", __doc__)
+    report.add_model(flags)
+    flags.add_argument("--out", type=report.writable, required=True, metavar="FILE", help="the profile, JSON")
+    flags.add_argument("--longest", type=integer(33), default=2048, help="most cached, and new tokens (%(default)s)")
+    chosen = flags.parse_args(arguments)
+    longest, rounds = (min(chosen.longest, 512), 1) if chosen.quick else (chosen.longest, 3)
 
-    def rows(_: report.Header) -> list[dict[str, float]]:
+    def rows(_: report.Session) -> Iterator[dict[str, float]]:
         with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
-            profile = measure(engine, longest, 1 if chosen.quick else 3)
+            profile = measure(engine, longest, rounds)
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
         profile.save(chosen.out)
-        return [
-            {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}
-            for a, row in zip(profile.cached, profile.seconds, strict=True)
-            for b, s in zip(profile.new, row, strict=True)
-        ]
+        for a, times in zip(profile.cached, profile.seconds, strict=True):
+            for b, s in zip(profile.new, times, strict=True):
+                yield {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}
 
-    return 0 if report.measured("cost", COLUMNS, chosen.json, rows) is not None else 1
+    return report.run("cost", COLUMNS, chosen.json, rows)
 
 
 if __name__ == "__main__":

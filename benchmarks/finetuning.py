@@ -27,9 +27,23 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import graphrag, plot_graphrag, report
-from benchmarks.graphrag import LIMITS, MODEL, SETS, Question, Uncached
-from benchmarks.score import Bootstrap
+from benchmarks.common import report
+from benchmarks.common.plot import draw
+from benchmarks.common.samples import Progress, Samples, weights_of
+from benchmarks.graph.plot import FIGURES
+from benchmarks.graph.question import (
+    LIMITS,
+    QUICK_LIMIT,
+    SETS,
+    Question,
+    answered,
+    opened,
+    prompt_of,
+    questions_of,
+)
+from benchmarks.graph.stream import Uncached
+from benchmarks.quality.score import Bootstrap
+from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Kind, Prompt
 from ragjax.core.depprompt import begins_of
 from ragjax.engine import Engine
@@ -98,14 +112,14 @@ BASE, CONTROL = METHODS[0], METHODS[2]
 
 
 def measure(
-    chosen: argparse.Namespace, sets: Mapping[str, Sequence[Question]], samples: report.Samples
+    chosen: argparse.Namespace, sets: Mapping[str, Sequence[Question]], samples: Samples
 ) -> dict[str, dict[Method, list[dict[str, Any]]]]:
     """Samples of every method on every question, one model after the other."""
     found: dict[str, dict[Method, list[dict[str, Any]]]] = {name: {} for name in sets}
-    progress = report.Progress(3 * sum(map(len, sets.values())))
+    progress = Progress(3 * sum(map(len, sets.values())))
     for model in ("model", "tuned", "control"):
         methods = [m for m in METHODS if m.model == model]
-        with graphrag.opened(getattr(chosen, model), chosen.dtype) as engine:
+        with opened(getattr(chosen, model), chosen.dtype) as engine:
             for name, questions in sets.items():
                 for method in methods:
                     found[name][method] = []
@@ -120,19 +134,14 @@ def ask(
     name: str,
     question: Question,
     methods: Sequence[Method],
-    samples: report.Samples,
+    samples: Samples,
     found: Mapping[Method, list[dict[str, Any]]],
 ) -> None:
     """One question by all methods of one model."""
     for method in methods:
         key = f"{name}/{question.id}/{method.model}/{method.name}/{method.repositioned}"
-        sample = samples.get(key)
-        if sample is None:
-            sample = graphrag.answered(
-                engine, question, method.strategy, graphrag.prompt_of(engine, question, method.trees)
-            )
-            samples.put(key, sample)
-        found[method].append(sample)
+        prompt = prompt_of(engine, question, method.trees)
+        found[method].append(samples.of(key, partial(answered, engine, question, method.strategy, prompt)))
 
 
 def rows(found: Mapping[str, Mapping[Method, Sequence[Mapping[str, Any]]]]) -> Iterator[dict[str, Any]]:
@@ -174,30 +183,26 @@ def verdict(made: Sequence[Mapping[str, Any]]) -> str:
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("finetuning", (__doc__ or "").partition("\n")[0])
+    """The parsed command line; --model is what the tuned models were made of."""
+    flags = report.parser("finetuning", __doc__)
+    report.add_model(flags)
     add = flags.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
     add("--aside", required=True, nargs="+", metavar="FILE", help="samples that were put aside; ids are read alone")
     add("--tuned", required=True, metavar="DIR", help="the model that was fine-tuned under dependency attention")
     add("--control", required=True, metavar="DIR", help="the one that was fine-tuned under self-attention")
     add("--sets", default=SETS, metavar="A,B", help="sets of the folder (%(default)s)")
-    add("--paths", type=int, default=LIMITS.paths, metavar="N", help="of a question, at most (%(default)s)")
-    add("--model", default=MODEL, metavar="NAME_OR_PATH", help="what both were made of (%(default)s)")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)")
+    add("--paths", type=integer(1), default=LIMITS.paths, metavar="N", help="of a question, at most (%(default)s)")
     add("--plot", type=Path, metavar="DIR", help="also draw the paper's figure")
-    chosen = flags.parse_args(arguments)
-    if chosen.paths < 1:
-        flags.error("--paths must be at least 1")
-    return chosen
+    return flags.parse_args(arguments)
 
 
-def run(chosen: argparse.Namespace, samples: report.Samples) -> list[dict[str, Any]]:
+def run(chosen: argparse.Namespace, samples: Samples) -> list[dict[str, Any]]:
     """Measure everything; the rows."""
     aside = frozenset(sample.id for sample in read_samples(chosen.aside))
-    limit = graphrag.QUICK_LIMIT if chosen.quick else None
+    limit = QUICK_LIMIT if chosen.quick else None
     sets = {
-        name: graphrag.questions_of(chosen.data, name, limit, replace(LIMITS, paths=chosen.paths), aside)
+        name: questions_of(chosen.data, name, limit, replace(LIMITS, paths=chosen.paths), aside)
         for name in chosen.sets.split(",")
     }
     empty = [name for name, questions in sets.items() if not questions]
@@ -206,20 +211,24 @@ def run(chosen: argparse.Namespace, samples: report.Samples) -> list[dict[str, A
     return list(rows(measure(chosen, sets, samples)))
 
 
+def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What a question's samples depend on."""
+    models = {name: weights_of(getattr(chosen, name)) for name in ("model", "tuned", "control")}
+    return models | {name: str(getattr(chosen, name)) for name in ("dtype", "data", "paths")}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
 
-    def settings(head: report.Header) -> dict[str, Any]:
-        return graphrag.settings_of(chosen, head, ("model", "tuned", "control"), "paths")
+    def measured(session: report.Session) -> list[dict[str, Any]]:
+        return run(chosen, session.samples(settings_of(chosen)))
 
-    made = report.sampled("finetuning", COLUMNS, chosen.json, settings, partial(run, chosen))
-    if made is None:
-        return 1
-    print("\n" + verdict(made))
-    if chosen.plot is not None:
-        plot_graphrag.report_figures(made, chosen.plot)
-    return 0
+    def show(made: Sequence[Mapping[str, Any]]) -> None:
+        print("\n" + verdict(made))
+        draw(made, chosen.plot, FIGURES)
+
+    return report.run("finetuning", COLUMNS, chosen.json, measured, show)
 
 
 if __name__ == "__main__":

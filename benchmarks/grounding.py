@@ -21,16 +21,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import dataset, graphrag, plot_graphrag, report
-from benchmarks.graphrag import LIMIT, MODEL, QUICK_LIMIT, Question
-from benchmarks.quality import packaged_encoder
-from benchmarks.score import Bootstrap
-from benchmarks.similarity import TextEncoder
+from benchmarks.common import report
+from benchmarks.common.plot import draw
+from benchmarks.common.samples import Progress
+from benchmarks.graph.plot import FIGURES
+from benchmarks.graph.question import LIMIT, QUICK_LIMIT, Question, answered, opened, prompt_of, questions_of
+from benchmarks.quality import dataset
+from benchmarks.quality.score import Bootstrap
+from benchmarks.quality.similarity import packaged_encoder
+from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Hit, Message, Prompt
 from ragjax.engine import Engine
 from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.document import Document
+from ragjax.retrieval.knowledge import TextEncoder
 
 PASSAGES = 5
 METHODS = {
@@ -56,7 +61,7 @@ def common(chosen: argparse.Namespace) -> list[tuple[Question, tuple[Document, .
         ConfigError: if the sets have no question in common.
     """
     texts = {q.text: q.passages for q in dataset.load(chosen.data, chosen.text).questions}
-    asked = graphrag.questions_of(chosen.data, chosen.set, None)
+    asked = questions_of(chosen.data, chosen.set, None)
     found = [(question, texts[question.text]) for question in asked if question.text in texts]
     if not found:
         raise ConfigError(f"{chosen.set} and {chosen.text} have no question in common")
@@ -75,8 +80,8 @@ def prompts(
     return {
         "none": chat_prompt(engine.tokenizer, messages, None),
         "passages": chat_prompt(engine.tokenizer, messages, hits),
-        "graph": graphrag.prompt_of(engine, question, trees=False),
-        "trees": graphrag.prompt_of(engine, question, trees=True),
+        "graph": prompt_of(engine, question, trees=False),
+        "trees": prompt_of(engine, question, trees=True),
     }
 
 
@@ -85,14 +90,14 @@ def measure(
 ) -> dict[str, list[dict[str, Any]]]:
     """Samples of each method; the first question runs twice, as what runs first pays for what is lazy."""
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
-    progress = report.Progress(len(asked))
+    progress = Progress(len(asked))
     for number, (question, passages) in enumerate([asked[0], *asked]):
         made = prompts(engine, encoder, question, passages)
         for method, (kind, strategy) in METHODS.items():
             engine.clear_cache()
             if method.endswith("-cached"):
                 engine.answer_prompt(made[kind], strategy=strategy, max_tokens=1)
-            sample = graphrag.answered(engine, question, strategy, made[kind])
+            sample = answered(engine, question, strategy, made[kind])
             if number:
                 found[method].append(sample)
         if number:
@@ -126,39 +131,29 @@ def rows(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterato
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
-    flags = report.parser("grounding", (__doc__ or "").partition("\n")[0])
+    flags = report.parser("grounding", __doc__)
+    report.add_model(flags)
     add = flags.add_argument
     add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET and text/TEXT")
     add("--set", default="2wiki_evidence", metavar="NAME", help="set with relation paths (%(default)s)")
     add("--text", default="2wikimultihopqa", metavar="NAME", help="set with passages (%(default)s)")
-    add("--limit", type=int, metavar="N", help=f"questions ({LIMIT}; {QUICK_LIMIT} with --quick)")
-    add("--model", default=MODEL, metavar="NAME_OR_PATH", help="model (%(default)s)")
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)")
+    add("--limit", type=integer(1), metavar="N", help=f"questions ({LIMIT}; {QUICK_LIMIT} with --quick)")
     add("--plot", type=Path, metavar="DIR", help="also draw the figure")
     chosen = flags.parse_args(arguments)
-    if chosen.limit is None:
-        chosen.limit = QUICK_LIMIT if chosen.quick else LIMIT
-    if chosen.limit < 1:
-        flags.error("--limit must be at least 1")
+    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     return chosen
-
-
-def run(chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure everything; the rows."""
-    asked = common(chosen)
-    with graphrag.opened(chosen.model, chosen.dtype) as engine:
-        return list(rows(chosen.set, measure(engine, packaged_encoder(), asked)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
-    made = report.measured("grounding", COLUMNS, chosen.json, lambda _: run(chosen))
-    if made is None:
-        return 1
-    if chosen.plot is not None:
-        plot_graphrag.report_figures(made, chosen.plot)
-    return 0
+
+    def measured(_: report.Session) -> Iterator[dict[str, Any]]:
+        asked = common(chosen)
+        with opened(chosen.model, chosen.dtype) as engine:
+            yield from rows(chosen.set, measure(engine, packaged_encoder(), asked))
+
+    return report.run("grounding", COLUMNS, chosen.json, measured, lambda made: draw(made, chosen.plot, FIGURES))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ Qwen2 checkpoint. The exit code is 1 where the logits differ by more than 2e-3 o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -25,14 +24,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks import envs, report
+from benchmarks.common import envs, report
+from benchmarks.common.machine import cores
+from benchmarks.common.report import MODEL
+from benchmarks.latency.prompt import TEXTS
 from ragjax.models import hub
 from ragjax.models.huggingface import read_config
 from ragjax.models.tensors import expected_shapes
 from ragjax.models.weights import open_checkpoint
 
-MODEL = "smollm2-135m-instruct"
-TEXTS = Path(__file__).parent / "texts"
 PROMPTS = {"austen": 50, "lincoln": 150, "melville": 400, "carroll": 800, "jefferson": 1500}
 """Text and length in tokens of each prompt."""
 
@@ -123,7 +123,7 @@ def reference_worker() -> Iterator[envs.Worker]:
 
 def reference(worker: envs.Worker, model: Path, scratch: Path) -> Logits:
     """The reference's logits in float32, by way of files in `scratch`."""
-    worker.ask({"op": "load", "model": str(model), "dtype": "float32", "threads": report.cores()})
+    worker.ask({"op": "load", "model": str(model), "dtype": "float32", "threads": cores()})
 
     def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
         out = scratch / "logits.npy"
@@ -302,8 +302,7 @@ def compare(theirs_TV: NDArray[np.float32], mine_TV: NDArray[np.float32]) -> dic
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    flags = report.parser("parity", __doc__.partition("\n")[0])
-    flags.formatter_class = argparse.RawDescriptionHelpFormatter
+    flags = report.parser("parity", __doc__)
     task = flags.add_mutually_exclusive_group()
     task.add_argument("--check", action="store_true", help="compare with fresh reference logits (the default)")
     task.add_argument("--make", type=Path, metavar="DIR", help="write the goldens to DIR instead")
@@ -317,10 +316,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.make_tokenizer:
         make_tokenizer(chosen.make_tokenizer)
         return 0
-    head = report.header("parity")
-    rows = check(quick=chosen.quick)
-    report.finish(head, rows, ("model", "prompt", "tokens", "max_abs_diff", "top1"), chosen.json)
-    return int(any(row["max_abs_diff"] > TOLERANCE or row["top1"] < 1.0 for row in rows))
+    differing: list[str] = []
+
+    def show(rows: Sequence[Mapping[str, Any]]) -> None:
+        differing.extend(row["prompt"] for row in rows if row["max_abs_diff"] > TOLERANCE or row["top1"] < 1.0)
+
+    columns = ("model", "prompt", "tokens", "max_abs_diff", "top1")
+    code = report.run("parity", columns, chosen.json, lambda _: check(quick=chosen.quick), show)
+    return code or int(bool(differing))
 
 
 if __name__ == "__main__":

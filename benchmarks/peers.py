@@ -22,9 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import gpu, masks, report
-from benchmarks.kernels import FULL, REHEARSAL, Bench, oracle
-from benchmarks.masks import Mask
+from benchmarks.common import gpu, machine, report
+from benchmarks.kernels import masks
+from benchmarks.kernels.bench import FULL, REHEARSAL, Bench
+from benchmarks.kernels.masks import Mask
+from benchmarks.kernels.oracle import oracle
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
@@ -90,7 +92,7 @@ class Peers:
         )
         attend = partial(jax.nn.dot_product_attention, is_causal=True, implementation=kind)
         program = jax.jit(attend).lower(q, k, v).compile()
-        ms = gpu.milliseconds(lambda: program(q, k, v), samples=self.bench.samples)
+        ms = machine.milliseconds(lambda: program(q, k, v), samples=self.bench.samples)
         return {"ms": ms, "tflops": self._tflops(masks.visible_pairs(mask), ms)}
 
     def _tflops(self, pairs: int, ms: float) -> float:
@@ -240,26 +242,14 @@ def gates(rows: Sequence[report.Row], long: int) -> list[report.Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    chosen = gpu.options("peers", (__doc__ or "").partition("\n")[0], arguments)
-    clock = gpu.Clock(chosen.seconds)
-    gpu.choose_platform(chosen, MEMORY_SHARE)
-    limits = gpu.ceilings(chosen.quick)
-    record = gpu.Record(chosen, gpu.header(chosen, limits, arguments), clock)
+    chosen, record = gpu.begin("peers", __doc__, arguments, MEMORY_SHARE)
     bench = Bench(REHEARSAL, 2) if chosen.quick else Bench(FULL)
-    rival = gpu.Rival(WORKER)
     right = True
-    with tempfile.TemporaryDirectory() as scratch:
-        peers = Peers(bench, rival, Path(scratch), clock)
-        try:
-            measure(record, peers)
-            right = check_equal(record, peers)
-        except KeyboardInterrupt:
-            print("stopped: what was measured so far follows", file=sys.stderr)
-            record.skipped.append("what was left when it was stopped")
-        finally:
-            rival.close()
-    rows = joined(list(record.rows.values()))
-    record.rows = {str(i): row for i, row in enumerate(rows)}
+    with record.stoppable(), tempfile.TemporaryDirectory() as scratch, gpu.Rival(WORKER) as rival:
+        peers = Peers(bench, rival, Path(scratch), record.clock)
+        measure(record, peers)
+        right = check_equal(record, peers)
+    rows = record.replace(joined)
     print("\nours beside peers, medians:\n" + report.table(rows, COLUMNS))
     judged = gates(rows, bench.model.lengths[0])
     gpu.show_gates(judged)

@@ -25,18 +25,19 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report
-from benchmarks.evaluation import RECORDED, TAUGHT, WARMED
-from benchmarks.probe import Probe
-from benchmarks.ttft import CHUNKS, Workload, workload
+from benchmarks.common import report
+from benchmarks.common.samples import Progress
+from benchmarks.latency.prompt import CHUNKS, Workload, workload
+from benchmarks.quality.evaluation import RECORDED, TAUGHT, WARMED
+from benchmarks.quality.probe import Probe
+from ragjax.commands.flags import integer, share
 from ragjax.commands.preprocess import Job, fuse_all
-from ragjax.core import Answer, ConfigError, Kind, Prompt, Segment
+from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 
-MODEL = "smollm2-135m-instruct"
 RATIO = 0.15
 RUNS, QUICK_RUNS = 7, 3
 COLUMNS = (
@@ -104,7 +105,7 @@ def measure(
 ) -> dict[str, list[dict[str, float]]]:
     """For each strategy a sample a run; the first round, untimed, pays for what is lazy."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in strategies}
-    progress = report.Progress(runs + 1)
+    progress = Progress(runs + 1)
     for run in range(runs + 1):
         for name, strategy in strategies.items():
             probe = Probe(strategy)
@@ -179,47 +180,40 @@ def show(made: Sequence[Mapping[str, Any]]) -> None:
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("repair", (__doc__ or "").partition("\n")[0])
-    flags.add_argument("--model", default=MODEL, metavar="NAME_OR_PATH", help="model (%(default)s)")
-    flags.add_argument("--strategies", metavar="A,B", help="strategies besides full and naive (all)")
-    flags.add_argument("--ratio", type=float, default=RATIO, metavar="R", help="share to recompute (%(default)s)")
-    flags.add_argument("--runs", type=int, metavar="N", help=f"runs ({RUNS}; {QUICK_RUNS} with --quick)")
+    """The parsed command line; `full` and `naive` are always among the strategies."""
+    flags = report.parser("repair", __doc__)
+    known = all_strategies()
+    everything = [name for name in known if name not in DEPENDENCY]
+    strategies = report.among(known, "strategy")
+    report.add_model(flags)
+    flags.add_argument(
+        "--strategies", type=strategies, default=everything, metavar="A,B", help="besides full and naive (all)"
+    )
+    flags.add_argument("--ratio", type=share, default=RATIO, metavar="R", help="share to recompute (%(default)s)")
+    flags.add_argument("--runs", type=integer(1), metavar="N", help=f"runs ({RUNS}; {QUICK_RUNS} with --quick)")
     chosen = flags.parse_args(arguments)
-    if not 0 <= chosen.ratio <= 1:
-        flags.error(f"--ratio must lie in [0, 1], not {chosen.ratio}")
-    if chosen.runs is None:
-        chosen.runs = QUICK_RUNS if chosen.quick else RUNS
-    if chosen.runs < 1:
-        flags.error(f"--runs must be at least 1, not {chosen.runs}")
+    chosen.runs = chosen.runs or (QUICK_RUNS if chosen.quick else RUNS)
+    chosen.strategies = list(dict.fromkeys(["full", "naive", *chosen.strategies]))
     return chosen
 
 
 def run(engine: Engine, known: Mapping[str, Strategy], chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure on an engine; the rows."""
-    wanted = chosen.strategies.split(",") if chosen.strategies else [n for n in known if n not in DEPENDENCY]
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise ConfigError(f"unknown strategy {unknown[0]!r}; choose among {', '.join(known)}")
-    names = list(dict.fromkeys(["full", "naive", *wanted]))
-    prompt, spent = prepare(engine, workload(engine.tokenizer), names)
-    found = measure(engine, prompt, {name: known[name] for name in names}, chosen.ratio, chosen.runs)
-    return rows(found, chosen.ratio, frozenset(name for name in names if known[name].selective), spent)
+    chosen_ones = {name: known[name] for name in chosen.strategies}
+    prompt, spent = prepare(engine, workload(engine.tokenizer), chosen.strategies)
+    found = measure(engine, prompt, chosen_ones, chosen.ratio, chosen.runs)
+    return rows(found, chosen.ratio, frozenset(name for name, s in chosen_ones.items() if s.selective), spent)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
 
-    def measured(_: report.Header) -> list[dict[str, Any]]:
-        with Engine.load(chosen.model, strategy="full", device_cache_gb=1.0) as engine:
+    def measured(_: report.Session) -> list[dict[str, Any]]:
+        with Engine.load(chosen.model, strategy="full", dtype=chosen.dtype, device_cache_gb=1.0) as engine:
             return run(engine, all_strategies(), chosen)
 
-    made = report.measured("repair", COLUMNS, chosen.json, measured)
-    if made is None:
-        return 1
-    show(made)
-    return 0
+    return report.run("repair", COLUMNS, chosen.json, measured, show)
 
 
 if __name__ == "__main__":

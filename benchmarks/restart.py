@@ -14,17 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import ragjax
-from benchmarks import report
-from ragjax.commands.flags import integer
+from benchmarks.common import report
+from ragjax.commands.flags import DEMO, integer
 from ragjax.core import StorageOptions
 from ragjax.engine import Engine
 
-DEMO = Path(ragjax.__file__).parent / "demo"
 COLUMNS = ("state", "strategy", "questions", "context_tokens", "ttft_ms", "load_ms", "reused", "faster_than_cold")
 PAUSE = 0.3
 """Seconds before each question, in which the copies that the last one left behind come to an end."""
@@ -43,7 +40,7 @@ def serve(folder: str, states: Sequence[str], limit: int) -> list[dict[str, Any]
     """One server's life: ask every question in each of the states, in order."""
     storage = StorageOptions(host_gb=1.0, disk=folder)
     found = []
-    with Engine.load("smollm2-135m-instruct", knowledge=DEMO / "documents", storage=storage, progress=False) as engine:
+    with Engine.load(report.MODEL, knowledge=DEMO / "documents", storage=storage, progress=False) as engine:
         engine.answer("Is anybody there?", max_tokens=1, strategy="full")  # what runs first pays for what is lazy
         for state in states:
             if state == "host":
@@ -100,21 +97,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["--server"]:
         print(json.dumps(serve(given[1], given[2].split(","), int(given[3]))))
         return 0
-    parser = report.parser("restart", (__doc__ or "").partition("\n")[0])
-    parser.add_argument(
+    flags = report.parser("restart", __doc__)
+    flags.add_argument(
         "--limit", type=integer(1), default=12, metavar="N", help="questions (%(default)s; 4 with --quick)"
     )
-    chosen = parser.parse_args(given)
+    chosen = flags.parse_args(given)
     limit = min(chosen.limit, 4) if chosen.quick else chosen.limit
-    head = report.header("restart")
-    with tempfile.TemporaryDirectory() as folder:
-        answers = in_process(folder, ("cold", "device", "host"), limit)
-        answers += in_process(folder, ("disk",), limit)
+    answers: list[dict[str, Any]] = []
+
+    def measure(_: report.Session) -> list[dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder:
+            answers.extend(in_process(folder, ("cold", "device", "host"), limit))
+            answers.extend(in_process(folder, ("disk",), limit))
+        return rows(answers)
+
+    code = report.run("restart", COLUMNS, chosen.json, measure)
     strayed = [a for a in answers if a["notices"] or (a["state"] in ("host", "disk") and a["state"] not in a["tiers"])]
     for answer in strayed:
         print(f"not as meant: {answer}", file=sys.stderr)
-    report.finish(head, rows(answers), COLUMNS, chosen.json)
-    return 1 if strayed else 0
+    return 1 if strayed else code
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks import report
+from benchmarks.common import report
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
@@ -97,14 +97,12 @@ def measure(policy: str, nodes: int, count: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = report.parser("scale", (__doc__ or "").partition("\n")[0])
+    parser = report.parser("scale", __doc__)
     parser.add_argument("--nodes", type=integer(SEGMENTS), default=1_000_000, help="of the tree (%(default)s)")
     parser.add_argument("--policy", choices=tuple(POLICIES), default="lacr")
     chosen = parser.parse_args(arguments)
-    nodes = min(chosen.nodes, 100_000) if chosen.quick else chosen.nodes
-    head = report.header("scale")
-    report.finish(head, [measure(chosen.policy, nodes, 300 if chosen.quick else 3000)], COLUMNS, chosen.json)
-    return 0
+    nodes, count = (min(chosen.nodes, 100_000), 300) if chosen.quick else (chosen.nodes, 3000)
+    return report.run("scale", COLUMNS, chosen.json, lambda _: [measure(chosen.policy, nodes, count)])
 
 
 if __name__ == "__main__":

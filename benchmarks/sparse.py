@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import masks, report
-from benchmarks.masks import Mask
+from benchmarks.common import report
+from benchmarks.kernels import masks
+from benchmarks.kernels.masks import Mask
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, to_storage
 from ragjax.kernels.rope import Rotation
@@ -127,9 +128,8 @@ def measure(quick: bool) -> Iterator[dict[str, Any]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    chosen = report.parser("sparse", (__doc__ or "").partition("\n")[0]).parse_args(arguments)
-    report.finish(report.header("sparse"), list(measure(chosen.quick)), COLUMNS, chosen.json)
-    return 0
+    chosen = report.parser("sparse", __doc__).parse_args(arguments)
+    return report.run("sparse", COLUMNS, chosen.json, lambda _: measure(chosen.quick))
 
 
 if __name__ == "__main__":

@@ -14,32 +14,30 @@ again, and leaves out transformers in float32, llama.cpp's Q4_1 at 2K, and the w
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import envs, report
-from ragjax.core import Kind, Prompt, Segment
+from benchmarks.common import report
+from benchmarks.common.envs import RivalError
+from benchmarks.common.machine import Ceilings, median
+from benchmarks.common.samples import Progress, Samples
+from benchmarks.latency.load import OtherLoad, peak_mb, reset_peak
+from benchmarks.latency.prompt import Case, Workload, workload
+from benchmarks.latency.system import System, systems
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
 from ragjax.models.tensors import expected_shapes
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
 
-MODEL = "smollm2-135m-instruct"
-TEXTS = Path(__file__).parent / "texts"
-SYSTEM = "Read the passages below with care, then go on where the last of them breaks off. Be brief and exact."
-CHUNKS, CHUNK_TOKENS, QUESTION_TOKENS, SHORT = 10, 200, 30, 512
-THREADS = 2
 RUNS, QUICK_RUNS = 5, 3
 ATTEMPTS = 3  # at a sample while others are busy
 DECODED, QUICK_DECODED = 65, 17
@@ -51,290 +49,6 @@ COLUMNS += ("reused_tokens", "overhead_ms", "peak_mb", "runs", "other_load")
 SYSTEM_COLUMNS: tuple[str, ...] = ("system", "first_start_s", "start_s", "startup_peak_mb", "resident_mb", "peak_mb")
 RIVALS = ("transformers-bf16", "llama.cpp-q4_0")
 """Whom our rows are compared with."""
-
-
-# ---------------------------------------------------------------------------------------- workload
-
-
-@dataclass(frozen=True)
-class Case:
-    """One thing to measure. `long`: the 2K prompt; `decode`: also generate, to time the tokens after the first."""
-
-    strategy: str
-    state: str = "cold"
-    order: str = "same"
-    long: bool = True
-    decode: bool = False
-
-    @property
-    def key(self) -> str:
-        """Names the case in the store of samples."""
-        return f"{self.strategy}/{self.state}/{self.order}/{'long' if self.long else 'short'}"
-
-
-LONG = Case("full", decode=True)
-BRIEF = Case("full", long=False, decode=True)
-COLD_PREFIX = Case("prefix")
-WARM_PREFIX = Case("prefix", "warm")
-OWN_CASES = (
-    LONG,
-    BRIEF,
-    COLD_PREFIX,
-    WARM_PREFIX,
-    Case("prefix", "warm", "shuffled"),
-    Case("naive"),
-    Case("naive", "warm"),
-    Case("naive", "warm", "shuffled"),
-)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Prompts of real English text. `before` is asked first where a case is warm, `prompt` is measured."""
-
-    before: Prompt
-    prompt: Prompt
-    shuffled: Prompt
-    short: Prompt
-
-    def of(self, case: Case) -> Prompt:
-        """The prompt that a case measures."""
-        if not case.long:
-            return self.short
-        return self.shuffled if case.order == "shuffled" else self.prompt
-
-
-def workload(tokenizer: Tokenizer) -> Workload:
-    """Cut the bundled texts into chunks and questions."""
-    text = "\n\n".join(path.read_text().strip() for path in sorted(TEXTS.glob("*.txt")))
-    words = tokenizer.encode(text, special=False)
-    system = Segment("system", Kind.SYSTEM, tokenizer.encode(SYSTEM, special=False))
-    end = CHUNKS * CHUNK_TOKENS
-    chunks = [
-        Segment(f"chunk-{i}", Kind.CHUNK, words[i * CHUNK_TOKENS : (i + 1) * CHUNK_TOKENS]) for i in range(CHUNKS)
-    ]
-    first, second = (
-        Segment(f"question-{i}", Kind.QUERY, words[end + i * QUESTION_TOKENS : end + (i + 1) * QUESTION_TOKENS])
-        for i in range(2)
-    )
-    order = np.random.default_rng(0).permutation(CHUNKS)
-    last = SHORT - len(system) - 2 * CHUNK_TOKENS - QUESTION_TOKENS
-    cut = replace(chunks[2], tokens=chunks[2].tokens[:last])
-    return Workload(
-        before=Prompt((system, *chunks, first)),
-        prompt=Prompt((system, *chunks, second)),
-        shuffled=Prompt((system, *(chunks[i] for i in order), second)),
-        short=Prompt((system, *chunks[:2], cut, second)),
-    )
-
-
-# ----------------------------------------------------------------------------------------- systems
-
-
-@dataclass
-class System(ABC):
-    """One program under test: how to start its worker, and how to measure a case."""
-
-    name: str
-    cases: Sequence[Case]
-    versions: dict[str, str] = field(default_factory=dict)
-    worker: envs.Worker | None = None
-
-    @abstractmethod
-    def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
-
-    @abstractmethod
-    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        """Measure a case: `ttft_ms`, `decode_tokens_per_s`, `tokens`, and what else the system knows."""
-
-    def start(self, work: Workload) -> dict[str, Any]:
-        """Start and warm up with one long (else short) request; seconds to ready, and memory."""
-        began = time.perf_counter()
-        self.worker = self.open()
-        seconds = time.perf_counter() - began
-        self.generate(self.cases[0], work, 2)
-        return {"start_s": seconds, "startup_peak_mb": peak_mb(self.worker.pid), "resident_mb": resident_mb(self.pid)}
-
-    @property
-    def pid(self) -> int:
-        """The worker's process id."""
-        assert self.worker is not None
-        return self.worker.pid
-
-    def close(self) -> None:
-        """End the worker, if it runs."""
-        if self.worker is not None:
-            self.worker.close()
-            self.worker = None
-
-
-@dataclass
-class Transformers(System):
-    """transformers on a CPU, with the dequantised weights."""
-
-    dtype: str = "float32"
-    model: str = ""
-
-    def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
-        worker = envs.Worker([envs.python("transformers"), envs.WORKERS / "transformers_worker.py"])
-        request = {"op": "load", "model": self.model, "dtype": self.dtype, "threads": THREADS}
-        self.versions |= worker.ask(request)["versions"]
-        return worker
-
-    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        """Measure a case."""
-        assert self.worker is not None
-        return self.worker.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
-
-
-@dataclass
-class LlamaCpp(System):
-    """llama.cpp with the shipped file, or with the same weights requantised to Q4_0."""
-
-    model: str = ""
-    requantized: Path | None = None
-
-    def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
-        worker = envs.Worker([envs.python("llamacpp"), envs.WORKERS / "llamacpp_worker.py"])
-        if self.requantized is not None:
-            target = str(self.requantized)
-            worker.ask({"op": "requantize", "source": self.model, "target": target, "threads": THREADS})
-        model = str(self.requantized or self.model)
-        self.versions |= worker.ask({"op": "load", "model": model, "threads": THREADS})["versions"]
-        return worker
-
-    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        """Measure a case; a warm one keeps what it shares with the prompt before."""
-        assert self.worker is not None
-        prompt, kept = work.of(case), 0
-        if case.state == "warm":
-            self.worker.ask({"op": "generate", "tokens": work.before.tokens.tolist(), "new": 1})
-            kept = common_prefix(prompt, work.before)
-        request = {"op": "generate", "tokens": prompt.tokens.tolist(), "new": new, "keep": kept}
-        return {**self.worker.ask(request), "reused_tokens": kept}
-
-
-@dataclass
-class Ragjax(System):
-    """Our engine."""
-
-    cache: str | None = None
-
-    def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
-        settings = {"PYTHONPATH": str(envs.HERE.parent)} | ({"RAGJAX_CACHE": self.cache} if self.cache else {})
-        worker = envs.Worker([sys.executable, envs.WORKERS / "ragjax_worker.py"], settings)
-        worker.ask({"op": "load", "model": MODEL, "dtype": "bfloat16"})
-        return worker
-
-    def start(self, work: Workload) -> dict[str, Any]:
-        """With a cache of its own, start twice: the first start compiles and dequantises, the second finds both."""
-        if self.cache is None:
-            return super().start(work)
-        first = super().start(work)
-        self.close()
-        second = super().start(work)
-        return {**second, "first_start_s": first["start_s"], "startup_peak_mb": first["startup_peak_mb"]}
-
-    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        """Measure a case, from an empty cache or behind the prompt before."""
-        assert self.worker is not None
-        self.worker.ask({"op": "clear"})
-        if case.state == "warm":
-            self._ask(work.before, case.strategy, 1)
-        return self._ask(work.of(case), case.strategy, new)
-
-    def _ask(self, prompt: Prompt, strategy: str, new: int) -> Mapping[str, Any]:
-        assert self.worker is not None
-        segments = [(s.id, s.kind.value, s.tokens.tolist()) for s in prompt.segments]
-        return self.worker.ask({"op": "generate", "segments": segments, "strategy": strategy, "new": new})
-
-
-def common_prefix(one: Prompt, other: Prompt) -> int:
-    """How many tokens two prompts share from the start on."""
-    n = min(len(one), len(other))
-    differs = np.flatnonzero(one.tokens[:n] != other.tokens[:n])
-    return int(differs[0]) if len(differs) else n
-
-
-def systems(scratch: Path, *, quick: bool) -> list[System]:
-    """Who takes part, with the cases of each."""
-    model = hub.resolve(MODEL).path
-    q4_0 = envs.HOMES / "models" / f"{MODEL}-Q4_0.gguf"
-    everyone: list[System] = [
-        Ragjax("ragjax", OWN_CASES, cache=None if quick else own_cache(scratch)),
-        Transformers("transformers-f32", (LONG, BRIEF), dtype="float32", model=str(model)),
-        Transformers("transformers-bf16", (LONG, BRIEF), dtype="bfloat16", model=str(model)),
-        LlamaCpp("llama.cpp-q4_1", (LONG, BRIEF, WARM_PREFIX), model=str(model)),
-        LlamaCpp("llama.cpp-q4_0", (LONG, BRIEF, WARM_PREFIX), model=str(model), requantized=q4_0),
-    ]
-    if not quick:
-        return everyone
-    left_out = {"ragjax": {COLD_PREFIX}, "llama.cpp-q4_1": {LONG, WARM_PREFIX}, "llama.cpp-q4_0": {WARM_PREFIX}}
-    for system in everyone:
-        system.cases = [case for case in system.cases if case not in left_out.get(system.name, ())]
-    return [system for system in everyone if system.name != "transformers-f32"]
-
-
-def own_cache(scratch: Path) -> str:
-    """A cache directory that holds the downloaded models and nothing derived from them."""
-    (scratch / "models").symlink_to(hub.cache_dir() / "models", target_is_directory=True)
-    return str(scratch)
-
-
-# ---------------------------------------------------------------------------------------- measuring
-
-
-def peak_mb(pid: int) -> float | None:
-    """Most memory a process had resident since its start or the last `reset_peak`, in 1e6 bytes (Linux)."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        return None
-    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(fields["VmHWM"].split()[0]) * 1024 / 1e6
-
-
-def reset_peak(pid: int) -> None:
-    """Begin a new peak, where the system allows it; else peaks include the start."""
-    try:
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-    except OSError:
-        print("peak memory includes the start: this system does not let it be reset", file=sys.stderr)
-
-
-def resident_mb(pid: int) -> float:
-    """Memory a process has resident now, in 1e6 bytes."""
-    import psutil
-
-    return float(psutil.Process(pid).memory_info().rss / 1e6)
-
-
-class OtherLoad:
-    """Measures how many cores other processes keep busy while one works."""
-
-    def __init__(self, pid: int):
-        """Begin."""
-        import psutil
-
-        self._process, self._psutil = psutil.Process(pid), psutil
-        self._began, self._busy, self._own = time.perf_counter(), self._all_busy(), self._own_busy()
-
-    def so_far(self) -> float:
-        """Mean number of cores since the beginning."""
-        seconds = time.perf_counter() - self._began
-        others = self._all_busy() - self._busy - self._own_busy() + self._own
-        return round(max(0.0, others / seconds), 3)
-
-    def _all_busy(self) -> float:
-        times = self._psutil.cpu_times()
-        return float(times.user + times.nice + times.system)
-
-    def _own_busy(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
 
 
 @dataclass(frozen=True)
@@ -349,10 +63,10 @@ class Effort:
 QUICK = Effort(QUICK_RUNS, QUICK_DECODED, 1)
 
 
-def measure(everyone: Sequence[System], work: Workload, samples: report.Samples, effort: Effort) -> None:
+def measure(everyone: Sequence[System], work: Workload, samples: Samples, effort: Effort) -> None:
     """Fill `samples`: rounds over all systems and cases, each round beginning with another system."""
     runs = effort.runs
-    progress = report.Progress(runs * sum(len(system.cases) for system in everyone))
+    progress = Progress(runs * sum(len(system.cases) for system in everyone))
     for run in range(runs):
         for system in [*everyone[run % len(everyone) :], *everyone[: run % len(everyone)]]:
             for case in system.cases:
@@ -365,7 +79,7 @@ def measure(everyone: Sequence[System], work: Workload, samples: report.Samples,
                 progress.step(f"{system.name}: {case.key}")
 
 
-def make_ready(system: System, work: Workload, samples: report.Samples) -> None:
+def make_ready(system: System, work: Workload, samples: Samples) -> None:
     """Start a system that does not run yet, and note what the start took."""
     if system.worker is not None:
         return
@@ -399,14 +113,14 @@ def sample(system: System, case: Case, work: Workload, new: int) -> dict[str, An
     found = dict(system.generate(case, work, new))
     tokens = found.pop("tokens")
     if case.decode and len(tokens) < LEAST_DECODED:
-        raise envs.RivalError(f"{system.name} ended after {len(tokens)} tokens: too few to time its decoding")
+        raise RivalError(f"{system.name} ended after {len(tokens)} tokens: too few to time its decoding")
     return {**found, "other_load": load.so_far(), "peak_mb": peak_mb(system.pid)}
 
 
 # --------------------------------------------------------------------------------------------- rows
 
 
-def rows_of(everyone: Sequence[System], work: Workload, samples: report.Samples, runs: int) -> list[dict[str, Any]]:
+def rows_of(everyone: Sequence[System], work: Workload, samples: Samples, runs: int) -> list[dict[str, Any]]:
     """Medians, one row a system and case, with ratios to the rivals where both have the row."""
     rows = []
     for system in everyone:
@@ -416,7 +130,7 @@ def rows_of(everyone: Sequence[System], work: Workload, samples: report.Samples,
         peaks = [s["peak_mb"] for found in of_case.values() for s in found if s.get("peak_mb") is not None]
         for case, found in of_case.items():
             medians = {
-                name: report.median([s.get(name) for s in found])
+                name: median([s.get(name) for s in found])
                 for name in ("ttft_ms", "decode_tokens_per_s", "reused_tokens", "overhead_ms", "other_load")
             }
             rows.append(
@@ -436,7 +150,7 @@ def rows_of(everyone: Sequence[System], work: Workload, samples: report.Samples,
     return [{**row, **ratios(row, rows)} for row in rows]
 
 
-def _runs_of(system: System, case: Case, samples: report.Samples, runs: int) -> Iterator[dict[str, Any]]:
+def _runs_of(system: System, case: Case, samples: Samples, runs: int) -> Iterator[dict[str, Any]]:
     for run in range(runs):
         found = samples.get(f"{system.name}/{case.key}/{run}")
         if found is not None:
@@ -462,7 +176,7 @@ def _comparable(base: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
     return bool(base["strategy"] == "full" and base["context_tokens"] == row["context_tokens"])
 
 
-def floors(config: ModelConfig, tokens: int, limits: Mapping[str, float]) -> tuple[float, float]:
+def floors(config: ModelConfig, tokens: int, limits: Ceilings) -> tuple[float, float]:
     """Least milliseconds for a prefill in bfloat16 at the speed of the best product, and most tokens a second that
     decoding bfloat16 weights at the speed of copying allows.
     """
@@ -471,7 +185,7 @@ def floors(config: ModelConfig, tokens: int, limits: Mapping[str, float]) -> tup
     matrices = sum(int(np.prod(s)) for n, s in shapes.items() if len(s) == 2 and n.startswith("model.layers."))
     attention = 2 * tokens**2 * config.num_heads * config.head_dim * config.num_layers
     operations = 2 * matrices * tokens + attention + 2 * head
-    return operations / limits["gemm_bf16_gflops"] / 1e6, limits["copy_gb_s"] * 1e9 / (2 * (matrices + head))
+    return operations / limits.gemm_bf16_gflops / 1e6, limits.copy_gb_s * 1e9 / (2 * (matrices + head))
 
 
 def show_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -488,46 +202,37 @@ def show_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
     print(report.table(list(by_system.values()), SYSTEM_COLUMNS))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = report.parser("ttft", __doc__.partition("\n")[0]).parse_args(arguments)
-    head = report.header("ttft")
-    path = hub.resolve(MODEL).path
+def measured(session: report.Session, quick: bool) -> list[dict[str, Any]]:
+    """All systems in turns; the rows."""
+    path = hub.resolve(report.MODEL).path
     work, config = workload(Tokenizer.load(path)), open_checkpoint(path).config
-    least_ms, most_rate = floors(config, len(work.prompt), head.machine["ceilings"])
+    least_ms, most_rate = floors(config, len(work.prompt), session.head.ceilings)
     print(f"ceiling in bfloat16: {len(work.prompt)} tokens in {least_ms:.0f} ms, {most_rate:.0f} tokens/s decoded")
-    effort = QUICK if chosen.quick else Effort()
-    settings = {
-        "quick": chosen.quick,
-        "versions": head.versions,
-        "machine": head.machine["cpu"],
-        "prompt": hashlib.sha256(work.prompt.tokens.tobytes()).hexdigest(),
-        "code": code_digest(),
-    }
-    samples = report.Samples("ttft", settings)
+    effort = QUICK if quick else Effort()
+    digest = hashlib.sha256(work.prompt.tokens.tobytes()).hexdigest()
+    samples = session.samples({"quick": quick, "prompt": digest})
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        everyone = systems(scratch, quick=chosen.quick)
+        everyone = systems(scratch, quick=quick)
         for system in everyone:
             stack.callback(system.close)
         measure(everyone, work, samples, effort)
-    rows = rows_of(everyone, work, samples, effort.runs)
-    found = [samples.get(start_key(system)) or {} for system in everyone]
-    rivals = {name: version for start in found for name, version in start.get("versions", {}).items()}
-    report.finish(replace(head, versions={**head.versions, **rivals}), rows, COLUMNS, chosen.json)
+    for system in everyone:
+        session.add_versions((samples.get(start_key(system)) or {}).get("versions", {}))
+    return rows_of(everyone, work, samples, effort.runs)
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the ratios, and whether the machine was quiet."""
     show_ratios(rows)
     if any(row["other_load"] > BUSY for row in rows):
         print("\nother programs were busy (other_load): repeat this on a quiet machine", file=sys.stderr)
-    samples.done()
-    return 0
 
 
-def code_digest() -> str:
-    """Digest of the engine's source, so that a stopped run is not continued with other code."""
-    whole = hashlib.sha256()
-    for file in sorted((envs.HERE.parent / "ragjax").rglob("*.py")):
-        whole.update(os.fsencode(file.name) + file.read_bytes())
-    return whole.hexdigest()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = report.parser("ttft", __doc__).parse_args(arguments)
+    return report.run("ttft", COLUMNS, chosen.json, lambda session: measured(session, chosen.quick), show)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def test_every_room_has_tests(room: str) -> None:
 
 
 def test_every_folder_is_a_room() -> None:
-    folders = {path.parent.name for path in TESTS.rglob("*.py")} - NOT_ROOMS
-    assert folders - {"tests"} <= set(ROOMS)
+    paths = [path.relative_to(TESTS) for path in TESTS.rglob("*.py")]
+    assert {path.parts[0] for path in paths if len(path.parts) > 1} - NOT_ROOMS <= set(ROOMS)
     assert not list(TESTS.glob("test_*.py"))
 
 

@@ -1,0 +1,1 @@
+"""What all benchmarks share: flags, machine, samples of stopped runs, report, rivals, figures."""

@@ -1,0 +1,212 @@
+"""A command's flags and its report.
+
+A benchmark measures samples (one dictionary each), condenses them to rows and hands them to the report, which is a
+table and, with `--json FILE`, a document `{"benchmark", "command", "machine", "versions", "rows"}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.envs import RivalError
+from benchmarks.common.machine import Ceilings, ceilings, machine, versions
+from benchmarks.common.samples import Samples
+from ragjax.core import ConfigError, RequestError
+
+Row = Mapping[str, Any]
+
+MODEL = "smollm2-135m-instruct"
+
+
+# -------------------------------------------------------------------------------------------- flags
+
+
+def parser(benchmark: str, description: str | None) -> argparse.ArgumentParser:
+    """The flags that every benchmark has; unknown flags and abbreviations are errors.
+
+    description: the command's docstring; its first line is shown.
+    """
+    about = (description or "").partition("\n")[0]
+    flags = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=about, allow_abbrev=False)
+    flags.add_argument("--quick", action="store_true", help="a smaller run that ends within two minutes on two cores")
+    flags.add_argument("--json", type=writable, metavar="FILE", help="also write the report to FILE")
+    return flags
+
+
+def add_model(flags: argparse.ArgumentParser) -> None:
+    """--model and --dtype."""
+    flags.add_argument("--model", default=MODEL, metavar="NAME_OR_PATH", help="model (%(default)s)")
+    flags.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)"
+    )
+
+
+def writable(text: str) -> Path:
+    """A file that may be written; folders above it are made in time."""
+    file = Path(text)
+    above = next((folder for folder in file.parents if folder.exists()), None)
+    if file.is_dir() or (above is not None and not above.is_dir()):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: name a file")
+    return file
+
+
+def existing_folder(text: str) -> Path:
+    """A folder that exists."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"no such folder: {text}")
+    return Path(text)
+
+
+def existing_file(text: str) -> Path:
+    """A file that exists."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"no such file: {text}")
+    return Path(text)
+
+
+def among(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
+    """Names that are known, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",") if text else []
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; choose among {', '.join(known)}")
+        return names
+
+    return parse
+
+
+# -------------------------------------------------------------------------------------------- table
+
+
+def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Rows as text in aligned columns; numbers to the right, a dash where a row has nothing."""
+    cells = [[_cell(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in [list(columns), *cells]) for i in range(len(columns))]
+    numeric = [all(isinstance(r.get(c), int | float | None) for r in rows) for c in columns]
+
+    def line(texts: Sequence[str]) -> str:
+        padded = (t.rjust(w) if n else t.ljust(w) for t, w, n in zip(texts, widths, numeric, strict=True))
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(columns), line(["-" * w for w in widths]), *map(line, cells)])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+# ------------------------------------------------------------------------------------------- report
+
+
+@dataclass(frozen=True)
+class Header:
+    """Where and with what the figures were measured."""
+
+    benchmark: str
+    command: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+    @property
+    def ceilings(self) -> Ceilings:
+        """The machine's."""
+        return Ceilings(**self.machine["ceilings"])
+
+
+def header(benchmark: str, arguments: Sequence[str] | None = None) -> Header:
+    """Measure the ceilings, print the machine and the ceilings, and hand back both for the report.
+
+    arguments: of the command line, `sys.argv`'s unless they are given.
+    """
+    limits, where = ceilings(), machine()
+    print(f"machine: {where['cpu']}, {where['cores']} cores, {where['memory_gb']} GB, {', '.join(where['devices'])}")
+    print(
+        f"ceiling: memory copy {limits.copy_gb_s:.1f} GB/s, matrix product {limits.gemm_f32_gflops:.0f} GFLOP/s in "
+        f"float32, {limits.gemm_bf16_gflops:.0f} GFLOP/s in bfloat16"
+    )
+    words = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", f"benchmarks.{benchmark}", *words])
+    return Header(benchmark, command, {**where, "ceilings": asdict(limits)}, versions())
+
+
+def write(file: Path, head: Header, rows: Sequence[Row]) -> None:
+    """Write the JSON document, as a whole or not at all.
+
+    Raises:
+        ValueError: if a figure is not finite.
+    """
+    text = json.dumps({**asdict(head), "rows": [dict(row) for row in rows]}, indent=1, allow_nan=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(text + "\n")
+    part.replace(file)
+
+
+def plain(row: Row) -> dict[str, Any]:
+    """The row in JSON's types: NumPy scalars as Python's, figures that are not finite as text."""
+    values = {name: value.item() if hasattr(value, "item") else value for name, value in row.items()}
+    return {n: str(v) if isinstance(v, float) and not math.isfinite(v) else v for n, v in values.items()}
+
+
+class Session:
+    """One run of a command: its header, and the samples that it keeps until the report is written."""
+
+    def __init__(self, benchmark: str):
+        """Measure the ceilings and print them."""
+        self.head = header(benchmark)
+        self._opened: list[Samples] = []
+
+    def add_versions(self, versions: Mapping[str, str]) -> None:
+        """Versions of what else took part."""
+        self.head = replace(self.head, versions={**self.head.versions, **versions})
+
+    def samples(self, settings: Mapping[str, Any]) -> Samples:
+        """The samples of these settings on this machine with these versions."""
+        where = {"machine": self.head.machine["cpu"], "versions": dict(self.head.versions)}
+        self._opened.append(Samples(self.head.benchmark, {**where, **settings}))
+        return self._opened[-1]
+
+    def finish(self, rows: Sequence[Row], columns: Sequence[str], file: Path | None) -> None:
+        """Print the table, write the report if a file is asked for, forget the samples."""
+        print("\n" + table(rows, columns))
+        if file is not None:
+            write(file, self.head, rows)
+            print(f"wrote {file}", file=sys.stderr)
+        for samples in self._opened:
+            samples.done()
+
+
+def run(
+    benchmark: str,
+    columns: Sequence[str],
+    json_file: Path | None,
+    measure: Callable[[Session], Iterable[Row]],
+    show: Callable[[Sequence[Row]], object] = lambda rows: None,
+) -> int:
+    """Measure and report; the exit code: 1 after an error of ours or a rival's, which is one line.
+
+    show: prints or draws more of the rows, after the report.
+    """
+    try:
+        session = Session(benchmark)
+        rows = list(measure(session))
+    except (ConfigError, RequestError, RivalError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    session.finish(rows, columns, json_file)
+    show(rows)
+    return 0

@@ -1,0 +1,1 @@
+"""Questions over knowledge graphs: their prompts, answers, work and time."""

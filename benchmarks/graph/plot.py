@@ -1,0 +1,84 @@
+"""Figures like DepCache's, of `graphrag`'s, `grounding`'s and `finetuning`'s rows; none is drawn without rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.common.plot import Figures, Panel, Panels, bars, label
+from benchmarks.common.report import Row
+
+
+def _of(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
+    """Rows of a part by set."""
+    found: dict[str, list[Row]] = {}
+    for r in rows:
+        if r["part"] == part:
+            found.setdefault(r["set"], []).append(r)
+    return found
+
+
+def _named(r: Row) -> str:
+    return r["method"] if r.get("positions") is None else f"{r['method']}/{r['positions']}"
+
+
+def _redundancy(rows: Sequence[Row]) -> Iterator[Panel]:
+    """Shares of self-attention's pairs: visited, left out as no ancestors, left out as said once."""
+    kinds = ("visited_share", "non_dependent", "shared_prefix")
+    for name, found in _of(rows, "work").items():
+
+        def panel(axes: Any, name: str = name, found: Sequence[Row] = found) -> None:
+            below = [0.0] * len(found)
+            for kind in kinds:
+                shares = [r[kind] for r in found]
+                axes.bar(range(len(found)), shares, bottom=below, label=kind.replace("_", " "))
+                below = [b + s for b, s in zip(below, shares, strict=True)]
+            axes.plot(range(len(found)), [r["predicted_share"] for r in found], "k_", label="visited, predicted")
+            labels = [f"≥{r['least_tokens']}" for r in found]
+            axes.set_xticks(range(len(found)), labels, fontsize=7)
+            label(axes, name, "tokens written out", "share of pairs")
+
+        yield panel
+
+
+def _lengths(rows: Sequence[Row]) -> Iterator[Panel]:
+    """Time to first token of each method by the tokens of its prompt."""
+    for name, found in _of(rows, "length").items():
+
+        def panel(axes: Any, name: str = name, found: Sequence[Row] = found) -> None:
+            for method in dict.fromkeys(map(_named, found)):
+                points = sorted((r["written_tokens"], r["ttft_ms"]) for r in found if _named(r) == method)
+                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1, label=method)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            label(axes, name, "tokens written out", "ttft_ms")
+
+        yield panel
+
+
+def _per_set(part: str, *values: str, named: Callable[[Row], str] = _named) -> Panels:
+    def panels(rows: Sequence[Row]) -> Iterator[Panel]:
+        for name, found in _of(rows, part).items():
+            yield from filter(None, (bars(found, name, y, list(map(named, found))) for y in values))
+
+    return panels
+
+
+def _arm(r: Row) -> str:
+    text = f"{r['method']}, {'tuned' if r['tuned'] == 'yes' else 'untuned'}"
+    return f"{text}, unmoved KV" if r["repositioned"] == "no" else text
+
+
+FIGURES: Figures = {
+    "depcache_3": ("Pairs of tokens that attend to each other, of self-attention's", _redundancy),
+    "depcache_5": ("Time to first token: no RAG, RAG, GraphRAG", _per_set("grounding", "ttft_ms", "accuracy")),
+    "depcache_10": (
+        "Time to first token over a stream of requests",
+        _per_set("workload", "ttft_ms", "hit_rate"),
+    ),
+    "depcache_12": ("Time to first token by prompt length", _lengths),
+    "depcache_14": (
+        "Accuracy with and without fine-tuning and repositioning",
+        _per_set("finetuning", "accuracy", named=_arm),
+    ),
+}

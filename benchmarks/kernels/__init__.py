@@ -1,0 +1,1 @@
+"""Attention kernels: masks, correctness, speed. Run: `python -m benchmarks.kernels`."""

@@ -1,0 +1,47 @@
+"""The attention kernels on this machine's device: are they right, and how fast are they?
+
+    python -m benchmarks.kernels [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
+
+First every backend that serves on the device against a float64 oracle: small random prompts over head dimension,
+dtype, group, page size, prefill and decode, NaN in all unused slots. Then timings at 16K and 32K rows, each with a spot
+check of its result; TFLOP/s count the tiles that the block lists name, and nothing else. Exit code 1 if a result is
+wrong or one of the cases could not be run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from benchmarks.common import gpu, report
+from benchmarks.kernels.backward import backward
+from benchmarks.kernels.bench import REHEARSAL, Bench, timings
+from benchmarks.kernels.correctness import QUICK_SHAPES, SHAPES, correctness, show_correctness
+from benchmarks.kernels.target import gates, with_ratios
+
+COLUMNS: tuple[str, ...] = ("case", "backend", "page_size", "block_rows", "rows", "keys", "visible_share", "ms")
+COLUMNS += ("tflops", "gb_s", "peer", "ratio", "error", "failed")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen, record = gpu.begin("kernels", __doc__, arguments, memory_share=0.8)
+    bench = Bench(REHEARSAL, 2) if chosen.quick else Bench()
+    matrix: list[report.Row] = []
+    with record.stoppable():
+        matrix = correctness(record, QUICK_SHAPES if chosen.quick else SHAPES)
+        timings(record, bench)
+        backward(record, bench)
+    right = show_correctness(matrix) and bool(matrix)
+    timed = [r for r in record.replace(with_ratios) if r["case"] != "correctness"]
+    print("\ntimings, median of runs of many calls each:\n" + report.table(timed, COLUMNS))
+    judged = gates(timed, record.head.ceilings, bench.model)
+    gpu.show_gates(judged)
+    print("targets beside FlashAttention and FlexAttention: python -m benchmarks.peers")
+    record.finish(judged)
+    wrong = any("wrong result" in str(row.get("failed", "")) for row in timed)
+    return 0 if right and not wrong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""The programs whose latency is compared: how each is started, and how it answers a prompt."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import envs
+from benchmarks.common.report import MODEL
+from benchmarks.latency.load import peak_mb, resident_mb
+from benchmarks.latency.prompt import BRIEF, COLD_PREFIX, LONG, OWN_CASES, WARM_PREFIX, Case, Workload, common_prefix
+from ragjax.core import Prompt
+from ragjax.models import hub
+
+THREADS = 2
+
+
+@dataclass
+class System(ABC):
+    """One program under test: how to start its worker, and how to measure a case."""
+
+    name: str
+    cases: Sequence[Case]
+    versions: dict[str, str] = field(default_factory=dict)
+    worker: envs.Worker | None = None
+
+    @abstractmethod
+    def open(self) -> envs.Worker:
+        """Start the worker and load the model."""
+
+    @abstractmethod
+    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
+        """Measure a case: `ttft_ms`, `decode_tokens_per_s`, `tokens`, and what else the system knows."""
+
+    def start(self, work: Workload) -> dict[str, Any]:
+        """Start and warm up with one long (else short) request; seconds to ready, and memory."""
+        began = time.perf_counter()
+        self.worker = self.open()
+        seconds = time.perf_counter() - began
+        self.generate(self.cases[0], work, 2)
+        return {"start_s": seconds, "startup_peak_mb": peak_mb(self.worker.pid), "resident_mb": resident_mb(self.pid)}
+
+    @property
+    def pid(self) -> int:
+        """The worker's process id."""
+        assert self.worker is not None
+        return self.worker.pid
+
+    def close(self) -> None:
+        """End the worker, if it runs."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+
+@dataclass
+class Transformers(System):
+    """transformers on a CPU, with the dequantised weights."""
+
+    dtype: str = "float32"
+    model: str = ""
+
+    def open(self) -> envs.Worker:
+        """Start the worker and load the model."""
+        worker = envs.Worker([envs.python("transformers"), envs.WORKERS / "transformers_worker.py"])
+        request = {"op": "load", "model": self.model, "dtype": self.dtype, "threads": THREADS}
+        self.versions |= worker.ask(request)["versions"]
+        return worker
+
+    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
+        """Measure a case."""
+        assert self.worker is not None
+        return self.worker.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
+
+
+@dataclass
+class LlamaCpp(System):
+    """llama.cpp with the shipped file, or with the same weights requantised to Q4_0."""
+
+    model: str = ""
+    requantized: Path | None = None
+
+    def open(self) -> envs.Worker:
+        """Start the worker and load the model."""
+        worker = envs.Worker([envs.python("llamacpp"), envs.WORKERS / "llamacpp_worker.py"])
+        if self.requantized is not None:
+            target = str(self.requantized)
+            worker.ask({"op": "requantize", "source": self.model, "target": target, "threads": THREADS})
+        model = str(self.requantized or self.model)
+        self.versions |= worker.ask({"op": "load", "model": model, "threads": THREADS})["versions"]
+        return worker
+
+    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
+        """Measure a case; a warm one keeps what it shares with the prompt before."""
+        assert self.worker is not None
+        prompt, kept = work.of(case), 0
+        if case.state == "warm":
+            self.worker.ask({"op": "generate", "tokens": work.before.tokens.tolist(), "new": 1})
+            kept = common_prefix(prompt, work.before)
+        request = {"op": "generate", "tokens": prompt.tokens.tolist(), "new": new, "keep": kept}
+        return {**self.worker.ask(request), "reused_tokens": kept}
+
+
+@dataclass
+class Ragjax(System):
+    """Our engine."""
+
+    cache: str | None = None
+
+    def open(self) -> envs.Worker:
+        """Start the worker and load the model."""
+        settings = {"PYTHONPATH": str(envs.HERE.parent)} | ({"RAGJAX_CACHE": self.cache} if self.cache else {})
+        worker = envs.Worker([sys.executable, envs.WORKERS / "ragjax_worker.py"], settings)
+        worker.ask({"op": "load", "model": MODEL, "dtype": "bfloat16"})
+        return worker
+
+    def start(self, work: Workload) -> dict[str, Any]:
+        """With a cache of its own, start twice: the first start compiles and dequantises, the second finds both."""
+        if self.cache is None:
+            return super().start(work)
+        first = super().start(work)
+        self.close()
+        second = super().start(work)
+        return {**second, "first_start_s": first["start_s"], "startup_peak_mb": first["startup_peak_mb"]}
+
+    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
+        """Measure a case, from an empty cache or behind the prompt before."""
+        assert self.worker is not None
+        self.worker.ask({"op": "clear"})
+        if case.state == "warm":
+            self._ask(work.before, case.strategy, 1)
+        return self._ask(work.of(case), case.strategy, new)
+
+    def _ask(self, prompt: Prompt, strategy: str, new: int) -> Mapping[str, Any]:
+        assert self.worker is not None
+        segments = [(s.id, s.kind.value, s.tokens.tolist()) for s in prompt.segments]
+        return self.worker.ask({"op": "generate", "segments": segments, "strategy": strategy, "new": new})
+
+
+def systems(scratch: Path, *, quick: bool) -> list[System]:
+    """Who takes part, with the cases of each."""
+    model = hub.resolve(MODEL).path
+    q4_0 = envs.HOMES / "models" / f"{MODEL}-Q4_0.gguf"
+    everyone: list[System] = [
+        Ragjax("ragjax", OWN_CASES, cache=None if quick else own_cache(scratch)),
+        Transformers("transformers-f32", (LONG, BRIEF), dtype="float32", model=str(model)),
+        Transformers("transformers-bf16", (LONG, BRIEF), dtype="bfloat16", model=str(model)),
+        LlamaCpp("llama.cpp-q4_1", (LONG, BRIEF, WARM_PREFIX), model=str(model)),
+        LlamaCpp("llama.cpp-q4_0", (LONG, BRIEF, WARM_PREFIX), model=str(model), requantized=q4_0),
+    ]
+    if not quick:
+        return everyone
+    left_out = {"ragjax": {COLD_PREFIX}, "llama.cpp-q4_1": {LONG, WARM_PREFIX}, "llama.cpp-q4_0": {WARM_PREFIX}}
+    for system in everyone:
+        system.cases = [case for case in system.cases if case not in left_out.get(system.name, ())]
+    return [system for system in everyone if system.name != "transformers-f32"]
+
+
+def own_cache(scratch: Path) -> str:
+    """A cache directory that holds the downloaded models and nothing derived from them."""
+    (scratch / "models").symlink_to(hub.cache_dir() / "models", target_is_directory=True)
+    return str(scratch)

@@ -1,0 +1,1 @@
+"""Replacement policies: requests, the simulator, bounds. Run: `python -m benchmarks.policies`."""

@@ -1,0 +1,155 @@
+"""Replacement policies side by side on generated and recorded requests, each beside what no policy can pass.
+
+    python -m benchmarks.policies --data DIR [--quick] [--limit N] [--profile FILE] [--plot FILE.png] [--json FILE]
+    python -m benchmarks.policies --trace FILE [...]
+    python -m benchmarks.policies --storage [--json FILE]
+
+Workloads: graph entities under three access patterns (DepCache, section 6.1), repeated questions over documents at
+top-k of 1 to 5, and 3 kept of 5 (RAGCache, sections 7 and 8), Mooncake's traces, or a trace of the server. Capacities:
+10, 20 and 40% of the data's distinct tokens (documents: 5% too), or token counts for Mooncake. Each is served by the
+device alone, and by a device of a fifth with host memory of the other four. `bound` is the highest token hit rate that
+single tokens allow, `min` that of Belady's MIN; `belady` is a policy that knows all that will be asked, in the tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import plot, report
+from benchmarks.common.samples import Progress, Samples
+from benchmarks.policies import storage
+from benchmarks.policies.cell import Cell, cells, workloads
+from benchmarks.policies.serve import NAMES, Bounds, modelled, serve
+from benchmarks.policies.simulator import LOOKAHEAD
+from benchmarks.policies.workload import PATTERNS
+from ragjax.cache.profile import Profile
+from ragjax.commands.flags import integer
+
+COLUMNS = (
+    "workload", "top_k", "keep", "capacity_tokens", "host_tokens", "policy", "token_hit_rate", "bound", "min",
+    "document_hit_rate", "document_bound", "recomputed_tokens", "prefill_s", "moved_bytes", "decision_us",
+)  # fmt: skip
+STORAGE_COLUMNS = ("source", *storage.PAPER, "baseline_hit_rate", "stored", "baseline_stored", "computed")
+
+
+def measure(planned: Sequence[Cell], profile: Profile, samples: Samples) -> Iterator[dict[str, Any]]:
+    """All rows: every policy in every cell, those of an unfinished run first."""
+    progress = Progress(len(planned) * len(NAMES))
+    limits: Bounds | None = None
+    for cell in planned:
+        if limits is None or (limits.work, limits.capacity) != (cell.work, cell.capacity):
+            limits = Bounds(cell.work, cell.capacity)
+        for name in NAMES:
+            key = f"{cell.name} policy={name}"
+            if samples.get(key) is not None:
+                progress.skip()
+            else:
+                samples.put(key, {**serve(cell, name, profile), **limits.row})
+                progress.step(key)
+            yield samples.get(key) or {}
+
+
+# ------------------------------------------------------------------------------------------ report
+
+
+def means(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
+    """For each group of workloads and policy: means over workloads and capacities, and gains of LACR and PGDSF.
+
+    Of the device alone. lacr_gain, pgdsf_gain: of its hit rate (documents: document hit rate) over this policy's.
+    """
+    found: list[dict[str, Any]] = []
+    for group, members in _groups(rows).items():
+        figure = "document_hit_rate" if group.startswith("documents") else "token_hit_rate"
+        mean = {
+            name: float(np.mean([r[figure] for r in members if r["policy"] == name]))
+            for name in dict.fromkeys(r["policy"] for r in members)
+        }
+        best = float(np.mean([r["min"] for r in members]))
+        for name, value in mean.items():
+            row = {"workload": group, "policy": name, "figure": figure, "mean": value}
+            row["of_min"] = value / best if figure == "token_hit_rate" and best else None
+            for other in ("lacr", "pgdsf"):
+                row[f"{other}_gain"] = mean[other] / value - 1 if value and other in mean else None
+            found.append(row)
+    return found
+
+
+def _groups(rows: Sequence[report.Row]) -> dict[str, list[report.Row]]:
+    groups: dict[str, list[report.Row]] = {}
+    for row in rows:
+        if row["host_tokens"]:
+            continue
+        name = "entities" if row["workload"] in PATTERNS else row["workload"]
+        if row["top_k"] is not None:
+            name += f" top-{row['top_k']}" + (f", {row['keep']} kept" if row["keep"] else "")
+        groups.setdefault(name, []).append(row)
+    return groups
+
+
+def draw(rows: Sequence[report.Row], file: Path) -> None:
+    """Hit rates by capacity, one panel for each workload, the bound dashed."""
+    groups: dict[tuple[Any, ...], list[report.Row]] = {}
+    for row in rows:
+        groups.setdefault((row["workload"], row["top_k"], row["keep"], bool(row["host_tokens"])), []).append(row)
+
+    def hit_rates(key: tuple[Any, ...]) -> plot.Panel:
+        name, top_k, keep, two_tiers = key
+        title = f"{name}{f' top-{top_k}' if top_k else ''}{f', {keep} kept' if keep else ''}"
+
+        def panel(axes: Any) -> None:
+            for policy in dict.fromkeys(r["policy"] for r in groups[key]):
+                line = [(r["capacity_tokens"], r["token_hit_rate"]) for r in groups[key] if r["policy"] == policy]
+                axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=policy)
+            limits = sorted({(r["capacity_tokens"], r["bound"]) for r in groups[key]})
+            axes.plot(*zip(*limits, strict=True), "k--x", markersize=4, label="bound")
+            plot.label(axes, f"{title}{', device and host' if two_tiers else ''}", "capacity_tokens", "token_hit_rate")
+
+        return panel
+
+    plot.save([hit_rates(key) for key in groups], file)
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    flags = report.parser("policies", __doc__)
+    what, add = flags.add_mutually_exclusive_group(required=True).add_argument, flags.add_argument
+    what("--data", type=report.existing_folder, metavar="DIR", help="a folder with kg/, text/ and traces/, or some")
+    what("--trace", type=report.existing_file, metavar="FILE", help="replay a trace that the server recorded")
+    what("--storage", action="store_true", help="FusionRAG's storage simulation (section 5.3.3) instead")
+    add("--limit", type=integer(1), metavar="N", help="at most N questions a text set, N requests a workload")
+    add("--profile", type=Path, metavar="FILE", help="a measured cost profile; modelled without")
+    add("--plot", type=report.writable, metavar="FILE.png", help="also draw hit rates by capacity")
+    return flags.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+    if chosen.storage:
+        return report.run("policies", STORAGE_COLUMNS, chosen.json, lambda _: storage.rows(storage.Setting()))
+
+    def measured(session: report.Session) -> list[dict[str, Any]]:
+        profile = modelled() if chosen.profile is None else Profile.load(chosen.profile)
+        planned = list(cells(workloads(chosen)))
+        print(f"costs: {profile.measured_on or chosen.profile}; lookahead {LOOKAHEAD}")
+        asked = {"data": str(chosen.data or chosen.trace), "limit": chosen.limit, "quick": chosen.quick}
+        return list(measure(planned, profile, session.samples({**asked, "profile": asdict(profile)})))
+
+    def show(rows: Sequence[Mapping[str, Any]]) -> None:
+        columns = ("workload", "policy", "figure", "mean", "of_min", "lacr_gain", "pgdsf_gain")
+        print("\n" + report.table(means(rows), columns))
+        if chosen.plot is not None:
+            draw(rows, chosen.plot)
+
+    return report.run("policies", COLUMNS, chosen.json, measured, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Where workloads come from: graph entities, documents, and traces.
+
+Graph entities follow DepCache, section 6.1 (500 queries of 10 entities, up to 30 two-hop paths each); documents follow
+RAGCache, section 7 (arXiv:2404.12457); the traces are Mooncake's (Qin et al., FAST 2025) and those that
+`python -m ragjax.serve --record-trace FILE` writes. Azure's traces are left out: they carry arrivals and lengths, and
+nothing that says which requests share a prefix.
+
+No model is asked: a text is as many tokens as `words` finds in it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.lines import read_lines
+from benchmarks.policies.workload import PATTERNS, Forest, Pattern, Request, Workload
+from ragjax.core import ConfigError
+
+SYSTEM_TOKENS = 32
+"""Length of the system prompt that generated requests begin with."""
+
+BLOCK_TOKENS = 512
+"""Tokens that one hash of a Mooncake trace stands for."""
+
+CHAINED = frozenset({"full", "prefix"})
+"""Strategies whose chunks depend on all chunks before them; under the others a chunk hangs below the system prompt."""
+
+
+def words(text: str) -> list[str]:
+    """Runs of letters and digits, and single other signs: a stand-in for a tokenizer that needs no model."""
+    return re.findall(r"\w+|[^\w\s]", text)
+
+
+# ----------------------------------------------------------------------------------- graph entities
+
+Triple = tuple[str, str, str]
+Graph = Mapping[str, Sequence[tuple[str, str]]]
+
+
+def read_triples(path: Path) -> list[Triple]:
+    """Triples (head, relation, tail) of a .tsv file, or of a `questions.jsonl` with a `triples` field."""
+    if path.suffix == ".jsonl":
+        return sorted({(h, r, t) for question in read_lines(path, "triples") for h, r, t in question["triples"]})
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        parts = line.split("\t")
+        if len(parts) != 3:
+            raise ConfigError(f"{path}:{number}: {len(parts)} fields instead of head, relation and tail")
+        found.append((parts[0], parts[1], parts[2]))
+    return found
+
+
+def graph_of(triples: Iterable[Triple]) -> Graph:
+    """Out-edges (relation, tail) by head, in the order of the triples, each once."""
+    edges: dict[str, dict[tuple[str, str], None]] = defaultdict(dict)
+    for head, relation, tail in triples:
+        edges[head].setdefault((relation, tail))
+    return {head: tuple(out) for head, out in edges.items()}
+
+
+def two_hop_paths(graph: Graph, entity: str, limit: int = 30) -> list[tuple[str, ...]]:
+    """The first `limit` paths of two relations from an entity; one relation where the first tail leads nowhere."""
+    found: list[tuple[str, ...]] = []
+    for relation, tail in graph.get(entity, ()):
+        for onward in graph.get(tail, ()) or ((),):
+            found.append((entity, relation, tail, *onward))
+            if len(found) == limit:
+                return found
+    return found
+
+
+def entities(
+    graph: Graph, pattern: str, *, count: int = 1000, queries: int = 500, per_query: int = 10, seed: int = 0
+) -> Workload:
+    """Queries over subgraphs: each entity's paths form a tree of runs under the system prompt, as DepCache has them.
+
+    count: size of the pool that entities are drawn from, chosen at random among the graph's heads.
+    """
+    heads = sorted(graph)
+    chosen = np.random.default_rng(seed).permutation(len(heads))[:count]
+    paths = [[_spelt(path) for path in two_hop_paths(graph, heads[i])] for i in chosen]
+    forest = Forest()
+    system = forest.child(-1, "system", SYSTEM_TOKENS)
+    pool = _compressed(forest, system, paths)
+    drawn = PATTERNS[pattern].draw(len(pool), min(per_query, len(pool)), queries, seed + 1)
+    requests = [Request((system, *dict.fromkeys(n for item in items for n in pool[item]))) for items in drawn]
+    return forest.workload(pattern, requests)
+
+
+def _spelt(path: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word for part in path for word in words(part))
+
+
+def _compressed(forest: Forest, top: int, groups: Sequence[Sequence[tuple[str, ...]]]) -> list[list[int]]:
+    """Hang all paths of all groups below `top` as one prefix tree with one node per unbranched run of words.
+
+    Returns each group's nodes, parents first.
+    """
+    branches, stops = _branching(groups)
+    found = []
+    for paths in groups:
+        nodes: dict[int, None] = {}
+        for path in paths:
+            parent, begin = top, 0
+            for end in range(1, len(path) + 1):
+                if path[:end] in stops or branches[path[:end]] > 1:
+                    parent = forest.child(parent, path[begin:end], end - begin)
+                    nodes.setdefault(parent)
+                    begin = end
+        found.append(list(nodes))
+    return found
+
+
+def _branching(groups: Sequence[Sequence[tuple[str, ...]]]) -> tuple[Counter[tuple[str, ...]], set[tuple[str, ...]]]:
+    prefixes = {path[:end] for paths in groups for path in paths for end in range(1, len(path) + 1)}
+    return Counter(prefix[:-1] for prefix in prefixes), {path for paths in groups for path in paths}
+
+
+# --------------------------------------------------------------------------------------- documents
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents by id, and questions with the ids of their supporting documents (none where nobody says)."""
+
+    name: str
+    documents: Mapping[str, str]
+    questions: tuple[str, ...]
+    supporting: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def read(cls, folder: Path, limit: int | None = None) -> Corpus:
+        """A set laid out as `text/NAME/{corpus,questions}.jsonl`."""
+        documents = {
+            d["id"]: f"{d['title']} {d['text']}".strip()
+            for d in read_lines(folder / "corpus.jsonl", "id", "title", "text")
+        }
+        asked = list(read_lines(folder / "questions.jsonl", "question", "passages"))[:limit]
+        gold = (tuple(p["id"] for p in q["passages"] if p["is_supporting"] and p["id"] in documents) for q in asked)
+        return cls(folder.name, documents, tuple(q["question"] for q in asked), tuple(gold))
+
+    @classmethod
+    def union(cls, corpora: Sequence[Corpus], name: str = "documents") -> Corpus:
+        """All documents and all questions."""
+        documents = {key: text for corpus in corpora for key, text in corpus.documents.items()}
+        questions = tuple(q for corpus in corpora for q in corpus.questions)
+        return cls(name, documents, questions, tuple(s for corpus in corpora for s in corpus.supporting))
+
+
+def corpora(data: Path, limit: int | None = None) -> list[Corpus]:
+    """Every text set below `data` that has a corpus."""
+    return [Corpus.read(path.parent, limit) for path in sorted(data.glob("text/*/corpus.jsonl"))]
+
+
+def bm25(corpus: Corpus, k: int, saturation: float = 1.2, length_weight: float = 0.75) -> list[list[str]]:
+    """For each question the ids of the `k` best documents, best first (Robertson and Zaragoza 2009)."""
+    ids = list(corpus.documents)
+    counts = [Counter(w.lower() for w in words(text)) for text in corpus.documents.values()]
+    lengths = np.array([c.total() for c in counts], np.float64)
+    asked = [{w.lower() for w in words(question)} for question in corpus.questions]
+    wanted = set().union(*asked)
+    postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for number, count in enumerate(counts):
+        for word in wanted & count.keys():
+            postings[word].append((number, count[word]))
+    norm = saturation * (1 - length_weight + length_weight * lengths / max(lengths.mean(), 1))
+    weights = {word: _bm25_weights(np.array(listed).T, norm, saturation) for word, listed in postings.items()}
+    found = []
+    for question in asked:
+        scores = np.zeros(len(ids))
+        for word in sorted(question & weights.keys()):  # in one order, so that sums round alike in every run
+            at, weight = weights[word]
+            scores[at] += weight
+        found.append([ids[i] for i in np.argsort(-scores, kind="stable")[:k]])
+    return found
+
+
+def _bm25_weights(listed: Any, norm: Any, saturation: float) -> tuple[Any, Any]:
+    at, times = listed
+    rarity = math.log(1 + (len(norm) - len(at) + 0.5) / (len(at) + 0.5))
+    return at, rarity * times * (saturation + 1) / (times + norm[at])
+
+
+def documents(
+    corpus: Corpus,
+    retrieved: Sequence[Sequence[str]],
+    top_k: int,
+    *,
+    keep: int | None = None,
+    requests: int = 5000,
+    pattern: Pattern = PATTERNS["zipf"],
+    seed: int = 0,
+) -> Workload:
+    """Repeated questions, each a chain system → d1 → d2 → … of its `top_k` documents, as RAGCache asks them.
+
+    retrieved: ids for each question, best first. keep: how many of them may be kept (all).
+    distinct: tokens of the documents that are retrieved at all, each counted once.
+    """
+    sizes = {key: len(words(text)) for key, text in corpus.documents.items()}
+    forest = Forest()
+    system = forest.child(-1, "system", SYSTEM_TOKENS)
+    made = [
+        _chain(forest, system, ids[:top_k], sizes, keep, len(words(question)))
+        for question, ids in zip(corpus.questions, retrieved, strict=True)
+    ]
+    drawn = pattern.draw(len(made), 1, requests, seed)
+    distinct = sum(sizes[key] for key in {key for ids in retrieved for key in ids[:top_k]})
+    work = forest.workload(corpus.name, (made[item] for (item,) in drawn), distinct + SYSTEM_TOKENS)
+    return replace(work, top_k=top_k, keep=keep)
+
+
+def _chain(
+    forest: Forest, parent: int, ids: Sequence[str], sizes: Mapping[str, int], keep: int | None, question: int
+) -> Request:
+    nodes = [parent]
+    kept = [key for key in ids if sizes[key]][:keep]
+    for key in kept:
+        nodes.append(forest.child(nodes[-1], key, sizes[key], document=True))
+    return Request(tuple(nodes), question + sum(sizes[key] for key in ids[len(kept) :]), len(ids))
+
+
+# ------------------------------------------------------------------------------------------ traces
+
+
+def mooncake(path: Path, name: str | None = None) -> Workload:
+    """A Mooncake trace: chains of blocks of 512 tokens, the last one partial; equal hashes are equal prefixes."""
+    forest, requests = Forest(), []
+    for line in read_lines(path, "hash_ids", "input_length"):
+        nodes = [-1]
+        for i, block in enumerate(line["hash_ids"]):
+            size = min(BLOCK_TOKENS, line["input_length"] - i * BLOCK_TOKENS)
+            nodes.append(forest.child(nodes[-1], (block, size), size, document=True))
+        requests.append(Request(tuple(nodes[1:]), documents=len(nodes) - 1))
+    return forest.workload(name or path.stem.removesuffix("_trace"), requests)
+
+
+def recorded(path: Path) -> Workload:
+    """A trace that the server recorded: one object a line, with hashes and sizes of the prompt's segments in order.
+
+    The join (the question) is never kept. Under `full` and `prefix` a segment hangs below the one before it, under the
+    other strategies below the system prompt.
+    """
+    forest, requests, chunks = Forest(), [], set()
+    for line in read_lines(path, "tenant", "strategy", "segments", "kinds"):
+        parent, nodes, other = -1, [], 0
+        for (digest, tokens), kind in zip(line["segments"], line["kinds"], strict=True):
+            if kind == "join":
+                other += tokens
+            elif tokens:
+                label = (line["tenant"], line["strategy"] not in CHAINED, digest)
+                nodes.append(forest.child(parent, label, tokens, document=kind == "chunk"))
+                if kind == "system" or line["strategy"] in CHAINED:
+                    parent = nodes[-1]
+                chunks.add((line["tenant"], digest, tokens))
+        held = sum(forest.documents[n] for n in nodes)
+        requests.append(Request(tuple(dict.fromkeys(nodes)), other, held))
+    return forest.workload(path.stem, requests, sum(tokens for *_, tokens in chunks))

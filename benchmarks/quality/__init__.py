@@ -1,0 +1,1 @@
+"""How good answers are: question sets, scores, and every strategy on one set. Run: `python -m benchmarks.quality`."""

@@ -1,0 +1,236 @@
+"""How close each strategy's answers come to full attention's, and to the references, at equal shares recomputed.
+
+    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--ratios 0.15,0,0.05] [--limit N]
+        [--sweep N] [--deviation N] [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
+
+Each question is asked over its own passages, as chat requests are. Distributions are compared over the positions that
+predict the first 12 tokens of the first reference answer (`kl` in nats, `top1`); then up to 24 tokens are generated,
+greedily. Selective strategies recompute 15% of the chunks' tokens on every question; the other ratios of --ratios
+follow on the first --sweep questions (rows of part "sweep", which repeat 15% on those questions), and other numbers of
+neighbours of --neighbours too (part "neighbours", strategy fusion; 0 is its selection without its preprocessing).
+
+Neighbours come from the whole corpus of a set by the packaged encoder. Cache-Craft's chunks come from past requests: a
+passage of the evaluated questions and four of its ten nearest, in random order, until every passage has stood in one
+(`--craft-history`). Those never hold an evaluated prompt. KV is warm before anything is timed; KV that does not fit on
+the device waits on disk, in the engine's dtype, until the set is done.
+
+Intervals are 95% paired bootstrap intervals over questions (2,000 resamples, sets kept in proportion in "pooled" rows);
+`kl_over_fusion` and `kl_minus_fusion` compare with fusion at the same ratio. `normalised_f1` is FusionRAG's equation 11
+as a ratio of sums over questions, undefined where full attention is no better than full reuse. `answered` is the share
+of answers that hold a reference. Other programs on the machine disturb `ttft_ms` and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+from tqdm import tqdm
+
+from benchmarks.common import report
+from benchmarks.common.plot import draw
+from benchmarks.common.samples import Progress, Samples, weights_of
+from benchmarks.quality import dataset
+from benchmarks.quality.dataset import QuestionSet
+from benchmarks.quality.evaluation import Evaluation, Setting, Style
+from benchmarks.quality.plot import FIGURES
+from benchmarks.quality.rival import RIVALS
+from benchmarks.quality.rows import Question, main_settings, rows, sweep_settings, verdicts
+from benchmarks.quality.similarity import History, packaged_encoder
+from ragjax.commands.flags import integer
+from ragjax.commands.preprocess import fuse_all
+from ragjax.core import StorageOptions
+from ragjax.engine import Engine
+from ragjax.retrieval.knowledge import TextEncoder
+from ragjax.reuse import DEPENDENCY
+from ragjax.reuse import strategies as all_strategies
+from ragjax.reuse.base import Strategy
+
+RATIO = 0.15
+"""Share that every selective strategy recomputes on every question; both papers' setting."""
+
+RATIOS = "0,0.05,0.1,0.15,0.3,1"
+LIMIT, SWEEP = 100, 25
+VARIANTS = 100_000
+"""No limit: every chunk of the evaluated questions is to have one."""
+QUICK_SET, QUICK_LIMIT = "hotpotqa", 2
+
+COLUMNS = (
+    "set", "part", "strategy", "ratio", "neighbours", "n", "kl", "kl_lo", "kl_hi", "kl_over_fusion", "top1", "em", "f1",
+    "answered", "rougeL", "rougeL_vs_full", "jaccard_vs_full", "normalised_f1", "normalised_f1_lo", "normalised_f1_hi",
+    "recomputed_share", "ttft_ms",
+)  # fmt: skip
+
+
+def measure(
+    work: Evaluation,
+    main: Sequence[Setting],
+    sweep: Sequence[Setting],
+    samples: Samples,
+    progress: Progress,
+    *,
+    swept: int = 0,
+    deviations: int = 0,
+) -> list[Question]:
+    """Samples of every question of a set: `main` on all, `sweep` on the first `swept`."""
+    plans = [[*main, *(sweep if i < swept else ())] for i in range(len(work.questions))]
+    keys = {(q.id, s): f"{work.name}/{q.id}/{s.key}" for q, p in zip(work.questions, plans, strict=True) for s in p}
+    waiting = [
+        [s for s in plan if samples.get(keys[q.id, s]) is None] for q, plan in zip(work.questions, plans, strict=True)
+    ]
+    if any(waiting):
+        everything = [*main, *(sweep if swept else ())]
+        with tqdm(desc=f"{work.name}: past requests", unit="request") as bar:
+            for bar.n, bar.total in work.teach([s.strategy for s in everything]):
+                bar.refresh()
+        work.warm_up(everything)
+    for i, (question, settings) in enumerate(zip(work.questions, waiting, strict=True)):
+        if not settings:
+            progress.skip()
+            continue
+        for setting, sample in work.measure(question, settings, deviations=i < deviations):
+            if setting in settings:
+                samples.put(keys[question.id, setting], sample)
+        progress.step(f"{work.name}: {question.id}")
+    return [
+        {s.key: found for s in plan if (found := samples.get(keys[q.id, s])) is not None}
+        for q, plan in zip(work.questions, plans, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    flags = report.parser("quality", __doc__)
+    known = all_strategies()
+    everything = [name for name in known if name not in DEPENDENCY]
+    report.add_model(flags)
+    add = flags.add_argument
+    add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
+    add("--sets", metavar="A,B", help=f"sets of the folder ({','.join(dataset.SETS)}; {QUICK_SET} with --quick)")
+    add("--triviaqa", type=Path, metavar="FILE", help="also a file in TriviaQA's format, with the text of its evidence")
+    add("--strategies", type=report.among(known, "strategy"), default=everything, metavar="A,B",
+        help="strategies besides full and naive (all)")  # fmt: skip
+    add("--rivals", type=report.among(RIVALS, "rival"), default=[], metavar="A,B",
+        help=f"rivals that shorten passages: {', '.join(RIVALS)} (none)")  # fmt: skip
+    add("--ratios", type=_numbers(float, 1.0), default=RATIOS, metavar="R,R",
+        help="recomputed shares (%(default)s; 0.15 alone with --quick)")  # fmt: skip
+    add("--neighbours", type=_numbers(int, 100), default="10", metavar="N,N",
+        help="neighbours of fused chunks, the default first (%(default)s)")  # fmt: skip
+    add("--limit", type=integer(1), metavar="N", help=f"questions a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
+    add("--sweep", type=integer(0), default=SWEEP, metavar="N", help="questions for the other ratios (%(default)s)")
+    add("--deviation", type=integer(0), default=0, metavar="N", help="questions whose KV is compared (%(default)s)")
+    add("--max-tokens", type=integer(1), default=24, metavar="N", help="tokens generated (%(default)s)")
+    add("--instruction", metavar="TEXT", help="system message (ragjax's own)")
+    add("--craft-history", default="similar", choices=get_args(History), help="past requests (%(default)s)")
+    add("--device-cache-gb", type=float, default=2.0, metavar="GB", help="KV on the device (%(default)s)")
+    add("--disk-cache-gb", type=float, default=24.0, metavar="GB", help="KV on disk, for a while (%(default)s)")
+    add("--plot", type=Path, metavar="DIR", help="also draw the papers' figures")
+    chosen = flags.parse_args(arguments)
+    if chosen.data is None and chosen.triviaqa is None:
+        flags.error("give --data, --triviaqa or both")
+    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
+    if chosen.quick:
+        chosen.ratios, chosen.sweep = [RATIO], 0
+    names = chosen.sets or (QUICK_SET if chosen.quick else ",".join(dataset.SETS))
+    chosen.sets = names.split(",") if chosen.data is not None else []
+    return chosen
+
+
+def _numbers(kind: Callable[[str], Any], most: float) -> Callable[[str], list[Any]]:
+    def parse(text: str) -> list[Any]:
+        try:
+            found = [kind(part) for part in text.split(",")]
+        except ValueError:
+            found = [-1]
+        if not all(0 <= number <= most for number in found):
+            raise argparse.ArgumentTypeError(f"takes numbers from 0 to {most:g}, separated by commas, not {text!r}")
+        return list(dict.fromkeys(found))
+
+    return parse
+
+
+@contextmanager
+def opened(chosen: argparse.Namespace, strategies: dict[str, Strategy]) -> Iterator[Engine]:
+    """An engine whose disk tier is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ragjax-quality-") as folder:
+        storage = StorageOptions(disk=folder, disk_gb=chosen.disk_cache_gb, variants=VARIANTS)
+        with Engine.load(
+            chosen.model,
+            strategy="fusion",  # whose programs are most of what others need
+            dtype=chosen.dtype,
+            device_cache_gb=chosen.device_cache_gb,
+            storage=storage,
+            strategies=strategies,
+        ) as engine:
+            yield engine
+
+
+def run(chosen: argparse.Namespace, samples: Samples, encoder: TextEncoder) -> list[dict[str, Any]]:
+    """Measure all sets; the rows."""
+    known = all_strategies()
+    selective = frozenset(name for name, s in known.items() if s.selective) | frozenset(chosen.rivals)
+    ratio = RATIO if RATIO in chosen.ratios else chosen.ratios[0]
+    main = main_settings([*chosen.strategies, *chosen.rivals], selective, ratio, chosen.neighbours[0])
+    sweep = sweep_settings(main, chosen.ratios, chosen.neighbours[1:]) if chosen.sweep else []
+    sets: list[QuestionSet] = [dataset.load(chosen.data, name) for name in chosen.sets]
+    if chosen.triviaqa is not None:
+        sets.append(dataset.triviaqa(chosen.triviaqa))
+    style = Style(chosen.instruction, chosen.max_tokens, chosen.craft_history)
+    measured: dict[str, list[Question]] = {}
+    progress = Progress(sum(min(chosen.limit, len(questions.questions)) for questions in sets))
+    for questions in sets:
+        with opened(chosen, known) as engine:
+            work = Evaluation(
+                engine,
+                questions,
+                chosen.limit,
+                encoder,
+                style,
+                known,
+                partial(fuse_all, progress=False),
+                [RIVALS[name](engine) for name in chosen.rivals],
+                whole_corpus=not chosen.quick,
+            )
+            if work.left_out:
+                print(f"{work.name}: {work.left_out} questions are too long for the model", file=sys.stderr)
+            progress.total -= min(chosen.limit, len(questions.questions)) - len(work.questions)
+            measured[questions.name] = measure(
+                work, main, sweep, samples, progress, swept=chosen.sweep, deviations=chosen.deviation
+            )
+    return rows(measured, main, sweep, chosen.model)
+
+
+def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
+    kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation")
+    return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+
+    def measured(session: report.Session) -> list[dict[str, Any]]:
+        return run(chosen, session.samples(settings_of(chosen)), packaged_encoder())
+
+    def show(made: Sequence[report.Row]) -> None:
+        claims = verdicts(made)
+        if claims:
+            print("\nwhat the methods promise (with their 95% intervals):")
+            print(report.table(claims, tuple(claims[0])))
+        draw(made, chosen.plot, FIGURES)
+
+    return report.run("quality", COLUMNS, chosen.json, measured, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,309 @@
+"""One set's questions, answered by every strategy from KV that is warm, beside full attention.
+
+Knowledge is computed without a tenant: chunks by themselves (`naive`), chunks behind their neighbours
+(`ragjax.preprocess`), and Cache-Craft's variants by past requests. Each measured request is a tenant of its own: it
+reads all of that, and what it leaves behind serves no other, so that no setting profits from another's work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+from benchmarks.quality import score
+from benchmarks.quality.dataset import Question, QuestionSet
+from benchmarks.quality.probe import Probe, deviation, places
+from benchmarks.quality.similarity import History, Similarity, TextEncoder
+from ragjax.commands.preprocess import Job
+from ragjax.core import Answer, Chunk, Hit, Kind, Message, Prompt, Segment, Tokens
+from ragjax.engine import Engine
+from ragjax.models.config import inverse_frequencies
+from ragjax.prompting.chat import chat_prompt
+from ragjax.quality.report import divergence
+from ragjax.retrieval.chunking import Chunker
+from ragjax.reuse.base import Strategy
+
+FORCED = 12
+"""Tokens of the reference answer over which distributions are compared."""
+
+FUSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "ragjax"})
+"""Strategies that use preprocessed chunks."""
+
+WARMED = ("naive", "h2o")
+"""Strategies that keep isolated chunks of their own kind."""
+
+RECORDED = frozenset({"fusion+craft"})
+"""Strategies that need what preprocessing records besides KV."""
+
+TAUGHT: Mapping[str, str] = {"craft": "craft", "craft-focus": "craft", "set-cache": "set-cache"}
+"""Strategies that live off past requests, and the one by which those are answered."""
+
+PAST_QUESTION = "What do these passages say?"
+
+
+class Fuser(Protocol):
+    """`ragjax.preprocess.fuse_all`, or what stands in for it."""
+
+    def __call__(self, engine: Engine, jobs: Sequence[Job], *, record: bool) -> Sequence[bytes]:
+        """Preprocess chunks; the `behind` that each one's segment then has. record: keep attention too."""
+        ...
+
+
+class Rival(Protocol):
+    """Another way to make a prompt cheaper: it makes passages shorter."""
+
+    name: str
+
+    def condense(self, question: str, chunks: Sequence[Chunk], rate: float) -> tuple[list[Chunk], float]:
+        """Chunks of about `rate` of their tokens, and the milliseconds it took."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured on a question. neighbours: how many its chunks were computed behind (0: they stood alone)."""
+
+    strategy: str
+    ratio: float | None = None
+    neighbours: int = 0
+
+    @property
+    def key(self) -> str:
+        """Names it in the store of samples."""
+        return f"{self.strategy}/{self.ratio}/{self.neighbours}"
+
+
+FULL, NAIVE = Setting("full"), Setting("naive")
+
+
+@dataclass(frozen=True)
+class Style:
+    """What all requests share. instruction: system message (None: ragjax's own)."""
+
+    instruction: str | None = None
+    max_tokens: int = 24
+    history: History = "similar"
+
+
+class Evaluation:
+    """Answers the questions of one set on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        questions: QuestionSet,
+        limit: int,
+        encoder: TextEncoder,
+        style: Style,
+        strategies: Mapping[str, Strategy],
+        fuse: Fuser,
+        rivals: Sequence[Rival] = (),
+        *,
+        whole_corpus: bool = True,
+    ):
+        """Take the first `limit` questions whose prompt and answer fit the engine's context.
+
+        strategies: the engine's, by name. whole_corpus: whether neighbours come from the whole corpus of the set, or
+        from the passages of the questions taken.
+        """
+        self.engine, self.style, self.name = engine, style, questions.name
+        self._fuse, self._strategies = fuse, strategies
+        self._rivals = {rival.name: rival for rival in rivals}
+        self._chunker = Chunker(partial(engine.tokenizer.encode, special=False, continued=True))
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        self._behind: dict[tuple[str, int], bytes] = {}
+        self.left_out = 0
+        self.questions = tuple(self._fitting(questions.questions, limit))
+        passages = {p.id: p for question in self.questions for p in question.passages}
+        corpus = questions.corpus if whole_corpus else passages
+        chunks = [chunk for document in corpus.values() for chunk in self._cut(document.id, corpus)]
+        self.similarity = Similarity.of(chunks, encoder)
+
+    # ----------------------------------------------------------------------------------- prompts
+
+    def _fitting(self, questions: Sequence[Question], limit: int) -> Iterator[Question]:
+        taken = 0
+        for question in questions:
+            if taken == limit:
+                return
+            for passage in question.passages:
+                self._cut(passage.id, {passage.id: passage})
+            if len(self.prompt(question)) + max(self.style.max_tokens, FORCED) > self.engine.context_length:
+                self.left_out += 1
+                continue
+            taken += 1
+            yield question
+
+    def _cut(self, key: str, documents: Mapping[str, Any]) -> tuple[Chunk, ...]:
+        if key not in self._chunks:
+            self._chunks[key] = self._chunker.chunks(documents[key])
+        return self._chunks[key]
+
+    def chunks(self, question: Question) -> list[Chunk]:
+        """The chunks of the question's passages, in the order they stand in."""
+        return [chunk for passage in question.passages for chunk in self._chunks[passage.id]]
+
+    def prompt(self, question: Question, chunks: Sequence[Chunk] | None = None, neighbours: int = 0) -> Prompt:
+        """The prompt as the engine makes it of a chat; over other chunks if they are given.
+
+        neighbours: chunks that were preprocessed behind so many are marked as such.
+        """
+        chunks = self.chunks(question) if chunks is None else chunks
+        marked = [replace(chunk, behind=self._behind.get((chunk.id, neighbours), b"")) for chunk in chunks]
+        return self._chat(question.text, marked)
+
+    def _chat(self, text: str, chunks: Sequence[Chunk]) -> Prompt:
+        own = () if self.style.instruction is None else (Message("system", self.style.instruction),)
+        prompt = chat_prompt(self.engine.tokenizer, (*own, Message("user", text)), [Hit(c, 1.0) for c in chunks])
+        behind = {chunk.id: chunk.behind for chunk in chunks}
+        return Prompt(tuple(replace(s, behind=behind.get(s.id, b"")) for s in prompt.segments))
+
+    def continuation(self, question: Question) -> Tokens:
+        """The first tokens of the first reference answer, as they would follow the prompt."""
+        return self.engine.tokenizer.encode(question.answers[0], special=False, continued=True)[:FORCED]
+
+    @cached_property
+    def _system(self) -> Segment:
+        return self._chat(PAST_QUESTION, ()).segments[0]
+
+    # --------------------------------------------------------------------------------- knowledge
+
+    def teach(self, strategies: Sequence[str]) -> Iterator[tuple[int, int]]:
+        """Past requests, for the strategies that live off them; yields (answered, in all) after each."""
+        teachers = list(dict.fromkeys(TAUGHT[name] for name in strategies if name in TAUGHT))
+        needed = list(dict.fromkeys(chunk.id for question in self.questions for chunk in self.chunks(question)))
+        requests = list(self.similarity.past_requests(needed, self.style.history)) if teachers else []
+        for done, chunks in enumerate(requests, 1):
+            prompt = self._chat(PAST_QUESTION, chunks)
+            for teacher in teachers:
+                self.engine.answer_prompt(prompt, strategy=teacher, max_tokens=1)
+            yield done, len(requests)
+
+    def prepare(self, question: Question, settings: Sequence[Setting]) -> None:
+        """Have everything that the settings read computed and on the device: isolated and fused chunks."""
+        record = any(s.strategy in RECORDED for s in settings)
+        for n in sorted({s.neighbours for s in settings} - {0}):
+            self._preprocess(question, n, record)
+        for name in WARMED:
+            if any(setting.strategy == name for setting in (NAIVE, *settings)):
+                self.engine.answer_prompt(self.prompt(question), strategy=name, max_tokens=1)
+
+    def _preprocess(self, question: Question, n: int, record: bool) -> None:
+        chunks = [chunk for chunk in self.chunks(question) if (chunk.id, n) not in self._behind]
+        if not chunks:
+            return
+        jobs = [
+            Job(self._system, _segment(chunk), tuple(map(_segment, self.similarity.neighbours(chunk.id, n))))
+            for chunk in chunks
+        ]
+        for chunk, behind in zip(chunks, self._fuse(self.engine, jobs, record=record), strict=True):
+            self._behind[chunk.id, n] = behind
+
+    # ------------------------------------------------------------------------------- measurement
+
+    def ask(self, question: Question, setting: Setting, strategy: Strategy | None = None, tenant: str = "") -> Answer:
+        """One measured request, as a tenant of its own."""
+        return self._ask(question, self.prompt(question, None, setting.neighbours), setting, strategy, tenant)
+
+    def _ask(
+        self, question: Question, prompt: Prompt, setting: Setting, strategy: Strategy | None = None, tenant: str = ""
+    ) -> Answer:
+        return self.engine.answer_prompt(
+            prompt,
+            strategy=strategy or setting.strategy,
+            recompute_ratio=setting.ratio,
+            continuation=self.continuation(question),
+            max_tokens=self.style.max_tokens,
+            tenant=f"{tenant}{self.name}/{question.id}/{setting.key}",
+        )
+
+    def warm_up(self, settings: Sequence[Setting]) -> None:
+        """Run every setting once, untimed: what runs first pays for what is lazy."""
+        question = self.questions[0]
+        self.prepare(question, settings)
+        for setting in settings:
+            if setting.strategy not in self._rivals:
+                self.ask(question, setting, tenant="first/")
+
+    def measure(
+        self, question: Question, settings: Sequence[Setting], deviations: bool = False
+    ) -> Iterator[tuple[Setting, dict[str, Any]]]:
+        """The sample of each setting on a question, full attention's own first.
+
+        deviations: also compare the KV that each leaves behind with full attention's.
+        """
+        self.prepare(question, [*settings, NAIVE])
+        full = self.ask(question, FULL)
+        exact = self._probed(question, FULL) if deviations else None
+        yield FULL, sample(question, full, full)
+        for setting in settings:
+            if setting == FULL:
+                continue
+            if setting.strategy in self._rivals:
+                yield setting, self._rival_sample(question, setting, full)
+                continue
+            found = sample(question, self.ask(question, setting), full)
+            if exact is not None:
+                found |= _deviations(self.prompt(question), exact, self._probed(question, setting))
+            yield setting, found
+
+    def _probed(self, question: Question, setting: Setting) -> Probe:
+        runner = self.engine._runner  # KV is read by nobody else, and in the engine's thread
+        config = runner.config
+        frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        probe = Probe(self._strategies[setting.strategy], runner.read, frequencies)
+        self.ask(question, setting, probe, tenant="probe/")
+        return probe
+
+    def _rival_sample(self, question: Question, setting: Setting, full: Answer) -> dict[str, Any]:
+        assert setting.ratio is not None
+        chunks = self.chunks(question)
+        shorter, milliseconds = self._rivals[setting.strategy].condense(question.text, chunks, setting.ratio)
+        answer = self._ask(question, self.prompt(question, shorter), replace(setting, strategy="full", ratio=None))
+        found = sample(question, answer, full)
+        kept = sum(len(c.tokens) for c in shorter) / sum(len(c.tokens) for c in chunks)
+        return {**found, "recomputed_share": kept, "ttft_ms": found["ttft_ms"] + milliseconds}
+
+
+def _segment(chunk: Chunk) -> Segment:
+    return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title)
+
+
+def _deviations(prompt: Prompt, exact: Probe, probe: Probe) -> dict[str, Any]:
+    assert exact.kv is not None and probe.kv is not None
+    keys, values = deviation(exact.kv, probe.kv)
+    within, among = places(prompt, probe.recomputed)
+    return {"deviation_k": keys, "deviation_v": values, "place_in_chunk": within, "place_of_chunk": among}
+
+
+def sample(question: Question, answer: Answer, full: Answer) -> dict[str, Any]:
+    """Everything that is measured on one answer, `full` being full attention's."""
+    assert answer.scores is not None and full.scores is not None
+    seen = divergence(full.scores, answer.scores)
+    if not math.isfinite(seen.kl):
+        raise ArithmeticError(f"logits of {question.id} are not finite")
+    return {
+        "kl": seen.kl,
+        "top1": seen.top1,
+        "em": score.exact_match(answer.text, question.answers),
+        "f1": score.f1(answer.text, question.answers),
+        "answered": score.answered(answer.text, question.answers),
+        "rougeL": score.rouge_l(answer.text, question.answers),
+        "rougeL_vs_full": score.rouge_l(answer.text, [full.text]),
+        "jaccard_vs_full": score.jaccard(answer.text, full.text),
+        "recomputed_share": recomputed_share(answer),
+        "ttft_ms": answer.timings.ttft,
+        "load_ms": answer.timings.load,
+        "prompt_tokens": answer.prompt_tokens,
+        "text": answer.text,
+        "notices": list(answer.notices),
+    }
+
+
+def recomputed_share(answer: Answer) -> float:
+    """Share of the chunks' tokens that were computed in the request."""
+    chunks = [report for report in answer.segments if report.score is not None]
+    return sum(report.recomputed for report in chunks) / max(1, sum(report.tokens for report in chunks))

@@ -1,0 +1,134 @@
+"""The settings that `quality` measures, and the rows that it makes of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.quality.evaluation import FULL, FUSED, NAIVE, Setting
+from benchmarks.quality.score import Bootstrap, normalised_f1
+
+METRICS = ("kl", "top1", "em", "f1", "answered", "rougeL", "rougeL_vs_full", "jaccard_vs_full", "recomputed_share")
+METRICS += ("ttft_ms", "load_ms", "prompt_tokens")
+LISTS = ("deviation_k", "deviation_v", "place_in_chunk", "place_of_chunk")
+
+Question = Mapping[str, Mapping[str, Any]]
+"""One question's samples by setting."""
+
+
+# ---------------------------------------------------------------------------------------- settings
+
+
+def main_settings(strategies: Sequence[str], selective: frozenset[str], ratio: float, neighbours: int) -> list[Setting]:
+    """What is measured on every question; the references first."""
+    named = (
+        Setting(name, ratio if name in selective else None, neighbours if name in FUSED else 0) for name in strategies
+    )
+    return list(dict.fromkeys([FULL, NAIVE, *named]))
+
+
+def sweep_settings(main: Sequence[Setting], ratios: Sequence[float], neighbours: Sequence[int]) -> list[Setting]:
+    """What is measured on the first questions besides: other ratios, and fusion behind other numbers of neighbours."""
+    selective = [s for s in main if s.ratio is not None]
+    others = [replace(s, ratio=ratio) for ratio in ratios for s in selective]
+    fusion = [s for s in selective if s.strategy == "fusion"]
+    others += [replace(s, neighbours=n, ratio=ratio) for n in neighbours for s in fusion for ratio in (0.0, s.ratio)]
+    return [s for s in dict.fromkeys(others) if s not in main]
+
+
+# -------------------------------------------------------------------------------------------- rows
+
+
+def rows(
+    measured: Mapping[str, Sequence[Question]], main: Sequence[Setting], sweep: Sequence[Setting], model: str
+) -> list[dict[str, Any]]:
+    """A row for each set, part and setting, and over all sets together."""
+    groups = {name: [(question, name) for question in found] for name, found in measured.items()}
+    if len(groups) > 1:
+        groups["pooled"] = [pair for pairs in groups.values() for pair in pairs]
+    made = []
+    for name, pairs in groups.items():
+        first = [pair for pair in pairs if sweep and all(s.key in pair[0] for s in sweep)]
+        for part, settings in parts(main, sweep).items():
+            chosen = pairs if part == "main" else first
+            made += [row(name, part, setting, chosen, main, model) for setting in settings if chosen]
+    return made
+
+
+def parts(main: Sequence[Setting], sweep: Sequence[Setting]) -> dict[str, list[Setting]]:
+    """The settings of each part of the report; those of the sweep stand beside the main ones they belong to."""
+    kinds = {(s.strategy, s.neighbours) for s in main}
+    swept = [s for s in sweep if (s.strategy, s.neighbours) in kinds]
+    others = [s for s in sweep if (s.strategy, s.neighbours) not in kinds]
+    found = {"main": list(main)}
+    if swept:
+        found["sweep"] = [*main, *swept]
+    if others:
+        found["neighbours"] = [FULL, NAIVE, *(s for s in (*main, *swept) if s.strategy == "fusion"), *others]
+    return found
+
+
+def row(
+    name: str, part: str, setting: Setting, pairs: Sequence[tuple[Question, str]], main: Sequence[Setting], model: str
+) -> dict[str, Any]:
+    """One setting's means over questions, with intervals; `pairs` are questions and the sets they come from."""
+    questions = [q for q, _ in pairs]
+    bootstrap = Bootstrap([g for _, g in pairs])
+
+    def values(of: Setting, metric: str) -> list[float]:
+        return [float(q[of.key][metric]) for q in questions]
+
+    made: dict[str, Any] = {
+        "set": name,
+        "part": part,
+        "model": model,
+        "strategy": setting.strategy,
+        "ratio": setting.ratio,
+        "neighbours": setting.neighbours if setting.strategy in FUSED else None,
+        "n": len(questions),
+    }
+    for metric in METRICS:
+        made |= bootstrap.mean(values(setting, metric)).columns(metric)
+    f1s, full = values(setting, "f1"), values(FULL, "f1")
+    made |= normalised_f1(bootstrap, f1s, full, values(NAIVE, "f1")).columns("normalised_f1")
+    made |= bootstrap.difference(f1s, full).columns("f1_minus_full")
+    fusion = next((s for s in main if s.strategy == "fusion"), None)
+    if fusion is not None:
+        beside = replace(fusion, ratio=fusion.ratio if setting.ratio is None else setting.ratio)
+        if all(beside.key in q for q in questions):
+            mine, theirs = values(setting, "kl"), values(beside, "kl")
+            made |= bootstrap.difference(mine, theirs).columns("kl_minus_fusion")
+            made |= bootstrap.ratio(mine, theirs).columns("kl_over_fusion")
+    for key in LISTS:
+        found = [q[setting.key][key] for q in questions if key in q[setting.key]]
+        if found:
+            made[key] = [float(x) for x in np.mean(found, axis=0)]
+    return made
+
+
+def verdicts(made: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What the methods promise, cell by cell: fusion's KL at most half of blend's and craft's, `ragjax` below fusion,
+    and 80% of the F1 that full reuse loses recovered over all sets.
+    """
+    found = []
+    pooled = "pooled" if any(r["set"] == "pooled" for r in made) else None
+    for r in made:
+        if r["part"] != "main":
+            continue
+        over = r.get("kl_over_fusion")
+        if r["strategy"] in ("blend", "craft") and over is not None:
+            found.append(_verdict(r, "fusion's KL is at most half", over, over >= 2, "kl_over_fusion"))
+        if r["strategy"] == "ragjax" and over is not None:
+            found.append(_verdict(r, "KL is below fusion's", over, over < 1, "kl_over_fusion"))
+        normalised = r["normalised_f1"]
+        if r["strategy"] in ("fusion", "ragjax") and r["set"] == (pooled or r["set"]) and normalised is not None:
+            found.append(_verdict(r, "recovers 80% of F1", normalised, normalised >= 0.8, "normalised_f1"))
+    return found
+
+
+def _verdict(r: Mapping[str, Any], claim: str, value: float, holds: bool, key: str) -> dict[str, Any]:
+    interval = {"lo": r.get(f"{key}_lo"), "hi": r.get(f"{key}_hi")}
+    return {"set": r["set"], "strategy": r["strategy"], "claim": claim, "value": value, **interval, "holds": str(holds)}

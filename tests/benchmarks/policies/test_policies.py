@@ -1,0 +1,196 @@
+"""`python -m benchmarks.policies` and `.characterise`: their reports, their figures, what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import characterise
+from benchmarks.policies import __main__ as policies
+from benchmarks.policies.cell import Cell
+from benchmarks.policies.source import Corpus
+from benchmarks.policies.workload import PATTERNS
+from ragjax.cache.profile import Profile
+from tests.support.files import write_lines
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with a graph, two text sets and a trace, all made up and small."""
+    home = tmp_path / "data"
+
+    def write(path: str, lines: list[Any]) -> None:
+        write_lines(home / path, lines)
+
+    triples = [(f"e{i}", f"r{j}", f"e{(i + 3 * j) % 40}") for i in range(40) for j in range(3)]
+    paths = [[f"e{i}", "r0", f"e{i}"] for i in range(3)]
+    write("kg/made/questions.jsonl", [{"topic_entities": ["e0"], "paths": paths, "triples": triples}] * 4)
+    for name in ("one", "two"):
+        texts = [{"id": f"{name}{i}", "title": f"{name}{i}", "text": f"thing{i} " * (i + 1)} for i in range(20)]
+        write(f"text/{name}/corpus.jsonl", texts)
+        passages = [{"id": f"{name}3", "is_supporting": True}]
+        write(
+            f"text/{name}/questions.jsonl", [{"question": f"which thing{i}?", "passages": passages} for i in range(12)]
+        )
+    blocks = [list(range(i % 4, i % 4 + 3)) for i in range(20)]
+    chained = [[1000 * b[0] + j for j in range(3)] for b in blocks]
+    write(
+        "traces/mooncake_made_trace.jsonl",
+        [{"timestamp": 0, "input_length": 1300, "output_length": 1, "hash_ids": b} for b in chained],
+    )
+    return home
+
+
+def test_policies_reports_every_policy_beside_the_bound(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "new" / "plot.png"
+    flags = ["--data", str(data), "--quick", "--limit", "15", "--json", str(out), "--plot", str(picture)]
+    assert policies.main(flags) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["policy"] for r in rows} == set(policies.NAMES)
+    assert {r["workload"] for r in rows} == {*PATTERNS, "documents", "mooncake_made"}
+    asked = {(r["top_k"], r["keep"]) for r in rows if r["workload"] == "documents"}
+    assert asked == {(2, None), (5, None), (5, 3)}
+    for row in rows:
+        assert row["requests"] <= 15
+        assert 0 <= row["token_hit_rate"] <= row["bound"] + 1e-9 and row["min"] <= row["bound"] + 1e-9
+        assert row["document_hit_rate"] is None or row["document_hit_rate"] <= row["document_bound"] + 1e-9
+        assert (row["moved_bytes"] == 0 or row["host_tokens"]) and row["decision_us"] > 0
+        assert row["recomputed_tokens"] > 0 and row["prefill_s"] > 0
+    assert any(row["moved_bytes"] for row in rows)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    words = capsys.readouterr().out
+    assert words.index("ceiling") < words.index("decision_us") < words.index("lacr_gain")
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_a_stopped_run_goes_on_where_it_stopped(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve, served = policies.serve, []
+
+    def counted(cell: Cell, name: str, profile: Profile) -> dict[str, Any]:
+        if len(served) == 25:
+            raise KeyboardInterrupt
+        served.append(cell.name + name)
+        return serve(cell, name, profile)
+
+    monkeypatch.setattr(policies, "serve", counted)
+    flags = ["--data", str(data), "--quick", "--limit", "10", "--json", str(tmp_path / "out.json")]
+    with pytest.raises(KeyboardInterrupt):
+        policies.main(flags)
+    first, served[:] = list(served), []
+    monkeypatch.setattr(policies, "serve", lambda *cell: served.append(cell[0].name + cell[1]) or serve(*cell))
+    assert policies.main(flags) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert len(first) == 25 and not set(first) & set(served) and len(rows) == 25 + len(served)
+    assert "continuing a stopped run: 25 samples" in capsys.readouterr().err
+
+
+def test_a_recorded_trace_is_replayed(data: Path, tmp_path: Path) -> None:
+    line = {
+        "time": 0.0, "tenant": "ab", "strategy": "prefix", "output": 1,
+        "segments": [["s" * 16, 10], ["a" * 16, 30], ["j" * 16, 5]], "kinds": ["system", "chunk", "join"],
+    }  # fmt: skip
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(json.dumps(line) + "\n" for _ in range(5)))
+    out = tmp_path / "out.json"
+    assert policies.main(["--trace", str(trace), "--json", str(out)]) == 0
+    assert {r["workload"] for r in json.loads(out.read_text())["rows"]} == {"trace"}
+
+
+def test_a_measured_profile_is_used(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat = Profile((0, 10), (1, 10), ((0.5, 0.5), (0.5, 0.5)), "a stopwatch")
+    flat.save(tmp_path / "profile.json")
+    out = tmp_path / "out.json"
+    flags = ["--data", str(data), "--quick", "--limit", "5", "--profile", str(tmp_path / "profile.json")]
+    assert policies.main([*flags, "--json", str(out)]) == 0
+    assert "a stopwatch" in capsys.readouterr().out
+    rows = json.loads(out.read_text())["rows"]
+    assert all(row["prefill_s"] <= 0.5 * row["requests"] for row in rows)
+
+
+def test_storage_and_characterise_report(data: Path, tmp_path: Path) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "plot.png"
+    assert policies.main(["--storage", "--json", str(out)]) == 0
+    assert [row["source"] for row in json.loads(out.read_text())["rows"]] == ["here", "paper"]
+    assert characterise.main(["--data", str(data), "--quick", "--json", str(out), "--plot", str(picture)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["figure"].split()[0] for row in rows} == {"RAGCache", "Cache-Craft", "DepCache"}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--data"),
+        (["--storage", "--trace", __file__], "not allowed with"),
+        (["--data", "no-such-folder"], "no such folder: no-such-folder"),
+        (["--trace", "."], "no such file: ."),
+        (["--storage", "--limit", "0"], "--limit: must be a whole number from 1"),
+        (["--storage", "--qui"], "--qui"),
+    ],
+)
+def test_flags_that_make_no_sense_are_errors(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        policies.main(flags)
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_without_data_is_an_error(tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert policies.main(["--data", str(tmp_path / "empty")]) == 1
+    assert "holds no requests" in capsys.readouterr().err
+    assert characterise.main(["--data", str(tmp_path / "empty")]) == 1
+    assert "holds no text sets" in capsys.readouterr().err
+
+
+def test_curves_say_what_the_most_accessed_take() -> None:
+    requests = [["a", "b"], ["a"], ["a", "c"], ["a", "b", "b"]]
+    curve = characterise.Curve.of("f", "s", "x", requests, items=10)
+    assert curve.counts == (4, 2, 1) and curve.items == 10
+    assert curve.share(0.1) == pytest.approx(4 / 7)
+    assert curve.share(0.15) == pytest.approx((4 + 0.5 * 2) / 7)
+    assert curve.share(0.3) == curve.share(1.0) == 1.0
+    assert curve.points() == ([0.0, 0.1, 0.2, 0.3], pytest.approx([0, 4 / 7, 6 / 7, 1]))
+    assert curve.row()["uniform"] == pytest.approx(0.2 * 10 / 3)
+
+
+def test_density_counts_recent_requests_with_the_same_beginning() -> None:
+    requests = ["abc", "abd", "xbc", "abc", "a"]
+    seen = [(0, 0, 0), (1, 1, 0), (0, 0, 0), (2, 2, 1), (3, 0, 0)]
+    assert characterise.density(requests, longest=3) == pytest.approx([sum(s) / 5 for s in zip(*seen, strict=True)])
+    window = characterise.density(requests, longest=1, recent=2)
+    assert window == pytest.approx([(0 + 1 + 0 + 1 + 1) / 5])
+
+
+def test_the_encoder_is_asked_once_for_all_indexes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ragjax.models import encoder, hub
+
+    class Letters:
+        dim = 26
+        calls = 0
+
+        def encode(self, texts: Sequence[str]) -> Any:
+            Letters.calls += 1
+            counts = np.array([[t.lower().count(chr(97 + i)) for i in range(26)] for t in texts], np.float32)
+            return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+
+    class Found:
+        path = Path()
+
+    monkeypatch.setattr(hub, "resolve", lambda name: Found())
+    monkeypatch.setattr(encoder.Encoder, "load", classmethod(lambda cls, path: Letters()))
+    texts = {f"d{i}": chr(97 + i) * 5 + "z" for i in range(10)}
+    corpus = Corpus("set", texts, ("aaaa", "bbbb"), (("d9",), ()))
+    found = dict(characterise.encoded(corpus, most=6))
+    assert list(found) == ["minilm flat", "minilm ivf", "minilm hnsw"] and Letters.calls == 2
+    assert all(ids[0][0] == "d0" and ids[1][0] == "d1" for ids in found.values())
+    assert {key for ids in found["minilm flat"] for row in ids for key in [row]} <= {"d9", *list(texts)[:5]}

@@ -14,7 +14,6 @@ that KV. The mark goes when any of these neighbours goes, and with it all use of
 from __future__ import annotations
 
 import hashlib
-import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,47 +26,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Chunk, ConfigError, Document, Hit, RequestError, Tokens
+from ragjax.core import Chunk, Document, Hit, RequestError, Tokens
+from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.database import exclusive
-from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.index import NONE, IndexKind, VectorIndex
+from ragjax.retrieval.neighbours import nearest
 
-_FORMAT = "1"
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost
-_SCHEMA = """
-create table settings (name text primary key, value text not null);
-create table documents (id text primary key, digest blob not null);
-create table chunks (
-    number integer primary key autoincrement,
-    id text not null,
-    document_id text not null references documents (id) on delete cascade,
-    title text not null,
-    text text not null,
-    tokens blob not null,
-    embedding blob not null
-);
-create index chunks_by_document on chunks (document_id);
-"""
-_MARKS = """
-create table if not exists fused (
-    number integer primary key references chunks (number) on delete cascade,
-    behind blob not null
-);
-create table if not exists neighbours (
-    number integer not null references fused (number) on delete cascade,
-    rank integer not null,
-    neighbour integer not null,
-    primary key (number, rank)
-) without rowid;
-create index if not exists fused_by_neighbour on neighbours (neighbour);
-"""  # a directory that was made before there were marks gets these tables when it is opened
-_CHUNK = """
-select number, id, document_id, title, text, tokens, coalesce(behind, x'') from chunks left join fused using (number)
-"""
-_QUERIES = 64  # chunks whose neighbours are searched together: a request's own search waits no longer than for these
-_ROUNDING = 1e-5  # the index may misorder scores that are nearer to each other
-
-_log = logging.getLogger(__name__)
 
 
 class TextEncoder(Protocol):
@@ -149,14 +114,14 @@ class KnowledgeBase:
         kind = IndexKind.parse(index_kind)
         place = None if directory is None else Path(directory)
         settings = {
-            "format": _FORMAT,
+            "format": chunk_store.FORMAT,
             "tokenizer": model_key,
             "encoder": encoder.identity,
             "tokens per chunk": str(max_tokens),
         }
-        database = _connect(place, settings)
+        database = chunk_store.connect(place, settings)
         try:
-            index = _open_index(database, place, kind, encoder.dim)
+            index = chunk_store.open_index(database, place, kind, encoder.dim)
         except BaseException:
             database.close()
             raise
@@ -254,13 +219,13 @@ class KnowledgeBase:
             gone = self._forget(database, [prepared.document.id for prepared in batch])
             rows = [(prepared.document.id, _digest(prepared.document)) for prepared in batch]
             database.executemany("insert into documents values (?, ?)", rows)
-            numbers = [_insert(database, chunk, row) for chunk, row in zip(chunks, embeddings, strict=True)]
+            numbers = [chunk_store.insert(database, chunk, row) for chunk, row in zip(chunks, embeddings, strict=True)]
         self._index.update(gone, np.array(numbers, np.int64), embeddings)
 
     def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
         """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
-        gone = [number for document_id in document_ids for number in _numbers(database, document_id)]
-        unmarked = [number for neighbour in gone for number in _unmark(database, neighbour)]
+        gone = [number for document_id in document_ids for number in chunk_store.numbers(database, document_id)]
+        unmarked = [number for neighbour in gone for number in chunk_store.unmark(database, neighbour)]
         database.executemany("delete from documents where id = ?", [(document_id,) for document_id in document_ids])
         for number in (*gone, *unmarked):
             self._cache.pop(number, None)
@@ -312,10 +277,12 @@ class KnowledgeBase:
             RequestError: the id is unknown.
         """
         with self._reading:
-            rows = self._database.execute(f"{_CHUNK} where document_id = ? order by number", (document_id,)).fetchall()
+            rows = self._database.execute(
+                f"{chunk_store.CHUNK} where document_id = ? order by number", (document_id,)
+            ).fetchall()
         if not rows:
             raise self._unknown(document_id)
-        return tuple(_chunk(row)[1] for row in rows)
+        return tuple(chunk_store.chunk_of(row)[1] for row in rows)
 
     def chunks(self, numbers: Iterable[int]) -> dict[int, Chunk]:
         """Those of the chunks with these numbers that are stored, by number."""
@@ -335,30 +302,7 @@ class KnowledgeBase:
             raise ValueError(f"a chunk has at least 1 neighbour, not {n}")
         with self._reading:
             rows = self._database.execute("select number, tokens, embedding from chunks order by number").fetchall()
-        if not rows:
-            return {}
-        store = _Embedded.of(rows)
-        found: dict[int, tuple[int, ...]] = {}
-        for begin in range(0, len(rows), _QUERIES):
-            found |= self._nearest(store, store.numbers_N[begin : begin + _QUERIES], n)
-        return found
-
-    def _nearest(self, store: _Embedded, numbers_Q: Ids, n: int) -> dict[int, tuple[int, ...]]:
-        """Asks the index for ever more candidates until those behind the last one cannot matter."""
-        found: dict[int, tuple[int, ...]] = {}
-        left, k = [int(number) for number in numbers_Q], n + 1
-        while left:
-            ids_QK, scores_QK = self._index.search(store.embedding_NE[[store.row[number] for number in left]], k)
-            enough = k >= len(self._index)
-            rest = []
-            for number, ids_K, scores_K in zip(left, ids_QK, scores_QK, strict=True):
-                nearest = store.ranked(number, ids_K.tolist())[:n]
-                if enough or (len(nearest) == n and scores_K[-1] < nearest[-1][0] - _ROUNDING):
-                    found[number] = tuple(neighbour for _, neighbour in nearest)
-                else:
-                    rest.append(number)
-            left, k = rest, 2 * k
-        return found
+        return nearest(self._index, rows, n)
 
     @property
     def document_ids(self) -> frozenset[str]:
@@ -388,8 +332,8 @@ class KnowledgeBase:
         return found
 
     def _read(self, numbers: Iterable[int]) -> dict[int, Chunk]:
-        sql = f"{_CHUNK} where number = ?"
-        return dict(_chunk(row) for number in numbers for row in self._database.execute(sql, (number,)))
+        sql = f"{chunk_store.CHUNK} where number = ?"
+        return dict(chunk_store.chunk_of(row) for number in numbers for row in self._database.execute(sql, (number,)))
 
     def _unknown(self, document_id: str) -> RequestError:
         return RequestError(
@@ -397,43 +341,6 @@ class KnowledgeBase:
             param="rag.documents",
             code="document_not_found",
         )
-
-
-# -------------------------------------------------------------------------------------------- neighbours
-
-
-@dataclass(frozen=True)
-class _Embedded:
-    """Chunks as neighbours of each other: N numbers, embeddings [N, E], tokens, and the row of each number."""
-
-    numbers_N: Ids
-    embedding_NE: Vectors
-    tokens: tuple[bytes, ...]
-    row: dict[int, int]
-
-    @staticmethod
-    def of(rows: Sequence[tuple[int, bytes, bytes]]) -> _Embedded:
-        numbers = np.array([number for number, _, _ in rows], np.int64)
-        embedding = np.frombuffer(b"".join(blob for _, _, blob in rows), np.float32).reshape(len(rows), -1)
-        tokens = tuple(raw for _, raw, _ in rows)
-        return _Embedded(numbers, embedding, tokens, {number: i for i, (number, _, _) in enumerate(rows)})
-
-    def ranked(self, number: int, candidates: Iterable[int]) -> list[tuple[float, int]]:
-        """(score, number) of the candidates, best first, without those whose tokens were there before.
-
-        Scores are computed anew, pair by pair, in float64: those of the index depend in their last bits on what else
-        was searched, and an order that wavers would have KV computed again for nothing.
-        """
-        known = [candidate for candidate in candidates if candidate in self.row]
-        query_E = self.embedding_NE[self.row[number]].astype(np.float64)
-        scores = [float((self.embedding_NE[self.row[candidate]] * query_E).sum()) for candidate in known]
-        seen, ranked = {self.tokens[self.row[number]]}, []
-        for score, candidate in sorted(zip(scores, known, strict=True), key=lambda pair: (-pair[0], pair[1])):
-            raw = self.tokens[self.row[candidate]]
-            if raw not in seen:
-                seen.add(raw)
-                ranked.append((score, candidate))
-        return ranked
 
 
 # --------------------------------------------------------------------------------------------- documents
@@ -458,85 +365,3 @@ def _check(documents: Sequence[Document]) -> None:
 def _digest(document: Document) -> bytes:
     parts = (document.title, document.text)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-# ---------------------------------------------------------------------------------------------- storage
-
-
-def _connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connection:
-    """An open database that fits these settings, held by this process alone."""
-    place = None if directory is None else directory / "chunks.sqlite"
-
-    def prepare(database: sqlite3.Connection) -> None:
-        database.execute("pragma foreign_keys = on")
-        database.execute("begin exclusive")
-        _check_settings(database, place or ":memory:", settings)
-        _run(database, _MARKS)
-        database.execute("commit")
-
-    return exclusive(place, prepare, f"delete {directory} and add the documents again", implicit=False)
-
-
-def _check_settings(database: sqlite3.Connection, place: str | Path, settings: dict[str, str]) -> None:
-    if not database.execute("select count(*) from sqlite_master").fetchone()[0]:
-        _run(database, _SCHEMA)
-        database.executemany("insert into settings values (?, ?)", settings.items())
-        return
-    stored = dict(database.execute("select name, value from settings"))
-    for name, value in settings.items():
-        if stored.get(name) != value:
-            raise ConfigError(
-                f"{place}: was made with {name} {stored.get(name)!r}, not {value!r}; "
-                "choose another directory, or delete this one and add the documents again"
-            )
-
-
-def _run(database: sqlite3.Connection, statements: str) -> None:
-    for statement in filter(str.strip, statements.split(";")):
-        database.execute(statement)
-
-
-def _open_index(database: sqlite3.Connection, directory: Path | None, kind: IndexKind, dim: int) -> VectorIndex:
-    """The saved index if it is the one of this database, else a new one from the stored embeddings."""
-    numbers = {number for (number,) in database.execute("select number from chunks")}
-    path = None if directory is None else directory / "index.npz"
-    if path is not None and path.exists():
-        try:
-            index = VectorIndex.load(path)
-        except ConfigError as error:
-            _log.warning("%s", error)
-        else:
-            if index.kind is kind and index.dim == dim and index.ids == numbers:
-                return index
-    index = VectorIndex(kind, dim)
-    if numbers:
-        _log.info("building the %s index of %d chunks", kind, len(numbers))
-        rows = database.execute("select number, embedding from chunks order by number").fetchall()
-        vectors = np.frombuffer(b"".join(blob for _, blob in rows), np.float32).reshape(len(rows), dim)
-        index.add(np.array([number for number, _ in rows], np.int64), vectors)
-        if path is not None:
-            index.save(path)
-    return index
-
-
-def _insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.float32]) -> int:
-    values = (chunk.id, chunk.document_id, chunk.title, chunk.text, chunk.tokens.tobytes(), embedding.tobytes())
-    sql = "insert into chunks (id, document_id, title, text, tokens, embedding) values (?, ?, ?, ?, ?, ?)"
-    number = database.execute(sql, values).lastrowid
-    assert number is not None
-    return number
-
-
-def _numbers(database: sqlite3.Connection, document_id: str) -> list[int]:
-    return [row[0] for row in database.execute("select number from chunks where document_id = ?", (document_id,))]
-
-
-def _unmark(database: sqlite3.Connection, neighbour: int) -> list[int]:
-    """Take the marks from the chunks that were fused behind a neighbour; returns their numbers."""
-    sql = "delete from fused where number in (select number from neighbours where neighbour = ?) returning number"
-    return [number for (number,) in database.execute(sql, (neighbour,)).fetchall()]
-
-
-def _chunk(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Chunk]:
-    number, chunk_id, document_id, title, text, tokens, behind = row
-    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind)

@@ -13,6 +13,7 @@ import pytest
 from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import ConfigError, Document, RequestError
+from ragjax.retrieval import chunk_store, neighbours
 from ragjax.retrieval import knowledge as module
 from ragjax.retrieval.document import load
 from ragjax.retrieval.index import TRAIN_AT, IndexKind, VectorIndex
@@ -259,7 +260,7 @@ def test_neighbours_do_not_depend_on_what_else_is_searched(monkeypatch: pytest.M
     with open_base() as base:
         base.add(_some_documents(1, 100))
         found = base.neighbours(5)
-        monkeypatch.setattr(module, "_QUERIES", 7)
+        monkeypatch.setattr(neighbours, "_QUERIES", 7)
         assert base.neighbours(5) == found
         base.add([Document("far", "zebra")])
         assert {k: v for k, v in base.neighbours(5).items() if k in found} == found
@@ -314,7 +315,7 @@ def test_a_failed_write_takes_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_base() as base:
         base.add(ISLANDS)
         base.mark_fused(1, (2,), b"two")
-        monkeypatch.setattr(module, "_insert", _refuse)
+        monkeypatch.setattr(chunk_store, "insert", _refuse)
         with pytest.raises(AssertionError):
             base.add([Document("isle/1", "other")])
         assert _marks(base)["isle/0"] == b"two"
@@ -380,7 +381,7 @@ def test_kill_between_commit_and_save(kind: IndexKind, writing: str, tmp_path: P
 
 def test_kill_before_commit_changes_nothing(tmp_path: Path) -> None:
     _run_and_die(tmp_path, IndexKind.FLAT, "base.add(ISLANDS[:2])", die_in="")
-    _run_and_die(tmp_path, IndexKind.FLAT, "base.add([Document('isle/1', 'x')])", die_in="_insert")
+    _run_and_die(tmp_path, IndexKind.FLAT, "base.add([Document('isle/1', 'x')])", die_in="insert")
     with open_base(tmp_path) as base:
         assert _found(base, "honey") == ["isle/1"]
         assert base.document("isle/1")[0].text.startswith("Merrin")
@@ -391,14 +392,14 @@ def _run_and_die(directory: Path, kind: IndexKind, line: str, die_in: str) -> No
     program = f"""
         import os, sys
         sys.path[:0] = {sys.path!r}
-        import ragjax.retrieval.knowledge as module
+        from ragjax.retrieval import chunk_store
         from ragjax.retrieval.knowledge import KnowledgeBase
         from pathlib import Path
         from ragjax.core import Document
         from tests.support.islands import ISLANDS, open_base
         base = open_base(Path({str(directory)!r}), index_kind={str(kind)!r})
         if {die_in!r}:
-            owner = module.KnowledgeBase if "." in {die_in!r} else module
+            owner = KnowledgeBase if "." in {die_in!r} else chunk_store
             setattr(owner, {die_in.rpartition(".")[2]!r}, lambda *_: os._exit(9))
         {line}
         os._exit(0 if not {die_in!r} else 1)

@@ -1,0 +1,133 @@
+"""The SQLite file of a knowledge base: its tables, what it must fit, and the vector index over it."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import Chunk, ConfigError
+from ragjax.retrieval.database import exclusive
+from ragjax.retrieval.index import IndexKind, VectorIndex
+
+FORMAT = "1"
+"""Version of the tables."""
+
+_SCHEMA = """
+create table settings (name text primary key, value text not null);
+create table documents (id text primary key, digest blob not null);
+create table chunks (
+    number integer primary key autoincrement,
+    id text not null,
+    document_id text not null references documents (id) on delete cascade,
+    title text not null,
+    text text not null,
+    tokens blob not null,
+    embedding blob not null
+);
+create index chunks_by_document on chunks (document_id);
+"""
+_MARKS = """
+create table if not exists fused (
+    number integer primary key references chunks (number) on delete cascade,
+    behind blob not null
+);
+create table if not exists neighbours (
+    number integer not null references fused (number) on delete cascade,
+    rank integer not null,
+    neighbour integer not null,
+    primary key (number, rank)
+) without rowid;
+create index if not exists fused_by_neighbour on neighbours (neighbour);
+"""  # a directory that was made before there were marks gets these tables when it is opened
+CHUNK = """
+select number, id, document_id, title, text, tokens, coalesce(behind, x'') from chunks left join fused using (number)
+"""
+"""Rows that `chunk_of` takes."""
+
+_log = logging.getLogger(__name__)
+
+
+def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connection:
+    """An open database that fits these settings, held by this process alone."""
+    place = None if directory is None else directory / "chunks.sqlite"
+
+    def prepare(database: sqlite3.Connection) -> None:
+        database.execute("pragma foreign_keys = on")
+        database.execute("begin exclusive")
+        _check_settings(database, place or ":memory:", settings)
+        _run(database, _MARKS)
+        database.execute("commit")
+
+    return exclusive(place, prepare, f"delete {directory} and add the documents again", implicit=False)
+
+
+def _check_settings(database: sqlite3.Connection, place: str | Path, settings: dict[str, str]) -> None:
+    if not database.execute("select count(*) from sqlite_master").fetchone()[0]:
+        _run(database, _SCHEMA)
+        database.executemany("insert into settings values (?, ?)", settings.items())
+        return
+    stored = dict(database.execute("select name, value from settings"))
+    for name, value in settings.items():
+        if stored.get(name) != value:
+            raise ConfigError(
+                f"{place}: was made with {name} {stored.get(name)!r}, not {value!r}; "
+                "choose another directory, or delete this one and add the documents again"
+            )
+
+
+def _run(database: sqlite3.Connection, statements: str) -> None:
+    for statement in filter(str.strip, statements.split(";")):
+        database.execute(statement)
+
+
+def open_index(database: sqlite3.Connection, directory: Path | None, kind: IndexKind, dim: int) -> VectorIndex:
+    """The saved index if it is the one of this database, else a new one from the stored embeddings."""
+    numbers = {number for (number,) in database.execute("select number from chunks")}
+    path = None if directory is None else directory / "index.npz"
+    if path is not None and path.exists():
+        try:
+            index = VectorIndex.load(path)
+        except ConfigError as error:
+            _log.warning("%s", error)
+        else:
+            if index.kind is kind and index.dim == dim and index.ids == numbers:
+                return index
+    index = VectorIndex(kind, dim)
+    if numbers:
+        _log.info("building the %s index of %d chunks", kind, len(numbers))
+        rows = database.execute("select number, embedding from chunks order by number").fetchall()
+        vectors = np.frombuffer(b"".join(blob for _, blob in rows), np.float32).reshape(len(rows), dim)
+        index.add(np.array([number for number, _ in rows], np.int64), vectors)
+        if path is not None:
+            index.save(path)
+    return index
+
+
+def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.float32]) -> int:
+    """Store a chunk and its embedding, float32 [E]; returns its number."""
+    values = (chunk.id, chunk.document_id, chunk.title, chunk.text, chunk.tokens.tobytes(), embedding.tobytes())
+    sql = "insert into chunks (id, document_id, title, text, tokens, embedding) values (?, ?, ?, ?, ?, ?)"
+    number = database.execute(sql, values).lastrowid
+    assert number is not None
+    return number
+
+
+def numbers(database: sqlite3.Connection, document_id: str) -> list[int]:
+    """Numbers of a document's chunks."""
+    return [row[0] for row in database.execute("select number from chunks where document_id = ?", (document_id,))]
+
+
+def unmark(database: sqlite3.Connection, neighbour: int) -> list[int]:
+    """Take the marks from the chunks that were fused behind a neighbour; returns their numbers."""
+    sql = "delete from fused where number in (select number from neighbours where neighbour = ?) returning number"
+    return [number for (number,) in database.execute(sql, (neighbour,)).fetchall()]
+
+
+def chunk_of(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Chunk]:
+    """A chunk and its number, from a row of `CHUNK`."""
+    number, chunk_id, document_id, title, text, tokens, behind = row
+    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind)

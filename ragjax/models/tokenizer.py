@@ -7,9 +7,10 @@ The tokenizer comes from a Hugging Face directory or from GGUF metadata, in the 
 from __future__ import annotations
 
 import codecs
+import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ class Tokenizer:
         self._added = {i: str(token["content"]) for i, token in numbered if i is not None}
         self._control = frozenset(i for i, token in numbered if i is not None and token.get("special"))
         self._definition = definition
+        self._check: Callable[[], None] | None = None
         self.bos_id = special.get("bos_token")
         self.eos_ids = eos_ids
         probe = self._parsing.encode("", add_special_tokens=True).ids
@@ -83,6 +85,12 @@ class Tokenizer:
         """Number of tokens, special ones included (the model may have more rows)."""
         return int(self._parsing.get_vocab_size(with_added_tokens=True))
 
+    def checked(self, check: Callable[[], None]) -> Tokenizer:
+        """The same tokenizer, which calls `check` before each text that it encodes; an error of it ends the work."""
+        other = copy.copy(self)
+        other._check = check
+        return other
+
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError unless this tokenizer can belong to a model of this configuration."""
         tokens = 1 + max(self._parsing.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
@@ -105,6 +113,8 @@ class Tokenizer:
         text says. continued: the text goes on from text before it, so that no space is put in front by those
         tokenizers that put one at the start of a prompt.
         """
+        if self._check is not None:
+            self._check()
         try:
             text.encode()
         except UnicodeEncodeError as error:

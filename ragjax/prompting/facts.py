@@ -27,8 +27,12 @@ class Grounded:
         return tuple(FactReport(s.entity, path.steps, path.score) for s in self.subgraphs for path in s.paths)
 
 
-def gather(graph: KnowledgeGraph | None, asked: Graph, question: str) -> tuple[Subgraph, ...]:
+def gather(
+    graph: KnowledgeGraph | None, asked: Graph, question: str, check: Callable[[], None] = lambda: None
+) -> tuple[Subgraph, ...]:
     """What the request brings along, or what the graph has around the question's entities; may be nothing.
+
+    check: called for each entity; an error of it ends the work.
 
     Raises:
         RequestError: for a path that is none, an entity that the graph does not know, or a number out of range.
@@ -38,7 +42,7 @@ def gather(graph: KnowledgeGraph | None, asked: Graph, question: str) -> tuple[S
     assert graph is not None
     given = {"hops": asked.hops, "paths": asked.paths}
     limits = {name: value for name, value in given.items() if value is not None}
-    return graph.subgraphs(question, asked.entities, serialization=asked.serialization, **limits)
+    return graph.subgraphs(question, asked.entities, serialization=asked.serialization, check=check, **limits)
 
 
 def ground(subgraphs: Sequence[Subgraph], build: Callable[[Sequence[Subgraph]], Prompt], room: int) -> Grounded:

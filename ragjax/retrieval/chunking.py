@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from semantic_text_splitter import TextSplitter
@@ -33,6 +33,15 @@ class Chunker:
     def __post_init__(self) -> None:
         if self.max_tokens < MIN_TOKENS:
             raise ConfigError(f"chunks of {self.max_tokens} tokens are too small; use at least {MIN_TOKENS}")
+
+    def checked(self, check: Callable[[], None]) -> Chunker:
+        """The same chunker, which calls `check` before each text that it encodes; an error of it ends the work."""
+
+        def encode(text: str) -> Tokens:
+            check()
+            return self.encode(text)
+
+        return replace(self, encode=encode)
 
     def chunks(self, document: Document) -> tuple[Chunk, ...]:
         """The document's chunks in order, with ids "<document id>#<n>"; none if its text is blank.

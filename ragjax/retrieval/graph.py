@@ -15,7 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -219,6 +219,7 @@ class KnowledgeGraph:
         hops: int = 2,
         paths: int = 30,
         serialization: Serialization = "path",
+        check: Callable[[], None] = lambda: None,
     ) -> tuple[Subgraph, ...]:
         """For each entity the relation paths from it, both ways along triples, that are most similar to the question.
 
@@ -229,6 +230,7 @@ class KnowledgeGraph:
 
         entities: names or aliases; None: those that the question is about (`link`).
         serialization: as `ragjax.retrieval.path.serialize`.
+        check: called for each entity; an error of it ends the work.
 
         Raises:
             RequestError: an entity is not in the graph, or `hops`, `paths` or `serialization` cannot be.
@@ -236,8 +238,12 @@ class KnowledgeGraph:
         _check(hops, paths)
         names = [entity.name for entity in self.link(question)] if entities is None else self._known(entities)
         fanout = max(2, int(COMPARED ** (1 / hops) + 1e-9))
-        walks = {name: self._walks(name, hops, fanout) for name in names}
-        scores = self._scores(question, list(chain.from_iterable(walks.values())))
+        walks: dict[str, list[Steps]] = {}
+        scores: dict[Steps, float] = {}
+        for name in names:
+            check()
+            walks[name] = self._walks(name, hops, fanout)
+            scores |= self._scores(question, walks[name])
         chosen = ((name, _best(steps, scores, paths)) for name, steps in walks.items())
         return tuple(Subgraph(name, serialize(found, serialization)) for name, found in chosen if found)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from ragjax import core
 from ragjax.serve.error import ApiError, api_error
+from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, chunks, whole
@@ -49,8 +50,9 @@ def create_app(
     app.add_api_route("/metrics", endpoints.metrics, response_class=Response)
     app.add_api_route("/v1/models", endpoints.models)
     app.add_api_route("/v1/models/{model:path}", endpoints.model)
-    app.add_api_route("/v1/chat/completions", endpoints.chat, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/completions", endpoints.completion, methods=["POST"], response_model=None)
+    for path, endpoint in (("/v1/chat/completions", endpoints.chat), ("/v1/completions", endpoints.completion)):
+        sized = [Depends(endpoints.check_sizes)]  # runs before the body is validated
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=sized)
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Door, metrics=metrics, keys=keys, max_body_bytes=max_body_bytes)
@@ -81,6 +83,10 @@ class _Endpoints:
     async def model(self, model: str) -> Json:
         self._check_model(model)
         return self._model()
+
+    async def check_sizes(self, request: Request) -> None:
+        with suppress(ValueError):  # what is no JSON is refused with its reason
+            check_sizes(await request.json(), self._engine.context_length)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         return await self._respond(ChatForm, body, request)

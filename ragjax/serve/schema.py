@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragjax import core
+
+NAME_CHARS = 1024
+"""Characters of a name or stop string: every chunk of a document has its id and title."""
 
 
 def _only_false(value: bool) -> bool:
@@ -36,6 +39,8 @@ def _one_text(prompt: object) -> object:
 # With a length to check, pydantic refuses half of a surrogate pair: JSON can spell it, and no tokenizer takes it.
 Text = Annotated[str, Field(min_length=0)]
 Filled = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=0, max_length=NAME_CHARS)]
+FilledName = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
 Count = Annotated[int, Field(ge=1)]
 # Literal[1] would take true and 1.0, and Literal[False] 0, which are values of another type.
 One = Annotated[int, Field(ge=1, le=1)]
@@ -44,6 +49,15 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, given: object) -> object:
+        """Of unknown fields the first alone: pydantic would make an error of each."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        unknown = next(name for name in given if name not in cls.model_fields)
+        return {name: given[name] for name in (*cls.model_fields, unknown) if name in given}
 
 
 class TextPart(_Body):
@@ -57,7 +71,9 @@ class ChatMessage(_Body):
     """One message. `developer` is OpenAI's newer name of `system`; `refusal` comes back null with our own answers."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])]
+    content: Annotated[
+        list[TextPart], Field(fail_fast=True), BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
+    ]
     refusal: None = None
 
     def to_core(self) -> core.Message:
@@ -69,13 +85,13 @@ class ChatMessage(_Body):
 class InlineDocument(_Body):
     """A passage given with the request."""
 
-    id: Filled
+    id: FilledName
     text: Filled
-    title: Text | None = None
+    title: Name | None = None
 
 
 Passage = Annotated[
-    Annotated[Text, Tag("id")] | Annotated[InlineDocument, Tag("document")],
+    Annotated[Name, Tag("id")] | Annotated[InlineDocument, Tag("document")],
     Discriminator(lambda value: "id" if isinstance(value, str) else "document"),
 ]
 
@@ -83,16 +99,16 @@ Passage = Annotated[
 class TextRag(_Body):
     """How to reuse KV where nothing is retrieved."""
 
-    strategy: Text | None = None
+    strategy: Name | None = None
     recompute_ratio: float | None = None
 
 
 class GraphRag(_Body):
     """Which facts to use. relation_paths: entity, relation, entity, … of each, used instead of retrieval."""
 
-    name: Text | None = None
-    entities: list[Filled] | None = None
-    relation_paths: list[list[Filled]] | None = None
+    name: Name | None = None
+    entities: Annotated[list[FilledName], Field(fail_fast=True)] | None = None
+    relation_paths: Annotated[list[Annotated[list[Filled], Field(fail_fast=True)]], Field(fail_fast=True)] | None = None
     hops: Count | None = None
     paths: Count | None = None
     serialization: Literal["path", "triplet"] | None = None
@@ -115,9 +131,9 @@ class ChatRag(TextRag):
     knowledge graph, by its name or in detail.
     """
 
-    knowledge: Text | None = None
+    knowledge: Name | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    documents: list[Passage] | None = None
+    documents: Annotated[list[Passage], Field(fail_fast=True)] | None = None
     graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:
@@ -146,7 +162,7 @@ class ResponseFormat(_Body):
 class _Generation(_Body):
     """The fields that both completion endpoints share."""
 
-    model: Text
+    model: Name
     max_tokens: Count | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -154,7 +170,7 @@ class _Generation(_Body):
     n: One | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Annotated[tuple[Text, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
+    stop: Annotated[tuple[Name, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
@@ -177,7 +193,7 @@ class _Generation(_Body):
 class ChatBody(_Generation):
     """Body of POST /v1/chat/completions. `rag: null` turns retrieval off."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -1,0 +1,21 @@
+"""Work in one thread that another thread stops."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError
+
+
+class Cancellation:
+    """Whether work was cancelled. Loops over what a client sent call `check` at each step."""
+
+    def __init__(self) -> None:
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Have the work end at its next check."""
+        self._cancelled = True
+
+    def check(self) -> None:
+        """Raises `concurrent.futures.CancelledError` if the work was cancelled."""
+        if self._cancelled:
+            raise CancelledError

@@ -1,0 +1,140 @@
+"""The work that one request asks for grows linearly with what it sends, in every loop over it."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from ragjax.core import Chunk, Document, Hit, Message, Sampling
+from ragjax.core.depprompt import merge
+from ragjax.prompting.chat import chat_prompt, graph_prompt
+from ragjax.prompting.facts import ground
+from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.lexicon import Lexicon
+from ragjax.retrieval.path import RelationPath, serialize, subgraphs_of
+from ragjax.schedule.sampling import Generation
+from ragjax.serve.schema import ChatBody
+from tests.support import tiny
+from tests.support.growth import assert_linear, calls
+from tests.support.serving import CHAT
+
+TOKENIZER = tiny.byte_tokenizer()
+USER = Message("user", "Who keeps the lighthouse?")
+
+
+def encode(text: str) -> np.ndarray:
+    return TOKENIZER.encode(text, special=False, continued=True)
+
+
+def paths(size: int) -> list[RelationPath]:
+    return [RelationPath(("A", f"r{i % 7}", f"B{i}", "r", f"C{i}")) for i in range(size)]
+
+
+def test_messages() -> None:
+    def cost(size: int) -> int:
+        messages = [Message("user" if i % 2 == 0 else "assistant", f"word {i} ") for i in range(size)]
+        hits = [Hit(Chunk("d#0", "d", "", "words", encode("words")), 1.0)]
+        return calls(lambda: chat_prompt(TOKENIZER, [*messages, USER], hits))
+
+    assert_linear(cost, 50)
+
+
+def test_bodies() -> None:
+    def cost(size: int) -> int:
+        rag = {"documents": [{"id": f"{i}", "text": "words"} for i in range(size)]}
+        body = {**CHAT, "messages": CHAT["messages"] * size, "rag": rag}  # type: ignore[operator]
+        return calls(lambda: ChatBody.model_validate(body).to_core())
+
+    assert_linear(cost, 50)
+
+
+def test_documents_in_number() -> None:
+    chunker = Chunker(encode)
+
+    def cost(size: int) -> int:
+        return calls(lambda: [chunker.chunks(Document(f"{i}", "some words", "Title")) for i in range(size)])
+
+    assert_linear(cost, 20)
+
+
+@pytest.mark.parametrize("text", ["Some words of a sentence. ", "x", "\n\n", "word\n"], ids=repr)
+def test_length_of_a_document(text: str) -> None:
+    chunker = Chunker(encode)
+
+    def cost(size: int) -> int:
+        return calls(lambda: chunker.chunks(Document("d", text * (size // len(text)), "Title")))
+
+    assert_linear(cost, 20_000, slack=1.5)
+
+
+def test_a_text_is_read_no_further_than_its_limit() -> None:
+    chunker = Chunker(encode)
+    once, four = (calls(lambda n=n: chunker.exceeds("some words " * n, 1000)) for n in (10_000, 40_000))  # type: ignore[misc]
+    assert once == four
+
+
+@pytest.mark.parametrize("trees", [True, False])
+def test_relation_paths(trees: bool) -> None:
+    """All are encoded to see how many fit, which is then sought by halving."""
+
+    def cost(size: int) -> int:
+        found = subgraphs_of(serialize(paths(size), "path"))
+        return calls(lambda: ground(found, lambda kept: graph_prompt(TOKENIZER, [USER], kept, trees=trees), 700))
+
+    assert_linear(cost, 50, slack=1.5)
+
+
+@pytest.mark.parametrize("serialization", ["path", "triplet"])
+def test_serialized_paths(serialization: str) -> None:
+    assert_linear(lambda size: calls(lambda: subgraphs_of(serialize(paths(size), serialization))), 50)  # type: ignore[arg-type]
+
+
+def test_steps_of_one_path() -> None:
+    def cost(size: int) -> int:
+        steps = tuple(f"e{i}" for i in range(2 * size + 1))
+        return calls(lambda: subgraphs_of(serialize([RelationPath(steps)], "triplet")))
+
+    assert_linear(cost, 50)
+
+
+def test_paths_that_share_their_beginning() -> None:
+    def cost(size: int) -> int:
+        runs = [np.array([1, 2, 3, i], np.int32) for i in range(size)]
+        return calls(lambda: merge(runs))
+
+    assert_linear(cost, 50)
+
+
+def test_words_of_a_question() -> None:
+    lexicon = Lexicon()
+    lexicon.add("the old keeper of the lighthouse")
+    known = {"the old keeper of the lighthouse"}
+
+    def cost(size: int) -> int:
+        return calls(lambda: lexicon.mentions("the old keeper of " * size, known))
+
+    assert_linear(cost, 20)
+
+
+def test_length_of_a_stop_string() -> None:
+    """Each token is held against every beginning of it that the text could end with."""
+
+    def cost(size: int) -> int:
+        generation = Generation(Sampling(max_tokens=40, stop=("a" * size + "b",)), TOKENIZER, (), 40)
+        logits = np.zeros(TOKENIZER.vocab_size, np.float32)
+        logits[ord("a")] = 1.0
+        return calls(lambda: [generation.push(logits) for _ in range(20)])
+
+    assert_linear(cost, 20)
+
+
+def test_the_meter_sees_a_loop_that_is_quadratic() -> None:
+    def cost(size: int) -> int:
+        names = [str(i) for i in range(size)]
+        return calls(lambda: [names.index(name) for name in names for _ in map(str, names)])
+
+    with pytest.raises(AssertionError, match="operations"):
+        assert_linear(cost, 20)
+    assert sys.getprofile() is None

@@ -38,6 +38,7 @@ from ragjax.core import (
     Sampling,
     Tokens,
 )
+from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
 from ragjax.engine.build import Parts, build
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
@@ -242,6 +243,8 @@ class Engine:
     async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
         """Deltas as they come, then one answer. Closing the iterator cancels at the next pass boundary.
 
+        Cancelled before the first event, preparation ends at the next text that it encodes.
+
         Raises:
             RequestError: before the first event, if the request cannot be served as asked.
             OverloadError: before the first event, if the queue is full.
@@ -256,7 +259,12 @@ class Engine:
             except RuntimeError:  # the client's loop is gone; the request ends by itself
                 _log.debug("event dropped: the event loop is closed")
 
-        state = await asyncio.to_thread(self._preparation.prepare, request, sink, arrival)
+        cancellation = Cancellation()
+        prepare = self._preparation.checked(cancellation.check).prepare
+        try:
+            state = await asyncio.to_thread(prepare, request, sink, arrival)
+        finally:
+            cancellation.cancel()  # of effect only if the thread is still at work
         self._loop.enqueue(state)
         try:
             while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,7 +32,8 @@ class Preparation:
 
     context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
     eos_ids: tokens that end an answer. top_k: chunks for requests that say nothing else. share: whether tenants share
-    the KV of the knowledge bases.
+    the KV of the knowledge bases. check: called at each step of a loop over what a request brings; an error of it ends
+    the work.
     """
 
     tokenizer: Tokenizer
@@ -47,7 +48,13 @@ class Preparation:
     eos_ids: frozenset[int]
     top_k: int
     share: bool
+    check: Callable[[], None] = lambda: None
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def checked(self, check: Callable[[], None]) -> Preparation:
+        """The same with another `check`."""
+        tokenizer, chunker = self.tokenizer.checked(check), self.chunker.checked(check)
+        return replace(self, tokenizer=tokenizer, chunker=chunker, check=check)
 
     def prepare(self, request: Request, sink: Sink, arrival: float) -> RequestState:
         """A request's state, ready to be served; its events go to `sink`. arrival: `time.perf_counter()` seconds.
@@ -105,7 +112,7 @@ class Preparation:
             public=self.share, share=self.share and asked.relation_paths is None,
         )  # fmt: skip
         room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
-        grounded = facts.ground(facts.gather(graph, asked, request.messages[-1].content), build, room)
+        grounded = facts.ground(facts.gather(graph, asked, request.messages[-1].content, self.check), build, room)
         times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
         state = self.state(grounded.prompt, request, sink, times, strategy)
         state.facts = grounded.facts
@@ -132,6 +139,7 @@ class Preparation:
         hits: list[Hit] = []
         room = self.context_length
         for document in documents:
+            self.check()
             if isinstance(document, Document):
                 chunks = self._cut(document, room)
             else:
@@ -186,10 +194,12 @@ class Preparation:
         return _too_long(f"{reason}. {advice}", param)
 
     def _check_texts(self, request: Request) -> None:
-        """Refuse what is clearly too long before all of it is encoded, which nobody could stop."""
+        """Refuse what is clearly too long before all of it is encoded."""
         if request.prompt is not None and self.chunker.exceeds(request.prompt, 2 * self.context_length):
             raise self._overlong("prompt has", "Shorten it", "prompt")
-        if any(self.chunker.exceeds(message.content, 2 * self.context_length) for message in request.messages):
+        # a template may leave out the reasoning of earlier answers
+        said = "\n".join(message.content for message in request.messages)
+        if self.chunker.exceeds(said, 4 * self.context_length):
             raise self._overlong("messages have", "Shorten them", "messages")
 
     def _check_length(self, state: RequestState) -> None:

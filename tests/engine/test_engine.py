@@ -249,7 +249,7 @@ def test_a_long_raw_prompt_is_named_as_such(engine: Engine) -> None:
 
 def test_what_goes_on_from_a_raw_prompt_keeps_its_first_space(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizers that put a space in front of a text leave it out where an answer begins, not within a text."""
-    monkeypatch.setattr(engine.tokenizer._kind, "strips_space", True)
+    monkeypatch.setattr(engine.tokenizer._form, "strips_space", True)
     monkeypatch.setattr(Sampler, "choose", lambda self, logits_V: ord(" "))
     assert asyncio.run(collect(engine, Request(prompt="The sea is", sampling=Sampling(2))))[0] == "  "
     assert asyncio.run(collect(engine, ask("How is the sea?", max_tokens=2)))[0] == " "

@@ -424,3 +424,18 @@ def test_reading_while_an_import_runs(films: KnowledgeGraph) -> None:
     for asker in askers:
         asker.join()
     assert not failed
+
+
+def test_the_work_of_each_entity_can_be_stopped(films: KnowledgeGraph) -> None:
+    encoded: list[str] = films._encoder._encoder.encoded
+    before, checks = len(encoded), 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        films.subgraphs("Who?", ["Serpico", "Heat", "It"], check=check)
+    assert encoded[before] == "Who?" and all("Serpico" in text for text in encoded[before + 1 :])

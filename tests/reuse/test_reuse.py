@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -15,13 +14,11 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.tree import Provenance
 from ragjax.core import NEVER, Answer, Kind, Measure, Pass, Plan, Prefill, Prompt, Segment, Span, Tokens
 from ragjax.engine import Engine
-from ragjax.kernels.rope import rotate
-from ragjax.models.decoder import rotation_table
 from ragjax.reuse import strategies
 from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
 from ragjax.reuse.naive import Naive
 from tests.support import tiny
-from tests.support.executor import Executor
+from tests.support.executor import Executor, model, softmax
 
 TOLERANCE = 2e-4
 
@@ -90,100 +87,66 @@ def logits(engine: Engine, prompt: Prompt, strategy: str) -> NDArray[np.float32]
     return answer.logits
 
 
-def dense(prompt: Prompt) -> NDArray[np.float32]:
-    return np.asarray(tiny.decoder().logits(jnp.asarray(prompt.tokens)))[-1]
+def dense(prompt: Prompt) -> NDArray[np.float64]:
+    return model().dense(prompt.tokens).logits[-1]
 
 
-def dense_naive(prompt: Prompt) -> NDArray[np.float32]:
-    """Isolated chunks at the position behind the system prompt, moved; joins attend to all; float32, dense."""
-    decoder = tiny.decoder()
-    table = rotation_table(decoder.config, 4096)
+def dense_naive(prompt: Prompt) -> NDArray[np.float64]:
+    """Isolated chunks at the position behind the system prompt, moved; joins attend to all; float64, dense."""
+    made = model()
     starts, segments = prompt.starts, prompt.segments
-    keys: list[dict[int, tuple[object, object]]] = [{} for _ in decoder.layers]
+    keys: list[dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]]] = [{} for _ in made.layers]
 
-    def forward(index: int, position: NDArray[np.int32], sees: list[int], moved: bool) -> object:
-        x_TE = decoder.embed(jnp.asarray(segments[index].tokens))
-        cos, sin = table.at(jnp.asarray(position))
-        for store, layer in zip(keys, decoder.layers, strict=True):
-            q, k, v = layer.project(x_TE, cos, sin)
+    def forward(index: int, position: NDArray[np.int32], sees: list[int], moved: bool) -> NDArray[np.float64]:
+        x_TE = made.embedding[segments[index].tokens]
+        for layer, store in enumerate(keys):
+            q, k, v = made.project(layer, x_TE, position)
             store[index] = (k, v)
             parts_k, parts_v = [], []
             for i in sees:
                 ki, vi = store[i]
                 if moved and segments[i].kind is Kind.CHUNK:
-                    c, s = table.at(jnp.full(len(segments[i]), starts[i] - len(segments[0])))
-                    ki = rotate(ki, c[:, None], s[:, None])
+                    ki = made.turn(ki, np.full(len(segments[i]), starts[i] - len(segments[0])))
                 parts_k.append(ki)
                 parts_v.append(vi)
-            all_k, all_v = jnp.concatenate([*parts_k, k]), jnp.concatenate([*parts_v, v])
-            past = all_k.shape[0] - k.shape[0]
-            seen = np.tril(np.ones((k.shape[0], all_k.shape[0]), bool), past)
-            groups = q.shape[1] // k.shape[1]
-            scores = jnp.einsum("thd,shd->hts", q * q.shape[-1] ** -0.5, jnp.repeat(all_k, groups, 1))
-            prob = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-            prob = prob / prob.sum(-1, keepdims=True)
-            out = jnp.einsum("hts,shd->thd", prob, jnp.repeat(all_v, groups, 1))
-            x_TE = layer.finish(x_TE, out)
-        return decoder.unembed(x_TE)
+            all_k, all_v = np.concatenate([*parts_k, k]), np.concatenate([*parts_v, v])
+            past = len(all_k) - len(k)
+            seen = np.tril(np.ones((len(k), len(all_k)), bool), past)
+            prob = softmax(made.scores(q, all_k), seen[:, None])
+            x_TE = made.finish(layer, x_TE, made.mix(prob, all_v))
+        return made.unembed(x_TE)
 
-    out: object = None
     for i, segment in enumerate(segments):
         n = np.arange(len(segment), dtype=np.int32)
         if segment.kind is Kind.CHUNK:
             forward(i, n + len(segments[0]), [0], moved=False)
         else:
             out = forward(i, n + starts[i], list(range(i)), moved=True)
-    return np.asarray(out)[-1]
+    return out[-1]
 
 
-def dense_repair(prompt: Prompt, chosen: NDArray[np.int32]) -> NDArray[np.float32]:
+def dense_repair(prompt: Prompt, chosen: NDArray[np.int32]) -> NDArray[np.float64]:
     """Chosen tokens and the question computed anew over everything before them; all other keys stay isolated ones."""
-    decoder = tiny.decoder()
-    table = rotation_table(decoder.config, 4096)
-    system, joined = prompt.starts[1], prompt.starts[-2]
-    rows = np.concatenate([chosen, np.arange(joined, len(prompt))])
-    isolated = isolated_states(prompt)
-    x_TE = decoder.embed(jnp.asarray(prompt.tokens[rows]))
-    cos, sin = table.at(jnp.asarray(rows))
-    seen = np.arange(len(prompt)) <= rows[:, None]
-    for layer, (old_k, old_v) in zip(decoder.layers, isolated, strict=True):
-        q, k, v = layer.project(x_TE, cos, sin)
-        all_k, all_v = (old.at[rows].set(new) for old, new in ((old_k, k), (old_v, v)))
-        groups = q.shape[1] // k.shape[1]
-        scores = jnp.einsum("thd,shd->hts", q * q.shape[-1] ** -0.5, jnp.repeat(all_k, groups, 1))
-        prob = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-        prob = prob / prob.sum(-1, keepdims=True)
-        x_TE = layer.finish(x_TE, jnp.einsum("hts,shd->thd", prob, jnp.repeat(all_v, groups, 1)))
-    assert system <= rows[0]
-    return np.asarray(decoder.unembed(x_TE))[-1]
+    rows = np.concatenate([chosen, np.arange(prompt.starts[-2], len(prompt))])
+    assert prompt.starts[1] <= rows[0]
+    return model().dense(prompt.tokens, rows=rows, kept=isolated_states(prompt)).logits[-1]
 
 
-def isolated_states(prompt: Prompt) -> list[tuple[jnp.ndarray, jnp.ndarray]]:
-    """Per layer keys (at their place in the prompt) and values of system and chunks computed alone; zeros behind."""
-    decoder = tiny.decoder()
-    table = rotation_table(decoder.config, 4096)
-    system = prompt.starts[1]
-    size, (heads, dim) = len(prompt), (tiny.CONFIG.num_kv_heads, tiny.CONFIG.head_dim)
-    states = [(np.zeros((size, heads, dim), np.float32), np.zeros((size, heads, dim), np.float32)) for _ in range(3)]
-    for i, segment in enumerate(prompt.segments[:-1]):
-        tokens = prompt.segments[0].tokens if i == 0 else np.concatenate([prompt.segments[0].tokens, segment.tokens])
-        position = jnp.arange(len(tokens))
-        cos, sin = table.at(position)
-        moved_cos, moved_sin = table.at(jnp.full(len(tokens), prompt.starts[i] - (system if i else 0)))
-        causal = np.tril(np.ones((len(tokens), len(tokens)), bool))
-        x_TE = decoder.embed(jnp.asarray(tokens))
-        begin = 0 if i == 0 else system
-        place = slice(prompt.starts[i], prompt.starts[i + 1])
-        for layer, (keys, values) in zip(decoder.layers, states, strict=True):
-            q, k, v = layer.project(x_TE, cos, sin)
-            keys[place] = np.asarray(rotate(k, moved_cos[:, None], moved_sin[:, None]))[begin:]
-            values[place] = np.asarray(v)[begin:]
-            groups = q.shape[1] // k.shape[1]
-            scores = jnp.einsum("thd,shd->hts", q * q.shape[-1] ** -0.5, jnp.repeat(k, groups, 1))
-            prob = jnp.where(causal, jnp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-            prob = prob / prob.sum(-1, keepdims=True)
-            x_TE = layer.finish(x_TE, jnp.einsum("hts,shd->thd", prob, jnp.repeat(v, groups, 1)))
-    return [(jnp.asarray(k), jnp.asarray(v)) for k, v in states]
+def isolated_states(prompt: Prompt) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Keys (at their place in the prompt) and values of system and chunks computed alone, [L, T, K, D]; else zeros."""
+    made, system = model(), prompt.starts[1]
+    config = made.config
+    shape = (len(made.layers), len(prompt), config.num_kv_heads, config.head_dim)
+    keys, values = np.zeros(shape), np.zeros(shape)
+    for i in range(len(prompt.segments) - 1):
+        begin = system if i else 0
+        own = prompt.tokens[prompt.starts[i] : prompt.starts[i + 1]]
+        alone = made.dense(np.concatenate([prompt.tokens[:begin], own]))
+        place, shift = slice(prompt.starts[i], prompt.starts[i + 1]), prompt.starts[i] - begin
+        values[:, place] = alone.v[:, begin:]
+        for layer, k in enumerate(alone.k):
+            keys[layer, place] = made.turn(k[begin:], np.full(len(own), shift))
+    return keys, values
 
 
 def two_turns(seed: int = 3) -> Prompt:
@@ -374,4 +337,4 @@ def test_bfloat16_exactness_within_tolerance() -> None:
         engine.audit()
     tolerance = 0.05 * np.abs(full).max()
     assert np.abs(cold - full).max() <= tolerance and np.abs(warm - full).max() <= tolerance
-    assert np.abs(full - dense(prompt)).max() > 0, "bfloat16 is not float32"
+    assert np.abs(full - dense(prompt)).max() > TOLERANCE, "bfloat16 is not float32"

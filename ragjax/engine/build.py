@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -111,8 +111,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     grid = _grid(config, context, platform())
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
     if options.compile:
-        measures = frozenset[Measure]().union(*(chosen[name].measures for name in contract.strategies))
-        _compile(runner, measures, options.progress)
+        _compile(runner, [chosen[name] for name in contract.strategies], options.progress)
     encoder = _encoder(options.progress)
     transfer = KVTransfer(runner, storage.at_rest, disk=disk)
     tiers = Storage(transfer, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
@@ -265,9 +264,14 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
     return whole.digest()
 
 
-def _compile(runner: Runner, measures: frozenset[Measure], progress: bool) -> None:
-    with tqdm(total=len(runner.programs(measures)), desc="compiling", unit="program", disable=not progress) as bar:
-        runner.compile(measures, progress=lambda _: bar.update())
+def _compile(runner: Runner, served: Sequence[Strategy], progress: bool) -> None:
+    """Compile what requests need that leave the strategy to the engine."""
+    measures = frozenset[Measure]().union(*(strategy.measures for strategy in served))
+    ends = frozenset(strategy.early_end for strategy in served) - {0}
+    with tqdm(
+        total=len(runner.programs(measures, ends)), desc="compiling", unit="program", disable=not progress
+    ) as bar:
+        runner.compile(measures, ends, progress=lambda _: bar.update())
 
 
 def _encoder(progress: bool) -> Callable[[], Encoder]:

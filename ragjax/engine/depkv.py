@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError, SegmentReport, Tokens
+from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError, SegmentReport
 from ragjax.reuse.base import Allocation, Strategy
 
 
@@ -56,7 +56,7 @@ class DepKV:
         self.close()
 
 
-class Keeping:
+class Keeping(Strategy):
     """Another strategy, whose plan and holding are handed to `keep` and outlive the request; it generates nothing."""
 
     selective = False
@@ -76,11 +76,8 @@ class Keeping:
         self._keep(plan, allocation.hand_over())
         return plan
 
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Nothing was generated."""
 
-
-class Resumed:
+class Resumed(Strategy):
     """Goes on from KV that is held; nothing of the prompt is computed."""
 
     measures: frozenset[Measure] = frozenset()
@@ -107,6 +104,3 @@ class Resumed:
         tail = allocation.reserve(allocation.decode_tokens)
         reports = tuple(replace(r, reused=r.tokens, recomputed=0, tier="device") for r in self.kv.plan.reports)
         return replace(self.kv.plan, tail=tail, reports=reports)
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Answers are not kept."""

@@ -22,7 +22,7 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Prompt, Tokens
 from ragjax.reuse.base import Place, segments_of
 from ragjax.reuse.fusion import Fused
-from ragjax.reuse.repair import Choice
+from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
 from ragjax.reuse.stitch import Stitched, span_of, system_length
 
@@ -37,14 +37,10 @@ class Anchored(Fused):
         yield from super().places(prompt, i)
 
 
-class Valued:
+class Valued(Selector):
     """Tokens from which the question receives most over the later layers; none of the anchor's."""
 
     measures = frozenset({Measure.VALUED_SCORE})
-
-    def scratch(self, prompt: Prompt) -> int:
-        """None."""
-        return 0
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """One pass: the query segments over the chunks as they are, measured in the later half of the stages."""

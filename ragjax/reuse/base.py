@@ -6,9 +6,10 @@ the docstring, and one line in `reuse/__init__.py`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,23 +20,28 @@ from ragjax.core import Kind, Measure, Plan, Prefill, Prompt, Run, SegmentReport
 from ragjax.core.limits import StepLimits
 from ragjax.core.tiers import Tier
 
+LOGITS = frozenset({Measure.LOGITS})
 
-class Strategy(Protocol):
+
+class Strategy(ABC):
     """A way to make a prompt's KV from what the cache holds.
 
     name: how requests ask for it.
-    measures: every want its passes may have, so that the programs behind them are compiled at start-up.
+    measures: all that its passes may measure. early_end: layers after which a pass of its may end before the last one
+    (0: none does). The programs behind both are compiled at start-up.
     selective: whether it recomputes a share of the tokens that a request may name.
     """
 
     name: str
-    measures: frozenset[Measure]
-    selective: bool
+    measures: frozenset[Measure] = LOGITS
+    early_end: int = 0
+    selective: bool = False
 
+    @abstractmethod
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """Keys of the nodes that the prompt will use, kept or not, for policies that look at who waits."""
-        ...
 
+    @abstractmethod
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """Yield passes until the prompt's KV and last logits exist; return the plan carried out.
 
@@ -44,11 +50,13 @@ class Strategy(Protocol):
         Matching and reserving come before the first pass: `OutOfPages` there means the request waits. What was
         matched below the device has arrived when the first pass runs.
         """
-        ...
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Decoding has ended; `generated` are the tokens whose KV lies in the plan's tail, in order."""
-        ...
+        """Decoding has ended: keep what is worth it, nothing by default.
+
+        generated: the tokens whose KV lies in the plan's tail, in order, int32 [n].
+        """
+        return
 
 
 class Place(NamedTuple):

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Measure, Move, Pass, Plan, Prefill, Prompt, Span, Tokens
-from ragjax.reuse.base import Allocation, indices
-from ragjax.reuse.repair import RATIO, Choice, chunk_tokens
+from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
+from ragjax.reuse.base import Allocation, Strategy, indices
+from ragjax.reuse.repair import RATIO, Choice, Selector, chunk_tokens
 from ragjax.reuse.select import share, top
 from ragjax.reuse.stitch import LOGITS, Isolated, Stitched, keys, prepare
 
@@ -32,10 +32,11 @@ PROBED = 2
 """Layers computed for all chunk tokens."""
 
 
-class Deviation:
+class Deviation(Selector):
     """Tokens whose KV deviates most from full attention's at the second layer."""
 
     measures = frozenset({Measure.DEVIATION})
+    early_end = PROBED
 
     def __init__(self, of: Of = "key"):
         self._of: Of = of
@@ -65,7 +66,7 @@ def combined(deviation: NDArray[np.float32], of: Of) -> NDArray[np.float64]:
     return key / max(float(key.mean()), 1e-30) + value / max(float(value.mean()), 1e-30)
 
 
-class Gradual:
+class Gradual(Strategy):
     """CacheBlend with gradual narrowing; of isolated chunks.
 
     The account counts every token that was recomputed in any layer, up to twice the ratio.
@@ -119,9 +120,6 @@ class Gradual:
         there = deviation[:, -1, np.searchsorted(rows, kept)]
         narrowed = top(combined(there, self._of), kept, count)
         return narrowed, np.setdiff1d(kept, narrowed).astype(np.int32)
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Answers depend on all chunks at once and are not kept."""
 
 
 def narrowing(count: int, total: int, stages: int) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ from ragjax.core import (
     Tokens,
 )
 from ragjax.core.tiers import Record
-from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
+from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
@@ -126,7 +126,7 @@ Mass = tuple[Tokens, NDArray[np.float32]]
 Asking = Generator[Pass | Move, Results, Outcome]
 
 
-class Craft:
+class Craft(Strategy):
     """Cache-Craft: the best variant of each chunk, mended where its context differs.
 
     name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio
@@ -179,9 +179,6 @@ class Craft:
         exact = layout.exact and not allocation.lossy
         account = _account(layout, context)
         return Plan(layout.spans, layout.tail, "full" if exact else None, account, outcome.logits, outcome.figures)
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Answers are not kept."""
 
     def _reused(self, prompt: Prompt, context: Match, allocation: Allocation) -> dict[int, Reuse]:
         found = {}

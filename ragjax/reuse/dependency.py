@@ -24,8 +24,8 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens, Visibility
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
-from ragjax.reuse.base import Allocation, match_spans, report
-from ragjax.reuse.stitch import LOGITS, keep_system, system_length
+from ragjax.reuse.base import Allocation, Strategy, match_spans, report
+from ragjax.reuse.stitch import keep_system, system_length
 
 Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""
@@ -95,11 +95,8 @@ class Scene:
         return np.array(found, "<i4").tobytes()
 
 
-class Dependency:
+class Dependency(Strategy):
     """Dependency attention over trees of paths, under one scheme of positions."""
-
-    measures = LOGITS
-    selective = False
 
     def __init__(self, positions: Positions = "path"):
         self.name = "dependency" if positions == "path" else f"dependency-{positions}"
@@ -142,9 +139,6 @@ class Dependency:
         tail = own.slice(used, own.length, size)
         account = _account(prompt, have, {i: part.tier for i, part in found.items()}, context)
         return Plan(spans, tail, kind if exact else None, account, results[Measure.LOGITS][0])
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Answers depend on all trees at once and are not kept."""
 
     def _scene(self, prompt: Prompt) -> Scene:
         return Scene(prompt, begins_of(prompt, self.positions), Visibility.dependency(prompt).hidden)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Span, Tokens
-from ragjax.reuse.base import Allocation, indices, report
+from ragjax.reuse.base import Allocation, Strategy, indices, report
 
 
-class Full:
+class Full(Strategy):
     """Computes every token of the prompt; every other strategy is compared with it."""
 
     name = "full"
-    measures = frozenset({Measure.LOGITS})
-    selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """It uses nothing."""

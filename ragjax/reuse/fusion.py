@@ -18,7 +18,7 @@ from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Prompt, Results
 from ragjax.reuse.base import Place, segments_of
-from ragjax.reuse.repair import Choice
+from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
 from ragjax.reuse.stitch import Isolated, Stitched, alone
 
@@ -47,16 +47,12 @@ class Fused:
         return b""
 
 
-class QueryGuided:
+class QueryGuided(Selector):
     """Tokens that the question attends to most at the last layer."""
 
     def __init__(self, softmax: Literal["joint", "chunk"] = "joint"):
         self._want = Measure.KEY_SCORE if softmax == "joint" else Measure.CHUNK_SCORE
         self.measures = frozenset({self._want})
-
-    def scratch(self, prompt: Prompt) -> int:
-        """None."""
-        return 0
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """One pass: the query segments over the chunks as they are, measured in the last stage."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ragjax.cache.tree import Provenance
 from ragjax.core import Measure, Prompt, Results
 from ragjax.reuse.base import Place
-from ragjax.reuse.repair import Choice
+from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
 from ragjax.reuse.stitch import Stitched
 
@@ -36,14 +36,10 @@ class Recorded:
         return score.astype("<f4").tobytes()
 
 
-class HeavyHitters:
+class HeavyHitters(Selector):
     """The tokens of highest recorded attention, over all chunks together."""
 
     measures: frozenset[Measure] = frozenset()
-
-    def scratch(self, prompt: Prompt) -> int:
-        """None."""
-        return 0
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """No pass is needed."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Measure, Plan, Prefill, Prompt, Tokens
-from ragjax.reuse.base import Allocation
-from ragjax.reuse.stitch import LOGITS, Isolated, keys, prepare
+from ragjax.reuse.base import Allocation, Strategy
+from ragjax.reuse.stitch import Isolated, keys, prepare
 
 
-class Naive:
+class Naive(Strategy):
     """Full reuse of isolated chunks; approximate as soon as two chunks stand together."""
 
     name = "naive"
-    measures = LOGITS
-    selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk behind it."""

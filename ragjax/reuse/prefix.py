@@ -12,15 +12,13 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Span, Tokens
-from ragjax.reuse.base import Allocation, indices, match_spans, report
+from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
 
 
-class Prefix:
+class Prefix(Strategy):
     """Reuses the longest cached prefix and keeps what it computes, answer included."""
 
     name = "prefix"
-    measures = frozenset({Measure.LOGITS})
-    selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the whole prompt, cut at its segments."""

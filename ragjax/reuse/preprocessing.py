@@ -19,21 +19,20 @@ from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Match
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
-from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
+from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import record
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.stitch import keep_system, missing, system_account
 
 
-class Fuse:
+class Fuse(Strategy):
     """Computes the last chunk of a prompt behind the others, and keeps its KV.
 
     record: keep with it how much attention it gave to its neighbours, which `fusion+craft` selects by.
     """
 
     name = "fuse"
-    selective = False
 
     def __init__(self, *, record: bool = False):
         self.record = record
@@ -90,9 +89,6 @@ class Fuse:
         tiers |= {i: match.tier() for i, match in found.items()}
         exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not allocation.lossy
         return Plan(spans, tail, "full" if exact else None, report(prompt, reused, tiers), results[Measure.LOGITS][0])
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Nobody asked for an answer."""
 
 
 def _head(prompt: Prompt) -> int:

@@ -6,21 +6,17 @@ import hashlib
 
 import numpy as np
 
-from ragjax.core import Kind, Measure, Prompt
+from ragjax.core import Kind, Measure
 from ragjax.reuse.base import segments_of
-from ragjax.reuse.repair import Choice
+from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import budgets, top_each
 from ragjax.reuse.stitch import Stitched
 
 
-class Random:
+class Random(Selector):
     """Uniform without replacement, in each chunk the same share; the prompt's tokens are the seed."""
 
     measures: frozenset[Measure] = frozenset()
-
-    def scratch(self, prompt: Prompt) -> int:
-        """None."""
-        return 0
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """No pass is needed."""

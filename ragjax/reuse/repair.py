@@ -3,12 +3,7 @@
 A selective strategy is a source of KV and a selector of tokens: `Selective("fusion+blend", Fused(), Deviation())`. To
 add a selection, write a `Selector`; what it measures comes back from the passes it yields:
 
-    class Newest:
-        measures = frozenset()
-
-        def scratch(self, prompt):
-            return 0
-
+    class Newest(Selector):
         def choose(self, stitched, count):
             yield from ()  # no pass
             return stitched.chunks[-count:]
@@ -16,12 +11,12 @@ add a selection, write a `Selector`; what it measures comes back from the passes
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import Protocol
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Kind, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Tokens
-from ragjax.reuse.base import Allocation, segments_of
+from ragjax.core import Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
+from ragjax.reuse.base import Allocation, Strategy, segments_of
 from ragjax.reuse.select import share
 from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, prepare
 
@@ -32,24 +27,25 @@ Choice = Generator[Pass | Move, Results, Tokens]
 """A selector at work: it yields passes and returns the chosen token indexes, ascending."""
 
 
-class Selector(Protocol):
+class Selector(ABC):
     """A way to choose tokens.
 
-    measures: what its passes may measure.
+    measures: what its passes may measure. early_end: as `Strategy.early_end`.
     """
 
-    measures: frozenset[Measure]
+    measures: frozenset[Measure] = frozenset()
+    early_end: int = 0
 
     def scratch(self, prompt: Prompt) -> int:
         """Tokens for which it needs slots while it measures (`Stitched.scratch`)."""
-        ...
+        return 0
 
+    @abstractmethod
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """Choose `count` of the chunks' tokens; `count` lies strictly between none and all."""
-        ...
 
 
-class Selective:
+class Selective(Strategy):
     """A strategy of a source and a selector.
 
     ratio: share of the chunks' tokens to recompute unless a request says so, in [0, 1].
@@ -61,6 +57,7 @@ class Selective:
         self.name = name
         self.ratio = ratio
         self.measures = LOGITS | source.measures | selector.measures
+        self.early_end = selector.early_end
         self._source = source
         self._selector = selector
 
@@ -86,9 +83,6 @@ class Selective:
         last = stitched.repair(chosen)
         results = yield last
         return stitched.plan(last.spans, results[Measure.LOGITS][0], chosen)
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Answers depend on all chunks at once and are not kept."""
 
 
 def chunk_tokens(prompt: Prompt) -> int:

@@ -17,17 +17,15 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
-from ragjax.reuse.base import Allocation, indices, report, segments_of
+from ragjax.reuse.base import Allocation, Strategy, indices, report, segments_of
 from ragjax.reuse.prefix import Prefix
 from ragjax.reuse.stitch import LOGITS, span_of
 
 
-class SetCache:
+class SetCache(Strategy):
     """Exact prefixes, but for the order of their chunks."""
 
     name = "set-cache"
-    measures = LOGITS
-    selective = False
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the whole prompt in its own order."""

@@ -71,13 +71,14 @@ class Programs:
         self._choices: dict[tuple[int, int], Choice] = {}
         self.compiled: dict[Name, Any] = {}
 
-    def names(self, measures: Collection[Measure] = ()) -> list[Name]:
-        """Programs of the grid, for steps that measure these."""
-        depth, segments = self._weights.depth, self._grid.segments
-        pairs = [(rows, entries) for rows, _ in self._grid.rows for entries in self._grid.entries]
-        kinds: list[Name] = [(depth,)]
-        for what in sorted(set(measures) - {Measure.LOGITS}):
-            kinds.append((depth, what, segments if what in reductions.SEGMENTED else 0))
+    def names(self, measures: Collection[Measure] = (), ends: Collection[int] = ()) -> list[Name]:
+        """Programs of the grid, for steps that measure these, and end after these layers too."""
+        segments, pairs = self._grid.segments, [(rows, n) for rows, _ in self._grid.rows for n in self._grid.entries]
+        measured = [
+            (what, segments if what in reductions.SEGMENTED else 0) for what in sorted(set(measures) - {Measure.LOGITS})
+        ]
+        counts = {self._weights.depth, *(end % self._weights.depth for end in ends)} - {0}
+        kinds: list[Name] = [(count, *how) for count in sorted(counts) for how in ((), *measured)]
         return [
             *(("begin", rows, entries) for rows, entries in pairs),
             *(("stage", rows, entries, *kind) for rows, entries in pairs for kind in kinds),

@@ -106,20 +106,27 @@ class Runner(PagePool):
         programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention)
         super().__init__(jitted, len(weights.stages), programs, rotation)
 
-    def compile(self, measures: Collection[Measure] = (), *, progress: Callable[[str], None] | None = None) -> None:
+    def compile(
+        self,
+        measures: Collection[Measure] = (),
+        ends: Collection[int] = (),
+        *,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
         """Compile the grid ahead, so that no step waits for a compilation.
 
-        Left for their first use are stages that end early, moves, and more segments than the smallest bucket holds.
+        Left for their first use are moves, and more segments than the smallest bucket holds.
 
         Args:
             measures: what steps will measure.
+            ends: layers after which steps will end, besides the last.
             progress: called with a program's name after each.
         """
-        self._programs.compile(self.programs(measures), progress)
+        self._programs.compile(self.programs(measures, ends), progress)
 
-    def programs(self, measures: Collection[Measure] = ()) -> list[Name]:
-        """Names of the grid's programs."""
-        return self._programs.names(measures)
+    def programs(self, measures: Collection[Measure] = (), ends: Collection[int] = ()) -> list[Name]:
+        """Names of the grid's programs, as for `compile`."""
+        return self._programs.names(measures, ends)
 
     def step(self, step: Step) -> Outcome:
         """Run layers for one batch of rows: their KV is in the pool afterwards.

@@ -19,6 +19,7 @@ from ragjax.core import (
     ConfigError,
     Delta,
     Document,
+    Grid,
     Kind,
     Message,
     OverloadError,
@@ -30,6 +31,8 @@ from ragjax.core import (
     Segment,
 )
 from ragjax.engine import Engine
+from ragjax.engine.build import _compile
+from ragjax.reuse import strategies
 from ragjax.reuse.full import Full
 from ragjax.reuse.prefix import Prefix
 from ragjax.runner.runner import Runner
@@ -295,6 +298,16 @@ def test_the_queue_has_an_end() -> None:
             thread.join()
         assert set(outcomes) == {"served", "refused"} and len(outcomes) == 12
         engine.audit()
+
+
+def test_what_the_default_strategy_runs_is_compiled_before_any_request() -> None:
+    """Its passes that end within a stage, too (CacheBlend's two layers)."""
+    made = Runner(tiny.decoder(), pages=100, page_size=tiny.PAGE, grid=Grid(((2, 2), (128, 16)), (64,), (2,)))
+    _compile(made, [strategies()["blend"]], progress=False)
+    before = set(made._programs.compiled)
+    with tiny.engine(made, pages=100, strategy="blend") as engine:
+        assert engine.answer_prompt(tiny.prompt(), max_tokens=3).strategy == "blend"
+    assert set(made._programs.compiled) == before
 
 
 def test_no_more_requests_run_than_may() -> None:

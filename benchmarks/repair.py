@@ -31,9 +31,9 @@ from benchmarks.latency.prompt import CHUNKS, Workload, workload
 from benchmarks.quality.evaluation import RECORDED, TAUGHT, WARMED
 from benchmarks.quality.probe import Probe
 from ragjax.commands.flags import integer, share
-from ragjax.commands.preprocess import Job, fuse_all
 from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
+from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy

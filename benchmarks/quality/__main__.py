@@ -44,9 +44,9 @@ from benchmarks.quality.rival import RIVALS
 from benchmarks.quality.rows import Question, main_settings, rows, sweep_settings, verdicts
 from benchmarks.quality.similarity import History, packaged_encoder
 from ragjax.commands.flags import integer
-from ragjax.commands.preprocess import fuse_all
 from ragjax.core import StorageOptions
 from ragjax.engine import Engine
+from ragjax.engine.preprocessing import fuse_all
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies

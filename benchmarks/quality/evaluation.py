@@ -17,9 +17,9 @@ from benchmarks.quality import score
 from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.probe import Probe, deviation, places
 from benchmarks.quality.similarity import History, Similarity, TextEncoder
-from ragjax.commands.preprocess import Job
 from ragjax.core import Answer, Chunk, Hit, Kind, Message, Prompt, Segment, Tokens
 from ragjax.engine import Engine
+from ragjax.engine.preprocessing import Job
 from ragjax.models.config import inverse_frequencies
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import divergence

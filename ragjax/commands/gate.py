@@ -30,10 +30,10 @@ from tqdm import tqdm
 from ragjax import core
 from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.commands.preprocess import preprocess
 from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.build import craft_alpha, report_path
+from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
 from ragjax.reuse import BASELINES, DEPENDENCY, strategies

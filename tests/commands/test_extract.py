@@ -16,10 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragjax.commands import extract as module
-from ragjax.commands.extract import INSTRUCTION, Endpoint, EndpointError, extract, main, parse
+from ragjax.commands.extract import main
 from ragjax.core import Chunk, ConfigError
+from ragjax.retrieval import endpoint as endpoints
+from ragjax.retrieval.endpoint import INSTRUCTION, Endpoint, EndpointError
+from ragjax.retrieval.extraction import extract
 from ragjax.retrieval.path import Triple
 from ragjax.retrieval.reader import read
+from ragjax.retrieval.triple_parser import parse
 
 A, B = Triple("Ada", "born in", "London"), Triple("Ada", "wrote", "notes")
 
@@ -323,7 +327,7 @@ def test_the_command(server, tmp_path: Path, capsys: pytest.CaptureFixture[str],
         (["--documents", "nowhere"], "no such folder"),
         (["--chunk-tokens", "3"], "from 32"),
         (["--concurrency", "0"], "from 1 to 256"),
-        (["--base-url", "models.test/v1"], "mend --base-url"),
+        (["--base-url", "models.test/v1"], "correct --base-url"),
         (["--base-url", "http://[::1/v1"], "--base-url"),
         (["--out", "nowhere/out.jsonl"], "cannot be written"),
         (["--unknown"], "--help lists the flags"),
@@ -339,7 +343,7 @@ def test_what_cannot_run_is_one_line(change: list[str], message: str, tmp_path: 
 
 
 def test_an_endpoint_that_is_not_there(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_WAIT", 0.001)
+    monkeypatch.setattr(endpoints, "_FIRST_WAIT", 0.001)
     (tmp_path / "a.txt").write_text("Lighthouses shine.")
     assert main(arguments(tmp_path, "http://127.0.0.1:9/v1")) == 1
     assert "cannot be reached" in capsys.readouterr().err.splitlines()[-1]

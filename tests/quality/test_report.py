@@ -20,7 +20,6 @@ from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.commands import gate
 from ragjax.commands.flags import knowledge
-from ragjax.commands.preprocess import preprocess
 from ragjax.core import (
     Answer,
     ConfigError,
@@ -38,6 +37,7 @@ from ragjax.core import (
 )
 from ragjax.engine import Engine
 from ragjax.engine import build as loading
+from ragjax.engine.preprocessing import preprocess
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence

@@ -15,9 +15,21 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.tree import Node, Provenance
 from ragjax.commands import preprocess as module
-from ragjax.commands.preprocess import Job, PreprocessReport, fuse, fuse_all, main, preprocess
-from ragjax.core import Answer, Document, Kind, Message, OutOfPages, Prefill, Prompt, RequestError, Segment
+from ragjax.commands.preprocess import main
+from ragjax.core import (
+    Answer,
+    Document,
+    EngineOptions,
+    Kind,
+    Message,
+    OutOfPages,
+    Prefill,
+    Prompt,
+    RequestError,
+    Segment,
+)
 from ragjax.engine import Engine
+from ragjax.engine.preprocessing import Job, PreprocessReport, fuse, fuse_all, preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Allocation
@@ -500,8 +512,8 @@ def test_the_command(
 ) -> None:
     asked: dict[str, Any] = {}
 
-    def load(model: str, **options: Any) -> Engine:
-        asked.update(options, model=model)
+    def load(options: EngineOptions) -> Engine:
+        asked.update(vars(options))
         made = tiny.engine()
         made.add_documents(documents())
         return made

@@ -15,9 +15,9 @@ from benchmarks.quality import __main__ as quality
 from benchmarks.quality import evaluation, probe, rival
 from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style
-from ragjax.commands.preprocess import Job, fuse_all
 from ragjax.core import ConfigError, Document, Kind
 from ragjax.engine import Engine
+from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.models.config import inverse_frequencies
 from ragjax.reuse import strategies as all_strategies
 from tests.support import tiny

@@ -1,6 +1,8 @@
 # Everything runs in .venv, which holds the locked dependencies; the targets make it first if need be.
 #
 #   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
+#   make check                       most of the suite in under two minutes, for the inner loop: what is not marked slow;
+#                                    it ends with the tests that should be, if any
 #   make test                        the suite of every change, in two processes
 #   make test-long                   randomised runs, kills and kernel matrices
 #   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
@@ -28,7 +30,7 @@ COMPILE_READY := $(COMPILE)/.ready
 PYTHON312 := $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	"$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && break; done)
 
-.PHONY: setup serve test test-long test-gpu-compile lint format lock
+.PHONY: setup serve check test test-long test-gpu-compile lint format lock
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -44,8 +46,14 @@ $(READY): requirements.lock pyproject.toml
 serve: setup
 	@$(RUN) ragjax.serve $(ARGS)
 
+# Files go to the processes in the order of tests/conftest.py: slow ones first.
+SUITE := pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+check: setup
+	$(RUN) $(SUITE) -q -m "not (slow or long or gpu or compile)" --durations 10 --durations-min 3
+
 test: setup
-	$(RUN) pytest -n 2 --dist loadfile
+	$(RUN) $(SUITE)
 
 test-long: setup
 	$(RUN) pytest -m "long and not gpu and not compile" --timeout 3600 --durations 10

@@ -30,7 +30,12 @@ settings.load_profile("ragjax")
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test is marked by the model it asks for, and skipped with a reason where the machine lacks what it needs."""
+    """Files with slow tests come first, so that the processes of a run end together.
+
+    A test is marked by the model it asks for, and skipped with a reason where the machine lacks what it needs.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "smollm_path" in fixtures:

@@ -1582,6 +1582,7 @@ def run_machine(examples, steps):
     return Tiers.operations
 
 
+@pytest.mark.slow
 def test_ten_thousand_random_operations():
     assert run_machine(600, 60) >= 10_000
 

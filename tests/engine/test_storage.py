@@ -418,6 +418,7 @@ def test_damaged_entries_are_misses(tmp_path: Path, reference: dict[int, Answer]
         engine.audit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_lost_device_costs_time_and_no_answer(
     after: int, reference: dict[int, Answer], monkeypatch: pytest.MonkeyPatch

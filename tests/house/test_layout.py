@@ -31,7 +31,7 @@ def imported_tests(code: str) -> list[str]:
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_room_has_tests(room: str) -> None:
-    assert list((TESTS / room).glob("test_*.py"))
+    assert list((TESTS / room).rglob("test_*.py"))
 
 
 def test_every_folder_is_a_room() -> None:

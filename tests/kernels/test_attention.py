@@ -54,6 +54,8 @@ from tests.support.oracle import (
     lay_rows,
 )
 
+pytestmark = pytest.mark.slow
+
 # ----------------------------------------------------------------------------------------- the oracle
 
 

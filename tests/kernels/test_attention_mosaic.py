@@ -24,6 +24,8 @@ from tests.support.cases import FAR, HOPPER, KINDS, LOCAL, Case, Request, Shape,
 from tests.support.compiler import MOSAIC_CALL, Model, custom_calls, lower, production_call
 from tests.support.oracle import Sizes
 
+pytestmark = pytest.mark.slow
+
 simulated = pytest.mark.compile
 """JAX 0.11 is the first whose simulation of a GPU can load registers from shared memory: `make test-gpu-compile`."""
 

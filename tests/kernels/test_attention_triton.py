@@ -35,6 +35,8 @@ from tests.support.cases import (
     rotation,
 )
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {
     "d64-p16-g4-b8": Shape(64, 16, 2, 4, 8, 32, scaled=True),
     "d64-p64-g2-b32": Shape(64, 64, 2, 2, 32, 64, max_offset=FAR),

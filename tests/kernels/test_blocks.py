@@ -19,6 +19,8 @@ from ragjax.kernels.view import View
 from tests.support.cases import SEEDS, SHAPES, Case, Request, budget, make_case, requests_of
 from tests.support.oracle import NEVER, Queries, is_visible
 
+pytestmark = pytest.mark.slow
+
 LISTING = jax.jit(visible_blocks, static_argnums=2)
 
 

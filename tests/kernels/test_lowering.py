@@ -43,6 +43,8 @@ from tests.support.compiler import (
     training,
 )
 
+pytestmark = pytest.mark.slow
+
 PREFILL = [work for work, folded in WORK.items() if folded]
 HEADS = ["llama-3-8b", "smollm2-135m"]
 """One model for each head dimension, where more would show the same."""

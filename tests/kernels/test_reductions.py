@@ -57,6 +57,8 @@ from tests.support.scores import (
     where_of,
 )
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------------------------------------- masses
 
 

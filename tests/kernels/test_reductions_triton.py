@@ -47,6 +47,8 @@ from tests.support.scores import (
     where_of,
 )
 
+pytestmark = pytest.mark.slow
+
 SHAPES = {
     "d64-p16-g4-b8": Shape(64, 16, 2, 4, 8, 32, scaled=True),
     "d64-p16-g3-b2-far": Shape(64, 16, 2, 3, 2, 24, max_offset=FAR),

@@ -44,6 +44,8 @@ from tests.support.packed import (
     rich_case,
 )
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------------------------------------- the oracle
 
 

@@ -23,6 +23,8 @@ from tests.support.cases import HOPPER, budget
 from tests.support.compiler import kernels, lower
 from tests.support.packed import CASES, TOLERANCE, Sample, Shape, check, errors, make_case, oracle, rich_case
 
+pytestmark = pytest.mark.slow
+
 INTERPRETED = Backend(
     functools.partial(train_attention_triton.forward, interpret=True),
     functools.partial(train_attention_triton.backward, interpret=True),

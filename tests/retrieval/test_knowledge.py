@@ -357,6 +357,7 @@ def _refuse(*_: object) -> None:
     raise AssertionError("built again")
 
 
+@pytest.mark.slow
 @KINDS
 @pytest.mark.parametrize("writing", ["add", "replace", "delete"])
 def test_kill_between_commit_and_save(kind: IndexKind, writing: str, tmp_path: Path) -> None:

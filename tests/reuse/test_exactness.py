@@ -20,7 +20,7 @@ ALL = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_
 QUESTIONS = ALL[:40:10]
 NEW_TOKENS = 12
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.long)])

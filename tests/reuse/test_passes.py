@@ -41,6 +41,8 @@ from tests.support import tiny
 from tests.support.executor import Executor, model
 from tests.support.states import Started
 
+pytestmark = pytest.mark.slow
+
 Int = NDArray[np.int32]
 
 PAGE, PAGES = tiny.PAGE, 80

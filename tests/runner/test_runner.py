@@ -204,6 +204,7 @@ def test_slots_of_others_are_not_written(runner: Runner) -> None:
 # --------------------------------------------------------------------------------------------- key mass
 
 
+@pytest.mark.slow
 def test_key_score_adds_up_per_request_and_layer(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ragjax.runner.weights, "STAGE_LAYERS", 2)
     parts = [whole(tokens_of(19, 13), 2), whole(tokens_of(20, 6), 9)]
@@ -230,6 +231,7 @@ def test_measuring_changes_no_result(runner: Runner) -> None:
 # ------------------------------------------------------------------------------------------------ programs
 
 
+@pytest.mark.slow
 def test_compile_compiles_everything() -> None:
     small = Grid(rows=((2, 2), (4, 1)), entries=(4,), logits=(2,))
     made = make_runner(replace(CONFIG, num_layers=2), grid=small)
@@ -257,6 +259,7 @@ def test_logits_of_more_rows_than_a_bucket_in_any_order(runner: Runner) -> None:
 # -------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_temporary_memory_does_not_grow_with_the_pool(dtype: str, scanned: bool) -> None:
@@ -477,6 +480,7 @@ def interpret_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(attention.BACKENDS, "triton", interpreted)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [False, True])
 def test_decoder_on_pallas_attention(monkeypatch: pytest.MonkeyPatch, scanned: bool) -> None:
     interpret_triton(monkeypatch)
@@ -590,5 +594,6 @@ print("agree on", jax.device_count(), "devices")
 """
 
 
+@pytest.mark.slow
 def test_eight_devices_agree_with_one() -> None:
     assert_agreement(SHARDED, devices=8)

@@ -37,6 +37,8 @@ from train.meter import Cost, Log
 from train.model import stacked
 from train.sample import Sample, write_samples
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("red", "blue", "green")
 
 

@@ -18,6 +18,8 @@ from ragjax.retrieval.path import RelationPath, Subgraph
 from tests.support import tiny
 from tests.support.files import write_lines
 
+pytestmark = pytest.mark.slow
+
 PATHS = (("a", "r", "b", "s", "c"), ("a", "r", "b", "t", "d"), ("a", "u", "e"))
 QUESTION = Question("1", "what?", ("c",), (Subgraph("a", tuple(map(RelationPath, PATHS))),))
 

@@ -25,6 +25,8 @@ from tests.support import tiny
 from tests.support.fakes import WordEncoder
 from tests.support.files import write_lines
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:

@@ -17,6 +17,8 @@ from benchmarks.graph.plot import FIGURES
 from tests.support import tiny
 from tests.support.files import write_lines
 
+pytestmark = pytest.mark.slow
+
 
 class Letters:
     """Texts by their letters."""

@@ -22,6 +22,8 @@ from benchmarks.kernels.target import PRE_ROTATED
 from tests.support.checks import SHAPE, FakeRival, record_of, timed
 from tests.support.imports import HEAVY, import_without
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -16,6 +16,8 @@ from ragjax.kernels.attention.op import Backend
 from ragjax.kernels.view import View
 from tests.support.checks import SHAPE, record_of
 
+pytestmark = pytest.mark.slow
+
 
 def wrong(change: Callable[[jax.Array, View], tuple[jax.Array, jax.Array]]) -> Backend:
     return Backend(change, lambda *_: None)

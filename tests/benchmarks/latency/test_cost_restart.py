@@ -12,6 +12,8 @@ from benchmarks import cost, restart
 from ragjax.cache.profile import Profile
 from tests.support import tiny
 
+pytestmark = pytest.mark.slow
+
 
 def test_cost_measures_every_cell_and_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     with tiny.engine() as engine:

@@ -24,6 +24,8 @@ from ragjax.core import NEVER
 from ragjax.models.decoder import Decoder, Weight
 from tests.support.checks import FakeRival
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ours() -> Ours:

@@ -10,6 +10,8 @@ from ragjax.core import Prompt
 from ragjax.reuse import strategies as all_strategies
 from tests.support import tiny
 
+pytestmark = pytest.mark.slow
+
 
 def small_work() -> Workload:
     one, other = tiny.prompt(1, chunks=(40,) * 4), tiny.prompt(2, chunks=(40,) * 4)

@@ -46,6 +46,7 @@ def data(tmp_path: Path) -> Path:
     return home
 
 
+@pytest.mark.slow
 def test_policies_reports_every_policy_beside_the_bound(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,8 @@ from ragjax.models.decoder import Decoder
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
 
+pytestmark = pytest.mark.slow
+
 DATA = Path(__file__).parents[2] / "data"
 
 Goldens = Mapping[str, NDArray[Any]]

@@ -11,6 +11,8 @@ from benchmarks.quality import __main__ as quality
 from ragjax.engine import Engine
 from tests.support import tiny
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_command_measures_and_reports(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(Engine, "load", lambda *a, **k: tiny.engine())

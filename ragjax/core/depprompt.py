@@ -2,12 +2,12 @@
 
 Algorithm 1 in two halves. Relation paths are merged into a prefix tree of tokens, whose nodes in pre-order are segments
 of the prompt (`merge`, phase 1 and line 5). Who sees whom follows from what a segment depends on
-(`core.Visibility.dependency`, phase 2): intervals of orders in place of the paper's n x n mask.
+(`core.Visibility.dependency`, phase 2): intervals of token indexes in place of the paper's n x n mask.
 
 A `DepPrompt` is the paper's (section 5): linear nodes and tree nodes; the context depends on the system, the task on
 the context, and any node may name others instead. Positions are the paper's, `preorder`, or `path`: depth on the own
 path. Under `path` the KV of a tree's node depends on its root path alone, so it can be reused beside any siblings.
-What joins everything, a question, stands at its order under both.
+The positions of a query segment are its indexes under both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ragjax.core import Kind, Prompt, RequestError, Segment, Tokens, Visibility
 
 Positions = Literal["path", "preorder"]
-"""Where a tree's tokens stand: at their depth on their own path, or in the order of the sequence."""
+"""RoPE positions of a tree's tokens: their depth on their own path, or their index in the sequence."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class TreeNode:
 
 @dataclass(frozen=True)
 class DepPrompt:
-    """Nodes in the order they are read. Linear nodes before the first tree are the system, those behind it the task."""
+    """Nodes in the order they are read. Linear nodes before the first tree are the system, those after it the task."""
 
     nodes: tuple[LinearNode | TreeNode, ...]
 
@@ -159,7 +159,7 @@ def branches(node: TreeNode, begin: int, on: tuple[int, ...] | None = None) -> I
 
 @dataclass(frozen=True)
 class Layout:
-    """A prompt token by token, int32 [n] each: its position, and the half-open interval of orders it is hidden from."""
+    """A prompt token by token, int32 [n] each: position, and the half-open interval of indexes it is hidden from."""
 
     token: Tokens
     position: Tokens

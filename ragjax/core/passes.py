@@ -39,9 +39,9 @@ class Run:
 class Span:
     """Keys a pass may read (or writes): tokens of one run, at one RoPE offset.
 
-    orders: order of each token, int32 [run.length]; `NEVER` hides a token from the pass (a stale original, say).
+    indices: each token's index in the prompt, int32 [run.length]; `NEVER` hides a token from the pass (a stale one).
     offset: the key of a token stored rotated at position p takes part at position `p + offset`.
-    hidden: half-open interval of orders that must not see these keys.
+    hidden: half-open interval of token indexes that must not see these keys.
     """
 
     indices: NDArray[np.int32]
@@ -50,21 +50,21 @@ class Span:
     hidden: tuple[int, int] = (0, 0)
 
     @staticmethod
-    def consecutive(order: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
-        """Tokens of consecutive orders from `order` on."""
-        return Span(np.arange(order, order + run.length, dtype=np.int32), run, offset, hidden)
+    def consecutive(index: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
+        """Tokens of consecutive indexes from `index` on."""
+        return Span(np.arange(index, index + run.length, dtype=np.int32), run, offset, hidden)
 
 
 class Measure(StrEnum):
     """What a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`; heads are averaged.
 
-    A pass may want LOGITS and at most one of the others; KEY_SCORE and VALUED_SCORE count as one.
+    A pass may have LOGITS and at most one of the others; KEY_SCORE and VALUED_SCORE count as one.
     """
 
     LOGITS = "logits"
     """float32 [n, vocab] for the rows named in `Pass.logits`."""
     KEY_SCORE = "key_score"
-    """float32 [layers, context]: probability that each order received, summed over the asking rows."""
+    """float32 [layers, context]: probability that each token received, summed over the asking rows."""
     VALUED_SCORE = "valued_score"
     """float32 [layers, context]: the same, weighted by the L2 norm of the value received."""
     CHUNK_SCORE = "chunk_score"
@@ -72,25 +72,25 @@ class Measure(StrEnum):
     SEGMENT_SCORE = "segment_score"
     """float32 [layers, rows, segments]: probability that each row gave to each segment, its own token left out."""
     DEVIATION = "deviation"
-    """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its order."""
+    """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its index."""
 
 
 @dataclass(frozen=True)
 class Pass:
     """One sweep: compute `rows` over the keys of `spans`.
 
-    rows: orders to compute, int32 [n], ascending; each lies in a span of offset 0 in pages of the request's own,
+    rows: token indexes to compute, int32 [n], ascending; each lies in a span of offset 0 in pages of the request's own,
         and its K/V is written there. Cached pages are never written.
     positions: RoPE position of each row, int32 [n].
-    spans: every key the pass may read, disjoint in order; those of `rows` included.
+    spans: every key the pass may read, disjoint in token indexes; those of `rows` included.
     measures: what to hand back.
-    logits: orders among `rows` whose next-token logits are wanted; only if the pass ends with the last layer.
-    layers: half-open range of layers to run (None: all). Beyond layer 0 it goes on from the pass before, which ended
+    logits: indexes among `rows` whose next-token logits are returned; only if the pass ends with the last layer.
+    layers: half-open range of layers to run (None: all). Beyond layer 0 it continues the pass before, which ended
         there: `rows` are among its rows. It begins at a boundary of `Allocation.stages` and may end anywhere.
-    measured: half-open range of layers in which wants other than LOGITS are measured (None: all that run). Measuring
+    measured: half-open range of layers in which measures other than LOGITS are taken (None: all that run). Measuring
         fewer stages (`Allocation.stages`) is faster.
-    asking: orders among `rows` whose attention counts in masses by key (None: all).
-    stale: cached keys that DEVIATION compares with, by order; a row without one has deviation 0.
+    asking: indexes among `rows` whose attention counts in scores by key (None: all).
+    stale: cached keys that DEVIATION compares with, by index; a row without one has deviation 0.
     """
 
     rows: NDArray[np.int32]
@@ -108,7 +108,7 @@ class Pass:
 class Move:
     """Copy cached KV into slots of the request's own, keys rotated to their new place, in some layers.
 
-    orders: which tokens, int32 [n]. source: spans that hold them at any offset. target: spans of offset 0 in pages of
+    indices: which tokens, int32 [n]. source: spans that hold them at any offset. target: spans of offset 0 in pages of
     the request's own. layers: half-open, at boundaries of `Allocation.stages`.
     """
 
@@ -119,7 +119,7 @@ class Move:
 
 
 Results = Mapping[Measure, NDArray[np.float32]]
-"""What a pass wanted, by name; a move brings nothing."""
+"""What a pass measured, by name; a move gives nothing."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments in pre-order. A token's order is its index in the concatenation."""
+    """Segments in pre-order. A token's index is its place in the concatenation."""
 
     segments: tuple[Segment, ...]
 

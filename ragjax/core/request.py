@@ -90,7 +90,7 @@ class Rag:
     strategy: name of the reuse strategy; None uses the engine's default.
     documents: passages given with the request, used instead of retrieval: each an id of a document in
         the knowledge base, or a Document.
-    recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy computes anew; None uses its own.
+    recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy recomputes; None uses its own.
     graph: facts, used instead of chunks.
 
     Raises:

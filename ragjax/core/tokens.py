@@ -10,7 +10,7 @@ Tokens = NDArray[np.int32]
 
 
 NEVER = np.int32(2**30)
-"""An order no row ever has: the order of dead slots, and the end of an interval that never closes."""
+"""An index that no row has: the index of unused slots, and the end of an interval that never closes."""
 
 
 def is_unicode(text: str) -> bool:

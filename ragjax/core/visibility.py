@@ -12,9 +12,9 @@ from ragjax.core.prompt import Kind, Prompt, Segment
 @dataclass(frozen=True)
 class Visibility:
     """The one rule: key k is visible to row q of the same request iff
-    `order[k] <= order[q] and not (hide_from[k] <= order[q] < hide_until[k])`.
+    `index[k] <= index[q] and not (hide_from[k] <= index[q] < hide_until[k])`.
 
-    `hidden[i]` is the half-open interval of orders that must not see segment i's keys; an empty
+    `hidden[i]` is the half-open interval of token indexes that must not see segment i's keys; an empty
     interval (0, 0) is plain causal attention.
     """
 
@@ -50,7 +50,7 @@ class Visibility:
 
     @staticmethod
     def isolated(prompt: Prompt, rows: Sequence[int] | None = None) -> Visibility:
-        """Chunks depend on system segments and themselves; joins on everything before them.
+        """Chunks depend on system segments and themselves; query segments on everything before them.
 
         `rows` names the segments that have rows in the pass (all, if None): a hidden pair matters
         only if it has rows, which is how chunks of two turns stay sayable with one interval a key.

@@ -1,8 +1,8 @@
-"""Rows that look and entries that are looked at, and the one rule of visibility (`visible`).
+"""Rows of queries, the page table of keys, and the one rule of visibility (`visible`).
 
 A key is visible to a row iff both belong to the same request and
 
-    order[key] <= order[row]  and not  (hide_from[key] <= order[row] < hide_until[key])
+    index[key] <= index[row]  and not  (hide_from[key] <= index[row] < hide_until[key])
 
 which says causal attention, independent chunks, dependency trees, stale slots and unused slots with O(n)
 numbers (FusionRAG §4.3, DepCache §3.3; the interval form is FlashMask's, arXiv 2410.01359).
@@ -18,7 +18,7 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Query rows, int32 [T] each. Padding rows have order -1 and see nothing.
+    """Query rows, int32 [T] each. Padding rows have index -1 and see nothing.
 
     Blocks of consecutive rows (see `block_rows`) must not mix requests.
     """
@@ -34,7 +34,7 @@ class PageTable:
     """Keys of the pass: an entry is one page as one request sees it. A leading axis of 1 (all layers alike) or L.
 
     page, offset: int32 [A, S]; request: int32 [S], -1 for an unused entry.
-    order, hide_from, hide_until: int32 [A, S, C]; a slot that takes no part has order `core.NEVER`.
+    index, hide_from, hide_until: int32 [A, S, C]; an unused slot has index `core.NEVER`.
     """
 
     page_AS: jax.Array

@@ -1,7 +1,7 @@
 """`paged_interval_attention` for decode in raw Triton, called through jax-triton.
 
 The way out should Pallas lose its Triton lowering, and a rival to it in the benchmarks. The program itself is
-`attention_raw_kernel.py`; it and jax-triton are imported when they are first called for, so that this module can be
+`jax_triton_kernel.py`; it and jax-triton are imported when they are first called for, so that this module can be
 imported where neither triton nor a GPU is at hand.
 """
 

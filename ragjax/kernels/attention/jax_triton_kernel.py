@@ -1,4 +1,4 @@
-"""The Triton program of `attention_raw.py`: one KV head, one row block, one share of the block's list of entries.
+"""The Triton program of `jax_triton.py`: one KV head, one row block, one share of the block's list of entries.
 
 Apart from that module because it needs triton to be imported; nothing else imports it, and only when it is called.
 Sources: online softmax as in FlashAttention-2 (arXiv 2307.08691), shares merged by their log-sum-exp as in

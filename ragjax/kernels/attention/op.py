@@ -1,10 +1,10 @@
 """`paged_interval_attention`: the one attention op of ragjax, and the choice of the backend that computes it.
 
 Query rows (any subset of the tokens of many requests) attend to keys that lie in a paged pool, under the rule of
-`entries.visible`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
-where it takes part, without copying or rewriting the page. `attention_ref.py` is the definition, `attention_xla.py`
-the blockwise form for CPU and the fallback, `attention_triton.py` the Pallas kernels for GPUs, `attention_mosaic.py`
-the one for Hopper, `attention_raw.py` the decode kernel that does not need Pallas.
+`table.visible`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
+where it takes part, without copying or rewriting the page. `reference.py` is the definition, `xla.py` the blockwise
+form for CPU and the fallback, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the one for Hopper, `jax_triton.py`
+the decode kernel that does not need Pallas.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ragjax.kernels.view import View
 
 
 def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    """See `attention.paged_interval_attention`; float32 at highest precision throughout."""
+    """See `op.paged_interval_attention`; float32 at highest precision throughout."""
     k_SCKD, v_SCKD = gather(view)
     t, heads, dim = q_THD.shape
     q_TKGD = q_THD.astype(jnp.float32).reshape(t, k_SCKD.shape[2], -1, dim)

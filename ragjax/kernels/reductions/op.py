@@ -7,7 +7,7 @@ device returns the value for its own, and the docstrings say how they combine.
 Sources: key mass and chunk mass, FusionRAG §3.2 (question-guided selection, with the softmax over all keys or over each
 chunk's by itself, which the paper leaves open); segment mass, Cache-Craft §3.1 (eqs. 3, 4 and 14); KV
 deviation, CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv
-2509.00388). `reductions_ref.py` is the definition, this module holds the ops and their XLA form, and
+2509.00388). `reference.py` is the definition, this module holds the ops and their XLA form, and
 `reductions_triton.py` the Pallas kernels of key and segment mass for GPUs. The others have none: the deviation is bound
 by memory and fused by XLA, the neighbours are a matrix product, and chunk mass is asked for by a few rows only.
 """

@@ -1,7 +1,7 @@
 """Which samples a step takes, and how they are packed: side by side into rows of a few fixed lengths.
 
-Attention keeps packed samples apart (`kernels.interval`), so nothing is padded to the longest of a batch. A batch is
-cut into rows of one device each; a microbatch is one row for every device.
+Attention keeps packed samples apart (`kernels.train_attention`), so nothing is padded to the longest of a batch. A batch
+is cut into rows of one device each; a microbatch is one row for every device.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Batch:
     """Rows of packed samples, one for each device, end to end: int32 on the host, T tokens and N targets in all.
 
     request: number of the sample within its row, -1 for padding. order, position, hide_from, hide_until: as in
-    `kernels.mask.Tokens`. row: token within its row that predicts the target; target: -1 for padding.
+    `kernels.train_attention.mask.Tokens`. row: token within its row that predicts the target; target: -1 for padding.
     """
 
     token_T: jax.Array

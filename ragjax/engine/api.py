@@ -409,7 +409,7 @@ class Engine:
         self._loop.call(self._cache.vacate)
 
     def audit(self) -> None:
-        """Check every page, pin and key; raises `cache.pages.AuditError` naming what is wrong, leaks included."""
+        """Check every page, pin and key; raises `cache.pool.AuditError` naming what is wrong, leaks included."""
         self._loop.call(lambda: self._cache.audit(self._loop.holders()))
 
     def close(self) -> None:

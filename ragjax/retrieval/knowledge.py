@@ -188,7 +188,7 @@ class KnowledgeBase:
     def mark_fused(self, number: int, neighbours: Sequence[int], behind: bytes) -> bool:
         """Note that the KV of a chunk is kept as computed behind these neighbours, in this order.
 
-        behind: digest of their tokens (`ragjax.cache.cache.neighbours`), which `Chunk.behind` has from now on.
+        behind: digest of their tokens (`ragjax.cache.cache.neighbours_digest`), which `Chunk.behind` has from now on.
         False, and no mark, if one of them has been deleted meanwhile.
         """
         numbers = (number, *neighbours)

@@ -63,7 +63,7 @@ class Runner(PagePool):
         scanned: run a stage's layers by `lax.scan` (compile time independent of depth) instead of unrolled; None
             chooses per backend. On CPU bfloat16 is 2.6 times faster unrolled.
         mesh: one axis, "kv_heads" (one device, if None).
-        attention: backend of attention to try first (`kernels.attention.BACKENDS`).
+        attention: backend of attention to try first (`kernels.attention.op.BACKENDS`).
 
     Raises:
         ConfigError: if there is no memory for so many pages.

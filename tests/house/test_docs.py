@@ -1,7 +1,8 @@
-"""Names in backticks in README.md, CONTRIBUTING.md and docs/ exist: commands, files, dotted names, make targets."""
+"""Names in backticks in README.md, CONTRIBUTING.md, docs/ and docstrings exist: commands, files, dotted names."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -157,3 +158,36 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     targets = [(page if not path else (page.parent / path).resolve(), anchor) for path, anchor in found]
     lost = [str(path) for path, anchor in targets if not path.exists() or (anchor and anchor not in anchors(path))]
     assert lost == []
+
+
+CODE = sorted(path for folder in ("ragjax", "train", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+ROOMS = "|".join(sorted(path.name for path in (ROOT / "ragjax").iterdir() if (path / "__init__.py").exists()))
+OUR_NAME = re.compile(rf"(?:ragjax\.)?((?:{ROOMS})(?:\.\w+)+)")
+
+
+def docstrings(path: Path) -> list[str]:
+    """Every text of a module that is a statement by itself."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [
+        node.value.value
+        for node in nodes
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+
+
+def lost_names(text: str) -> list[str]:
+    """Files, and names of our rooms, in backticks that do not exist."""
+    spans = INLINE.findall(text)
+    files = [name for span in spans for name in SOURCE.findall(span) if not is_file(name)]
+    named = [f"ragjax.{found[1]}" for span in spans if (found := OUR_NAME.fullmatch(span))]
+    return files + [name for name in named if not is_file(name) and not is_name(name)]
+
+
+def test_names_in_docstrings_exist() -> None:
+    lost = {path.relative_to(ROOT).as_posix(): lost_names("\n".join(docstrings(path))) for path in CODE}
+    assert {path: names for path, names in lost.items() if names} == {}
+
+
+@pytest.mark.parametrize("text", ["`nothing.py`", "`core.Nonsense`", "`ragjax.cache.tree.Nonsense`"])
+def test_a_name_in_a_docstring_that_does_not_exist_is_found(text: str) -> None:
+    assert lost_names(text) and not lost_names("`core.Prompt`, `tree.py`, `ragjax.cache.tree.Node`, `numpy.ndarray`")

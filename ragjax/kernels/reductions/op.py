@@ -8,7 +8,7 @@ Sources: key mass and chunk mass, FusionRAG §3.2 (question-guided selection, wi
 chunk's by itself, which the paper leaves open); segment mass, Cache-Craft §3.1 (eqs. 3, 4 and 14); KV
 deviation, CacheBlend as FusionRAG §2.2 has it (eqs. 7, 8); neighbouring keys, GraphKV §4 (eqs. 1 and 3, arXiv
 2509.00388). `reference.py` is the definition, this module holds the ops and their XLA form, and
-`reductions_triton.py` the Pallas kernels of key and segment mass for GPUs. The others have none: the deviation is bound
+`triton.py` the Pallas kernels of key and segment mass for GPUs. The others have none: the deviation is bound
 by memory and fused by XLA, the neighbours are a matrix product, and chunk mass is asked for by a few rows only.
 """
 

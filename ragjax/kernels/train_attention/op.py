@@ -3,7 +3,7 @@
 The rule is that of serving (`entries.visible`), so what a model learns under it is what `paged_interval_attention`
 later computes. Forward keeps out and LSE alone; backward computes the probabilities anew, tile by tile:
 FlashAttention-2 (arXiv 2307.08691), with FlashMask's tiles (arXiv 2410.01359). Memory is O(tokens).
-`interval_ref.py` is the definition, `interval_xla.py` the form for CPU and the fallback, `interval_triton.py` the
+`reference.py` is the definition, `xla.py` the form for CPU and the fallback, `triton.py` the
 Pallas kernels for GPUs.
 
 It is made for `jax.grad`, `jax.checkpoint` and `lax.scan` over layers; batches are packed, not mapped. There is no

@@ -1,7 +1,7 @@
 """Which samples a step takes, and how they are packed: side by side into rows of a few fixed lengths.
 
-Attention keeps packed samples apart (`kernels.train_attention`), so nothing is padded to the longest of a batch. A batch
-is cut into rows of one device each; a microbatch is one row for every device.
+Attention keeps packed samples apart (`kernels.train_attention`), so nothing is padded to the longest of a batch. A
+batch is cut into rows of one device each; a microbatch is one row for every device.
 """
 
 from __future__ import annotations

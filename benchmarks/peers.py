@@ -174,7 +174,7 @@ def _difference(peers: Peers, mask: Mask, kv_heads: int, dim: int, slots: int = 
     out = peers.scratch / "out.npy"
     file = save_mask(mask, peers.scratch, q_THD=q, k_NKD=k, v_NKD=v)
     peers.ask("flex_output", file=str(file), device=peers.device, dtype="float32", out=str(out))
-    place = np.argsort(np.asarray(masks.entries_of(mask, slots).page_AS[0]))
+    place = np.argsort(np.asarray(masks.entries_of(mask, slots).page_S))
     pools = (jnp.asarray(x.reshape(total, slots, kv_heads, dim)[place].swapaxes(1, 2)[None]) for x in (k, v))
     table = Rotation(jnp.ones((len(mask.index_N), dim // 2)), jnp.zeros((len(mask.index_N), dim // 2)))
     view = masks.view_of(mask, Pages(*pools), table, float(dim**-0.5), 32)

@@ -66,7 +66,7 @@ def contiguous(view: View, dtype: str) -> tuple[jax.Array, jax.Array]:
     """Keys and values token by token."""
 
     def gathered(pool: jax.Array) -> jax.Array:
-        x = pool[0][view.entries.page_AS[0]].swapaxes(1, 2).reshape(-1, KV_HEADS, DIM)
+        x = pool[0][view.entries.page_S].swapaxes(1, 2).reshape(-1, KV_HEADS, DIM)
         return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if dtype == "bfloat16" else x
 
     return gathered(view.pages.k_LPKCD), gathered(view.pages.v_LPKCD)
@@ -91,7 +91,7 @@ def compare(rows: int, dtype: str, rounds: int) -> dict[str, Any]:
     view = view_of(mask, dtype)
     q = jax.random.normal(jax.random.key(0), (rows, HEADS, DIM))
     keys, values = contiguous(view, dtype)
-    order = jnp.argsort(view.entries.index_ASC[0].reshape(-1))
+    order = jnp.argsort(view.entries.index_SC.reshape(-1))
     seen = visible(view.rows, view.entries).reshape(rows, -1)[:, order]
     cast = q.astype(keys.dtype)
     ours, theirs = (lambda: blockwise(q, view)), (lambda: dense(cast, keys[order], values[order], seen))

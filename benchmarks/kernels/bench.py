@@ -52,7 +52,7 @@ REHEARSAL = Model(
 
 SPOT_ROWS = 4
 SPOT_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-KERNELS = ("triton", "mosaic", "raw")
+KERNELS = ("triton", "mosaic", "jax_triton")
 """Timed where they serve. XLA, which would take minutes on a GPU, is timed on CPUs alone."""
 
 
@@ -107,7 +107,7 @@ class Bench:
 
     def program(self, backend: str, q: jax.Array, view: View, times: int) -> Any:
         """Attention by a backend; with `times`, that many calls one after the other, output alone."""
-        key = (backend, q.shape, view.entries.index_ASC.shape, view.block_rows, times)
+        key = (backend, q.shape, view.entries.index_SC.shape, view.block_rows, times)
         if key not in self._programs:
 
             def attend(q: jax.Array, view: View) -> Any:
@@ -199,7 +199,7 @@ def spot_error(mask: Mask, q_THD: jax.Array, out_THD: jax.Array, view: View) -> 
     """Relative error of a few rows, in the first and the last KV head, against float64."""
     m_heads, kv_heads = q_THD.shape[1], view.pages.k_LPKCD.shape[2]
     groups = m_heads // kv_heads
-    page_S = view.entries.page_AS[0]
+    page_S = view.entries.page_S
     live = np.flatnonzero(mask.index_T >= 0)
     rows = live[np.linspace(0, len(live) - 1, SPOT_ROWS).astype(int)]
     q, out = (np.asarray(x[rows].astype(jnp.float32), np.float64) for x in (q_THD, out_THD))
@@ -210,7 +210,7 @@ def spot_error(mask: Mask, q_THD: jax.Array, out_THD: jax.Array, view: View) -> 
             np.asarray(x[0, page_S, kv_head].astype(jnp.float32), np.float64).reshape(-1, q.shape[-1])
             for x in (view.pages.k_LPKCD, view.pages.v_LPKCD)
         )
-        k_ND = oracle.turn(k_ND, mask.offset_N.astype(np.int64), freq)
+        k_ND = oracle.rotate(k_ND, mask.offset_N.astype(np.int64), freq)
         for i, t in enumerate(rows):
             order = mask.index_T[t]
             hidden = (mask.hide_from_N <= order) & (order < mask.hide_until_N)

@@ -181,11 +181,11 @@ def entries_of(mask: Mask, page_size: int, seed: int = 0) -> PageTable:
     page_S = np.random.default_rng(seed).permutation(total).astype(np.int32)
 
     def slots(x: Int) -> jax.Array:
-        return jnp.asarray(x.reshape(1, total, page_size))
+        return jnp.asarray(x.reshape(total, page_size))
 
     offset_S, request_S = mask.offset_N[::page_size], mask.request_N[::page_size]
     return PageTable(
-        jnp.asarray(page_S[None]), jnp.asarray(offset_S[None]), jnp.asarray(request_S),
+        jnp.asarray(page_S), jnp.asarray(offset_S), jnp.asarray(request_S),
         slots(mask.index_N), slots(mask.hide_from_N), slots(mask.hide_until_N),
     )  # fmt: skip
 

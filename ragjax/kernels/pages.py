@@ -48,9 +48,9 @@ def write_pages(pages: Pages, layer: int | jax.Array, slot_T: jax.Array, k_TKD: 
 def move_slots(
     pages: Pages, source_N: jax.Array, target_N: jax.Array, offset_N: jax.Array, rotation: Rotation
 ) -> Pages:
-    """Copy slots (page * C + slot, int32 [N]) over others in all layers, each key turned by its RoPE offset.
+    """Copy slots (page * C + slot, int32 [N]) over others in all layers, each key rotated by its RoPE offset.
 
-    Keys are turned in float32; an offset of 0 leaves them as they are. Target slots must differ from one another, also
+    Keys are rotated in float32; an offset of 0 leaves them as they are. Target slots must differ from one another, also
     those beyond the pool, which are not written. On CPU the pool must be donated for this to happen in place.
     """
     cos_NR, sin_NR = rotation.at(offset_N)
@@ -61,8 +61,8 @@ def move_slots(
         return pool.at[:, to_page_N, :, to_slot_N, :].set(kept_NLKD, mode="drop", unique_indices=True)
 
     k_NLKD, v_NLKD = (pool[:, page_N, :, slot_N, :] for pool in (pages.k_LPKCD, pages.v_LPKCD))
-    turned_NLKD = rotate(from_storage(k_NLKD).astype(jnp.float32), cos_NR[:, None, None], sin_NR[:, None, None])
-    return Pages(put(pages.k_LPKCD, to_storage(turned_NLKD, k_NLKD.dtype)), put(pages.v_LPKCD, v_NLKD))
+    rotated_NLKD = rotate(from_storage(k_NLKD).astype(jnp.float32), cos_NR[:, None, None], sin_NR[:, None, None])
+    return Pages(put(pages.k_LPKCD, to_storage(rotated_NLKD, k_NLKD.dtype)), put(pages.v_LPKCD, v_NLKD))
 
 
 def to_storage(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,12 +1,4 @@
-"""Rows of queries, the page table of keys, and the one rule of visibility (`visible`).
-
-A key is visible to a row iff both belong to the same request and
-
-    index[key] <= index[row]  and not  (hide_from[key] <= index[row] < hide_until[key])
-
-which says causal attention, independent chunks, dependency trees, stale slots and unused slots with O(n)
-numbers (FusionRAG §4.3, DepCache §3.3; the interval form is FlashMask's, arXiv 2410.01359).
-"""
+"""Rows that look and the entries of the page table that they look at."""
 
 from __future__ import annotations
 
@@ -14,13 +6,15 @@ from dataclasses import dataclass
 
 import jax
 
+from ragjax.kernels.visibility import Keys, sees
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Query rows, int32 [T] each. Padding rows have index -1 and see nothing.
+    """Query rows, int32 [T] each: token index, position and request. Padding rows have index -1 and see nothing.
 
-    Blocks of consecutive rows (see `block_rows`) must not mix requests.
+    Blocks of consecutive rows (`View.block_rows`) must not mix requests.
     """
 
     index_T: jax.Array
@@ -31,37 +25,26 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PageTable:
-    """Keys of the pass: an entry is one page as one request sees it. A leading axis of 1 (all layers alike) or L.
+    """Keys of the pass: an entry is one page as one request sees it.
 
-    page, offset: int32 [A, S]; request: int32 [S], -1 for an unused entry.
-    index, hide_from, hide_until: int32 [A, S, C]; an unused slot has index `core.NEVER`.
+    page, offset, request: int32 [S]; request -1 is an unused entry.
+    index, hide_from, hide_until: int32 [S, C]; an unused slot has index `core.NEVER`.
     """
 
-    page_AS: jax.Array
-    offset_AS: jax.Array
+    page_S: jax.Array
+    offset_S: jax.Array
     request_S: jax.Array
-    index_ASC: jax.Array
-    hide_from_ASC: jax.Array
-    hide_until_ASC: jax.Array
+    index_SC: jax.Array
+    hide_from_SC: jax.Array
+    hide_until_SC: jax.Array
 
-    def layer(self, layer: int) -> PageTable:
-        """The entries as one layer sees them, leading axis 1."""
-        if self.page_AS.shape[0] == 1:
-            return self
-        pick = slice(layer, layer + 1)
-        return PageTable(
-            self.page_AS[pick],
-            self.offset_AS[pick],
-            self.request_S,
-            self.index_ASC[pick],
-            self.hide_from_ASC[pick],
-            self.hide_until_ASC[pick],
-        )
+    def keys(self) -> Keys:
+        """What visibility asks of the slots."""
+        return Keys(self.index_SC, self.request_S[:, None], self.hide_from_SC, self.hide_until_SC)
 
 
 def visible(rows: Rows, entries: PageTable) -> jax.Array:
-    """The rule itself, bool [T, S, C]: an n x n array, for the definition and for tests only."""
-    q_T11 = rows.index_T[:, None, None]
-    index_SC, hide_from_SC, hide_until_SC = entries.index_ASC[0], entries.hide_from_ASC[0], entries.hide_until_ASC[0]
+    """The rule of `visibility`, bool [T, S, C]: an n x n array, for the definition and for tests only."""
     same_TS = (rows.request_T[:, None] == entries.request_S) & (entries.request_S >= 0) & (rows.index_T >= 0)[:, None]
-    return same_TS[:, :, None] & (index_SC <= q_T11) & ~((hide_from_SC <= q_T11) & (q_T11 < hide_until_SC))
+    row_T11 = rows.index_T[:, None, None]
+    return same_TS[:, :, None] & sees(row_T11, entries.index_SC, entries.hide_from_SC, entries.hide_until_SC)

@@ -23,10 +23,10 @@ class View:
     """Rows over the pages of a pool at one layer.
 
     Args:
-        rows: order, position and request of each row.
+        rows: token index, position and request of each row.
         pages: the pool, whole; it is read at `layer` alone.
         layer: index into the pool's layer axis.
-        entries: the keys, with a leading axis of 1 (`PageTable.layer`).
+        entries: the page table.
         rotation: the model's RoPE table, long enough for every |offset|.
         blocks: the entries each row block visits (`blocks.visible_blocks`).
         scale: softmax scale, 1/sqrt(D) as a rule.
@@ -71,8 +71,8 @@ def check(q_THD: jax.Array, view: View) -> None:
             index_T=rows.index_T,
             position_T=rows.position_T,
             request_S=entries.request_S,
-            page_S=entries.page_AS[0],
-            offset_S=entries.offset_AS[0],
+            page_S=entries.page_S,
+            offset_S=entries.offset_S,
             pages=view.pages.k_LPKCD.shape[1],
             positions=view.rotation.cos_NR.shape[0],
             block_rows=view.block_rows,
@@ -93,7 +93,7 @@ def check_values(
 ) -> None:
     """Raise ValueError naming the argument that is out of range: on a GPU a stray page id reads stray memory.
 
-    Arrays are those of rows and entries; rows of order -1 are padding and entries of request -1 unused: both may hold
+    Arrays are those of rows and entries; rows of index -1 are padding and entries of request -1 unused: both may hold
     anything. `pages`: of the pool; `positions`: of the rotation table; `block_rows`: of a block.
     """
     live_T, used_S = np.asarray(index_T) >= 0, np.asarray(request_S) >= 0
@@ -131,11 +131,11 @@ def _check_shapes(q_THD: jax.Array, view: View) -> None:
         "rows.request_T": (rows.request_T.shape, (t,)),
         "pages.v_LPKCD": (pages.v_LPKCD.shape, pages.k_LPKCD.shape),
         "entries.request_S": (entries.request_S.shape, (s,)),
-        "entries.page_AS": (entries.page_AS.shape, (1, s)),
-        "entries.offset_AS": (entries.offset_AS.shape, (1, s)),
-        "entries.index_ASC": (entries.index_ASC.shape, (1, s, slots)),
-        "entries.hide_from_ASC": (entries.hide_from_ASC.shape, (1, s, slots)),
-        "entries.hide_until_ASC": (entries.hide_until_ASC.shape, (1, s, slots)),
+        "entries.page_S": (entries.page_S.shape, (s,)),
+        "entries.offset_S": (entries.offset_S.shape, (s,)),
+        "entries.index_SC": (entries.index_SC.shape, (s, slots)),
+        "entries.hide_from_SC": (entries.hide_from_SC.shape, (s, slots)),
+        "entries.hide_until_SC": (entries.hide_until_SC.shape, (s, slots)),
         "rotation.cos_NR": (rotation.cos_NR.shape[1:], (pool_dim // 2,)),
         "blocks.entry_NS": (blocks.entry_NS.shape, (n, s)),
         "blocks.count_N": (blocks.count_N.shape, (n,)),

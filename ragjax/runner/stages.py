@@ -81,8 +81,7 @@ def begin(
     """
     rows = Rows(step["index_T"], step["position_T"], step["request_T"])
     names = ("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC")
-    page, offset, request, index, hide_from, hide_until = (step[name] for name in names)
-    entries = PageTable(page[None], offset[None], request, index[None], hide_from[None], hide_until[None])
+    entries = PageTable(*(step[name] for name in names))
     cos_TR, sin_TR = rotation.at(rows.position_T)
     x_TE = nnx.merge(spec.ends, ends).embed(step["token_T"])
     # padding rows write nowhere: each gets a slot of its own beyond the pool

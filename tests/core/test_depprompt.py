@@ -164,7 +164,7 @@ def kept(executor: Executor, done: Done) -> tuple[NDArray[np.float64], NDArray[n
     """Keys and values [L, T, K, D] as the finished prompt reads them, turned to their places."""
     keys = Keys.of(done.plan.spans, executor.page_size)
     at = keys.at(np.arange(len(keys.order)))
-    k = np.stack([executor.model.turn(layer[keys.slot], keys.offset) for layer in executor.k])
+    k = np.stack([executor.model.rotate(layer[keys.slot], keys.offset) for layer in executor.k])
     return k[:, at], executor.v[:, keys.slot][:, at]
 
 

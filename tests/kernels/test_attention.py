@@ -21,10 +21,8 @@ from ragjax.kernels.attention.split import merge_states
 from ragjax.kernels.blocks import visible_blocks
 from ragjax.kernels.pages import Pages, from_storage, to_storage, write_pages
 from ragjax.kernels.table import PageTable, Rows, visible
-from ragjax.kernels.view import View
 from tests.support.cases import (
     KINDS,
-    LOCAL,
     NARROW,
     SEED,
     SEEDS,
@@ -118,15 +116,6 @@ def test_isolated_chunk_is_the_chunk_behind_the_system_alone() -> None:
     np.testing.assert_allclose(results[0], results[1], atol=1e-5)
 
 
-def test_layers_may_differ_in_their_entries() -> None:
-    entries = rich_case(NARROW).layout.entries
-    two = jax.tree.map(lambda x: jnp.stack([x[0], x[0] + 1]), entries)
-    two = replace(two, request_S=entries.request_S)
-    jax.tree.map(np.testing.assert_array_equal, two.layer(0), entries)
-    np.testing.assert_array_equal(two.layer(1).index_ASC, entries.index_ASC + 1)
-    assert entries.layer(1) is entries
-
-
 def test_no_rows_by_keys_array() -> None:
     """Temporary memory stays below one byte per row and key."""
     t, s, c, d = 512, 512, 64, 16
@@ -135,7 +124,7 @@ def test_no_rows_by_keys_array() -> None:
         Rows(*(jax.ShapeDtypeStruct((t,), jnp.int32),) * 3),
         Pages(*(jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32),) * 2),
         0,
-        PageTable(*(jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, s), (1, s), (s,), *((1, s, c),) * 3))),
+        PageTable(*(jax.ShapeDtypeStruct(x, jnp.int32) for x in (*((s,),) * 3, *((s, c),) * 3))),
         rotation(d, False, 100),
     )
     lowered = compiled.lower(*shapes, block_rows=128, backend="xla")
@@ -222,16 +211,12 @@ def test_whole_blocks_only() -> None:
 
 def call(case: Case, backend: str = "xla", **changed: Any) -> Any:
     """The op outside of jit; `changed` are fields of the view, or q_THD."""
-    shape, layout = case.shape, case.layout
     q_THD = changed.pop("q_THD", case.q)
-    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    sizes = {"scale": shape.dim**-0.5, "block_rows": shape.block_rows}
-    view = View.build(case.rows, layout.pages, layout.layer, layout.entries, table, **sizes)
-    return paged_interval_attention(q_THD, replace(view, **changed), backend=backend)
+    return paged_interval_attention(q_THD, replace(case.view(), **changed), backend=backend)
 
 
 ROWS = ["index_T", "position_T", "request_T"]
-SLOTS = ["page_AS", "offset_AS", "request_S", "index_ASC", "hide_from_ASC", "hide_until_ASC"]
+SLOTS = ["page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC"]
 
 
 @pytest.mark.parametrize("name", [f"rows.{n}" for n in ROWS] + [f"entries.{n}" for n in SLOTS])
@@ -297,17 +282,17 @@ def values_from_keys(case: Case) -> dict[str, Any]:
 
 
 PLANTED: dict[str, Callable[[Case], dict[str, Any]]] = {
-    "rotation sign": moved(lambda x: -x, "offset_AS"),
-    "no rotation": moved(jnp.zeros_like, "offset_AS"),
-    "offset off by one": moved(lambda x: x + 1, "offset_AS"),
-    "interval ignored": moved(jnp.zeros_like, "hide_from_ASC", "hide_until_ASC"),
-    "less for less or equal": moved(lambda x: x + 1, "index_ASC"),
-    "own future seen": moved(lambda x: x - 1, "index_ASC"),
-    "wrong page": moved(lambda x: (x + 1) % 48, "page_AS"),
-    "hide_until one late": moved(lambda x: x + 1, "hide_until_ASC"),
-    "hide_until one early": moved(lambda x: x - 1, "hide_until_ASC"),
-    "hide_from one late": moved(lambda x: x + 1, "hide_from_ASC"),
-    "hide_from one early": moved(lambda x: x - 1, "hide_from_ASC"),
+    "rotation sign": moved(lambda x: -x, "offset_S"),
+    "no rotation": moved(jnp.zeros_like, "offset_S"),
+    "offset off by one": moved(lambda x: x + 1, "offset_S"),
+    "interval ignored": moved(jnp.zeros_like, "hide_from_SC", "hide_until_SC"),
+    "less for less or equal": moved(lambda x: x + 1, "index_SC"),
+    "own future seen": moved(lambda x: x - 1, "index_SC"),
+    "wrong page": moved(lambda x: (x + 1) % 48, "page_S"),
+    "hide_until one late": moved(lambda x: x + 1, "hide_until_SC"),
+    "hide_until one early": moved(lambda x: x - 1, "hide_until_SC"),
+    "hide_from one late": moved(lambda x: x + 1, "hide_from_SC"),
+    "hide_from one early": moved(lambda x: x - 1, "hide_from_SC"),
     "request ignored": blind_to_requests,
     "values read from keys": values_from_keys,
 }

@@ -26,11 +26,9 @@ from ragjax.kernels.attention import jax_triton as attention_jax_triton
 from ragjax.kernels.attention import split
 from ragjax.kernels.attention.jax_triton import Launch, arguments, constants
 from ragjax.kernels.device import Device
-from ragjax.kernels.view import View
 from tests.support.cases import (
     FAR,
     HOPPER,
-    LOCAL,
     SEEDS,
     Case,
     Request,
@@ -39,7 +37,6 @@ from tests.support.cases import (
     check,
     make_case,
     requests_of,
-    rotation,
 )
 from tests.support.compiler import MODELS, production_call
 
@@ -53,14 +50,6 @@ SHAPES = {
 }
 SOURCE = Path(attention_jax_triton.__file__).with_name("jax_triton_kernel.py")
 DECODE = production_call(MODELS["llama-3-8b"], 64, rows=8, block_rows=1)
-
-
-def view_of(case: Case) -> View:
-    shape, layout = case.shape, case.layout
-    return View.build(
-        case.rows, layout.pages, jnp.int32(layout.layer), layout.entries,
-        rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL), scale=shape.dim**-0.5, block_rows=shape.block_rows,
-    )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ the launch
@@ -99,7 +88,7 @@ def test_refusal_names_its_reason(
     for name in ("jax_triton", "triton"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     case = make_case(shape, [Request("chain", [3, 4], False)], 0)
-    refusal = attention_jax_triton.refusal(case.q, view_of(case), device)
+    refusal = attention_jax_triton.refusal(case.q, case.view(), device)
     assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
 
 
@@ -135,7 +124,7 @@ def run(
 
     jax_triton = ModuleType("jax_triton")
     jax_triton.triton_call = triton_call  # type: ignore[attr-defined]
-    view = view_of(case)
+    view = case.view()
     programs = splits * case.shape.kv_heads * view.blocks.count_N.shape[0]
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "jax_triton", jax_triton)
@@ -166,7 +155,7 @@ def test_windows_of_long_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernel, "WINDOW", type(kernel.WINDOW)(2))
     case = rich(SHAPES["d64-p16-g7-b1"])
-    assert int(view_of(case).blocks.runs_N.max()) > 4
+    assert int(case.view().blocks.runs_N.max()) > 4
     check(case, *run(case, monkeypatch, splits=5))
 
 
@@ -189,7 +178,7 @@ def test_pool_beyond_32_bits(tmp_path: Path) -> None:
     from tests.support.interpreter import launch
 
     case = rich(SHAPES["d128-p64-g2-b1-float16"])
-    view = view_of(case)
+    view = case.view()
     static = constants(case.q, view, Launch.of(case.q, view))
     grid = Launch.of(case.q, view).grid
     arrays = [np.ascontiguousarray(x) for x in arguments(case.q, view)]
@@ -250,12 +239,12 @@ BUGS = {
 def stale(case: Case) -> Case:
     """Unused slots say so otherwise: hidden from their own order up to `NEVER`."""
     entries = case.layout.entries
-    unused = entries.index_ASC == 2**30
+    unused = entries.index_SC == 2**30
     entries = replace(
         entries,
-        index_ASC=jnp.where(unused, 0, entries.index_ASC),
-        hide_from_ASC=jnp.where(unused, 0, entries.hide_from_ASC),
-        hide_until_ASC=jnp.where(unused, 2**30, entries.hide_until_ASC),
+        index_SC=jnp.where(unused, 0, entries.index_SC),
+        hide_from_SC=jnp.where(unused, 0, entries.hide_from_SC),
+        hide_until_SC=jnp.where(unused, 2**30, entries.hide_until_SC),
     )
     return replace(case, layout=replace(case.layout, entries=entries))
 

@@ -17,10 +17,21 @@ import numpy as np
 import pytest
 
 from ragjax.kernels.attention import mosaic as attention_mosaic
-from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
-from tests.support.cases import FAR, HOPPER, KINDS, LOCAL, Case, Request, Shape, check, make_case, rotation
+from tests.support.cases import (
+    FAR,
+    FAULTS,
+    HOPPER,
+    KINDS,
+    Case,
+    Request,
+    Shape,
+    check,
+    make_case,
+    with_blocks,
+    with_entries,
+)
 from tests.support.compiler import MOSAIC_CALL, Model, custom_calls, lower, production_call
 from tests.support.oracle import Sizes
 
@@ -77,30 +88,12 @@ def rich_case(garbage: float = np.nan) -> Case:
     return make_case(shape, requests, 5, garbage)
 
 
-listed = jax.jit(visible_blocks, static_argnums=2)
 simulate = jax.jit(functools.partial(attention_mosaic.attend, interpret=True))
-
-
-def view_of(case: Case) -> View:
-    shape, layout = case.shape, case.layout
-    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    blocks = listed(case.rows, layout.entries, shape.block_rows)
-    layer = jnp.int32(layout.layer)
-    return View(
-        case.rows,
-        layout.pages,
-        layer,
-        layout.entries,
-        table,
-        blocks,
-        scale=shape.dim**-0.5,
-        block_rows=shape.block_rows,
-    )
 
 
 def run(case: Case, change: Callable[[View], View] = lambda view: view) -> list[np.ndarray]:
     """What the kernel makes of a case; `change` alters what it is given, as a fault in it would."""
-    return [np.asarray(x) for x in simulate(case.q, change(view_of(case)))]
+    return [np.asarray(x) for x in simulate(case.q, change(case.view()))]
 
 
 # --------------------------------------------------------------------------------------------- oracle
@@ -128,7 +121,7 @@ def test_cases_hold_what_the_kernel_distinguishes() -> None:
     seen: set[str] = set()
     for name, seed in itertools.product(SHAPES, range(CASES)):
         case = random_case(SHAPES[name], seed)
-        blocks = jax.tree.map(np.asarray, view_of(case).blocks)
+        blocks = jax.tree.map(np.asarray, case.view().blocks)
         for n, runs in enumerate(blocks.runs_N):
             ends = [0, *blocks.end_NU[n, :runs]]
             partial = blocks.partial_NU[n, :runs]
@@ -174,44 +167,21 @@ def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
 # --------------------------------------------------------------------------------------- planted faults
 
 
-def with_entries(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
-    return lambda view: replace(view, entries=replace(view.entries, **{name: change(getattr(view.entries, name))}))
-
-
-def with_blocks(change: Callable[[Blocks], Blocks]) -> Callable[[View], View]:
-    return lambda view: replace(view, blocks=change(view.blocks))
-
-
-def one_run(blocks: Blocks) -> Blocks:
-    """The whole list is taken for one run: the query is rotated by the first offset alone."""
-    end = jnp.broadcast_to(blocks.count_N[:, None], blocks.end_NU.shape)
-    return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
-
-
-FAULTS: dict[str, Callable[[View], View]] = {
-    "rotation sign": with_entries("offset_AS", lambda x: -x),
-    "rotation sign lost": with_entries("offset_AS", jnp.abs),
-    "no rotation": with_entries("offset_AS", jnp.zeros_like),
-    "rotated once for all runs": with_blocks(one_run),
-    "interval ignored": with_entries("hide_until_ASC", jnp.zeros_like),
-    "hide_until one late": with_entries("hide_until_ASC", lambda x: x + 1),
-    "hide_from one late": with_entries("hide_from_ASC", lambda x: x + 1),
-    "less for less or equal": with_entries("index_ASC", lambda x: x + 1),
-    "own future seen": with_entries("index_ASC", lambda x: x - 1),
-    "wrong page": with_entries("page_AS", lambda x: (x + 1) % 40),
-    "wrong layer": lambda view: replace(view, layer=1 - view.layer),
+MOSAIC_FAULTS: dict[str, Callable[[View], View]] = FAULTS | {
+    "rotation sign lost": with_entries("offset_S", jnp.abs),
+    "hide_until one late": with_entries("hide_until_SC", lambda x: x + 1),
+    "hide_from one late": with_entries("hide_from_SC", lambda x: x + 1),
+    "own future seen": with_entries("index_SC", lambda x: x - 1),
     "values read from keys": lambda view: replace(view, pages=replace(view.pages, v_LPKCD=view.pages.k_LPKCD)),
-    "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
     "last item left out": with_blocks(lambda b: replace(b, end_NU=jnp.minimum(b.end_NU, b.count_N[:, None] - 1))),
-    "last run left out": with_blocks(lambda b: replace(b, runs_N=jnp.maximum(b.runs_N - 1, 0))),
 }
 
 
 @simulated
-@pytest.mark.parametrize("fault", [None, *FAULTS])
+@pytest.mark.parametrize("fault", [None, *MOSAIC_FAULTS])
 def test_planted_fault_is_found(fault: str | None) -> None:
     case = rich_case(garbage=1.0)  # finite, so that NaN does not tell
-    worst_out, worst_lse = case.errors(*run(case, FAULTS[fault] if fault else lambda view: view))
+    worst_out, worst_lse = case.errors(*run(case, MOSAIC_FAULTS[fault] if fault else lambda view: view))
     found = worst_out > 4e-2 and (worst_lse > 4e-2 or fault == "values read from keys")
     assert found == (fault is not None)
 
@@ -222,7 +192,7 @@ def fresh() -> Iterator[Callable[[Case], list[np.ndarray]]]:
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     traced = jax.jit(lambda q, view: attention_mosaic.attend(q, view, interpret=True))
-    yield lambda case: [np.asarray(x) for x in traced(case.q, view_of(case))]
+    yield lambda case: [np.asarray(x) for x in traced(case.q, case.view())]
     gpu_callbacks.reset_gpu_interpret_mode_state()
 
 
@@ -278,7 +248,7 @@ FITS = Shape(128, 64, 2, 4, 16, 32, "bfloat16")
 )
 def test_refusal_names_its_reason(shape: Shape, device: Device, reason: str | None) -> None:
     case = make_case(shape, [Request("chain", [3, 4], False)], 0)
-    view = view_of(case)
+    view = case.view()
     refusal = attention_mosaic.refusal(case.q, view, device)
     assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
     if reason and device == HOPPER:

@@ -17,11 +17,11 @@ from hypothesis import given
 
 from ragjax.core import Grid
 from ragjax.kernels.attention import triton as attention_triton
-from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
 from tests.support.cases import (
     FAR,
+    FAULTS,
     HOPPER,
     LOCAL,
     SEEDS,
@@ -33,6 +33,7 @@ from tests.support.cases import (
     make_case,
     requests_of,
     rotation,
+    with_blocks,
 )
 
 pytestmark = pytest.mark.slow
@@ -56,18 +57,14 @@ CUTS: dict[str, Callable[[attention_triton.Tiling], attention_triton.Tiling]] = 
 
 
 def attend(case: Case, cut: str = "as chosen", change: Callable[[View], View] = lambda view: view):  # type: ignore[no-untyped-def]
-    """Run a case; `change` alters the view inside, as a fault in a kernel would."""
-    shape, layout = case.shape, case.layout
-    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    arguments = (case.q, case.rows, layout.pages, jnp.int32(layout.layer), layout.entries, table)
-    return [np.asarray(x) for x in compiled(*arguments, block_rows=shape.block_rows, cut=cut, change=change)]
+    """Run a case; `change` alters the view, as a fault in a kernel would."""
+    return [np.asarray(x) for x in compiled(case.q, change(case.view()), cut=cut)]
 
 
-@functools.partial(jax.jit, static_argnames=("block_rows", "cut", "change"))
-def compiled(q, rows, pages, layer, entries, rotation, *, block_rows, cut, change):  # type: ignore[no-untyped-def]
-    view = View.build(rows, pages, layer, entries, rotation, scale=q.shape[-1] ** -0.5, block_rows=block_rows)
+@functools.partial(jax.jit, static_argnames="cut")
+def compiled(q, view, *, cut):  # type: ignore[no-untyped-def]
     chosen = CUTS[cut](attention_triton.tiling(q, view))
-    return attention_triton.attend(q, change(view), cut=chosen, interpret=True)
+    return attention_triton.attend(q, view, cut=chosen, interpret=True)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -115,24 +112,24 @@ def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
     first = int(np.flatnonzero(np.asarray(entries.request_S) < 0)[0])
     poisoned = [np.array(x) for x in (pages.k_LPKCD, pages.v_LPKCD)]
     free = np.setdiff1d(
-        np.arange(case.shape.sizes.pages), np.asarray(entries.page_AS)[0][np.asarray(entries.request_S) >= 0]
+        np.arange(case.shape.sizes.pages), np.asarray(entries.page_S)[np.asarray(entries.request_S) >= 0]
     )
     for pool in poisoned:
         pool[layer, free[0]] = 0.5
         pool[layer, free[0], :, 2] = np.nan
-    order = np.array(entries.index_ASC)
-    order[0, first] = 2**30
-    order[0, first, 2] = 0
-    until = np.array(entries.hide_until_ASC)
-    until[0, first] = 2**30
+    order = np.array(entries.index_SC)
+    order[first] = 2**30
+    order[first, 2] = 0
+    until = np.array(entries.hide_until_SC)
+    until[first] = 2**30
     changed = replace(
         entries,
-        page_AS=entries.page_AS.at[0, first].set(int(free[0])),
+        page_S=entries.page_S.at[first].set(int(free[0])),
         request_S=entries.request_S.at[first].set(0),
-        offset_AS=entries.offset_AS.at[0, first].set(0),
-        index_ASC=jnp.asarray(order),
-        hide_from_ASC=entries.hide_from_ASC.at[0, first].set(0),
-        hide_until_ASC=jnp.asarray(until),
+        offset_S=entries.offset_S.at[first].set(0),
+        index_SC=jnp.asarray(order),
+        hide_from_SC=entries.hide_from_SC.at[first].set(0),
+        hide_until_SC=jnp.asarray(until),
     )
     layout = replace(case.layout, entries=changed, pages=type(pages)(*map(jnp.asarray, poisoned)))
     got = attend(replace(case, layout=layout))
@@ -151,40 +148,17 @@ def rich(shape: Shape, garbage: float = np.nan) -> Case:
     )
 
 
-def with_blocks(change: Callable[[Blocks], Blocks]) -> Callable[[View], View]:
-    return lambda view: replace(view, blocks=change(view.blocks))
-
-
-def one_run(blocks: Blocks) -> Blocks:
-    """The whole list is taken for one run: the query is rotated by the first offset alone."""
-    end = jnp.broadcast_to(blocks.count_N[:, None], blocks.end_NU.shape)
-    return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
-
-
-def with_entries(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
-    return lambda view: replace(view, entries=replace(view.entries, **{name: change(getattr(view.entries, name))}))
-
-
-FAULTS: dict[str, Callable[[View], View]] = {
-    "rotation sign": with_entries("offset_AS", lambda x: -x),
-    "no rotation": with_entries("offset_AS", jnp.zeros_like),
-    "rotated once for all runs": with_blocks(one_run),
-    "interval ignored": with_entries("hide_until_ASC", jnp.zeros_like),
-    "less for less or equal": with_entries("index_ASC", lambda x: x + 1),
-    "wrong page": with_entries("page_AS", lambda x: (x + 1) % 48),
-    "wrong layer": lambda v: replace(v, layer=1 - v.layer),
-    "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
+TRITON_FAULTS: dict[str, Callable[[View], View]] = FAULTS | {
     "skip too eager": with_blocks(lambda b: replace(b, count_N=jnp.maximum(b.count_N - 1, 0), end_NU=b.end_NU - 1)),
-    "last run left out": with_blocks(lambda b: replace(b, runs_N=b.runs_N - 1)),
-    "scale": lambda v: replace(v, scale=v.scale * 0.9),
+    "scale": lambda view: replace(view, scale=view.scale * 0.9),
 }
 
 
 @pytest.mark.parametrize("name", ["d64-p16-g4-b8", "d128-p64-g4-b32-bfloat16"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", TRITON_FAULTS)
 def test_planted_fault_is_found(fault: str, name: str) -> None:
     case = rich(SHAPES[name], garbage=1.0)
-    worst_out, worst_lse = case.errors(*attend(case, change=FAULTS[fault]))
+    worst_out, worst_lse = case.errors(*attend(case, change=TRITON_FAULTS[fault]))
     assert worst_out > 5e-2 and worst_lse > 5e-2
 
 

@@ -52,7 +52,7 @@ def seen_slots(case: Case, n: int) -> list[int]:
     if queries is None:
         return []
     index_SC, hide_from_SC, hide_until_SC = (
-        np.asarray(x)[0] for x in (entries.index_ASC, entries.hide_from_ASC, entries.hide_until_ASC)
+        np.asarray(x) for x in (entries.index_SC, entries.hide_from_SC, entries.hide_until_SC)
     )
     q_T11 = queries.index_T[:, None, None]
     seen_SC = ((index_SC <= q_T11) & ~((hide_from_SC <= q_T11) & (q_T11 < hide_until_SC))).any(0)
@@ -81,7 +81,7 @@ def test_lists_are_exact(name: str) -> None:
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)
         blocks = LISTING(case.rows, case.layout.entries, shape.block_rows)
-        offset_S = np.asarray(case.layout.entries.offset_AS)[0]
+        offset_S = np.asarray(case.layout.entries.offset_S)
         for n in range(shape.rows // shape.block_rows):
             what = {s: extent(case, n, s) for s in range(shape.sizes.entries)}
             runs = runs_of(blocks, n)
@@ -165,10 +165,10 @@ def test_some_items_are_full() -> None:
 def test_lists_are_never_cut() -> None:
     """As many items as there are entries, each of an offset of its own."""
     count = 200
-    index_SC = np.arange(count * 4).reshape(1, count, 4)
+    index_SC = np.arange(count * 4).reshape(count, 4)
     zero_SC = np.zeros_like(index_SC)
     entries = PageTable(*(jnp.asarray(x, jnp.int32) for x in (
-        np.arange(count)[None], np.arange(count)[None] - 100, np.zeros(count), index_SC, zero_SC, zero_SC,
+        np.arange(count), np.arange(count) - 100, np.zeros(count), index_SC, zero_SC, zero_SC,
     )))  # fmt: skip
     rows = Rows(*(jnp.full(2, x, jnp.int32) for x in (10**6, 0, 0)))
     blocks = visible_blocks(rows, entries, 2)
@@ -180,9 +180,9 @@ def test_lists_are_never_cut() -> None:
 def test_entry_hidden_by_order_and_interval_together_is_skipped() -> None:
     """A key of order 8 hidden from 6 on: rows before it are too early, rows from it on are told not to look."""
     rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (np.arange(5, 11), np.arange(5, 11), np.zeros(6))))
-    slot = jnp.full((1, 1, 8), NEVER, jnp.int32)
-    zero = jnp.zeros((1, 1), jnp.int32)
-    order, hide_from, hide_until = (slot.at[0, 0, 3].set(n) for n in (8, 6, 20))
-    entries = PageTable(zero, zero, zero[0], order, hide_from, hide_until)
+    slot = jnp.full((1, 8), NEVER, jnp.int32)
+    zero = jnp.zeros(1, jnp.int32)
+    order, hide_from, hide_until = (slot.at[0, 3].set(n) for n in (8, 6, 20))
+    entries = PageTable(zero, zero, zero, order, hide_from, hide_until)
     assert not visible(rows, entries).any()
     assert int(visible_blocks(rows, entries, 6).count_N[0]) == 0

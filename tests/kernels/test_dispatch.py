@@ -13,18 +13,10 @@ from ragjax.kernels.device import Device
 from ragjax.kernels.reductions.op import key_score
 from ragjax.kernels.train_attention.mask import Mask, Tokens
 from ragjax.kernels.train_attention.op import choose as choose_interval
-from ragjax.kernels.view import View
-from tests.support.cases import HOPPER, LOCAL, Case, Shape, rich_case, rotation
+from tests.support.cases import HOPPER, Shape, rich_case
 
 FITS = Shape(64, 16, 2, 4, 8, 48)
 AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu")
-
-
-def view_of(case: Case) -> View:
-    shape, layout = case.shape, case.layout
-    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    sizes = {"scale": shape.dim**-0.5, "block_rows": shape.block_rows}
-    return View.build(case.rows, layout.pages, layout.layer, layout.entries, table, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -38,14 +30,20 @@ def view_of(case: Case) -> View:
         (FITS, HOPPER, "mosaic", "triton", {"mosaic": "page size 16"}),
         (Shape(64, 64, 2, 4, 16, 48, "bfloat16"), HOPPER, "mosaic", "mosaic", {}),
         (Shape(64, 64, 2, 4, 16, 48, "bfloat16"), AMPERE, "mosaic", "triton", {"mosaic": "capability 9.0"}),
-        (Shape(16, 16, 2, 4, 8, 48), HOPPER, None, "xla", {"triton": "head dimension 16", "raw": "head dimension 16"}),
-        (FITS, TURING, None, "xla", {"triton": "capability 8.0", "raw": "capability 8.0"}),
+        (
+            Shape(16, 16, 2, 4, 8, 48),
+            HOPPER,
+            None,
+            "xla",
+            {"triton": "head dimension 16", "jax_triton": "head dimension 16"},
+        ),
+        (FITS, TURING, None, "xla", {"triton": "capability 8.0", "jax_triton": "capability 8.0"}),
         (FITS, CPU, "triton", "xla", {"triton": "not on cpu"}),
     ],
 )
 def test_choice(shape: Shape, device: Device, wanted: str | None, backend: str, refused: Mapping[str, str]) -> None:
     case = rich_case(shape)
-    q, view = case.q, view_of(case)
+    q, view = case.q, case.view()
     for arguments in ((q, view), jax.eval_shape(lambda *x: x, q, view)):
         choice: Choice = choose(*arguments, device, wanted)
         assert choice.backend == backend
@@ -55,7 +53,7 @@ def test_choice(shape: Shape, device: Device, wanted: str | None, backend: str, 
 
 def test_every_backend_says_why_it_refuses_a_cpu() -> None:
     case = rich_case(FITS)
-    view = view_of(case)
+    view = case.view()
     for name in BACKENDS.keys() - {"xla", "reference"}:
         with pytest.raises(ValueError, match=f"{name}.*cannot serve this call.*not on cpu"):
             paged_interval_attention(case.q, view, backend=name)
@@ -63,7 +61,7 @@ def test_every_backend_says_why_it_refuses_a_cpu() -> None:
 
 def test_left_to_itself_the_op_takes_the_choice() -> None:
     case = rich_case(FITS)
-    view = view_of(case)
+    view = case.view()
     default, named = (paged_interval_attention(case.q, view, backend=name) for name in (None, "xla"))
     jax.tree.map(np.testing.assert_array_equal, default, named)
     scores = [key_score(case.q, default[1], view, backend=name) for name in (None, "xla")]

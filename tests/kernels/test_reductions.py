@@ -1,4 +1,4 @@
-"""Layer-side sums against the float64 oracle: attention masses, KV deviation and neighbouring keys."""
+"""Layer-side sums against the float64 oracle: attention scores, KV deviation and neighbouring keys."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
-from ragjax.kernels.reductions import op as reductions
 from ragjax.kernels.reductions import triton as reductions_triton
+from ragjax.kernels.reductions import xla as reductions_xla
 from ragjax.kernels.reductions.op import chunk_score, key_neighbours, key_score, kv_deviation, restrict, segment_score
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
@@ -49,17 +49,14 @@ from tests.support.scores import (
     measure,
     recomputed,
     rolled_values,
+    rotated,
     scores_of,
-    turned,
-    view_at,
-    view_of,
     wanted,
-    where_of,
 )
 
 pytestmark = pytest.mark.slow
 
-# ---------------------------------------------------------------------------------------------- masses
+# ---------------------------------------------------------------------------------------------- scores
 
 
 @pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32", "d16-p8-g2-b1-bits"])
@@ -115,11 +112,10 @@ def test_scores_are_shares_of_a_larger_context() -> None:
     labels = labels_of(case, SEED)
 
     @jax.jit
-    def doubled(q, labels, where):  # type: ignore[no-untyped-def]
-        view = view_of(*where, block_rows=WIDE.block_rows)
+    def doubled(q, view, labels):  # type: ignore[no-untyped-def]
         return measure(q, paged_interval_attention(q, view)[1] + jnp.log(2.0), view, labels, "xla")
 
-    halves, wholes = doubled(case.q, labels, where_of(case)), scores_of(case, labels)
+    halves, wholes = doubled(case.q, case.view(), labels), scores_of(case, labels)
     for half, whole in zip(halves, wholes, strict=True):
         np.testing.assert_allclose(2 * half, whole, rtol=1e-5, atol=1e-6)
 
@@ -127,7 +123,7 @@ def test_scores_are_shares_of_a_larger_context() -> None:
 def test_row_blocks_that_do_not_count_visit_nothing() -> None:
     """They would read pages for nothing: their lists are empty, and the rest of the view is as it was."""
     case = rich_case(WIDE)
-    view = view_at(*where_of(case), block_rows=WIDE.block_rows)
+    view = case.view()
     chosen_T = np.zeros(48, bool)
     chosen_T[9] = True
     assert view.blocks.count_N[1] > 0
@@ -142,7 +138,7 @@ def test_row_blocks_that_do_not_count_visit_nothing() -> None:
 FAULTS: dict[str, tuple[str, Callable[[Case, Labels], np.ndarray]]] = {
     "sum over heads for the mean": ("all_SC", lambda case, labels: 4 * scores_of(case, labels).all_SC),
     "entries out of place": ("all_SC", lambda case, labels: np.roll(scores_of(case, labels).all_SC, 1, axis=0)),
-    "offset sign": ("all_SC", lambda case, labels: scores_of(turned(case), labels).all_SC),
+    "offset sign": ("all_SC", lambda case, labels: scores_of(rotated(case), labels).all_SC),
     "rows not chosen": ("plain_SC", lambda case, labels: scores_of(case, everybody(labels)).plain_SC),
     "rows not chosen, valued": ("valued_SC", lambda case, labels: scores_of(case, everybody(labels)).valued_SC),
     "no value norm": ("valued_SC", lambda case, labels: scores_of(case, labels).plain_SC),
@@ -157,7 +153,7 @@ FAULTS: dict[str, tuple[str, Callable[[Case, Labels], np.ndarray]]] = {
 
 
 def own_token(case: Case, labels: Labels, *, add_own: bool) -> np.ndarray:
-    """Segment mass with the own token counted in the own segment, or left out of other segments too."""
+    """Segment score with the own token counted in the own segment, or left out of other segments too."""
     _, _, prob_THN = case.what()
     segment_ZZ = scores_of(case, labels).segment_ZZ.copy()
     of_row_T = labels.row_segment_T[case.place_T]
@@ -189,32 +185,28 @@ def test_no_rows_by_keys_array(kind: str) -> None:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def one(q, labels, where):  # type: ignore[no-untyped-def]
-        view = view_of(*where, block_rows=128)
+        view = View.build(*where, scale=d**-0.5, block_rows=128)
         if kind == "chunk_SC":
             return chunk_score(q, view, labels.key_segment_SC, SEGMENTS)
         return getattr(measure(q, paged_interval_attention(q, view)[1], view, labels, "xla"), kind)
 
     pool = jax.ShapeDtypeStruct((1, 600, 1, c, d), jnp.float32)
-    entries = PageTable(ints(1, s), ints(1, s), ints(s), ints(1, s, c), ints(1, s, c), ints(1, s, c))
+    entries = PageTable(ints(s), ints(s), ints(s), ints(s, c), ints(s, c), ints(s, c))
     where = Rows(ints(t), ints(t), ints(t)), Pages(pool, pool), 0, entries, rotation(d, False, 100)
     labels = Labels(jax.ShapeDtypeStruct((t,), jnp.bool_), ints(t), ints(s, c))
     lowered = jax.jit(one).lower(jax.ShapeDtypeStruct((t, 2, d), jnp.float32), labels, where)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < t * s * c
 
 
-# ------------------------------------------------------------------------------------------ chunk mass
+# ------------------------------------------------------------------------------------------ chunk scores
 
 
-@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
-def compiled_chunks(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
-    view = view_of(*where, block_rows=block_rows)
-    return chunk_score(q, view, labels.key_segment_SC, SEGMENTS, labels.chosen_T, backend=backend)
+compiled_chunk_score = jax.jit(chunk_score, static_argnames=("segments", "backend"))
 
 
 def chunk_score_of(case: Case, labels: Labels, backend: str = "xla") -> np.ndarray:
-    return np.asarray(
-        compiled_chunks(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
-    )
+    arguments = labels.key_segment_SC, SEGMENTS, labels.chosen_T
+    return np.asarray(compiled_chunk_score(case.q, case.view(), *arguments, backend=backend))
 
 
 def chunk_score_wanted(case: Case, labels: Labels) -> np.ndarray:
@@ -267,8 +259,8 @@ def _one_row(logits: np.ndarray) -> tuple[View, jax.Array]:
     k = np.zeros((1, 2, 1, n, 2), np.float32)
     k[0, 1, 0, :, 0] = logits
     ints = functools.partial(jnp.asarray, dtype=jnp.int32)
-    zero_SC = ints(np.zeros((1, 1, n)))
-    entries = PageTable(ints([[1]]), ints([[0]]), ints([0]), ints(np.arange(n)[None, None]), zero_SC, zero_SC)
+    zero_SC = ints(np.zeros((1, n)))
+    entries = PageTable(ints([1]), ints([0]), ints([0]), ints(np.arange(n)[None]), zero_SC, zero_SC)
     rows = Rows(ints([n]), ints([0]), ints([0]))
     pages = Pages(jnp.asarray(k), jnp.zeros_like(jnp.asarray(k)))
     view = View.build(rows, pages, 0, entries, rotation(2, False, 4), scale=1.0, block_rows=1)
@@ -288,7 +280,7 @@ def test_fault_in_chunk_score_is_found(fault: str) -> None:
         "segments mixed up": lambda: chunk_score_of(
             case, labels._replace(key_segment_SC=np.roll(labels.key_segment_SC, 1, axis=1))
         ),
-        "offset sign": lambda: chunk_score_of(turned(case), labels),
+        "offset sign": lambda: chunk_score_of(rotated(case), labels),
     }
     assert far_apart(broken[fault](), what)
 
@@ -296,17 +288,13 @@ def test_fault_in_chunk_score_is_found(fault: str) -> None:
 # ------------------------------------------------------------------------------------------- deviation
 
 
-@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
-def compiled_deviation(k, v, slot, offset, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
-    return kv_deviation(k, v, view_of(*where, block_rows=block_rows), slot, offset, backend=backend)
+compiled_deviation = jax.jit(kv_deviation, static_argnames="backend")
 
 
 def deviation(case: Case, new: Recomputed, backend: str = "xla", sign: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    *before, offset_T = new.arguments
-    where = (new.rows, *where_of(case)[1:])
-    found = compiled_deviation(
-        *before, sign * offset_T, where, block_rows=case.shape.block_rows, backend=backend
-    )  # fmt: skip
+    k_TKD, v_TKD, slot_T, offset_T = new.arguments
+    view = replace(case.view(), rows=new.rows)
+    found = compiled_deviation(k_TKD, v_TKD, view, slot_T, sign * offset_T, backend=backend)
     assert found.key_T.dtype == found.value_T.dtype == np.float32
     return np.asarray(found.key_T), np.asarray(found.value_T)
 
@@ -329,14 +317,14 @@ def test_deviation_equals_oracle(name: str, backend: str) -> None:
 
 
 def test_unchanged_token_deviates_by_nothing() -> None:
-    """At any offset: what is compared has been turned to the same place."""
+    """At any offset: what is compared has been rotated to the same place."""
     case = rich_case(WIDE)
     new = recomputed(case, SEED)
     pages, layer = case.layout.pages, case.layout.layer
     slot_T = np.maximum(np.asarray(new.arguments[2]), 0)
     kept_v = pages.v_LPKCD[layer, slot_T // 16, :, slot_T % 16]
-    where = (new.rows, *where_of(case)[1:])
-    found = compiled_deviation(kept_v, kept_v, *new.arguments[2:], where, block_rows=8, backend="xla")
+    view = replace(case.view(), rows=new.rows)
+    found = compiled_deviation(kept_v, kept_v, view, *new.arguments[2:])
     assert not np.asarray(found.value_T).any()
 
 
@@ -363,7 +351,7 @@ def cosines(k_NKD: np.ndarray) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames=("count", "backend", "tile"))
 def compiled_neighbours(k, valid, source, *, count, backend, tile):  # type: ignore[no-untyped-def]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reductions, "KEY_TILE", tile)
+        patch.setattr(reductions_xla, "KEY_TILE", tile)
         return key_neighbours(k, valid, source, count, backend=backend)
 
 
@@ -440,6 +428,7 @@ def test_no_sources_by_keys_array(dtype: str) -> None:
 
 SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
+from dataclasses import replace
 from functools import partial
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -451,27 +440,27 @@ from tests.support.cases import NARROW, rich_case
 
 case = rich_case(NARROW)
 labels = jax.tree.map(jnp.asarray, t.labels_of(case, 1))
-rows, pages, *where = t.where_of(case)
+view = case.view()
 new = t.recomputed(case, 1)
 k, v, slot, offset = new.arguments
 
-def masses(q, pages):
-    view = t.view_of(rows, pages, *where, block_rows=2)
-    found = t.measure(q, paged_interval_attention(q, view)[1], view, labels, "xla")
+def scores(q, pages):
+    local = replace(view, pages=pages)
+    found = t.measure(q, paged_interval_attention(q, local)[1], local, labels, "xla")
     return found, jax.tree.map(lambda x: lax.pmean(x, "kv_heads"), found)
 
 def deviations(k, v, pages):
-    view = t.view_of(new.rows, pages, *where, block_rows=2)
-    return lax.psum(kv_deviation(k, v, view, slot, offset), "kv_heads")
+    local = replace(view, rows=new.rows, pages=pages)
+    return lax.psum(kv_deviation(k, v, local, slot, offset), "kv_heads")
 
 mesh = jax.make_mesh((2,), ("kv_heads",), axis_types=(AxisType.Auto,))
 heads, pool, own = P(None, "kv_heads", None), P(None, None, "kv_heads", None, None), P("kv_heads")
 sharded = partial(jax.shard_map, mesh=mesh, check_vma=False)
-own, means = jax.jit(sharded(masses, in_specs=(heads, pool), out_specs=(own, P())))(case.q, pages)
+own, means = jax.jit(sharded(scores, in_specs=(heads, pool), out_specs=(own, P())))(case.q, view.pages)
 want = t.wanted(case, t.labels_of(case, 1))
-t.assert_near(t.Masses(*map(np.asarray, means)), want, "float32")
+t.assert_near(t.Scores(*map(np.asarray, means)), want, "float32")
 assert all(t.far_apart(x[: len(y)], y) for x, y in zip(own, want))
-found = jax.jit(sharded(deviations, in_specs=(heads, heads, pool), out_specs=P()))(k, v, pages)
+found = jax.jit(sharded(deviations, in_specs=(heads, heads, pool), out_specs=P()))(k, v, view.pages)
 np.testing.assert_allclose(found.key_T, new.want_k_T, rtol=1e-4, atol=1e-8)
 np.testing.assert_allclose(found.value_T, new.want_v_T, rtol=1e-4, atol=1e-8)
 print("agree on", jax.device_count(), "devices")
@@ -479,7 +468,7 @@ print("agree on", jax.device_count(), "devices")
 
 
 def test_devices_combine_as_the_docstrings_say() -> None:
-    """Masses by their mean, deviations by their sum; a device's own mass is another."""
+    """Scores by their mean, deviations by their sum; a device's own score is another."""
     assert_agreement(SHARDED, devices=2)
 
 
@@ -500,7 +489,7 @@ def call(op: Callable[..., object], **changed: object) -> None:
     case = rich_case(WIDE)
     ints = jnp.zeros(48, jnp.int32)
     given = {
-        "q": case.q, "lse": jnp.zeros((48, 3)), "view": view_at(*where_of(case), block_rows=8),
+        "q": case.q, "lse": jnp.zeros((48, 3)), "view": case.view(),
         "chosen": ints == 0, "row_segment": ints, "key_segment": jnp.zeros((48, 16), jnp.int32), "segments": SEGMENTS,
         "k": jnp.zeros((48, 1, 16)), "slot": ints, "offset": ints,
         "keys": jnp.ones((48, 1, 16)), "valid": ints == 0, "source": ints, "count": 2, "backend": "xla",
@@ -554,9 +543,9 @@ def test_triton_refuses_with_a_reason() -> None:
     """Of shapes and dtypes alone, so that a caller can choose before there is data."""
     shape = replace(SHAPES["d64-p16-g4-b8"], rows=48)
     case = rich_case(shape)
-    view = view_at(*where_of(case), block_rows=8)
+    view = case.view()
     assert reductions_triton.refusal(case.q, view, HOPPER, 128) is None
     assert reductions_triton.refusal(case.q, view, HOPPER, 129) == "129 segments are more than 128"
     small = rich_case(replace(SHAPES["d16-p8-g2-b2"], rows=48))
-    reason = reductions_triton.refusal(small.q, view_at(*where_of(small), block_rows=2), HOPPER)
+    reason = reductions_triton.refusal(small.q, small.view(), HOPPER)
     assert reason is not None and "head dimension 16" in reason

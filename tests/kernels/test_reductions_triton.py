@@ -1,4 +1,4 @@
-"""The Pallas-Triton masses in interpret mode against the float64 oracle; and what a GPU is given: they lower for CUDA
+"""The Pallas-Triton scores in interpret mode against the float64 oracle; and what a GPU is given: they lower for CUDA
 and compile for Hopper without spills, on tensor cores.
 """
 
@@ -35,16 +35,14 @@ from tests.support.compiler import MODELS, SHARED_BYTES, Kernel, Model, compile_
 from tests.support.scores import (
     SEGMENTS,
     Labels,
-    Masses,
+    Scores,
     assert_near,
     everybody,
     far_apart,
     labels_of,
     rolled_values,
-    turned,
-    view_of,
+    rotated,
     wanted,
-    where_of,
 )
 
 pytestmark = pytest.mark.slow
@@ -60,7 +58,7 @@ SHAPES = {
 
 
 def measured(q, lse, view, labels):  # type: ignore[no-untyped-def]
-    """All masses by the kernels, interpreted."""
+    """All scores by the kernels, interpreted."""
     chosen_T, *segments = labels
     scores = functools.partial(reductions_triton.key_scores, q, interpret=True)
     counted = labels.row_segment_T >= 0, labels.row_segment_T < SEGMENTS
@@ -69,18 +67,17 @@ def measured(q, lse, view, labels):  # type: ignore[no-untyped-def]
     )
     segment_ZZ = jnp.einsum("ta,tb->ab", jax.nn.one_hot(labels.row_segment_T, SEGMENTS), row_TZ, precision="highest")
     (all_SC,) = scores(*restrict(lse, view, None), valued=False)
-    return Masses(all_SC, *scores(*restrict(lse, view, chosen_T), valued=True), row_TZ, segment_ZZ)
+    return Scores(all_SC, *scores(*restrict(lse, view, chosen_T), valued=True), row_TZ, segment_ZZ)
 
 
-@functools.partial(jax.jit, static_argnames="block_rows")
-def compiled(q, labels, where, *, block_rows):  # type: ignore[no-untyped-def]
-    view = view_of(*where, block_rows=block_rows)
+@jax.jit
+def compiled(q, view, labels):  # type: ignore[no-untyped-def]
     return measured(q, paged_interval_attention(q, view)[1], view, labels)
 
 
-def scores_of(case: Case, labels: Labels) -> Masses:
-    found = compiled(case.q, labels, where_of(case), block_rows=case.shape.block_rows)
-    return Masses(*(np.asarray(x) for x in found))
+def scores_of(case: Case, labels: Labels) -> Scores:
+    found = compiled(case.q, case.view(), labels)
+    return Scores(*(np.asarray(x) for x in found))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -115,9 +112,9 @@ def test_kernels_equal_oracle_at_length(name: str) -> None:
 def test_unused_entry_is_not_looked_up() -> None:
     """A program of an entry that no row block sees would read stray memory on a GPU; interpreted it would not show."""
     entries = rich_case(SHAPES["d64-p16-g4-b8"]).layout.entries
-    page_S, offset_S = entries.page_AS[0], entries.offset_AS[0]
+    page_S, offset_S = entries.page_S, entries.offset_S
     unused = np.asarray(entries.request_S) < 0
-    stray = replace(entries, page_AS=jnp.where(unused, 2**31 - 1, entries.page_AS))
+    stray = replace(entries, page_S=jnp.where(unused, 2**31 - 1, entries.page_S))
     found = np.asarray(reductions_triton._extents(stray, jnp.where(unused, 0, jnp.int32(7))))
     assert not found[unused].any()
     np.testing.assert_array_equal(found[~unused], np.stack([np.full_like(page_S, 7), page_S, offset_S], 1)[~unused])
@@ -143,7 +140,7 @@ def test_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     labels = Labels(rng.random(48) < 0.5, rng.integers(0, 3, 48, np.int32), rng.integers(0, 3, (48, 16), np.int32))
     what = wanted(case, labels)
     if fault == "offset sign":
-        name, found = "all_SC", scores_of(turned(case), labels).all_SC
+        name, found = "all_SC", scores_of(rotated(case), labels).all_SC
     elif fault == "rows not chosen":
         name, found = "plain_SC", scores_of(case, everybody(labels)).plain_SC
     elif fault == "value norm of the wrong head":
@@ -157,7 +154,7 @@ def test_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "_fold_lse",
             lambda lse, kv_heads, cut: fold(lse[..., None], kv_heads, cut)[..., 0] * 1.4427,
         )
-        wrong = compiled.__wrapped__(case.q, labels, where_of(case), block_rows=2)
+        wrong = compiled.__wrapped__(case.q, case.view(), labels)
         name, found = "all_SC", np.asarray(wrong.all_SC)
     assert far_apart(found, getattr(what, name))
 
@@ -191,7 +188,7 @@ def lowered(model: str, page_size: int, rows: int, block_rows: int, dtype: str =
         view,
         jax.ShapeDtypeStruct((rows,), jnp.bool_),
         jax.ShapeDtypeStruct((rows,), jnp.int32),
-        jax.ShapeDtypeStruct(view.entries.index_ASC.shape[1:], jnp.int32),
+        jax.ShapeDtypeStruct(view.entries.index_SC.shape, jnp.int32),
     ]
     found: list[Kernel] = kernels(lower(both, q, *shapes))
     assert [kernel.name for kernel in found] == ["key_score", "row_segment_score"]

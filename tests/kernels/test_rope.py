@@ -8,7 +8,7 @@ import pytest
 
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import RopeScaling, inverse_frequencies
-from tests.support.oracle import turn
+from tests.support import oracle
 
 FAR = 128 * 1024
 INV_FREQ_R = 10000.0 ** -(np.arange(8) / 8)
@@ -47,7 +47,7 @@ def test_rotation_of_half_split_heads(table: Rotation, position: int) -> None:
     x = np.random.default_rng(1).standard_normal((5, 16)).astype(np.float32)
     got = rotate(jnp.asarray(x), *table.at(jnp.int32(position)))
     assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, turn(x.astype(np.float64), np.asarray(position), INV_FREQ_R), atol=1e-6)
+    np.testing.assert_allclose(got, oracle.rotate(x.astype(np.float64), np.asarray(position), INV_FREQ_R), atol=1e-6)
     np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-6)
 
 
@@ -67,7 +67,7 @@ def test_rotations_add_and_scores_depend_on_the_distance_alone(table: Rotation) 
     np.testing.assert_allclose(at(at(q, 77), -77), q, atol=1e-6)
     near = float(at(q, 40) @ at(k, 7))
     assert float(at(q, 130_040) @ at(k, 130_007)) == pytest.approx(near, abs=1e-5)
-    # the query turned back by an offset is as good as the key turned forth by it
+    # the query rotated back by an offset is as good as the key rotated forward by it
     assert float(at(at(q, 100_040), -100_000) @ at(k, 7)) == pytest.approx(near, abs=1e-5)
     assert abs(float(at(q, 41) @ at(k, 7)) - near) > 1e-3
 

@@ -1,4 +1,4 @@
-"""`interval_attention` and its gradients against the dense definition and a float64 oracle, over random packed samples.
+"""`train_attention` and its gradients against the dense definition and a float64 oracle, over random packed samples.
 
 Shapes are a fixed handful, so that each is compiled once; contents are random. Padding is NaN throughout, in what goes
 in and in the gradients that come back. A section plants bugs, to see that the comparison finds each of them.
@@ -126,10 +126,10 @@ def test_equals_the_op_that_serves() -> None:
     assert case.live_T.all()
     out, lse, *_ = case.run(XLA)
     tokens = case.to_kernel()
-    page_1S = jnp.arange(4, dtype=jnp.int32)[None]
-    zero_1S, slots = jnp.zeros_like(page_1S), (1, 4, 16)
+    page_S = jnp.arange(4, dtype=jnp.int32)
+    zero_S, slots = jnp.zeros_like(page_S), (4, 16)
     hidden = (x.reshape(slots) for x in (tokens.index_T, tokens.hide_from_T, tokens.hide_until_T))
-    entries = PageTable(page_1S, zero_1S, zero_1S[0], *hidden)
+    entries = PageTable(page_S, zero_S, zero_S, *hidden)
     pool = (jnp.asarray(x.reshape(1, 4, 16, 2, 16).swapaxes(2, 3), jnp.float32) for x in (case.k_TKD, case.v_TKD))
     rows = Rows(tokens.index_T, jnp.zeros_like(tokens.index_T), jnp.zeros_like(tokens.index_T))
     rotation = Rotation.table(np.ones(8), 1)

@@ -1,4 +1,4 @@
-"""The Pallas-Triton kernels of `interval_attention`: interpreted against the oracle, and lowered for CUDA.
+"""The Pallas-Triton kernels of `train_attention`: interpreted against the oracle, and lowered for CUDA.
 
 The cases are those of test_train_attention.py; there are fewer, since the interpreter is slow.
 """
@@ -115,7 +115,7 @@ def test_lowers_for_cuda(name: str) -> None:
     q, k = (jax.ShapeDtypeStruct((t, heads, dim), dtype) for heads in (kv_heads * groups, kv_heads))
     tokens = Tokens(*[jax.ShapeDtypeStruct((t,), jnp.int32)] * 4)
     made = kernels(lower(grad, q, k, k, q, tokens))
-    assert [kernel.name for kernel in made] == ["interval_attention", "interval_attention_dq", "interval_attention_dkv"]
+    assert [kernel.name for kernel in made] == ["train_attention", "train_attention_dq", "train_attention_dkv"]
     assert [kernel.ir.count("tt.dot") for kernel in made] == [4, 6, 8]  # twice the products: with a mask and without
 
 

@@ -92,7 +92,7 @@ class Shadow:
             old = self.reused[i] = best[i]
             v[:, begin:end] = old.v
             for layer in range(len(m.layers)):
-                k[layer, begin:end] = m.turn(old.k[layer], np.full(end - begin, begin - old.start))
+                k[layer, begin:end] = m.rotate(old.k[layer], np.full(end - begin, begin - old.start))
             scores = [float(s) for s in old.influence.score_T]
             order = sorted(range(end - begin), key=lambda t: -scores[t])
             rows -= {begin + t for t in order[todo[i] :]}
@@ -315,7 +315,7 @@ def test_fused_chunks_are_mended_by_the_attention_to_their_neighbours() -> None:
         made = model().dense(dense.tokens[:own], sees[:own, :own], position)
         k, v = made.k.copy(), made.v.copy()
         for layer in range(3):
-            k[layer] = model().turn(k[layer], np.arange(own) - position)
+            k[layer] = model().rotate(k[layer], np.arange(own) - position)
         pad = ((0, 0), (0, len(dense) - own), (0, 0), (0, 0))
         prob = model().dense(dense.tokens, rows=np.arange(own, len(dense)), kept=(np.pad(k, pad), np.pad(v, pad))).prob
         score = prob[:, own:, :, at:own].mean(2).sum(-1).mean(0)
@@ -448,7 +448,7 @@ def _kept(executor: Executor, prompt: Prompt, made: Model) -> tuple[Array, Array
         slots = node.run.slots(16)
         v[:, begin:end] = executor.v[:, slots]
         for layer in range(len(made.layers)):
-            k[layer, begin:end] = made.turn(executor.k[layer, slots], np.full(end - begin, begin - node.local_start))
+            k[layer, begin:end] = made.rotate(executor.k[layer, slots], np.full(end - begin, begin - node.local_start))
     return k, v
 
 

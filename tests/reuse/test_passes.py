@@ -385,11 +385,11 @@ def test_a_move_is_a_turned_copy(dtype: str, count: int) -> None:
         np.testing.assert_array_equal(after[i], before[i])
     np.testing.assert_array_equal(after[1][0][0], before[1][0][0])  # layer 0 is left alone
     np.testing.assert_array_equal(after[1][1][1:], before[0][1][1:])  # values, bit for bit
-    np.testing.assert_array_equal(after[1][0][1:, 0], before[0][0][1:, 0])  # and keys that are not turned
+    np.testing.assert_array_equal(after[1][0][1:, 0], before[0][0][1:, 0])  # and keys that are not rotated
     for layer in (1, 2):
-        turned = model().turn(before[0][0][layer].astype(np.float64), offset)
+        rotated = model().rotate(before[0][0][layer].astype(np.float64), offset)
         tolerance = 1e-5 if dtype == "float32" else 2e-2
-        np.testing.assert_allclose(after[1][0][layer], turned, atol=tolerance)
+        np.testing.assert_allclose(after[1][0][layer], rotated, atol=tolerance)
 
 
 def fill(made: Runner, k: NDArray[np.float64], v: NDArray[np.float64]) -> None:

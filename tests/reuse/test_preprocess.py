@@ -63,7 +63,7 @@ def dense_fused(system: Segment, chunk: Segment, others: Sequence[Segment]) -> t
     k, v, place = [base.k], [base.v], len(system)
     for one, other in zip(alone, others, strict=True):
         moved = np.full(len(other), place - len(system))
-        k.append(np.stack([llama.turn(layer, moved) for layer in one.k[:, len(system) :]]))
+        k.append(np.stack([llama.rotate(layer, moved) for layer in one.k[:, len(system) :]]))
         v.append(one.v[:, len(system) :])
         place += len(other)
     tokens = np.concatenate([system.tokens, *(other.tokens for other in others), chunk.tokens])

@@ -106,7 +106,7 @@ def dense_naive(prompt: Prompt) -> NDArray[np.float64]:
             for i in sees:
                 ki, vi = store[i]
                 if moved and segments[i].kind is Kind.CHUNK:
-                    ki = made.turn(ki, np.full(len(segments[i]), starts[i] - len(segments[0])))
+                    ki = made.rotate(ki, np.full(len(segments[i]), starts[i] - len(segments[0])))
                 parts_k.append(ki)
                 parts_v.append(vi)
             all_k, all_v = np.concatenate([*parts_k, k]), np.concatenate([*parts_v, v])
@@ -145,7 +145,7 @@ def isolated_states(prompt: Prompt) -> tuple[NDArray[np.float64], NDArray[np.flo
         place, shift = slice(prompt.starts[i], prompt.starts[i + 1]), prompt.starts[i] - begin
         values[:, place] = alone.v[:, begin:]
         for layer, k in enumerate(alone.k):
-            keys[layer, place] = made.turn(k[begin:], np.full(len(own), shift))
+            keys[layer, place] = made.rotate(k[begin:], np.full(len(own), shift))
     return keys, values
 
 

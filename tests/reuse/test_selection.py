@@ -53,7 +53,7 @@ def isolated(prompt: Prompt, *, moved: bool = True) -> tuple[Array, Array]:
 def shifted(dense: Dense, begin: int, shift: int) -> tuple[Array, Array]:
     """K and V from token `begin` on, K turned further."""
     n = dense.k.shape[1]
-    k = np.stack([MODEL.turn(k, np.full(n, shift)) for k in dense.k])
+    k = np.stack([MODEL.rotate(k, np.full(n, shift)) for k in dense.k])
     return k[:, begin:], dense.v[:, begin:]
 
 

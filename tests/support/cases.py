@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
@@ -108,6 +109,9 @@ def compiled(q, rows, pages, layer, entries, rotation, *, block_rows, backend): 
     scale = q.shape[-1] ** -0.5
     view = View.build(rows, pages, layer, entries, rotation, scale=scale, block_rows=block_rows)
     return paged_interval_attention(q, view, backend=backend)
+
+
+build = jax.jit(View.build, static_argnames=("scale", "block_rows"))
 
 
 # --------------------------------------------------------------------------------------- random prompts
@@ -236,6 +240,13 @@ class Case:
         )
         return np.asarray(out), np.asarray(lse)
 
+    def view(self) -> View:
+        """What the op is called with beside the queries."""
+        shape, layout = self.shape, self.layout
+        table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
+        where = self.rows, layout.pages, jnp.int32(layout.layer), layout.entries, table
+        return build(*where, scale=shape.dim**-0.5, block_rows=shape.block_rows)  # type: ignore[no-any-return]
+
     def errors(self, out: np.ndarray, lse: np.ndarray) -> tuple[float, float]:
         want_out, want_lse, _ = self.what()
         return worst_error(out[self.place_T], want_out), lse_error(lse[self.place_T], want_lse)
@@ -340,3 +351,34 @@ def check(case: Case, out: np.ndarray, lse: np.ndarray) -> None:
     dead = np.concatenate([case.place_T[np.isneginf(want_lse).all(1)], padding])
     assert not out[dead].any()
     assert np.isneginf(lse[dead]).all()
+
+
+# ------------------------------------------------------------------------------------- faults in a view
+
+
+def with_entries(name: str, change: Callable[[jax.Array], jax.Array]) -> Callable[[View], View]:
+    return lambda view: replace(view, entries=replace(view.entries, **{name: change(getattr(view.entries, name))}))
+
+
+def with_blocks(change: Callable[[Blocks], Blocks]) -> Callable[[View], View]:
+    return lambda view: replace(view, blocks=change(view.blocks))
+
+
+def one_run(blocks: Blocks) -> Blocks:
+    """The whole list is taken for one run: the query is rotated by the first offset alone."""
+    end = jnp.broadcast_to(blocks.count_N[:, None], blocks.end_NU.shape)
+    return replace(blocks, runs_N=jnp.minimum(blocks.runs_N, 1), end_NU=end, partial_NU=jnp.zeros_like(end))
+
+
+FAULTS: dict[str, Callable[[View], View]] = {
+    "rotation sign": with_entries("offset_S", lambda x: -x),
+    "no rotation": with_entries("offset_S", jnp.zeros_like),
+    "rotated once for all runs": with_blocks(one_run),
+    "interval ignored": with_entries("hide_until_SC", jnp.zeros_like),
+    "less for less or equal": with_entries("index_SC", lambda x: x + 1),
+    "wrong page": with_entries("page_S", lambda x: (x + 1) % 40),
+    "wrong layer": lambda view: replace(view, layer=1 - view.layer),
+    "full too eager": with_blocks(lambda b: replace(b, partial_NU=b.end_NU)),
+    "last run left out": with_blocks(lambda b: replace(b, runs_N=jnp.maximum(b.runs_N - 1, 0))),
+}
+"""What a kernel is given instead of a view, as if it had the fault."""

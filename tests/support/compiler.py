@@ -243,7 +243,7 @@ def production_call(
         Rows(ints(rows), ints(rows), ints(rows)),
         Pages(pool, pool),
         ints(),
-        PageTable(ints(1, entries), ints(1, entries), ints(entries), *(ints(1, entries, page_size) for _ in range(3))),
+        PageTable(*(ints(entries) for _ in range(3)), *(ints(entries, page_size) for _ in range(3))),
         Rotation(table, table),
         Blocks(ints(n, entries), ints(n), ints(n, entries), ints(n, entries), ints(n)),
         scale=model.dim**-0.5,
@@ -260,7 +260,7 @@ def reductions(q: jax.ShapeDtypeStruct, view: View, segments: int = 16) -> dict[
     """The reductions over a serving call, by name."""
     lse = jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)
     row_segment = view.rows.index_T
-    key_segment = jax.ShapeDtypeStruct(view.entries.index_ASC.shape[1:], jnp.int32)
+    key_segment = jax.ShapeDtypeStruct(view.entries.index_SC.shape, jnp.int32)
     segment_score = partial(reductions_triton.row_segment_score, segments=segments)
     return {
         "key_score": (partial(reductions_triton.key_scores, valued=False), q, lse, view),

@@ -28,7 +28,7 @@ from ragjax.cache.profile import Profile
 from ragjax.core import NEVER, Measure, Move, Pass, Plan, Prefill, Prompt, Results, Span, StepLimits
 from ragjax.models.decoder import Decoder
 from ragjax.reuse.base import Allocation, Strategy
-from tests.support import tiny
+from tests.support import oracle, tiny
 
 Array = NDArray[np.float64]
 
@@ -64,12 +64,10 @@ class Model:
         self.norm = np.asarray(decoder.norm[...], np.float64)
         self.head = self.embedding if decoder.head is None else np.asarray(decoder.head[...], np.float64)
 
-    def turn(self, x: Array, position: NDArray[np.integer]) -> Array:
-        """Rotate heads [n, heads, D] by the angles of positions [n]: pair (j, j + D/2) is one complex number."""
+    def rotate(self, x: Array, position: NDArray[np.integer]) -> Array:
+        """Rotate heads [n, heads, D] by the angles of positions [n]."""
         half = x.shape[-1] // 2
-        frequency = self.config.rope_theta ** (-np.arange(half) / half)
-        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * np.asarray(position)[:, None, None] * frequency)
-        return np.concatenate([turned.real, turned.imag], axis=-1)
+        return oracle.rotate(x, np.asarray(position), self.config.rope_theta ** (-np.arange(half) / half))
 
     def normed(self, x: Array, scale: Array) -> Array:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config.norm_eps) * scale
@@ -80,7 +78,7 @@ class Model:
         k, n, d, e = weights["qkv"].shape
         all_ = (self.normed(x, weights["attention_norm"]) @ weights["qkv"].reshape(-1, e).T).reshape(-1, k, n, d)
         q = all_[:, :, :-2].reshape(len(x), -1, all_.shape[-1])
-        return self.turn(q, position), self.turn(all_[:, :, -2], position), all_[:, :, -1]
+        return self.rotate(q, position), self.rotate(all_[:, :, -2], position), all_[:, :, -1]
 
     def finish(self, layer: int, x: Array, out: Array) -> Array:
         """Output projection and MLP behind attention's output [T, H, D]."""
@@ -301,7 +299,7 @@ class Talk:
         for layer in range(begin, end):
             q, k, v = executor.model.project(layer, x, positions)
             executor.k[layer, slots], executor.v[layer, slots] = k, v
-            all_k = executor.model.turn(executor.k[layer, keys.slot], keys.offset)
+            all_k = executor.model.rotate(executor.k[layer, keys.slot], keys.offset)
             all_v = executor.v[layer, keys.slot]
             assert np.isfinite(all_k[seen.any(0)]).all(), "a row sees a slot that nobody wrote"
             all_k, all_v = np.nan_to_num(all_k), np.nan_to_num(all_v)
@@ -367,7 +365,7 @@ class Talk:
         out = np.zeros((2, len(at)))
         for t in np.flatnonzero(at >= 0):
             slot, offset = stale.slot[at[t]], stale.offset[at[t]]
-            old_k = self.executor.model.turn(self.executor.k[layer, slot][None], np.array([offset]))[0]
+            old_k = self.executor.model.rotate(self.executor.k[layer, slot][None], np.array([offset]))[0]
             out[0, t] = ((k[t] - old_k) ** 2).sum()
             out[1, t] = ((v[t] - self.executor.v[layer, slot]) ** 2).sum()
         return out
@@ -382,7 +380,7 @@ class Talk:
         assert {int(slot) // page_size for slot in slots} <= self.allocation.own_pages, "cached pages are not written"
         for layer in range(*move.layers):
             old = executor.k[layer, source.slot[there]]
-            executor.k[layer, slots] = executor.model.turn(old, source.offset[there])
+            executor.k[layer, slots] = executor.model.rotate(old, source.offset[there])
             executor.v[layer, slots] = executor.v[layer, source.slot[there]]
         return {}
 

@@ -54,12 +54,12 @@ class Queries:
     q_THD: Float
 
 
-def turn(x: Float, position: Int, inv_freq_R: Float) -> Float:
-    """RoPE: components i and i + R of a head are one complex number, turned by position times frequency i."""
+def rotate(x: Float, position: Int, inv_freq_R: Float) -> Float:
+    """RoPE: components i and i + R of a head are one complex number, rotated by position times frequency i."""
     half = x.shape[-1] // 2
     angle = position.reshape(position.shape + (1,) * (x.ndim - position.ndim)) * inv_freq_R
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    rotated = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
 def is_visible(queries: Queries, keys: Keys, t: int, n: int) -> bool:
@@ -75,8 +75,8 @@ def attend(queries: Queries, keys: Keys, inv_freq_R: Float, scale: float) -> tup
     """Attention output [T, H, D], natural-log LSE [T, H] and probabilities [T, H, N], float64."""
     t_count, heads, _ = queries.q_THD.shape
     n_count, kv_heads, _ = keys.k_NKD.shape
-    q_THD = turn(queries.q_THD, queries.position_T, inv_freq_R)
-    k_NKD = turn(keys.k_NKD, keys.position_N, inv_freq_R)
+    q_THD = rotate(queries.q_THD, queries.position_T, inv_freq_R)
+    k_NKD = rotate(keys.k_NKD, keys.position_N, inv_freq_R)
     out_THD = np.zeros_like(q_THD)
     lse_TH = np.full((t_count, heads), -np.inf)
     prob_THN = np.zeros((t_count, heads, n_count))
@@ -215,7 +215,7 @@ def lay_out(
         flat = start + np.arange(len(piece))
         page, slot = physical[flat // sizes.page_size], flat % sizes.page_size
         stored_n = stored + np.arange(len(piece))
-        pools[0][layer, page, :, slot] = turn(keys.k_NKD[n], stored_n, inv_freq_R)
+        pools[0][layer, page, :, slot] = rotate(keys.k_NKD[n], stored_n, inv_freq_R)
         pools[1][layer, page, :, slot] = keys.v_NKD[n]
         for number in dict.fromkeys(flat // sizes.page_size):
             here = flat // sizes.page_size == number
@@ -270,12 +270,12 @@ class _Entries:
 
     def to_kernel(self) -> PageTable:
         return PageTable(
-            jnp.asarray(self.page_S[None]),
-            jnp.asarray(self.offset_S[None]),
+            jnp.asarray(self.page_S),
+            jnp.asarray(self.offset_S),
             jnp.asarray(self.request_S),
-            jnp.asarray(self.index_SC[None]),
-            jnp.asarray(self.hide_from_SC[None]),
-            jnp.asarray(self.hide_until_SC[None]),
+            jnp.asarray(self.index_SC),
+            jnp.asarray(self.hide_from_SC),
+            jnp.asarray(self.hide_until_SC),
         )
 
 
@@ -296,7 +296,7 @@ def lay_rows(
     for place, block in zip(places, blocks, strict=True):
         place_T[block] = place * block_rows + np.arange(len(block))
     q = np.full((total, *queries.q_THD.shape[1:]), 3.0, np.float32)
-    q[place_T] = turn(queries.q_THD, queries.position_T, inv_freq_R)
+    q[place_T] = rotate(queries.q_THD, queries.position_T, inv_freq_R)
     order, position, request = np.full(total, -1), np.zeros(total, np.int64), rng.integers(-1, 2, total)
     order[place_T], position[place_T], request[place_T] = queries.index_T, queries.position_T, queries.request_T
     return jnp.asarray(q), Rows(*(jnp.asarray(x, jnp.int32) for x in (order, position, request))), place_T

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from ragjax.models.config import ModelConfig, RopeScaling
-from tests.support.oracle import Float, turn
+from tests.support.oracle import Float, rotate
 
 LLAMA2 = ModelConfig(
     family="llama", vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=6, num_kv_heads=6,
@@ -97,7 +97,7 @@ def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndar
         if config.qk_norm:
             q_THD = norm(q_THD, layer["self_attn.q_norm.weight"], config.norm_eps)
             k_TKD = norm(k_TKD, layer["self_attn.k_norm.weight"], config.norm_eps)
-        q_THD, k_TKD = turn(q_THD, position, inv_freq_R), turn(k_TKD, position, inv_freq_R)
+        q_THD, k_TKD = rotate(q_THD, position, inv_freq_R), rotate(k_TKD, position, inv_freq_R)
         out_THD = np.zeros_like(q_THD)
         for t in range(len(tokens)):
             for h in range(config.num_heads):

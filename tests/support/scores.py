@@ -14,9 +14,8 @@ from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions.op import key_score, key_scores, row_segment_score, segment_score
 from ragjax.kernels.table import Rows
-from ragjax.kernels.view import View
-from tests.support.cases import LOCAL, Case, rotation
-from tests.support.oracle import turn
+from tests.support.cases import Case
+from tests.support.oracle import rotate
 
 SEGMENTS = 5
 
@@ -29,8 +28,8 @@ class Labels(NamedTuple):
     key_segment_SC: np.ndarray
 
 
-class Masses(NamedTuple):
-    """Key mass of all rows; of chosen rows, plain and times the value norm; by row and segment; by segments."""
+class Scores(NamedTuple):
+    """Scores of keys, of all rows; of chosen rows, plain and times the value norm; by row and segment; by segments."""
 
     all_SC: np.ndarray
     plain_SC: np.ndarray
@@ -46,24 +45,16 @@ def labels_of(case: Case, seed: int) -> Labels:
     blocks = np.repeat(rng.random(t // case.shape.block_rows) < 0.7, case.shape.block_rows)
     chosen_T = blocks & (rng.random(t) < 0.6)
     if rng.random() < 0.5:
-        row_T, key_SC = (np.asarray(x) // 6 - 1 for x in (case.rows.index_T, case.layout.entries.index_ASC[0]))
+        row_T, key_SC = (np.asarray(x) // 6 - 1 for x in (case.rows.index_T, case.layout.entries.index_SC))
     else:
         row_T, key_SC = rng.integers(-1, SEGMENTS + 1, t), rng.integers(-1, SEGMENTS + 1, (s, c))
     return Labels(chosen_T, row_T.astype(np.int32), key_SC.astype(np.int32))
 
 
-def view_of(rows, pages, layer, entries, rotation, *, block_rows):  # type: ignore[no-untyped-def]
-    dim = pages.k_LPKCD.shape[-1]
-    return View.build(rows, pages, layer, entries, rotation, scale=dim**-0.5, block_rows=block_rows)
-
-
-view_at = jax.jit(view_of, static_argnames="block_rows")
-
-
 def measure(q, lse, view, labels, backend):  # type: ignore[no-untyped-def]
-    """All masses by the public ops."""
+    """All scores by the public ops."""
     chosen_T, *segments = labels
-    return Masses(
+    return Scores(
         key_score(q, lse, view, backend=backend),
         *key_scores(q, lse, view, chosen_T, backend=backend),
         row_segment_score(q, lse, view, *segments, SEGMENTS, backend=backend),
@@ -71,25 +62,18 @@ def measure(q, lse, view, labels, backend):  # type: ignore[no-untyped-def]
     )
 
 
-@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
-def compiled(q, labels, where, *, block_rows, backend):  # type: ignore[no-untyped-def]
-    view = view_of(*where, block_rows=block_rows)
+@functools.partial(jax.jit, static_argnames="backend")
+def compiled(q, view, labels, *, backend):  # type: ignore[no-untyped-def]
     return measure(q, paged_interval_attention(q, view)[1], view, labels, backend)
 
 
-def where_of(case: Case):  # type: ignore[no-untyped-def]
-    shape, layout = case.shape, case.layout
-    table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
-    return case.rows, layout.pages, jnp.int32(layout.layer), layout.entries, table
+def scores_of(case: Case, labels: Labels, backend: str = "xla") -> Scores:
+    found = compiled(case.q, case.view(), labels, backend=backend)
+    return Scores(*(np.asarray(x) for x in found))
 
 
-def scores_of(case: Case, labels: Labels, backend: str = "xla") -> Masses:
-    found = compiled(case.q, labels, where_of(case), block_rows=case.shape.block_rows, backend=backend)
-    return Masses(*(np.asarray(x) for x in found))
-
-
-def wanted(case: Case, labels: Labels) -> Masses:
-    """The masses from the oracle's probabilities, by loops over words of the definition."""
+def wanted(case: Case, labels: Labels) -> Scores:
+    """The scores from the oracle's probabilities, by loops over words of the definition."""
     _, _, prob_THN = case.what()
     entry_N, slot_N = case.layout.entry_N, case.layout.slot_N
     norm_HN = np.repeat(np.linalg.norm(case.keys.v_NKD, axis=-1), case.shape.groups, axis=1).T
@@ -111,7 +95,7 @@ def wanted(case: Case, labels: Labels) -> Masses:
             if 0 <= of_key < SEGMENTS and not (itself and of_row == of_key):
                 row_TZ[place, of_key] += prob_TN[t, n]
                 segment_ZZ[of_row, of_key] += prob_TN[t, n]
-    return Masses(
+    return Scores(
         scatter(prob_TN.sum(0)),
         scatter(prob_TN[chosen_T].sum(0)),
         scatter((prob_THN[chosen_T] * norm_HN).mean(1).sum(0)),
@@ -120,10 +104,10 @@ def wanted(case: Case, labels: Labels) -> Masses:
     )
 
 
-def assert_near(found: Masses, what: Masses, dtype: str) -> None:
+def assert_near(found: Scores, what: Scores, dtype: str) -> None:
     # in bfloat16 the LSE was formed from queries rotated otherwise (narrow blocks), so bits agree to its rounding alone
     tolerance = 1e-5 if dtype == "float32" else 3e-2
-    for name in Masses._fields:
+    for name in Scores._fields:
         got, right = getattr(found, name), getattr(what, name)
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, right, rtol=tolerance, atol=tolerance, err_msg=name)
@@ -140,10 +124,10 @@ def rolled_values(case: Case) -> Case:
     return replace(case, layout=replace(case.layout, pages=Pages(pages.k_LPKCD, jnp.roll(pages.v_LPKCD, 1, axis=2))))
 
 
-def turned(case: Case) -> Case:
+def rotated(case: Case) -> Case:
     """Offsets of the wrong sign."""
     entries = case.layout.entries
-    return replace(case, layout=replace(case.layout, entries=replace(entries, offset_AS=-entries.offset_AS)))
+    return replace(case, layout=replace(case.layout, entries=replace(entries, offset_S=-entries.offset_S)))
 
 
 def everybody(labels: Labels) -> Labels:
@@ -166,15 +150,15 @@ def recomputed(case: Case, seed: int) -> Recomputed:
     shape, layout, keys = case.shape, case.layout, case.keys
     t = shape.rows
     drawn = rng.integers(0, len(keys.index_N), t)
-    page_S, offset_S = (np.asarray(x[0]) for x in (layout.entries.page_AS, layout.entries.offset_AS))
+    page_S, offset_S = (np.asarray(x) for x in (layout.entries.page_S, layout.entries.offset_S))
     entry_T, slot_T = layout.entry_N[drawn], layout.slot_N[drawn]
     kept = [np.asarray(from_storage(pool), np.float64) for pool in vars(layout.pages).values()]
     kept_k_TKD, kept_v_TKD = (pool[layout.layer, page_S[entry_T], :, slot_T] for pool in kept)
     size = rng.exponential(size=(2, t, 1, 1)) * (rng.random((2, t, 1, 1)) < 0.8)
     change = size * rng.standard_normal((2, t, shape.kv_heads, shape.dim))
-    new_k = turn(keys.k_NKD[drawn], keys.position_N[drawn], case.inv_freq_R) + change[0]
+    new_k = rotate(keys.k_NKD[drawn], keys.position_N[drawn], case.inv_freq_R) + change[0]
     new_v = keys.v_NKD[drawn] + change[1]
-    want_k_T = ((new_k - turn(kept_k_TKD, offset_S[entry_T], case.inv_freq_R)) ** 2).sum((1, 2))
+    want_k_T = ((new_k - rotate(kept_k_TKD, offset_S[entry_T], case.inv_freq_R)) ** 2).sum((1, 2))
     want_v_T = ((new_v - kept_v_TKD) ** 2).sum((1, 2))
     padding_T, alone_T = rng.random(t) < 0.2, rng.random(t) < 0.2
     new_k[padding_T] = np.nan

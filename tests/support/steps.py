@@ -57,7 +57,7 @@ def run_of(first_page: int, length: int, start: int = 0) -> Run:
 
 
 def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid = GRID, score: int = 0) -> Step:
-    """Arrays of one step; requests take whole row blocks, in turn. mass: layers, from the first, that measure it."""
+    """Arrays of one step; requests take whole row blocks, in turn. score: how many layers measure it, first ones."""
     block = dict(grid.rows)[rows]
     t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "slot")} | {"index": -np.ones(rows, int)}
     s = {"page": np.zeros(entries), "offset": np.zeros(entries), "request": -np.ones(entries)}

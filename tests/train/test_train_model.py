@@ -24,7 +24,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
 from tests.support.devices import assert_agreement
-from tests.support.oracle import Float, turn
+from tests.support.oracle import Float, rotate
 from tests.support.plain import frequencies, norm, tensors_of
 from tests.support.tiny import CONFIG, byte_tokenizer
 from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, one_device, weights_of
@@ -102,7 +102,7 @@ def losses(config: ModelConfig, tensors: dict[str, np.ndarray], view: Dense) -> 
         q, k, v = ((h_TE @ layer[f"self_attn.{p}_proj.weight"].T).reshape(n, -1, d) for p in "qkv")
         if config.qk_norm:
             q, k = (norm(x, layer[f"self_attn.{p}_norm.weight"], config.norm_eps) for p, x in (("q", q), ("k", k)))
-        q, k = (turn(x, view.position, inv_freq_R) for x in (q, k))
+        q, k = (rotate(x, view.position, inv_freq_R) for x in (q, k))
         k, v = (np.repeat(x, config.num_groups, axis=1) for x in (k, v))
         logits = np.where(view.seen, np.einsum("thd,shd->hts", q, k) / np.sqrt(d), -np.inf)
         prob = np.exp(logits - logits.max(-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""`paged_interval_attention` for decode in raw Triton, called through jax-triton.
+"""`paged_interval_attention` for decode in Triton's own language, called through jax-triton.
 
 The way out should Pallas lose its Triton lowering, and a rival to it in the benchmarks. The program itself is
 `jax_triton_kernel.py`; it and jax-triton are imported when they are first called for, so that this module can be
@@ -98,14 +98,14 @@ def _jax_triton() -> ModuleType:
 
 
 def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    """See `attention.paged_interval_attention`. Raises ImportError where jax-triton is not installed."""
-    from ragjax.kernels.attention import jax_triton_kernel as attention_raw_kernel
+    """See `op.paged_interval_attention`. Raises ImportError where jax-triton is not installed."""
+    from ragjax.kernels.attention.jax_triton_kernel import decode
 
     launch = Launch.of(q_THD, view)
     shape = (launch.grid[2], *q_THD.shape)
     out_JTHD, lse_JTH = _jax_triton().triton_call(
         *arguments(q_THD, view),
-        kernel=attention_raw_kernel.decode,
+        kernel=decode,
         out_shape=(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape[:-1], jnp.float32)),
         grid=launch.grid,
         name="paged_interval_attention_decode",
@@ -125,8 +125,8 @@ def arguments(q_THD: jax.Array, view: View) -> tuple[jax.Array, ...]:
     pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
     return (
         q_THD, view.rows.index_T, pages.k_LPKCD, pages.v_LPKCD, jnp.asarray(view.layer, jnp.int32).reshape(1),
-        blocks.entry_NS, entries.page_AS[0][blocks.entry_NS], blocks.count_N, blocks.partial_NU, blocks.end_NU,
-        entries.offset_AS[0], entries.index_ASC[0], entries.hide_from_ASC[0], entries.hide_until_ASC[0],
+        blocks.entry_NS, entries.page_S[blocks.entry_NS], blocks.count_N, blocks.partial_NU, blocks.end_NU,
+        entries.offset_S, entries.index_SC, entries.hide_from_SC, entries.hide_until_SC,
         rotation.cos_NR, rotation.sin_NR,
     )  # fmt: skip
 
@@ -143,9 +143,9 @@ def constants(q_THD: jax.Array, view: View, launch: Launch) -> dict[str, Any]:
         "GROUPS": q_THD.shape[1] // kv_heads,
         "KV_HEADS": kv_heads,
         "PAGES": pages,
-        "CELLS": slots,
+        "PAGE_SIZE": slots,
         "DIM": dim,
-        "SLOTS": view.entries.request_S.shape[0],
+        "ENTRIES": view.entries.request_S.shape[0],
         "M": launch.rows,
         "N": launch.tile,
     }

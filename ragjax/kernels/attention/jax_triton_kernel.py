@@ -45,27 +45,27 @@ def decode(
     GROUPS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGES: tl.constexpr,
-    CELLS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,
-    SLOTS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
 ) -> None:
     """Grid: row blocks, KV heads, splits J. All arguments up to `lse_JTH` are pointers; those after are static.
 
     SCALE: softmax scale times log2(e). M: BLOCK_ROWS * GROUPS folded rows, padded to what a tensor core takes.
-    N: slots of a tile, a divisor of CELLS. Heads are handled as two halves: Triton cannot cut a tile.
+    N: slots of a tile, a divisor of PAGE_SIZE. Heads are handled as two halves: Triton cannot cut a tile.
     """
     block = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     half: tl.constexpr = DIM // 2
-    parts: tl.constexpr = CELLS // N
+    parts: tl.constexpr = PAGE_SIZE // N
     # 64 bits wherever a whole pool, or rows times entries, is indexed: they exceed 2^31
-    list_of_block = block.to(tl.int64) * SLOTS
+    list_of_block = block.to(tl.int64) * ENTRIES
     heads_before = tl.load(layer_1).to(tl.int64) * PAGES * KV_HEADS + kv_head
-    k_CD = k_LPKCD + heads_before * (CELLS * DIM)
-    v_CD = v_LPKCD + heads_before * (CELLS * DIM)
+    k_CD = k_LPKCD + heads_before * (PAGE_SIZE * DIM)
+    v_CD = v_LPKCD + heads_before * (PAGE_SIZE * DIM)
 
     row_M = tl.arange(0, M)
     live_M = row_M < BLOCK_ROWS * GROUPS
@@ -81,7 +81,7 @@ def decode(
     share = tl.cdiv(count, tl.num_programs(2))
     low = tl.minimum(split * share, count)
     high = tl.minimum(low + share, count)
-    first, last = _runs_between(end_NU + list_of_block, low, high, SLOTS)
+    first, last = _runs_between(end_NU + list_of_block, low, high, ENTRIES)
 
     acc_MD = tl.zeros((M, DIM), tl.float32)
     max_M = tl.full((M,), float("-inf"), tl.float32)
@@ -91,20 +91,20 @@ def decode(
         partial = tl.load(partial_NU + list_of_block + u)
         end = tl.load(end_NU + list_of_block + u)
         offset = tl.load(offset_S + tl.load(entry_NS + list_of_block + begin))
-        turned1_MR, turned2_MR = _turn_back(q1_MR, q2_MR, offset, cos_NR, sin_NR, half)
-        turned1_MR = turned1_MR.to(k_LPKCD.dtype.element_ty)
-        turned2_MR = turned2_MR.to(k_LPKCD.dtype.element_ty)
+        rotated1_MR, rotated2_MR = _rotate_back(q1_MR, q2_MR, offset, cos_NR, sin_NR, half)
+        rotated1_MR = rotated1_MR.to(k_LPKCD.dtype.element_ty)
+        rotated2_MR = rotated2_MR.to(k_LPKCD.dtype.element_ty)
         for i in range(tl.maximum(begin, low) * parts, tl.minimum(partial, high) * parts):
             acc_MD, max_M, sum_M = _visit(
-                acc_MD, max_M, sum_M, turned1_MR, turned2_MR, index_M, entry_NS + list_of_block + i // parts,
+                acc_MD, max_M, sum_M, rotated1_MR, rotated2_MR, index_M, entry_NS + list_of_block + i // parts,
                 page_NS + list_of_block + i // parts, i % parts, k_CD, v_CD, index_SC, hide_from_SC, hide_until_SC,
-                False, NEVER, PRECISION, KV_HEADS, CELLS, DIM, N,
+                False, NEVER, PRECISION, KV_HEADS, PAGE_SIZE, DIM, N,
             )  # fmt: skip
         for i in range(tl.maximum(partial, low) * parts, tl.minimum(end, high) * parts):
             acc_MD, max_M, sum_M = _visit(
-                acc_MD, max_M, sum_M, turned1_MR, turned2_MR, index_M, entry_NS + list_of_block + i // parts,
+                acc_MD, max_M, sum_M, rotated1_MR, rotated2_MR, index_M, entry_NS + list_of_block + i // parts,
                 page_NS + list_of_block + i // parts, i % parts, k_CD, v_CD, index_SC, hide_from_SC, hide_until_SC,
-                True, NEVER, PRECISION, KV_HEADS, CELLS, DIM, N,
+                True, NEVER, PRECISION, KV_HEADS, PAGE_SIZE, DIM, N,
             )  # fmt: skip
 
     dead_M = (sum_M == 0.0) | (index_M < 0)
@@ -118,20 +118,20 @@ def decode(
 
 
 @triton.jit
-def _runs_between(end_U: tl.tensor, low: tl.tensor, high: tl.tensor, SLOTS: tl.constexpr) -> tuple[tl.tensor, ...]:
+def _runs_between(end_U: tl.tensor, low: tl.tensor, high: tl.tensor, ENTRIES: tl.constexpr) -> tuple[tl.tensor, ...]:
     """The runs [first, last) that hold list items [low, high); found by counting, in place of walking there."""
     before = tl.zeros((), tl.int32)
     within = tl.zeros((), tl.int32)
-    for start in range(0, SLOTS, WINDOW):
+    for start in range(0, ENTRIES, WINDOW):
         u_U = start + tl.arange(0, WINDOW)
-        ends_U = tl.load(end_U + u_U, mask=u_U < SLOTS, other=2147483647)
+        ends_U = tl.load(end_U + u_U, mask=u_U < ENTRIES, other=2147483647)
         before += tl.sum((ends_U <= low).to(tl.int32), axis=0)
         within += tl.sum((ends_U < high).to(tl.int32), axis=0)
     return before, tl.where(low < high, within + 1, before)
 
 
 @triton.jit
-def _turn_back(
+def _rotate_back(
     q1_MR: tl.tensor, q2_MR: tl.tensor, offset: tl.tensor, cos_NR: tl.tensor, sin_NR: tl.tensor, half: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
     """The query's halves rotated by -offset, as the keys of a run were stored that far back."""
@@ -139,9 +139,9 @@ def _turn_back(
     cos_R = tl.load(cos_NR + far)
     sin_R = tl.load(sin_NR + far)
     sin_R = tl.where(offset < 0, -sin_R, sin_R)
-    turned1_MR = q1_MR * cos_R[None, :] + q2_MR * sin_R[None, :]
-    turned2_MR = q2_MR * cos_R[None, :] - q1_MR * sin_R[None, :]
-    return turned1_MR, turned2_MR
+    rotated1_MR = q1_MR * cos_R[None, :] + q2_MR * sin_R[None, :]
+    rotated2_MR = q2_MR * cos_R[None, :] - q1_MR * sin_R[None, :]
+    return rotated1_MR, rotated2_MR
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _visit(
     NEVER: tl.constexpr,
     PRECISION: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    CELLS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     N: tl.constexpr,
 ) -> tuple[tl.tensor, ...]:
@@ -172,16 +172,16 @@ def _visit(
     half: tl.constexpr = DIM // 2
     dtype = q1_MR.dtype
     slot_N = part * N + tl.arange(0, N)
-    page = tl.load(page_1).to(tl.int64) * (KV_HEADS * CELLS * DIM)
+    page = tl.load(page_1).to(tl.int64) * (KV_HEADS * PAGE_SIZE * DIM)
     at_RN = page + slot_N[None, :] * DIM + tl.arange(0, half)[:, None]
     logits_MN = tl.dot(q1_MR, tl.load(k_CD + at_RN), input_precision=PRECISION)
     logits_MN = tl.dot(q2_MR, tl.load(k_CD + at_RN + half), logits_MN, input_precision=PRECISION)
     v_ND = tl.load(v_CD + page + slot_N[:, None] * DIM + tl.arange(0, DIM)[None, :])
     if MASKED:
         entry = tl.load(entry_1)
-        index_N = tl.load(index_SC + entry * CELLS + slot_N)
-        from_N = tl.load(hide_from_SC + entry * CELLS + slot_N)
-        until_N = tl.load(hide_until_SC + entry * CELLS + slot_N)
+        index_N = tl.load(index_SC + entry * PAGE_SIZE + slot_N)
+        from_N = tl.load(hide_from_SC + entry * PAGE_SIZE + slot_N)
+        until_N = tl.load(hide_until_SC + entry * PAGE_SIZE + slot_N)
         hidden_MN = (from_N[None, :] <= index_M[:, None]) & (index_M[:, None] < until_N[None, :])
         logits_MN = tl.where((index_N[None, :] <= index_M[:, None]) & ~hidden_MN, logits_MN, float("-inf"))
         # slots that no row can ever see may hold NaN, and 0 * NaN is NaN

@@ -1,10 +1,10 @@
 """`paged_interval_attention`: the one attention op of ragjax, and the choice of the backend that computes it.
 
 Query rows (any subset of the tokens of many requests) attend to keys that lie in a paged pool, under the rule of
-`table.visible`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
-where it takes part, without copying or rewriting the page. `reference.py` is the definition, `xla.py` the blockwise
-form for CPU and the fallback, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the one for Hopper, `jax_triton.py`
-the decode kernel that does not need Pallas.
+`visibility`. A cached key is stored rotated at the position it was computed at; an entry's RoPE offset moves it to
+where it takes part, without copying or rewriting the page. `reference.py` is the definition, `xla.py` the
+blockwise form for CPU and the fallback, `triton.py` the Pallas kernels for GPUs, `mosaic.py` the one for Hopper,
+`jax_triton.py` the decode kernel that does not need Pallas.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from ragjax.kernels.attention import jax_triton as attention_jax_triton
-from ragjax.kernels.attention import mosaic as attention_mosaic
-from ragjax.kernels.attention import reference as attention_ref
-from ragjax.kernels.attention import triton as attention_triton
-from ragjax.kernels.attention import xla as attention_xla
+from ragjax.kernels.attention import jax_triton, mosaic, reference, triton, xla
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View, check
 
@@ -32,14 +28,14 @@ class Backend(NamedTuple):
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "reference": Backend(attention_ref.attend, lambda *_: None),
-    "xla": Backend(attention_xla.attend, lambda *_: None),
-    "triton": Backend(attention_triton.attend, attention_triton.refusal),
-    "mosaic": Backend(attention_mosaic.attend, attention_mosaic.refusal),
-    "raw": Backend(attention_jax_triton.attend, attention_jax_triton.refusal),
+    "reference": Backend(reference.attend, lambda *_: None),
+    "xla": Backend(xla.attend, lambda *_: None),
+    "triton": Backend(triton.attend, triton.refusal),
+    "mosaic": Backend(mosaic.attend, mosaic.refusal),
+    "jax_triton": Backend(jax_triton.attend, jax_triton.refusal),
 }
 
-PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "raw", "xla")}
+PREFERRED: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "jax_triton", "xla")}
 """Backends by platform, best first; others have XLA alone. Mosaic joins where it is asked for by name."""
 
 
@@ -54,7 +50,10 @@ class Choice:
 def choose(q_THD: jax.Array, view: View, device: Device, backend: str | None = None) -> Choice:
     """The first backend of the device's list that can serve the call; a named one is tried before the list.
 
-    Only shapes and dtypes are looked at. Raises ValueError if no backend has the name `backend`.
+    Only shapes and dtypes are looked at.
+
+    Raises:
+        ValueError: if no backend has the name `backend`.
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is none of {', '.join(BACKENDS)}")

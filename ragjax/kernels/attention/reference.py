@@ -31,8 +31,8 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
 def gather(view: View) -> tuple[jax.Array, jax.Array]:
     """Keys, moved to where they take part, and values of all entries, float32 [S, C, K, D]."""
     pages, entries = view.pages, view.entries
-    k_SKCD = from_storage(pages.k_LPKCD[view.layer][entries.page_AS[0]]).astype(jnp.float32)
-    v_SKCD = from_storage(pages.v_LPKCD[view.layer][entries.page_AS[0]]).astype(jnp.float32)
-    cos_SR, sin_SR = view.rotation.at(entries.offset_AS[0])
+    k_SKCD = from_storage(pages.k_LPKCD[view.layer][entries.page_S]).astype(jnp.float32)
+    v_SKCD = from_storage(pages.v_LPKCD[view.layer][entries.page_S]).astype(jnp.float32)
+    cos_SR, sin_SR = view.rotation.at(entries.offset_S)
     k_SKCD = rotate(k_SKCD, cos_SR[:, None, None], sin_SR[:, None, None])
     return k_SKCD.swapaxes(1, 2), v_SKCD.swapaxes(1, 2)

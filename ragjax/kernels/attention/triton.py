@@ -3,7 +3,7 @@
 Sources: online softmax as in FlashAttention-2 (arXiv 2307.08691), split-KV as in Flash-Decoding, tiles left out or left
 unmasked as in FlashMask (arXiv 2410.01359). One program serves one KV head and a block of rows; the query heads of a
 group are folded into its rows, so that a page is read once for all of them. It walks its block's list run by run: a
-run has one RoPE offset, by which the query is turned back once, and no page is ever copied or rewritten. Few programs
+run has one RoPE offset, by which the query is rotated back once, and no page is ever copied or rewritten. Few programs
 are made more by splitting the list; the parts merge by their log-sum-exp.
 
 The lowering is chosen by `pltriton.CompilerParams`, never by default: the default differs between versions of JAX.
@@ -25,6 +25,7 @@ from ragjax.core import NEVER
 from ragjax.kernels.attention.split import merge_splits, splits
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
+from ragjax.kernels.visibility import sees
 
 LOG2E = 1.4426950408889634
 
@@ -99,7 +100,7 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
 def attend(
     q_THD: jax.Array, view: View, *, cut: Tiling | None = None, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """See `attention.paged_interval_attention`; `cut` overrides `tiling`, `interpret` runs the kernel on a CPU."""
+    """See `op.paged_interval_attention`; `cut` overrides `tiling`, `interpret` runs the kernel on a CPU."""
     pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
     cut = cut or tiling(q_THD, view)
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
@@ -119,8 +120,8 @@ def attend(
 
     pool_spec = pl.BlockSpec((layers, pool, None, slots, dim), lambda x, k, j: (0, 0, k, 0, 0))
     shared = (
-        entries.page_AS[0], entries.offset_AS[0], entries.index_ASC[0], entries.hide_from_ASC[0],
-        entries.hide_until_ASC[0],
+        entries.page_S, entries.offset_S, entries.index_SC, entries.hide_from_SC,
+        entries.hide_until_SC,
         rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1),
     )  # fmt: skip
     lists = (blocks.entry_NS, blocks.partial_NU, blocks.end_NU, extent_N2)
@@ -154,7 +155,7 @@ def attend(
 
 
 def _kernel(
-    q_ref: Any, order_ref: Any, k_ref: Any, v_ref: Any, entry_ref: Any, partial_ref: Any, end_ref: Any, extent_ref: Any,
+    q_ref: Any, index_ref: Any, k_ref: Any, v_ref: Any, entry_ref: Any, partial_ref: Any, end_ref: Any, extent_ref: Any,
     page_ref: Any, offset_ref: Any, key_index_ref: Any, hide_from_ref: Any, hide_until_ref: Any,
     cos_ref: Any, sin_ref: Any, layer_ref: Any, out_ref: Any, lse_ref: Any, *, scale: float, splits: int,
 ) -> None:  # fmt: skip
@@ -163,21 +164,21 @@ def _kernel(
     """
     rows, dim = q_ref.shape
     half = dim // 2
-    order_M1 = order_ref[...][:, None]
+    index_M1 = index_ref[...][:, None]
     layer = layer_ref[0]
     dtype = k_ref.dtype
     # by default a float32 product would be TF32 on a GPU
     dot = functools.partial(pltriton.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
 
     def rotated(offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The query's halves turned by -offset, scaled for base 2."""
+        """The query's halves rotated by -offset, scaled for base 2."""
         q1_MR = q_ref[:, pl.ds(0, half)].astype(jnp.float32) * scale
         q2_MR = q_ref[:, pl.ds(half, half)].astype(jnp.float32) * scale
         position = jnp.abs(offset)
         cos_R = cos_ref[position, :]
         sin_R = jnp.sign(offset).astype(jnp.float32) * sin_ref[position, :]
-        turned = q1_MR * cos_R[None] + q2_MR * sin_R[None], q2_MR * cos_R[None] - q1_MR * sin_R[None]
-        return turned[0].astype(dtype), turned[1].astype(dtype)
+        q_MR = q1_MR * cos_R[None] + q2_MR * sin_R[None], q2_MR * cos_R[None] - q1_MR * sin_R[None]
+        return q_MR[0].astype(dtype), q_MR[1].astype(dtype)
 
     def visit(item: jax.Array, state: State, q_MR: tuple[jax.Array, jax.Array], masked: bool) -> State:
         acc_MD, max_M, sum_M = state
@@ -188,8 +189,7 @@ def _kernel(
         v_CD = v_ref[layer, page, :, :]
         if masked:
             index_C, from_C, until_C = key_index_ref[entry, :], hide_from_ref[entry, :], hide_until_ref[entry, :]
-            hidden_MC = (from_C[None] <= order_M1) & (order_M1 < until_C[None])
-            logits_MC = jnp.where((index_C[None] <= order_M1) & ~hidden_MC, logits_MC, -jnp.inf)
+            logits_MC = jnp.where(sees(index_M1, index_C[None], from_C[None], until_C[None]), logits_MC, -jnp.inf)
             # slots nobody may ever see can hold NaN, and 0 * NaN is NaN
             dead_C = (index_C >= NEVER) | ((from_C <= index_C) & (until_C >= NEVER))
             v_CD = jnp.where(dead_C[:, None], jnp.zeros((), dtype), v_CD)
@@ -216,7 +216,7 @@ def _kernel(
 
     start = jnp.zeros((rows, dim), jnp.float32), jnp.full((rows,), -jnp.inf), jnp.zeros((rows,), jnp.float32)
     _, (acc_MD, max_M, sum_M) = lax.fori_loop(0, extent_ref[0], run, (jnp.int32(0), start))
-    dead_M = (sum_M == 0.0) | (order_ref[...] < 0)
+    dead_M = (sum_M == 0.0) | (index_ref[...] < 0)
     safe_M = jnp.where(dead_M, 1.0, sum_M)
     out_ref[...] = jnp.where(dead_M[:, None], 0.0, acc_MD / safe_M[:, None]).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(dead_M, -jnp.inf, (max_M + jnp.log2(safe_M)) / LOG2E)

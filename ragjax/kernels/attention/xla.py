@@ -22,6 +22,7 @@ from ragjax.kernels.blocks import visible_slots
 from ragjax.kernels.pages import from_storage, to_storage
 from ragjax.kernels.rope import rotate
 from ragjax.kernels.view import View
+from ragjax.kernels.visibility import sees
 
 FEW = 8
 """Row blocks smaller than this take entries and rotate queries, larger ones take slots and rotate keys."""
@@ -58,7 +59,7 @@ class Lists:
     width: int = field(metadata={"static": True})
 
     def items(self, place_W: jax.Array) -> jax.Array:
-        """The items at some places; behind the list's end they are any."""
+        """The items at some places; beyond the list's end they are any."""
         return self.item_E[jnp.minimum(place_W, self.item_E.shape[0] - 1)]
 
     def sweep(self, step: Callable[[jax.Array, Carry], Carry], carry: Carry) -> Carry:
@@ -78,9 +79,11 @@ class Lists:
 
 
 class Tile(NamedTuple):
-    """Gathered keys: k, v [K, N, D] in compute dtype; which they are, s * C + c, int32 [N]; who sees what, bool [B, N],
-    nobody what is behind a list's end; and the queries that fit the keys, [K, M, D] for all alike, or rotated for each
-    entry, [K, W, M, D].
+    """Gathered keys.
+
+    q: the queries that fit the keys, [K, M, D] for all alike, or rotated for each entry, [K, W, M, D].
+    k_KND, v_KND: in compute dtype. slot_N: which slots they are, s * C + c, int32.
+    seen_BN: which row sees which key, bool; no row sees what is beyond a list's end.
     """
 
     q: jax.Array
@@ -91,7 +94,7 @@ class Tile(NamedTuple):
 
 
 def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    """See `attention.paged_interval_attention`."""
+    """See `op.paged_interval_attention`."""
     t, heads, dim = q_THD.shape
     kv_heads, block_rows = view.pages.k_LPKCD.shape[2], view.block_rows
 
@@ -153,11 +156,10 @@ def gather_tile(q_KMD: jax.Array, index_B: jax.Array, view: View, visited: Lists
     slot_N = (item_W[:, None] * visited.slots + jnp.arange(visited.slots, dtype=jnp.int32)).reshape(-1)
     listed_N = jnp.repeat(place_W < visited.count, visited.slots)
     index_N, hide_from_N, hide_until_N = (
-        x[0].reshape(-1)[slot_N] for x in (entries.index_ASC, entries.hide_from_ASC, entries.hide_until_ASC)
+        x_SC.reshape(-1)[slot_N] for x_SC in (entries.index_SC, entries.hide_from_SC, entries.hide_until_SC)
     )
     index_N = jnp.where(listed_N, index_N, jnp.int32(NEVER))
-    q_B1 = index_B[:, None]
-    seen_BN = (index_N <= q_B1) & ~((hide_from_N <= q_B1) & (q_B1 < hide_until_N))
+    seen_BN = sees(index_B[:, None], index_N, hide_from_N, hide_until_N)
     if view.block_rows < FEW:
         q, k_KND, v_KND = _entries(view, item_W, q_KMD)
     else:
@@ -170,14 +172,14 @@ def gather_tile(q_KMD: jax.Array, index_B: jax.Array, view: View, visited: Lists
 
 def _entries(view: View, entry_W: jax.Array, q_KMD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries rotated for each entry, [K, W, M, D], and the entries' keys and values as they are stored, [K, N, D]."""
-    page_W = view.entries.page_AS[0, entry_W]
+    page_W = view.entries.page_S[entry_W]
 
     def load(pool: jax.Array) -> jax.Array:
         _, _, kv_heads, slots, dim = pool.shape
         shape = (1, 1, kv_heads, slots, dim)
         return jnp.concatenate([lax.dynamic_slice(pool, (view.layer, p, 0, 0, 0), shape)[0, 0] for p in page_W], axis=1)
 
-    cos_WR, sin_WR = view.rotation.at(-view.entries.offset_AS[0, entry_W])
+    cos_WR, sin_WR = view.rotation.at(-view.entries.offset_S[entry_W])
     q_KWMD = rotate(q_KMD[:, None], cos_WR[:, None], sin_WR[:, None])
     return q_KWMD, load(view.pages.k_LPKCD), load(view.pages.v_LPKCD)
 
@@ -185,16 +187,16 @@ def _entries(view: View, entry_W: jax.Array, q_KMD: jax.Array) -> tuple[jax.Arra
 def _slots(view: View, slot_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rotated keys, and values, of slots s * C + c, [K, N, D] as they are stored."""
     entry_N, place_N = slot_N // view.pages.page_size, slot_N % view.pages.page_size
-    page_N, offset_N = view.entries.page_AS[0, entry_N], view.entries.offset_AS[0, entry_N]
+    page_N, offset_N = view.entries.page_S[entry_N], view.entries.offset_S[entry_N]
 
     def load(pool: jax.Array) -> jax.Array:
         return pool[view.layer, page_N, :, place_N].swapaxes(0, 1)
 
-    def turn(k_KND: jax.Array) -> jax.Array:
+    def rotated(k_KND: jax.Array) -> jax.Array:
         cos_NR, sin_NR = view.rotation.at(offset_N)
         return to_storage(rotate(from_storage(k_KND).astype(jnp.float32), cos_NR, sin_NR), k_KND.dtype)
 
-    k_KND = lax.cond((offset_N != 0).any(), turn, lambda k_KND: k_KND, load(view.pages.k_LPKCD))
+    k_KND = lax.cond((offset_N != 0).any(), rotated, lambda k_KND: k_KND, load(view.pages.k_LPKCD))
     return k_KND, load(view.pages.v_LPKCD)
 
 

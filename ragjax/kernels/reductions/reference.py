@@ -31,7 +31,7 @@ def probabilities(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> jax.Array:
 def key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, chosen_T: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reductions.key_scores`."""
+    """See `op.key_scores`."""
     prob_THSC = probabilities(q_THD, lse_TH, view)
     if chosen_T is not None:
         prob_THSC = jnp.where(chosen_T[:, None, None, None], prob_THSC, 0.0)
@@ -45,7 +45,7 @@ def key_scores(
 def chunk_score(
     q_THD: jax.Array, view: View, key_segment_SC: jax.Array, segments: int, chosen_T: jax.Array | None
 ) -> jax.Array:
-    """See `reductions.chunk_score`."""
+    """See `op.chunk_score`."""
     logits_THSC = masked_logits(q_THD, view)
     if chosen_T is not None:
         logits_THSC = jnp.where(chosen_T[:, None, None, None], logits_THSC, -jnp.inf)
@@ -65,10 +65,10 @@ def row_segment_score(
     key_segment_SC: jax.Array,
     segments: int,
 ) -> jax.Array:
-    """See `reductions.row_segment_score`."""
+    """See `op.row_segment_score`."""
     prob_TSC = probabilities(q_THD, lse_TH, view).mean(1)
     row_T11 = row_segment_T[:, None, None]
-    own_TSC = (row_T11 == key_segment_SC) & (view.rows.index_T[:, None, None] == view.entries.index_ASC[0])
+    own_TSC = (row_T11 == key_segment_SC) & (view.rows.index_T[:, None, None] == view.entries.index_SC)
     prob_TSC = jnp.where(own_TSC | (row_T11 < 0) | (row_T11 >= segments), 0.0, prob_TSC)
     in_segment_SCZ = jax.nn.one_hot(key_segment_SC, segments)
     return jnp.einsum("tsc,scz->tz", prob_TSC, in_segment_SCZ, precision="highest")
@@ -77,18 +77,18 @@ def row_segment_score(
 def kv_deviation(
     k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reductions.kv_deviation`."""
+    """See `op.kv_deviation`."""
     pages = view.pages
 
     def of_token(
-        k_KD: jax.Array, v_KD: jax.Array, slot: jax.Array, offset: jax.Array, order: jax.Array
+        k_KD: jax.Array, v_KD: jax.Array, slot: jax.Array, offset: jax.Array, index: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         kept_k_KD, kept_v_KD = (
             from_storage(pool[view.layer, slot // pages.page_size, :, slot % pages.page_size]).astype(jnp.float32)
             for pool in (pages.k_LPKCD, pages.v_LPKCD)
         )
         moved_KD = rotate(kept_k_KD, *view.rotation.at(offset))
-        compared = (slot >= 0) & (order >= 0)
+        compared = (slot >= 0) & (index >= 0)
         return tuple(  # type: ignore[return-value]
             jnp.where(compared, jnp.square(new.astype(jnp.float32) - kept).sum(), 0.0)
             for new, kept in ((k_KD, moved_KD), (v_KD, kept_v_KD))
@@ -100,7 +100,7 @@ def kv_deviation(
 def key_neighbours(
     k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int
 ) -> tuple[jax.Array, jax.Array]:
-    """See `reductions.key_neighbours`."""
+    """See `op.key_neighbours`."""
     flat_NE = jnp.where(valid_N[:, None, None], from_storage(k_NKD).astype(jnp.float32), 0.0).reshape(len(k_NKD), -1)
     length_N = jnp.linalg.norm(flat_NE, axis=-1)
     length_N = jnp.where(length_N > 0, length_N, jnp.inf)  # a key of zeros is like no other

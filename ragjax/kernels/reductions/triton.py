@@ -1,9 +1,9 @@
-"""The attention masses of `reductions` in Pallas for GPUs, lowered through Triton.
+"""The attention scores of `reductions` in Pallas for GPUs, lowered through Triton.
 
-Key mass: one program serves an entry and a KV head. It turns the entry's keys by the entry's offset once and walks
+Key scores: one program serves an entry and a KV head. It rotates the entry's keys by the entry's offset once and walks
 the row blocks that see the entry, so each sum has one owner: no atomics, and the same bits in every run. Row by
-segment mass: one program serves a block of rows and a KV head, as attention does; the sum over the keys of a segment
-is a product with their indicator, which tensor cores take. Both take LSE and view as `reductions.restrict` gives them.
+segment scores: one program serves a block of rows and a KV head, as attention does; the sum over the keys of a segment
+is a product with their indicator, which tensor cores take. Both take LSE and view as `op.restrict` makes them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.table import PageTable
 from ragjax.kernels.view import View
+from ragjax.kernels.visibility import sees
 
 MOST_ROWS = 64
 """Folded rows of a program at most: next to the logits a sum of their size is kept."""
@@ -53,11 +54,11 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
 def key_scores(
     q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool, interpret: bool = False
 ) -> tuple[jax.Array, ...]:
-    """See `reductions.key_scores`; without `valued` the plain mass alone."""
+    """See `op.key_scores`; without `valued` the plain score alone."""
     pages, entries, rotation = view.pages, view.entries, view.rotation
     cut = tiling(q_THD, view)
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
-    # queries are not turned here, so they are scaled and narrowed before
+    # queries are not rotated here, so they are scaled and narrowed before
     q_KXMD = fold((q_THD.astype(jnp.float32) * (view.scale * LOG2E)).astype(pages.k_LPKCD.dtype), kv_heads, cut)
     index_XM = jnp.repeat(view.rows.index_T, cut.groups).reshape(-1, cut.rows)
     block_SN, count_S = _transposed(view.blocks)
@@ -89,15 +90,15 @@ def key_scores(
         name="key_score",
     )(
         q_KXMD, _fold_lse(lse_TH, kv_heads, cut), index_XM, pages.k_LPKCD, pages.v_LPKCD, block_SN,
-        _extents(entries, count_S), entries.index_ASC[0], entries.hide_from_ASC[0],
-        entries.hide_until_ASC[0], *shared,
+        _extents(entries, count_S), entries.index_SC, entries.hide_from_SC,
+        entries.hide_until_SC, *shared,
     )  # fmt: skip
     return tuple(score_KSC.sum(0) / q_THD.shape[1] for score_KSC in scores)
 
 
 def _key_score_kernel(
     q_ref: Any, lse_ref: Any, row_index_ref: Any, k_ref: Any, v_ref: Any, block_ref: Any, extent_ref: Any,
-    order_ref: Any, hide_from_ref: Any, hide_until_ref: Any, cos_ref: Any, sin_ref: Any, layer_ref: Any,
+    key_index_ref: Any, hide_from_ref: Any, hide_until_ref: Any, cos_ref: Any, sin_ref: Any, layer_ref: Any,
     score_ref: Any, *valued_ref: Any, parts: int,
 ) -> None:  # fmt: skip
     """One program: keys [C, D] of one entry and KV head over the row blocks that see the entry."""
@@ -112,14 +113,14 @@ def _key_score_kernel(
     k2_CR = k_ref[layer, page, :, pl.ds(half, half)].astype(jnp.float32)
     cos_R, sin_R = _angle(cos_ref, sin_ref, offset)
     k_CR = [x.astype(dtype) for x in (k1_CR * cos_R - k2_CR * sin_R, k2_CR * cos_R + k1_CR * sin_R)]
-    index_C, from_C, until_C = order_ref[...][None], hide_from_ref[...][None], hide_until_ref[...][None]
+    index_C, from_C, until_C = key_index_ref[...][None], hide_from_ref[...][None], hide_until_ref[...][None]
 
     def visit(i: jax.Array, score_MC: jax.Array) -> jax.Array:
         x = block_ref[lax.div(i, jnp.int32(parts))] * parts + lax.rem(i, jnp.int32(parts))
-        order_M1 = row_index_ref[x, :][:, None]
+        row_index_M1 = row_index_ref[x, :][:, None]
         logits_MC = dot(q_ref[x, :, pl.ds(0, half)], k_CR[0], trans_b=True)
         logits_MC += dot(q_ref[x, :, pl.ds(half, half)], k_CR[1], trans_b=True)
-        seen_MC = (index_C <= order_M1) & ~((from_C <= order_M1) & (order_M1 < until_C))
+        seen_MC = sees(row_index_M1, index_C, from_C, until_C)
         return score_MC + jnp.exp2(jnp.where(seen_MC, logits_MC, -jnp.inf) - lse_ref[x, :][:, None])
 
     score_C = lax.fori_loop(0, count * parts, visit, jnp.zeros((rows, slots), jnp.float32)).sum(axis=0)
@@ -141,7 +142,7 @@ def row_segment_score(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `reductions.row_segment_score`."""
+    """See `op.row_segment_score`."""
     pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
     cut = tiling(q_THD, view)
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
@@ -164,8 +165,8 @@ def row_segment_score(
 
     size = entries.request_S.shape[0]
     shared = (
-        entries.page_AS[0], entries.offset_AS[0], entries.index_ASC[0], entries.hide_from_ASC[0],
-        entries.hide_until_ASC[0],
+        entries.page_S, entries.offset_S, entries.index_SC, entries.hide_from_SC,
+        entries.hide_until_SC,
         key_segment_SC, rotation.cos_NR, rotation.sin_NR, jnp.asarray(view.layer, jnp.int32).reshape(1),
     )  # fmt: skip
     rows = cut.rows // cut.groups
@@ -192,7 +193,7 @@ def row_segment_score(
 
 def _segment_kernel(
     q_ref: Any, lse_ref: Any, row_index_ref: Any, row_segment_ref: Any, k_ref: Any, entry_ref: Any, end_ref: Any,
-    runs_ref: Any, page_ref: Any, offset_ref: Any, order_ref: Any, hide_from_ref: Any, hide_until_ref: Any,
+    runs_ref: Any, page_ref: Any, offset_ref: Any, key_index_ref: Any, hide_from_ref: Any, hide_until_ref: Any,
     segment_ref: Any, cos_ref: Any, sin_ref: Any, layer_ref: Any, score_ref: Any, *, scale: float, groups: int,
 ) -> None:  # fmt: skip
     """One program: rows [M, D] of one KV head over their list, summed into segments [M, Z] and then over the group."""
@@ -202,7 +203,11 @@ def _segment_kernel(
     dtype = k_ref.dtype
     dot = _dot(dtype)
     layer = layer_ref[0]
-    order_M1, row_segment_M1, lse_M1 = row_index_ref[...][:, None], row_segment_ref[...][:, None], lse_ref[...][:, None]
+    row_index_M1, row_segment_M1, lse_M1 = (
+        row_index_ref[...][:, None],
+        row_segment_ref[...][:, None],
+        lse_ref[...][:, None],
+    )
     q1_MR = q_ref[:, pl.ds(0, half)].astype(jnp.float32) * scale
     q2_MR = q_ref[:, pl.ds(half, half)].astype(jnp.float32) * scale
     name_Z = lax.broadcasted_iota(jnp.int32, (1, width), 1)
@@ -212,10 +217,10 @@ def _segment_kernel(
         page = page_ref[entry]
         logits_MC = dot(q_MR[0], k_ref[layer, page, :, pl.ds(0, half)], trans_b=True)
         logits_MC += dot(q_MR[1], k_ref[layer, page, :, pl.ds(half, half)], trans_b=True)
-        index_C, from_C, until_C = (x[entry, :][None] for x in (order_ref, hide_from_ref, hide_until_ref))
+        index_C, from_C, until_C = (x[entry, :][None] for x in (key_index_ref, hide_from_ref, hide_until_ref))
         segment_C = segment_ref[entry, :]
-        seen_MC = (index_C <= order_M1) & ~((from_C <= order_M1) & (order_M1 < until_C))
-        own_MC = (segment_C[None] == row_segment_M1) & (index_C == order_M1)
+        seen_MC = sees(row_index_M1, index_C, from_C, until_C)
+        own_MC = (segment_C[None] == row_segment_M1) & (index_C == row_index_M1)
         prob_MC = jnp.exp2(jnp.where(seen_MC & ~own_MC, logits_MC, -jnp.inf) - lse_M1)
         gain_MZ: jax.Array = dot(prob_MC.astype(dtype), (segment_C[:, None] == name_Z).astype(dtype))
         return score_MZ + gain_MZ
@@ -254,7 +259,7 @@ def _extents(entries: PageTable, count_S: jax.Array) -> jax.Array:
     """Row blocks, page and offset of each entry, int32 [S, 3]; zeros where no row block looks, for an unused entry may
     name any page and any angle.
     """
-    return jnp.where(count_S > 0, jnp.stack([count_S, entries.page_AS[0], entries.offset_AS[0]]), 0).T
+    return jnp.where(count_S > 0, jnp.stack([count_S, entries.page_S, entries.offset_S]), 0).T
 
 
 def _fold_lse(lse_TH: jax.Array, kv_heads: int, cut: Tiling) -> jax.Array:

@@ -1,8 +1,8 @@
 """Who sees whom among tokens that are all computed at once, in O(n) numbers, and the tiles that this leaves to visit.
 
-The rule is `entries.visible`, with every token both a row and a key. Rows are cut into blocks of B, keys into blocks of
-C; a tile is a pair of them. A tile that is hidden whole is skipped, one that is visible whole needs no mask: FlashMask
-(arXiv 2410.01359 §4.1), taken per key instead of per tile. Lists of tiles are exact in this, and never truncated.
+The rule is that of `visibility`, with every token both a row and a key. Rows are cut into blocks of B, keys into blocks
+of C; a tile is a pair of them. A tile that is hidden whole is skipped, one that is visible whole needs no mask. Lists
+of tiles are exact in this, and never truncated.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ragjax.core import NEVER
+from ragjax.kernels.visibility import Extent, Keys, seen_and_full, sees
 
 BLOCK_ROWS, BLOCK_KEYS = 128, 64
 """Block sizes where the caller does not say: what suits GPUs in bfloat16, and costs nothing on CPUs."""
-
-TOGETHER = 64
-"""Row blocks compared with all keys at once: what is held meanwhile grows with the keys alone."""
 
 
 @jax.tree_util.register_dataclass
@@ -28,10 +25,10 @@ TOGETHER = 64
 class Tokens:
     """Tokens of packed samples, int32 [T] each, in any sequence.
 
-    order: 0 <= order < `core.NEVER`; a token sees none of a higher order. Need not be dense, nor rise along T.
+    index: 0 <= index < `core.NEVER`; a token sees none of a greater index. Need not be dense, nor rise along T.
     request: number of the sample; tokens see each other within one sample only. -1 for padding, whose other numbers
         may be anything.
-    hide_from, hide_until: half-open interval of the orders that must not see this token.
+    hide_from, hide_until: half-open interval of the indices that must not see this token.
     """
 
     index_T: jax.Array
@@ -91,40 +88,23 @@ class Mask:
 
 def visible(rows: Tokens, keys: Tokens) -> jax.Array:
     """The rule, for rows and keys of shapes that broadcast against each other; bool."""
-    order, sample = rows.index_T, rows.request_T
-    hidden = (keys.hide_from_T <= order) & (order < keys.hide_until_T)
-    return (sample >= 0) & (sample == keys.request_T) & (keys.index_T <= order) & ~hidden
+    same = (rows.request_T >= 0) & (rows.request_T == keys.request_T)
+    return same & sees(rows.index_T, keys.index_T, keys.hide_from_T, keys.hide_until_T)
 
 
 def _extent(tokens: Tokens, block_rows: int, block_keys: int) -> tuple[jax.Array, jax.Array]:
     """Whether any, and whether every row of a block sees keys of a block, bool [N, S] each.
 
-    Tested per key against the block's range of orders and of samples: exact where a block's rows are of one sample
-    and of consecutive orders, on the safe side elsewhere. A block with padding sees no tile whole.
+    Exact where a block's rows are of one sample and of consecutive indices, on the safe side elsewhere. A block with
+    padding sees no tile whole.
     """
-    index_NB, request_NB = tokens.index_T.reshape(-1, block_rows), tokens.request_T.reshape(-1, block_rows)
+    index_NB, request_NB = (x_T.reshape(-1, block_rows) for x_T in (tokens.index_T, tokens.request_T))
     live_NB = request_NB >= 0
-    low_N, first_N = (jnp.where(live_NB, x, jnp.int32(NEVER)).min(1) for x in (index_NB, request_NB))
-    high_N, last_N = (jnp.where(live_NB, x, -1).max(1) for x in (index_NB, request_NB))
-    alike_N = (first_N == last_N) & live_NB.all(1)
-    index_SC, request_SC, hide_from_SC, hide_until_SC = (
-        x_T.reshape(-1, block_keys)
-        for x_T in (tokens.index_T, tokens.request_T, tokens.hide_from_T, tokens.hide_until_T)
-    )
-
-    def of_block(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        low, high, first, last, alike = block
-        same_SC = (first <= request_SC) & (request_SC <= last)
-        begin_SC = jnp.maximum(low, index_SC)  # orders before a key's own do not see it anyway
-        hidden_SC = (index_SC > high) | ((hide_from_SC <= begin_SC) & (hide_until_SC > high))
-        overlap_SC = jnp.maximum(hide_from_SC, low) < jnp.minimum(hide_until_SC, high + 1)
-        shown_SC = (index_SC <= low) & ~overlap_SC
-        return (same_SC & ~hidden_SC).any(1), alike & (same_SC & shown_SC).all(1)
-
-    extent: tuple[jax.Array, jax.Array] = lax.map(
-        of_block, (low_N, high_N, first_N, last_N, alike_N), batch_size=TOGETHER
-    )
-    return extent
+    keys = (tokens.index_T, tokens.request_T, tokens.hide_from_T, tokens.hide_until_T)
+    extent = Extent.of(index_NB, request_NB, live_NB)
+    seen_NS, full_NS = seen_and_full(extent, Keys(*(x_T.reshape(-1, block_keys) for x_T in keys)))
+    alike_N = (extent.first == extent.last) & live_NB.all(1)
+    return seen_NS, full_NS & alike_N[:, None]
 
 
 def _check(tokens: Tokens, block_rows: int, block_keys: int) -> None:
@@ -139,7 +119,7 @@ def _check(tokens: Tokens, block_rows: int, block_keys: int) -> None:
             raise ValueError(f"{name} {block} does not divide the {t} tokens")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tokens)):
         return
-    order = np.asarray(tokens.index_T)[np.asarray(tokens.request_T) >= 0]
-    wrong = (order < 0) | (order >= NEVER)
+    index = np.asarray(tokens.index_T)[np.asarray(tokens.request_T) >= 0]
+    wrong = (index < 0) | (index >= NEVER)
     if wrong.any():
-        raise ValueError(f"tokens.index_T holds {int(order[wrong.argmax()])}, outside of 0 to {NEVER}")
+        raise ValueError(f"tokens.index_T holds {int(index[wrong.argmax()])}, outside of 0 to {NEVER}")

@@ -1,10 +1,9 @@
-"""`interval_attention`: attention for training, differentiable, over packed samples under visibility intervals.
+"""`train_attention`: attention for training, differentiable, over packed samples under visibility intervals.
 
-The rule is that of serving (`entries.visible`), so what a model learns under it is what `paged_interval_attention`
-later computes. Forward keeps out and LSE alone; backward computes the probabilities anew, tile by tile:
+The rule is that of serving (`visibility`), so what a model learns under it is what `paged_interval_attention`
+later computes. Forward keeps out and LSE alone; backward computes the probabilities again, tile by tile:
 FlashAttention-2 (arXiv 2307.08691), with FlashMask's tiles (arXiv 2410.01359). Memory is O(tokens).
-`reference.py` is the definition, `xla.py` the form for CPU and the fallback, `triton.py` the
-Pallas kernels for GPUs.
+`reference.py` is the definition, `xla.py` the form for CPU and the fallback, `triton.py` the Pallas kernels for GPUs.
 
 It is made for `jax.grad`, `jax.checkpoint` and `lax.scan` over layers; batches are packed, not mapped. There is no
 forward mode and no second derivative.
@@ -21,9 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.kernels.device import Device
-from ragjax.kernels.train_attention import reference as interval_ref
-from ragjax.kernels.train_attention import triton as train_attention_triton
-from ragjax.kernels.train_attention import xla as interval_xla
+from ragjax.kernels.train_attention import reference, triton, xla
 from ragjax.kernels.train_attention.mask import Mask
 
 log = logging.getLogger(__name__)
@@ -51,9 +48,9 @@ class Backend:
 
 
 BACKENDS: Mapping[str, Backend] = {
-    "reference": Backend(interval_ref.attend),
-    "xla": Backend(interval_xla.forward, interval_xla.backward),
-    "triton": Backend(train_attention_triton.forward, train_attention_triton.backward, train_attention_triton.refusal),
+    "reference": Backend(reference.attend),
+    "xla": Backend(xla.forward, xla.backward),
+    "triton": Backend(triton.forward, triton.backward, triton.refusal),
 }
 
 
@@ -99,7 +96,7 @@ def train_attention(
 def attend(
     backend: Backend, scale: float, q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask
 ) -> tuple[jax.Array, jax.Array]:
-    """`interval_attention` by a backend that need not be listed; nothing is checked."""
+    """`train_attention` by a backend that need not be listed; nothing is checked."""
     if backend.backward is None:
         return backend.forward(q_THD, k_TKD, v_TKD, mask, scale)
     result: tuple[jax.Array, jax.Array] = _attend(backend, scale, q_THD, k_TKD, v_TKD, mask)

@@ -1,4 +1,4 @@
-"""`interval_attention` and its gradient in Pallas for GPUs, lowered through Triton.
+"""`train_attention` and its gradient in Pallas for GPUs, lowered through Triton.
 
 Source: FlashAttention-2, algorithms 1 and 2 (arXiv 2307.08691), over FlashMask's tiles (arXiv 2410.01359). Three
 kernels: the output, by blocks of rows; the queries' gradient, by blocks of rows; the keys' and values' gradients, by
@@ -46,7 +46,7 @@ def refusal(q_THD: jax.Array, mask: Mask, device: Device) -> str | None:
 def forward(
     q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask, scale: float, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """See `interval.Backend`; `interpret` runs the kernel on a CPU."""
+    """See `op.Backend`; `interpret` runs the kernel on a CPU."""
     specs = _Specs(q_THD, k_TKD, mask)
     out_THD, lse_HT = pl.pallas_call(
         functools.partial(_forward_kernel, scale=scale, block_keys=mask.block_keys),
@@ -59,7 +59,7 @@ def forward(
         ],
         compiler_params=specs.row_params,
         interpret=interpret,
-        name="interval_attention",
+        name="train_attention",
     )(q_THD, k_TKD, v_TKD, *_lists(mask.by_rows), _pack(mask.tokens))
     return out_THD, lse_HT.T
 
@@ -76,7 +76,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `interval.Backend`; `interpret` runs the kernels on a CPU."""
+    """See `op.Backend`; `interpret` runs the kernels on a CPU."""
     specs = _Specs(q_THD, k_TKD, mask)
     arrays = (q_THD, dout_THD, lse_TH.T, delta_TH.T, k_TKD, v_TKD)
     tokens_4T = _pack(mask.tokens)
@@ -88,7 +88,7 @@ def backward(
         out_shape=jax.ShapeDtypeStruct(q_THD.shape, q_THD.dtype),
         compiler_params=specs.row_params,
         interpret=interpret,
-        name="interval_attention_dq",
+        name="train_attention_dq",
     )(*arrays, *_lists(mask.by_rows), tokens_4T)
     dk_TKD, dv_TKD = pl.pallas_call(
         functools.partial(_keys_kernel, scale=scale, block_rows=mask.block_rows),
@@ -98,7 +98,7 @@ def backward(
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_TKD, v_TKD)],
         compiler_params=specs.key_params,
         interpret=interpret,
-        name="interval_attention_dkv",
+        name="train_attention_dkv",
     )(*arrays, *_lists(mask.by_keys), tokens_4T)
     return dq_THD, dk_TKD, dv_TKD
 
@@ -256,7 +256,7 @@ def _sweep(list_ref: Any, extent_ref: Any, visit: Callable[..., Any], carry: Any
 def _seen(tokens_ref: Any, first: jax.Array, second: jax.Array, shape: tuple[int, ...], *, rows_axis: int) -> jax.Array:
     """Who sees whom in a tile: block `first` lies along axis 0, block `second` along axis 1.
 
-    The tokens' numbers are loaded for each tile anew: to keep them costs as many registers as it saves loads.
+    The tokens' numbers are loaded again for each tile: to keep them costs as many registers as it saves loads.
     """
     along0, along1 = (
         Tokens(*(tokens_ref[i, pl.ds(block * size, size)] for i in range(4)))

@@ -1,4 +1,4 @@
-"""`interval_attention` and its gradient in XLA, tile by tile, for CPU and as the fallback.
+"""`train_attention` and its gradient in XLA, tile by tile, for CPU and as the fallback.
 
 Source: FlashAttention-2, algorithms 1 and 2 (arXiv 2307.08691); hidden tiles are skipped, tiles seen whole are not
 masked (FlashMask, arXiv 2410.01359). Blocks of rows follow one another, so the gradients of keys and values are summed
@@ -26,7 +26,7 @@ Carry = TypeVar("Carry")
 def forward(
     q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, mask: Mask, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """See `interval.Backend`."""
+    """See `op.Backend`."""
     k_SKCD, v_SKCD = (_cut_keys(x, mask) for x in (k_TKD, v_TKD))
 
     def block(n: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -64,7 +64,7 @@ def backward(
     lse_TH: jax.Array,
     delta_TH: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `interval.Backend`."""
+    """See `op.Backend`."""
     k_SKCD, v_SKCD = (_cut_keys(x, mask) for x in (k_TKD, v_TKD))
 
     def block(sums: tuple[jax.Array, jax.Array], n: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:

@@ -24,19 +24,19 @@ def wrong(change: Callable[[jax.Array, View], tuple[jax.Array, jax.Array]]) -> B
 
 
 def shifted_rotation(q: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    entries = replace(view.entries, offset_AS=-view.entries.offset_AS)
+    entries = replace(view.entries, offset_S=-view.entries.offset_S)
     return attention.BACKENDS["reference"].attend(q, replace(view, entries=entries))
 
 
 def without_intervals(q: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-    entries = replace(view.entries, hide_from_ASC=jnp.zeros_like(view.entries.hide_from_ASC),
-                    hide_until_ASC=jnp.zeros_like(view.entries.hide_until_ASC))  # fmt: skip
+    entries = replace(view.entries, hide_from_SC=jnp.zeros_like(view.entries.hide_from_SC),
+                    hide_until_SC=jnp.zeros_like(view.entries.hide_until_SC))  # fmt: skip
     return attention.BACKENDS["reference"].attend(q, replace(view, entries=entries))
 
 
 def reads_unused_slots(q: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     out, lse = attention.BACKENDS["reference"].attend(q, view)
-    page = view.pages.v_LPKCD[view.layer, view.entries.page_AS[0, 0]]
+    page = view.pages.v_LPKCD[view.layer, view.entries.page_S[0]]
     return out + 0.0 * page.sum().astype(out.dtype), lse
 
 

@@ -1,0 +1,219 @@
+"""The reductions in XLA: blockwise sweeps over the visible keys, for CPU and as the fallback.
+
+`op` says what each computes, and checks its arguments. Scores take LSE and view as `op.restrict` makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ragjax.kernels.attention.xla import Lists, Tile, dot, fold_heads, gather_tile, lists, masked_logits
+from ragjax.kernels.pages import from_storage
+from ragjax.kernels.rope import rotate
+from ragjax.kernels.view import View
+
+KEY_TILE = 1024
+"""Keys that `key_neighbours` compares with the sources at a time."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What one row block brings: rotated and scaled queries, LSE, token indices and its list of keys."""
+
+    q_KMD: jax.Array
+    lse_KM1: jax.Array
+    index_B: jax.Array
+    visited: Lists
+
+    def tile(self, view: View, place_W: jax.Array) -> Tile:
+        """The keys at some places of the list."""
+        return gather_tile(self.q_KMD, self.index_B, view, self.visited, place_W)
+
+    def probabilities(self, view: View, place_W: jax.Array) -> tuple[jax.Array, Tile]:
+        """Probabilities of the block's rows over a tile, float32 [K, M, N], and the tile."""
+        tile = self.tile(view, place_W)
+        return jnp.exp(masked_logits(tile) - self.lse_KM1), tile
+
+
+def _block(arrays: Sequence[Any], view: View) -> _Block:
+    """A row block of `_blocked` arrays."""
+    q_BHD, lse_BH, index_B, visited = arrays
+    kv_heads = view.pages.k_LPKCD.shape[2]
+    q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
+    return _Block(q_KMD, fold_heads(lse_BH[..., None], kv_heads), index_B, visited)
+
+
+def _blocked(q_THD: jax.Array, lse_TH: jax.Array, view: View) -> tuple[Any, ...]:
+    """q, LSE, token indices and lists with a leading axis of row blocks."""
+    by_rows = (x.reshape(-1, view.block_rows, *x.shape[1:]) for x in (q_THD, lse_TH, view.rows.index_T))
+    return (*by_rows, lists(view))
+
+
+def key_scores(q_THD: jax.Array, lse_TH: jax.Array, view: View, *, valued: bool) -> tuple[jax.Array, ...]:
+    """See `op.key_scores`; without `valued` the plain score alone. Float32 [S, C] each, summed block after block."""
+    shape, heads = view.entries.index_SC.shape, q_THD.shape[1]
+
+    def one_block(scores: tuple[jax.Array, ...], arrays: tuple[Any, ...]) -> tuple[tuple[jax.Array, ...], None]:
+        block = _block(arrays, view)
+
+        def step(place_W: jax.Array, scores: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            prob_KMN, tile = block.probabilities(view, place_W)
+            sums_KN = prob_KMN.sum(1)
+            kinds = (sums_KN, sums_KN * _norm(tile)) if valued else (sums_KN,)
+            return tuple(
+                score_E.at[tile.slot_N].add(kind_KN.sum(0) / heads)
+                for score_E, kind_KN in zip(scores, kinds, strict=True)
+            )
+
+        return block.visited.sweep(step, scores), None
+
+    start = tuple(jnp.zeros(math.prod(shape)) for _ in range(2 if valued else 1))
+    scores, _ = lax.scan(one_block, start, _blocked(q_THD, lse_TH, view))
+    return tuple(score_E.reshape(shape) for score_E in scores)
+
+
+def _norm(tile: Tile) -> jax.Array:
+    """L2 norm of a tile's values, float32 [K, N]; keys that nobody sees have values of zero there."""
+    return jnp.sqrt(jnp.square(tile.v_KND.astype(jnp.float32)).sum(-1))
+
+
+def chunk_score(
+    q_THD: jax.Array, known_TH: jax.Array, view: View, key_segment_SC: jax.Array, segments: int
+) -> jax.Array:
+    """See `op.chunk_score`. `known_TH` is +inf for rows that do not count, else 0.
+
+    Keys of no segment are counted in one behind the last, which is dropped.
+    """
+    shape, heads = view.entries.index_SC.shape, q_THD.shape[1]
+    segment_E = _segment_of(key_segment_SC, segments)
+
+    def one_block(score_E: jax.Array, arrays: tuple[Any, ...]) -> tuple[jax.Array, None]:
+        block = _block(arrays, view)
+
+        def logits_of(place_W: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+            """Logits, keys first, [N, K, M], which keys they are, and of which segments."""
+            tile = block.tile(view, place_W)
+            return jnp.moveaxis(masked_logits(tile), 2, 0), tile.slot_N, segment_E[tile.slot_N]
+
+        def find(place_W: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            max_ZKM, sum_ZKM = found
+            logits_NKM, _, segment_N = logits_of(place_W)
+            new_ZKM = max_ZKM.at[segment_N].max(logits_NKM)
+            safe_ZKM = jnp.where(jnp.isneginf(new_ZKM), 0.0, new_ZKM)
+            sum_ZKM = sum_ZKM * jnp.exp(max_ZKM - safe_ZKM)
+            return new_ZKM, sum_ZKM.at[segment_N].add(jnp.exp(logits_NKM - safe_ZKM[segment_N]))
+
+        size = (segments + 1, *block.q_KMD.shape[:2])
+        max_ZKM, sum_ZKM = block.visited.sweep(find, (jnp.full(size, -jnp.inf), jnp.zeros(size)))
+        lse_ZKM = jnp.where(sum_ZKM > 0, max_ZKM + jnp.log(sum_ZKM), jnp.inf) + block.lse_KM1[..., 0]
+        lse_ZKM = lse_ZKM.at[segments].set(jnp.inf)
+
+        def share(place_W: jax.Array, score_E: jax.Array) -> jax.Array:
+            logits_NKM, slot_N, segment_N = logits_of(place_W)
+            prob_NKM = jnp.exp(logits_NKM - lse_ZKM[segment_N])
+            return score_E.at[slot_N].add(prob_NKM.sum((1, 2)) / heads)
+
+        return block.visited.sweep(share, score_E), None
+
+    score_E, _ = lax.scan(one_block, jnp.zeros(math.prod(shape)), _blocked(q_THD, known_TH, view))
+    return score_E.reshape(shape)
+
+
+def _segment_of(key_segment_SC: jax.Array, segments: int) -> jax.Array:
+    """Segments of slots s * C + c; `segments` for none."""
+    in_segment_SC = (key_segment_SC >= 0) & (key_segment_SC < segments)
+    return jnp.where(in_segment_SC, key_segment_SC, segments).reshape(-1)
+
+
+def row_segment_score(
+    q_THD: jax.Array,
+    lse_TH: jax.Array,
+    view: View,
+    row_segment_T: jax.Array,
+    key_segment_SC: jax.Array,
+    segments: int,
+) -> jax.Array:
+    """See `op.row_segment_score`."""
+    heads, b = q_THD.shape[1], view.block_rows
+    index_E, segment_E = view.entries.index_SC.reshape(-1), _segment_of(key_segment_SC, segments)
+
+    def one_block(arrays: tuple[Any, ...]) -> jax.Array:
+        segment_B, block = arrays[0], _block(arrays[1:], view)
+
+        def step(place_W: jax.Array, score_BZ: jax.Array) -> jax.Array:
+            prob_KMN, tile = block.probabilities(view, place_W)
+            prob_BN = prob_KMN.reshape(-1, b, prob_KMN.shape[-1]).sum(0) / heads
+            index_N, segment_N = index_E[tile.slot_N], segment_E[tile.slot_N]
+            own_BN = (segment_B[:, None] == segment_N) & (block.index_B[:, None] == index_N)
+            prob_BN = jnp.where(own_BN, 0.0, prob_BN)
+            return score_BZ + dot(prob_BN, jax.nn.one_hot(segment_N, segments), ((1,), (0,)), batch=())
+
+        return block.visited.sweep(step, jnp.zeros((b, segments)))
+
+    blocked = (row_segment_T.reshape(-1, b), *_blocked(q_THD, lse_TH, view))
+    score_NBZ: jax.Array = lax.map(one_block, blocked)
+    return score_NBZ.reshape(-1, segments)
+
+
+def kv_deviation(
+    k_TKD: jax.Array, v_TKD: jax.Array, view: View, slot_T: jax.Array, offset_T: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """See `op.kv_deviation`."""
+    compared_T = (slot_T >= 0) & (view.rows.index_T >= 0)
+    slot_T = jnp.where(compared_T, slot_T, 0)
+    page_T, slot_T = slot_T // view.pages.page_size, slot_T % view.pages.page_size
+    cos_TR, sin_TR = view.rotation.at(offset_T)
+
+    def kept(pool: jax.Array) -> jax.Array:
+        return from_storage(pool[view.layer, page_T, :, slot_T]).astype(jnp.float32)
+
+    def distance(new_TKD: jax.Array, kept_TKD: jax.Array) -> jax.Array:
+        return jnp.where(compared_T, jnp.square(new_TKD.astype(jnp.float32) - kept_TKD).sum((1, 2)), 0.0)
+
+    moved_TKD = rotate(kept(view.pages.k_LPKCD), cos_TR[:, None], sin_TR[:, None])
+    return distance(k_TKD, moved_TKD), distance(v_TKD, kept(view.pages.v_LPKCD))
+
+
+def key_neighbours(
+    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """See `op.key_neighbours`. Keeps the best `count` so far, tile after tile.
+
+    Ties go to the lower index: `lax.top_k` is stable.
+    """
+    n = k_NKD.shape[0]
+    tile = min(KEY_TILE, n)
+    real_I = (source_I >= 0) & valid_N[source_I]
+    source_IE, source_length_I = _flat(k_NKD[source_I], real_I)
+
+    def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        begin = jnp.minimum(i * tile, n - tile)  # the last tile may overlap the one before
+        index_N = begin + jnp.arange(tile, dtype=jnp.int32)
+        fresh_N = lax.dynamic_slice_in_dim(valid_N, begin, tile) & (index_N >= i * tile)
+        key_NE, length_N = _flat(lax.dynamic_slice_in_dim(k_NKD, begin, tile), fresh_N)
+        cosine_IN = dot(source_IE, key_NE, ((1,), (1,)), batch=()) / (source_length_I[:, None] * length_N)
+        compared_IN = fresh_N & real_I[:, None] & (source_I[:, None] != index_N)
+        joined_IN = jnp.concatenate([best[0], jnp.where(compared_IN, cosine_IN, -jnp.inf)], axis=1)
+        named_IN = jnp.concatenate([best[1], jnp.broadcast_to(index_N, cosine_IN.shape)], axis=1)
+        cosine_IY, place_IY = lax.top_k(joined_IN, count)
+        return cosine_IY, jnp.take_along_axis(named_IN, place_IY, 1)
+
+    shape = source_I.shape[0], count
+    start = jnp.full(shape, -jnp.inf), jnp.full(shape, -1, jnp.int32)
+    cosine_IY, index_IY = lax.fori_loop(0, -(-n // tile), step, start)
+    return jnp.maximum(jnp.where(jnp.isneginf(cosine_IY), 0.0, cosine_IY), 0.0), index_IY
+
+
+def _flat(k_NKD: jax.Array, valid_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys with their heads side by side, zero where not valid, and their lengths, infinite for keys of zeros."""
+    k_NKD = from_storage(jnp.where(valid_N[:, None, None], k_NKD, jnp.zeros((), k_NKD.dtype)))
+    flat_NE = k_NKD.reshape(k_NKD.shape[0], -1)
+    length_N = jnp.sqrt(jnp.square(flat_NE.astype(jnp.float32)).sum(-1))
+    return flat_NE, jnp.where(length_N > 0, length_N, jnp.inf)

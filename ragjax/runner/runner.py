@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 class Outcome:
     """What a step made.
 
-    x_TE: residual rows behind the last layer that ran, float32 [T, E].
+    x_TE: residual rows after the last layer that ran, float32 [T, E].
     measured: what its `StepMeasure` asks for, float32 [layers, ...] (`kernels.reductions.measure`).
     """
 
@@ -60,6 +60,7 @@ class Runner(PagePool):
         pages: pages of the pool, the scratch page 0 included.
         page_size: slots of a page.
         context: largest position plus one (the model's context length, if None).
+        grid: buckets of rows, entries and logits that programs are compiled for.
         scanned: run a stage's layers by `lax.scan` (compile time independent of depth) instead of unrolled; None
             chooses per backend. On CPU bfloat16 is 2.6 times faster unrolled.
         mesh: one axis, "kv_heads" (one device, if None).
@@ -129,7 +130,7 @@ class Runner(PagePool):
         return self._programs.names(measures, ends)
 
     def step(self, step: Step) -> Outcome:
-        """Run layers for one batch of rows: their KV is in the pool afterwards.
+        """Run layers for one batch of rows (arrays as in `core.Step`): their KV is in the pool afterwards.
 
         Raises:
             ValueError: before anything is computed, if a page, slot, position, offset or layer is out of range.

@@ -163,7 +163,7 @@ def dense(prompt: Prompt, scheme: Positions) -> tuple[NDArray[np.float64], NDArr
 def kept(executor: Executor, done: Done) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Keys and values [L, T, K, D] as the finished prompt reads them, turned to their places."""
     keys = Keys.of(done.plan.spans, executor.page_size)
-    at = keys.at(np.arange(len(keys.order)))
+    at = keys.at(np.arange(len(keys.index)))
     k = np.stack([executor.model.rotate(layer[keys.slot], keys.offset) for layer in executor.k])
     return k[:, at], executor.v[:, keys.slot][:, at]
 

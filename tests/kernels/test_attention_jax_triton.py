@@ -237,7 +237,7 @@ BUGS = {
 
 
 def stale(case: Case) -> Case:
-    """Unused slots say so otherwise: hidden from their own order up to `NEVER`."""
+    """Unused slots say so otherwise: hidden from their own index up to `NEVER`."""
     entries = case.layout.entries
     unused = entries.index_SC == 2**30
     entries = replace(

@@ -82,7 +82,7 @@ def random_case(shape: Shape, seed: int) -> Case:
 
 
 def rich_case(garbage: float = np.nan) -> Case:
-    """Isolated chunks of two requests at equal orders, every row computed."""
+    """Isolated chunks of two requests at equal indices, every row computed."""
     requests = [Request("isolated", [9, 70, 20, 8], True), Request("isolated", [20, 9, 66, 12], True)]
     shape = replace(SHAPES["d64-p64-g4-b32-bfloat16"], rows=256, max_offset=1000)
     return make_case(shape, requests, 5, garbage)
@@ -188,7 +188,7 @@ def test_planted_fault_is_found(fault: str | None) -> None:
 
 @pytest.fixture
 def fresh() -> Iterator[Callable[[Case], list[np.ndarray]]]:
-    """The simulation, traced anew; a failed one has to be reset."""
+    """The simulation, traced again; a failed one has to be reset."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     traced = jax.jit(lambda q, view: attention_mosaic.attend(q, view, interpret=True))

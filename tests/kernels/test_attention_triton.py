@@ -105,7 +105,7 @@ def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
 
 
 def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
-    """A stale key is hidden by an interval up to the last order; its slot may have been given away since."""
+    """A stale key is hidden by an interval up to the last index; its slot may have been given away since."""
     case = rich(SHAPES["d64-p16-g4-b8"], garbage=1.0)
     what = attend(case)
     entries, pages, layer = case.layout.entries, case.layout.pages, case.layout.layer
@@ -117,9 +117,9 @@ def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
     for pool in poisoned:
         pool[layer, free[0]] = 0.5
         pool[layer, free[0], :, 2] = np.nan
-    order = np.array(entries.index_SC)
-    order[first] = 2**30
-    order[first, 2] = 0
+    index = np.array(entries.index_SC)
+    index[first] = 2**30
+    index[first, 2] = 0
     until = np.array(entries.hide_until_SC)
     until[first] = 2**30
     changed = replace(
@@ -127,7 +127,7 @@ def test_page_hidden_from_all_for_good_may_hold_anything() -> None:
         page_S=entries.page_S.at[first].set(int(free[0])),
         request_S=entries.request_S.at[first].set(0),
         offset_S=entries.offset_S.at[first].set(0),
-        index_SC=jnp.asarray(order),
+        index_SC=jnp.asarray(index),
         hide_from_SC=entries.hide_from_SC.at[first].set(0),
         hide_until_SC=jnp.asarray(until),
     )

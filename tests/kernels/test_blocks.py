@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 LISTING = jax.jit(visible_blocks, static_argnums=2)
 
 
-def orders_between(case: Case, n: int) -> Queries | None:
-    """Rows at every order from the least to the greatest of block n."""
+def indices_between(case: Case, n: int) -> Queries | None:
+    """Rows at every index from the least to the greatest of block n."""
     b = case.shape.block_rows
     indices = np.asarray(case.rows.index_T)[n * b : (n + 1) * b]
     live = indices >= 0
@@ -37,8 +37,8 @@ def orders_between(case: Case, n: int) -> Queries | None:
 
 
 def extent(case: Case, n: int, s: int) -> tuple[bool, bool]:
-    """Whether any order of block n sees any key of entry s, and whether all see all of its page's slots."""
-    queries = orders_between(case, n)
+    """Whether any index of block n sees any key of entry s, and whether all see all of its page's slots."""
+    queries = indices_between(case, n)
     if queries is None:
         return False, False
     own = np.flatnonzero(case.layout.entry_N == s)
@@ -47,8 +47,8 @@ def extent(case: Case, n: int, s: int) -> tuple[bool, bool]:
 
 
 def seen_slots(case: Case, n: int) -> list[int]:
-    """The slots s * C + c that some order between the least and the greatest of block n sees."""
-    queries, entries = orders_between(case, n), case.layout.entries
+    """The slots s * C + c that some index between the least and the greatest of block n sees."""
+    queries, entries = indices_between(case, n), case.layout.entries
     if queries is None:
         return []
     index_SC, hide_from_SC, hide_until_SC = (
@@ -118,7 +118,7 @@ def test_every_visible_key_is_listed(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["d16-p16-g3-b8", "d64-p64-g2-b32"])
 def test_lists_of_slots_are_exact(name: str) -> None:
-    """Those that some order between a block's least and greatest sees, each once, ascending; in whatever tiles."""
+    """Those that some index between a block's least and greatest sees, each once, ascending; in whatever tiles."""
     shape = SHAPES[name]
 
     @jax.jit
@@ -178,11 +178,11 @@ def test_lists_are_never_cut() -> None:
 
 
 def test_entry_hidden_by_order_and_interval_together_is_skipped() -> None:
-    """A key of order 8 hidden from 6 on: rows before it are too early, rows from it on are told not to look."""
+    """A key of index 8 hidden from 6 on: rows before it are too early, rows from it on are told not to look."""
     rows = Rows(*(jnp.asarray(x, jnp.int32) for x in (np.arange(5, 11), np.arange(5, 11), np.zeros(6))))
     slot = jnp.full((1, 8), NEVER, jnp.int32)
     zero = jnp.zeros(1, jnp.int32)
-    order, hide_from, hide_until = (slot.at[0, 3].set(n) for n in (8, 6, 20))
-    entries = PageTable(zero, zero, zero, order, hide_from, hide_until)
+    index, hide_from, hide_until = (slot.at[0, 3].set(n) for n in (8, 6, 20))
+    entries = PageTable(zero, zero, zero, index, hide_from, hide_until)
     assert not visible(rows, entries).any()
     assert int(visible_blocks(rows, entries, 6).count_N[0]) == 0

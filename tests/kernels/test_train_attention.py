@@ -203,8 +203,8 @@ def test_lists_are_made_without_a_table_of_tokens_by_tokens() -> None:
 def test_hidden_tiles_are_skipped() -> None:
     """Keys that are NaN, though not padding, do not reach rows of other blocks, nor the gradients of those."""
     shape = Shape(16, 2, 2, 16, 16, tokens=80)
-    order = np.arange(80)
-    tokens = {"index": order, "request": 0 * order, "hide_from": 0 * order, "hide_until": 0 * order}
+    index = np.arange(80)
+    tokens = {"index": index, "request": 0 * index, "hide_from": 0 * index, "hide_until": 0 * index}
     case = replace(make_case(shape, [Sample("chain", [16] * 5, 1.0)], False, 0), tokens=tokens)
     middle = slice(16, 48)
     case.tokens["hide_from"][middle], case.tokens["hide_until"][middle] = 48, NEVER
@@ -257,11 +257,11 @@ def test_lists_hold_every_visible_tile(
 ) -> None:
     """Of tokens that are anything at all, in blocks so small that every edge of an interval is met."""
     rng = np.random.default_rng(seed)
-    order, hide_from, hide_until = rng.integers(0, indices, (3, 48))
+    index, hide_from, hide_until = rng.integers(0, indices, (3, 48))
     hide_until += rng.integers(2)
     request = np.sort(rng.integers(-1 if padded else 0, samples, 48))
-    order, request = np.sort(order), rng.choice([request, rng.permutation(request)])
-    tokens = Tokens(*(jnp.asarray(x, jnp.int32) for x in (order, request, hide_from, hide_until)))
+    index, request = np.sort(index), rng.choice([request, rng.permutation(request)])
+    tokens = Tokens(*(jnp.asarray(x, jnp.int32) for x in (index, request, hide_from, hide_until)))
     by_rows, by_keys = tiles_of(built(tokens, block_rows, block_keys))
     np.testing.assert_array_equal(by_rows, by_keys)
     tiles = seen_tiles(tokens, block_rows, block_keys)
@@ -437,8 +437,8 @@ from ragjax.kernels.train_attention.mask import Mask, Tokens
 
 rng = np.random.default_rng(0)
 t = 64
-order, request = np.r_[0:40, 0:24], np.r_[np.zeros(40), np.ones(20), -np.ones(4)]
-numbers = order, request, rng.integers(0, 40, t), rng.integers(0, 40, t)
+index, request = np.r_[0:40, 0:24], np.r_[np.zeros(40), np.ones(20), -np.ones(4)]
+numbers = index, request, rng.integers(0, 40, t), rng.integers(0, 40, t)
 mask = Mask.build(Tokens(*(jnp.asarray(x, jnp.int32) for x in numbers)), block_rows=16, block_keys=16)
 q, k, v, goal = (jnp.asarray(rng.standard_normal((t, heads, 8)), jnp.float32) for heads in (16, 8, 8, 16))
 heads = P(None, "kv_heads", None)

@@ -172,7 +172,7 @@ def test_stale_tokens_take_no_part(runner: Runner) -> None:
 
 @pytest.mark.parametrize("rows", [4, 24])
 def test_requests_of_a_batch_cannot_see_each_other(runner: Runner, rows: int) -> None:
-    """Whatever the neighbour's tokens, orders, positions and visibility are, not one bit changes."""
+    """Whatever the neighbour's tokens, indices, positions and visibility are, not one bit changes."""
     own = tokens_of(15, 9)
     compute(runner, [piece(whole(own, 2), 0, 8)], 24)
     mine = piece(whole(own, 2), 8, 9)
@@ -201,7 +201,7 @@ def test_slots_of_others_are_not_written(runner: Runner) -> None:
     assert np.abs(made[0][0]).max() > 0.1
 
 
-# --------------------------------------------------------------------------------------------- key mass
+# --------------------------------------------------------------------------------------------- key score
 
 
 @pytest.mark.slow

@@ -126,9 +126,9 @@ class Writer:
     first: int
     pieces: list[Piece] = dataclasses.field(default_factory=list)
 
-    def add(self, order: int, length: int, position: int, hidden: tuple[int, int] = EMPTY) -> None:
+    def add(self, index: int, length: int, position: int, hidden: tuple[int, int] = EMPTY) -> None:
         content = self.first + len(self.pieces)
-        indices = tuple(range(order, order + length))
+        indices = tuple(range(index, index + length))
         self.pieces.append(Piece(self.request, indices, self.base + position, hidden, content))
 
 
@@ -168,19 +168,19 @@ def tree(writer: Writer, lengths: list[int], rng: np.random.Generator) -> None:
 
 
 def patched(writer: Writer, lengths: list[int], rng: np.random.Generator) -> None:
-    """A chain where some tokens are stale: dead in their piece, and present anew in a last piece of gathered orders."""
+    """A chain where some tokens are stale: dead in their piece, and again in a last piece of gathered indices."""
     chain(writer, lengths, rng)
     stale = [o for p in writer.pieces for o in p.indices if rng.random() < 0.3][:8]
     dead = [replace(p, indices=tuple(NEVER if o in stale else o for o in p.indices)) for p in writer.pieces]
     writer.pieces[:] = dead
-    for order in stale[:2]:
-        writer.add(order, 1, order)
+    for index in stale[:2]:
+        writer.add(index, 1, index)
     if len(stale) > 2:
         writer.pieces.append(Piece(writer.request, tuple(stale[2:]), writer.base + 7, EMPTY, writer.first + 90))
 
 
 def anything(writer: Writer, lengths: list[int], rng: np.random.Generator) -> None:
-    """Orders with gaps in any sequence and any interval: empty, inverted, hiding a key from itself."""
+    """Indices with gaps in any sequence and any interval: empty, inverted, hiding a key from itself."""
     for length in lengths:
         low, high = (int(n) for n in rng.integers(0, 60, 2))
         writer.add(int(rng.integers(1, 40)), length, int(rng.integers(0, 500)), (low, high))
@@ -283,7 +283,7 @@ def share(pieces: list[Piece], rng: np.random.Generator) -> list[Piece]:
 
 
 def choose_rows(shape: Shape, requests: list[Request], keys: Keys, rng: np.random.Generator) -> Queries:
-    """Gathered subsets of each request's tokens, the next token to come, and order 0."""
+    """Gathered subsets of each request's tokens, the next token to come, and index 0."""
     blocks = shape.rows // shape.block_rows // len(requests)
     request_T, index_T, position_T = [], [], []
     for number, request in enumerate(requests):
@@ -293,10 +293,10 @@ def choose_rows(shape: Shape, requests: list[Request], keys: Keys, rng: np.rando
         indices = sorted({*position, 0, ahead})
         most = blocks * shape.block_rows
         count = min(len(indices), most) if request.dense else int(rng.integers(1, min(len(indices), most) + 1))
-        for order in sorted(rng.choice(indices, count, replace=False).tolist()):
+        for index in sorted(rng.choice(indices, count, replace=False).tolist()):
             request_T.append(number)
-            index_T.append(order)
-            position_T.append(position.get(order, int(keys.position_N.min()) + order))
+            index_T.append(index)
+            position_T.append(position.get(index, int(keys.position_N.min()) + index))
     q_THD = rng.standard_normal((len(index_T), shape.kv_heads * shape.groups, shape.dim))
     return Queries(np.asarray(request_T), np.asarray(index_T), np.asarray(position_T), q_THD)
 
@@ -325,7 +325,7 @@ NARROW, WIDE = SHAPES["d16-p8-g2-b2"], SHAPES["d16-p16-g3-b8"]
 
 
 def rich_case(shape: Shape, garbage: float = np.nan) -> Case:
-    """Isolated chunks of two requests at equal orders, every row computed."""
+    """Isolated chunks of two requests at equal indices, every row computed."""
     requests = [Request("isolated", [3, 4, 5, 3], True), Request("isolated", [4, 4, 3, 4], True)]
     return make_case(replace(shape, rows=48), requests, SEED, garbage)
 

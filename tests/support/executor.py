@@ -1,6 +1,6 @@
 """A slow, literal executor of strategies' conversations in float64 NumPy; nothing of it is shared with the runner.
 
-`Model` is the tiny decoder read anew: RoPE by complex numbers, attention by one softmax per row and head over the
+`Model` is the tiny decoder read again: RoPE by complex numbers, attention by one softmax per row and head over the
 keys that the visibility rule lets it see. `Executor` gives it pages and a real `KnowledgeCache`, runs any strategy on a
 prompt and keeps what was passed and measured:
 
@@ -164,9 +164,9 @@ class Done:
 
 @dataclass(frozen=True)
 class Keys:
-    """All keys of a pass: order, slot, offset [S]; hidden [S, 2]."""
+    """All keys of a pass: index, slot, offset [S]; hidden [S, 2]."""
 
-    order: NDArray[np.int64]
+    index: NDArray[np.int64]
     slot: NDArray[np.int64]
     offset: NDArray[np.int64]
     hidden: NDArray[np.int64]
@@ -176,27 +176,27 @@ class Keys:
         """Every live token of the spans.
 
         Raises:
-            AssertionError: if an order occurs twice.
+            AssertionError: if an index occurs twice.
         """
         entries = [
-            (int(order), int(slot), span.offset, *span.hidden)
+            (int(index), int(slot), span.offset, *span.hidden)
             for span in spans
-            for order, slot in zip(span.indices, span.run.slots(page_size), strict=True)
-            if order != NEVER
+            for index, slot in zip(span.indices, span.run.slots(page_size), strict=True)
+            if index != NEVER
         ]
         table = np.array(entries, np.int64).reshape(-1, 5)
-        assert len(set(table[:, 0])) == len(table), "an order occurs twice among the spans"
+        assert len(set(table[:, 0])) == len(table), "an index occurs twice among the spans"
         return Keys(table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
 
-    def seen_by(self, order: int) -> NDArray[np.bool_]:
+    def seen_by(self, index: int) -> NDArray[np.bool_]:
         """The visibility rule."""
-        behind = self.order <= order
-        return behind & ~((self.hidden[:, 0] <= order) & (order < self.hidden[:, 1]))
+        behind = self.index <= index
+        return behind & ~((self.hidden[:, 0] <= index) & (index < self.hidden[:, 1]))
 
     def at(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Index of each order; -1 where there is none."""
-        index = {int(order): i for i, order in enumerate(self.order)}
-        return np.array([index.get(int(order), -1) for order in indices], np.int64)
+        """Place of each token index in the table; -1 where there is none."""
+        place = {int(index): i for i, index in enumerate(self.index)}
+        return np.array([place.get(int(index), -1) for index in indices], np.int64)
 
 
 @dataclass
@@ -233,11 +233,11 @@ class Talk:
         assert self.plan is not None
         n, size = len(continuation), len(self.prompt)
         tail = self.plan.tail.slice(0, n, self.executor.page_size)
-        order = np.arange(size, size + n)
+        index = np.arange(size, size + n)
         span = Span.consecutive(size, tail)
         keys = Keys.of((*self.plan.spans, span), self.executor.page_size)
         x = self.executor.model.embedding[continuation]
-        x, _ = self._layers(keys, x, order, order, tail.slots(self.executor.page_size), 0, self._depth)
+        x, _ = self._layers(keys, x, index, index, tail.slots(self.executor.page_size), 0, self._depth)
         return np.concatenate([self.plan.logits[None], self.executor.model.unembed(x)[:-1]])
 
     def close(self) -> None:
@@ -268,7 +268,7 @@ class Talk:
             x = model_.embedding[self.prompt.tokens[asked.rows]]
         else:
             assert self._reached == begin and set(asked.rows) <= set(self._residual), "goes on from the pass before"
-            x = np.stack([self._residual[int(order)] for order in asked.rows])
+            x = np.stack([self._residual[int(index)] for index in asked.rows])
         x, measured = self._layers(keys, x, asked.rows, asked.positions, slots, begin, end, asked)
         self._residual, self._reached = dict(zip(map(int, asked.rows), x, strict=True)), end
         results: dict[Measure, NDArray[np.float32]] = {
@@ -278,7 +278,7 @@ class Talk:
         }
         if asked.logits:
             assert Measure.LOGITS in asked.measures and end == self._depth
-            which = [list(asked.rows).index(order) for order in asked.logits]
+            which = [list(asked.rows).index(index) for index in asked.logits]
             results[Measure.LOGITS] = model_.unembed(x[which])
         return {what: value.astype(np.float32) for what, value in results.items()}
 
@@ -295,7 +295,7 @@ class Talk:
     ) -> tuple[Array, dict[Measure, list[Array]]]:
         """Layers [begin, end) over the rows: the residual stream behind them, and each layer's measurements."""
         executor, measured = self.executor, {what: list[Array]() for what in Measure}
-        seen = np.stack([keys.seen_by(int(order)) for order in indices])
+        seen = np.stack([keys.seen_by(int(index)) for index in indices])
         for layer in range(begin, end):
             q, k, v = executor.model.project(layer, x, positions)
             executor.k[layer, slots], executor.v[layer, slots] = k, v
@@ -325,12 +325,12 @@ class Talk:
     ) -> dict[Measure, Array]:
         size, starts = len(self.prompt), np.array(self.prompt.starts)
         asking = np.ones(len(asked.rows), bool) if asked.asking is None else np.isin(asked.rows, asked.asking)
-        assert asked.asking is None or asking.sum() == len(asked.asking), "asking orders are among the rows"
-        segment_of_key = np.searchsorted(starts, keys.order, side="right") - 1
+        assert asked.asking is None or asking.sum() == len(asked.asking), "asking indices are among the rows"
+        segment_of_key = np.searchsorted(starts, keys.index, side="right") - 1
 
         def by_index(value_S: Array) -> Array:
             out = np.zeros(size)
-            out[keys.order] = value_S
+            out[keys.index] = value_S
             return out
 
         out: dict[Measure, Array] = {}
@@ -342,7 +342,7 @@ class Talk:
             if Measure.VALUED_SCORE in asked.measures:
                 out[Measure.VALUED_SCORE] = by_index((score_HS * length_HS).mean(0))
         if Measure.CHUNK_SCORE in asked.measures:
-            score_S = np.zeros(len(keys.order))
+            score_S = np.zeros(len(keys.index))
             for segment in range(len(starts) - 1):
                 inside = segment_of_key == segment
                 alone = softmax(scores[asking], seen[asking][:, None] & inside)
@@ -350,9 +350,9 @@ class Talk:
             out[Measure.CHUNK_SCORE] = by_index(score_S)
         if Measure.SEGMENT_SCORE in asked.measures:
             score_TZ = np.zeros((len(asked.rows), len(starts) - 1))
-            for t, order in enumerate(asked.rows):
+            for t, index in enumerate(asked.rows):
                 for s, segment in enumerate(segment_of_key):
-                    if keys.order[s] != order:
+                    if keys.index[s] != index:
                         score_TZ[t, segment] += prob[t, :, s].mean()
             out[Measure.SEGMENT_SCORE] = score_TZ
         if Measure.DEVIATION in asked.measures:

@@ -1,6 +1,6 @@
 """Paged interval attention in float64 NumPy, from the words of its contract, and a builder of its inputs.
 
-`attend` takes keys token by token: un-rotated, at absolute positions, each with its request, order and hide interval.
+`attend` takes keys token by token: un-rotated, at absolute positions, each with its request, index and hide interval.
 It knows no pages, entries, offsets or blocks, and rotates by multiplying complex numbers; it shares no code with the
 kernels. `lay_out` turns the same keys into pages: every piece rotated at a stored position of its own, pieces side
 by side on scattered pages, slots nobody owns filled with garbage.
@@ -33,7 +33,7 @@ EMPTY = (0, 0)
 
 @dataclass(frozen=True)
 class Keys:
-    """Token-level keys: request, order, absolute position and hide interval, int [N]; k (un-rotated), v [N, K, D]."""
+    """Token-level keys: request, index, absolute position and hide interval, int [N]; k (un-rotated), v [N, K, D]."""
 
     request_N: Int
     index_N: Int
@@ -46,7 +46,7 @@ class Keys:
 
 @dataclass(frozen=True)
 class Queries:
-    """Token-level rows: request, order and absolute position, int [T]; q (un-rotated) [T, H, D]."""
+    """Token-level rows: request, index and absolute position, int [T]; q (un-rotated) [T, H, D]."""
 
     request_T: Int
     index_T: Int
@@ -119,8 +119,8 @@ def lse_error(lse_TH: NDArray[np.floating], want_TH: Float) -> float:
 class Piece:
     """A run of tokens of one request at consecutive positions, as it is kept in the pool.
 
-    orders: order of each token, `NEVER` for one that takes no part. content: pieces of equal content hold equal k
-    and v and share their slots, though at other positions, orders and intervals.
+    indices: of its tokens, `NEVER` for one that takes no part. content: pieces of equal content hold equal k and v and
+    share their slots, though at other positions, indices and intervals.
     """
 
     request: int
@@ -189,7 +189,7 @@ def lay_out(
     """Put pieces into a pool of `sizes` at random stored positions, at most `max_offset` from where they take part.
 
     dtype: of the pool; "uint16" holds bfloat16 bits. garbage: what every unowned slot and every other layer holds.
-    Unused entries name pages, orders and offsets that would show if they were read.
+    Unused entries name pages, indices and offsets that would show if they were read.
     """
     rng = np.random.default_rng(seed)
     kv_heads, dim = keys.k_NKD.shape[1:]
@@ -282,7 +282,7 @@ class _Entries:
 def lay_rows(
     queries: Queries, inv_freq_R: Float, block_rows: int, total: int, seed: int = 0
 ) -> tuple[jnp.ndarray, Rows, Int]:
-    """Rows in blocks of one request each, blocks in random order, padded to `total` with rows of order -1.
+    """Rows in blocks of one request each, blocks in random order, padded to `total` with rows of index -1.
 
     Returns q [total, H, D] float32 rotated at its position, the rows, and the place of each query, int [T].
     """
@@ -297,6 +297,6 @@ def lay_rows(
         place_T[block] = place * block_rows + np.arange(len(block))
     q = np.full((total, *queries.q_THD.shape[1:]), 3.0, np.float32)
     q[place_T] = rotate(queries.q_THD, queries.position_T, inv_freq_R)
-    order, position, request = np.full(total, -1), np.zeros(total, np.int64), rng.integers(-1, 2, total)
-    order[place_T], position[place_T], request[place_T] = queries.index_T, queries.position_T, queries.request_T
-    return jnp.asarray(q), Rows(*(jnp.asarray(x, jnp.int32) for x in (order, position, request))), place_T
+    index, position, request = np.full(total, -1), np.zeros(total, np.int64), rng.integers(-1, 2, total)
+    index[place_T], position[place_T], request[place_T] = queries.index_T, queries.position_T, queries.request_T
+    return jnp.asarray(q), Rows(*(jnp.asarray(x, jnp.int32) for x in (index, position, request))), place_T

@@ -68,7 +68,7 @@ class Sample:
 class Case:
     """What goes in. Padding is NaN in q, k, v, dout and dlse, which are float64 that the dtype can hold.
 
-    tokens: order, request, hide_from, hide_until, int [T] each.
+    tokens: index, request, hide_from, hide_until, int [T] each.
     """
 
     shape: Shape
@@ -114,7 +114,7 @@ def make_case(shape: Shape, samples: list[Sample], shuffled: bool, seed: int) ->
     for number, sample in enumerate(samples):
         writer = Writer(2 * number + 1, 0, 0)
         KINDS[sample.kind](writer, sample.lengths, rng)
-        own = [(order, piece.request, *piece.hidden) for piece in writer.pieces for order in piece.indices]
+        own = [(index, piece.request, *piece.hidden) for piece in writer.pieces for index in piece.indices]
         rows += [row for row in own if row[0] < NEVER and rng.random() < sample.kept]
     rows = rows[: shape.tokens]
     gaps = rng.integers(-1, 5, (shape.tokens - len(rows), 4))
@@ -155,10 +155,10 @@ def rich_case(shape: Shape = SHAPES["d24-g2"]) -> Case:
 
 
 def is_visible(tokens: dict[str, Int], t: int, s: int) -> bool:
-    order = tokens["index"][t]
-    hidden = tokens["hide_from"][s] <= order < tokens["hide_until"][s]
+    index = tokens["index"][t]
+    hidden = tokens["hide_from"][s] <= index < tokens["hide_until"][s]
     same = tokens["request"][t] == tokens["request"][s] >= 0
-    return bool(same and tokens["index"][s] <= order and not hidden)
+    return bool(same and tokens["index"][s] <= index and not hidden)
 
 
 def oracle(case: Case) -> list[Float]:

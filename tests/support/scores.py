@@ -39,7 +39,7 @@ class Scores(NamedTuple):
 
 
 def labels_of(case: Case, seed: int) -> Labels:
-    """Random labels; half of the time segments are runs of orders, as in service, else they are mixed at will."""
+    """Random labels; half of the time segments are runs of indices, as in service, else they are mixed at will."""
     rng = np.random.default_rng(seed)
     t, s, c = case.shape.rows, case.shape.sizes.entries, case.shape.page_size
     blocks = np.repeat(rng.random(t // case.shape.block_rows) < 0.7, case.shape.block_rows)

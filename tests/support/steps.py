@@ -42,7 +42,7 @@ def make_runner(config: ModelConfig = CONFIG, dtype: str = "float32", *, pages: 
 
 @dataclass(frozen=True)
 class Part:
-    """One request's share of a step: the orders to compute, their tokens and positions, and its keys."""
+    """One request's share of a step: the token indices to compute, their tokens and positions, and its keys."""
 
     tokens: np.ndarray
     indices: np.ndarray

@@ -44,6 +44,7 @@ TILE = 64 * 128 * 2
 """Bytes of a page of one KV head that registers and shared memory are best used with: 64 slots of 128 in bfloat16."""
 
 State = tuple[jax.Array, jax.Array, jax.Array]
+Halves = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -167,20 +168,13 @@ def _kernel(
     index_M1 = index_ref[...][:, None]
     layer = layer_ref[0]
     dtype = k_ref.dtype
-    # by default a float32 product would be TF32 on a GPU
-    dot = functools.partial(pltriton.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
 
-    def rotated(offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def rotated(offset: jax.Array) -> Halves:
         """The query's halves rotated by -offset, scaled for base 2."""
-        q1_MR = q_ref[:, pl.ds(0, half)].astype(jnp.float32) * scale
-        q2_MR = q_ref[:, pl.ds(half, half)].astype(jnp.float32) * scale
-        position = jnp.abs(offset)
-        cos_R = cos_ref[position, :]
-        sin_R = jnp.sign(offset).astype(jnp.float32) * sin_ref[position, :]
-        q_MR = q1_MR * cos_R[None] + q2_MR * sin_R[None], q2_MR * cos_R[None] - q1_MR * sin_R[None]
-        return q_MR[0].astype(dtype), q_MR[1].astype(dtype)
+        q1_MR, q2_MR = (q_ref[:, pl.ds(begin, half)].astype(jnp.float32) * scale for begin in (0, half))
+        return rotate_halves(q1_MR, q2_MR, cos_ref, sin_ref, -offset, dtype)
 
-    def visit(item: jax.Array, state: State, q_MR: tuple[jax.Array, jax.Array], masked: bool) -> State:
+    def visit(item: jax.Array, state: State, q_MR: Halves, masked: bool) -> State:
         acc_MD, max_M, sum_M = state
         entry = entry_ref[item]
         page = page_ref[entry]
@@ -220,6 +214,22 @@ def _kernel(
     safe_M = jnp.where(dead_M, 1.0, sum_M)
     out_ref[...] = jnp.where(dead_M[:, None], 0.0, acc_MD / safe_M[:, None]).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(dead_M, -jnp.inf, (max_M + jnp.log2(safe_M)) / LOG2E)
+
+
+def dot(x: jax.Array, y: jax.Array, *, trans_b: bool = False) -> jax.Array:
+    """Product within a kernel, accumulated in float32; float32 operands are not rounded to TF32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    product: jax.Array = pltriton.dot(x, y, trans_b=trans_b, precision=precision)
+    return product
+
+
+def rotate_halves(
+    x1: jax.Array, x2: jax.Array, cos_ref: Any, sin_ref: Any, offset: jax.Array, dtype: jnp.dtype
+) -> Halves:
+    """Within a kernel, two halves of heads, float32 [..., R] each, rotated by an offset of either sign; in dtype."""
+    position = jnp.abs(offset)
+    cos_1R, sin_1R = cos_ref[position, :][None], (jnp.sign(offset).astype(jnp.float32) * sin_ref[position, :])[None]
+    return (x1 * cos_1R - x2 * sin_1R).astype(dtype), (x2 * cos_1R + x1 * sin_1R).astype(dtype)
 
 
 def fold(x_THD: jax.Array, kv_heads: int, cut: Tiling) -> jax.Array:

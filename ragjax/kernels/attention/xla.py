@@ -103,15 +103,11 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
         q_KMD = fold_heads(q_BHD.astype(jnp.float32) * view.scale, kv_heads)
 
         def step(place_W: jax.Array, carry: Arrays) -> Arrays:
-            return _accumulate(gather_tile(q_KMD, index_B, view, visited, place_W), carry)
+            tile = gather_tile(q_KMD, index_B, view, visited, place_W)
+            return accumulate(masked_logits(tile), tile.v_KND, carry)
 
-        m = q_KMD.shape[:2]
-        start: Arrays = (jnp.zeros((*m, dim)), jnp.full(m, -jnp.inf), jnp.zeros(m))
-        acc_KMD, max_KM, sum_KM = visited.sweep(step, start)
-        dead_KM = sum_KM == 0.0
-        safe_KM = jnp.where(dead_KM, 1.0, sum_KM)
-        lse_KM = jnp.where(dead_KM, -jnp.inf, max_KM + jnp.log(safe_KM))
-        return unfold_heads(acc_KMD / safe_KM[..., None], block_rows), unfold_heads(lse_KM, block_rows)
+        out_KMD, lse_KM = finish(visited.sweep(step, empty(q_KMD.shape)))
+        return unfold_heads(out_KMD, block_rows), unfold_heads(lse_KM, block_rows)
 
     n = t // block_rows
     out_NBHD, lse_NBH = map_blocks(
@@ -121,15 +117,28 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     return out_NBHD.reshape(t, heads, dim).astype(q_THD.dtype), lse_NBH.reshape(t, heads)
 
 
-def _accumulate(tile: Tile, carry: Arrays) -> Arrays:
-    acc_KMD, max_KM, sum_KM = carry
-    logits_KMN = masked_logits(tile)
+def empty(shape: tuple[int, ...]) -> Arrays:
+    """The state of an online softmax that has seen no key: sum of values, greatest logit and sum of weights."""
+    return jnp.zeros(shape), jnp.full(shape[:-1], -jnp.inf), jnp.zeros(shape[:-1])
+
+
+def accumulate(logits_KMN: jax.Array, v_KND: jax.Array, state: Arrays) -> Arrays:
+    """The state after some more keys; a hidden key has logit -inf."""
+    acc_KMD, max_KM, sum_KM = state
     new_KM = jnp.maximum(max_KM, logits_KMN.max(-1))
     safe_KM = jnp.where(jnp.isneginf(new_KM), 0.0, new_KM)
     prob_KMN = jnp.exp(logits_KMN - safe_KM[..., None])
     decay_KM = jnp.exp(max_KM - safe_KM)
-    gain_KMD = dot(prob_KMN, tile.v_KND, ((2,), (1,)))
+    gain_KMD = dot(prob_KMN, v_KND, ((2,), (1,)))
     return acc_KMD * decay_KM[..., None] + gain_KMD, new_KM, sum_KM * decay_KM + prob_KMN.sum(-1)
+
+
+def finish(state: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Output [K, M, D] and log-sum-exp [K, M] of a state, float32; zeros and -inf where no key was seen."""
+    acc_KMD, max_KM, sum_KM = state
+    dead_KM = sum_KM == 0.0
+    safe_KM = jnp.where(dead_KM, 1.0, sum_KM)
+    return acc_KMD / safe_KM[..., None], jnp.where(dead_KM, -jnp.inf, max_KM + jnp.log(safe_KM))
 
 
 def lists(view: View) -> Lists:

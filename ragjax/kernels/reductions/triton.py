@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ragjax.kernels.attention import triton as attention_triton
-from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, STAGES, Tiling, fold
+from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, STAGES, Halves, Tiling, dot, fold, rotate_halves
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.table import PageTable
@@ -106,13 +106,10 @@ def _key_score_kernel(
     slots = k_ref.shape[2]
     half = dim // 2
     dtype = k_ref.dtype
-    dot = _dot(dtype)
     count, page, offset = extent_ref[0], extent_ref[1], extent_ref[2]
     layer = layer_ref[0]
-    k1_CR = k_ref[layer, page, :, pl.ds(0, half)].astype(jnp.float32)
-    k2_CR = k_ref[layer, page, :, pl.ds(half, half)].astype(jnp.float32)
-    cos_R, sin_R = _angle(cos_ref, sin_ref, offset)
-    k_CR = [x.astype(dtype) for x in (k1_CR * cos_R - k2_CR * sin_R, k2_CR * cos_R + k1_CR * sin_R)]
+    k1_CR, k2_CR = (k_ref[layer, page, :, pl.ds(begin, half)].astype(jnp.float32) for begin in (0, half))
+    k_CR = rotate_halves(k1_CR, k2_CR, cos_ref, sin_ref, offset, dtype)
     index_C, from_C, until_C = key_index_ref[...][None], hide_from_ref[...][None], hide_until_ref[...][None]
 
     def visit(i: jax.Array, score_MC: jax.Array) -> jax.Array:
@@ -201,7 +198,6 @@ def _segment_kernel(
     width = score_ref.shape[-1]
     half = dim // 2
     dtype = k_ref.dtype
-    dot = _dot(dtype)
     layer = layer_ref[0]
     row_index_M1, row_segment_M1, lse_M1 = (
         row_index_ref[...][:, None],
@@ -212,7 +208,7 @@ def _segment_kernel(
     q2_MR = q_ref[:, pl.ds(half, half)].astype(jnp.float32) * scale
     name_Z = lax.broadcasted_iota(jnp.int32, (1, width), 1)
 
-    def visit(item: jax.Array, score_MZ: jax.Array, q_MR: list[jax.Array]) -> jax.Array:
+    def visit(item: jax.Array, score_MZ: jax.Array, q_MR: Halves) -> jax.Array:
         entry = entry_ref[item]
         page = page_ref[entry]
         logits_MC = dot(q_MR[0], k_ref[layer, page, :, pl.ds(0, half)], trans_b=True)
@@ -228,24 +224,12 @@ def _segment_kernel(
     def run(u: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin, score_MZ = carry
         end = end_ref[u]
-        cos_R, sin_R = _angle(cos_ref, sin_ref, -offset_ref[entry_ref[begin]])
-        q_MR = [x.astype(dtype) for x in (q1_MR * cos_R - q2_MR * sin_R, q2_MR * cos_R + q1_MR * sin_R)]
+        q_MR = rotate_halves(q1_MR, q2_MR, cos_ref, sin_ref, -offset_ref[entry_ref[begin]], dtype)
         return end, lax.fori_loop(begin, end, functools.partial(visit, q_MR=q_MR), score_MZ)
 
     start = jnp.int32(0), jnp.zeros((rows, width), jnp.float32)
     _, score_MZ = lax.fori_loop(0, runs_ref[0], run, start)
     score_ref[...] = score_MZ.reshape(rows // groups, groups, width).sum(axis=1)
-
-
-def _dot(dtype: jnp.dtype) -> Any:
-    # by default a float32 product would be TF32 on a GPU
-    return functools.partial(pltriton.dot, precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None)
-
-
-def _angle(cos_ref: Any, sin_ref: Any, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cosines and sines of an offset of either sign, [1, R]."""
-    position = jnp.abs(offset)
-    return cos_ref[position, :][None], (jnp.sign(offset).astype(jnp.float32) * sin_ref[position, :])[None]
 
 
 def _transposed(blocks: Blocks) -> tuple[jax.Array, jax.Array]:

@@ -20,10 +20,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from ragjax.kernels.attention.triton import LOG2E, dot
 from ragjax.kernels.device import Device
 from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens, visible
-
-LOG2E = 1.4426950408889634
 
 MOST_ROWS = 64
 """Rows that meet a block of keys at once in their gradient's kernel, which holds two sums: more spill registers."""
@@ -160,7 +159,7 @@ def _forward_kernel(
     def visit(s: jax.Array, carry: Arrays, *, masked: bool) -> Arrays:
         acc_BD, max_B, sum_B = carry
         here = pl.ds(s * block_keys, block_keys)
-        logits_BC = scale * LOG2E * _dot(q_BD, k_ref[here, :], trans_b=True)
+        logits_BC = scale * LOG2E * dot(q_BD, k_ref[here, :], trans_b=True)
         if masked:
             seen_BC = _seen(tokens_ref, extent_ref[0], s, logits_BC.shape, rows_axis=0)
             logits_BC = jnp.where(seen_BC, logits_BC, -jnp.inf)
@@ -168,7 +167,7 @@ def _forward_kernel(
         safe_B = jnp.where(new_B == -jnp.inf, 0.0, new_B)
         prob_BC = jnp.exp2(logits_BC - safe_B[:, None])
         decay_B = jnp.exp2(max_B - safe_B)
-        gain_BD = _dot(prob_BC.astype(v_ref.dtype), v_ref[here, :])
+        gain_BD = dot(prob_BC.astype(v_ref.dtype), v_ref[here, :])
         return acc_BD * decay_B[:, None] + gain_BD, new_B, sum_B * decay_B + prob_BC.sum(1)
 
     rows_shape = q_BD.shape[:1]
@@ -196,12 +195,12 @@ def _rows_kernel(
     def visit(s: jax.Array, dq_BD: jax.Array, *, masked: bool) -> jax.Array:
         here = pl.ds(s * block_keys, block_keys)
         k_CD = k_ref[here, :]
-        prob_BC = jnp.exp2(scale * LOG2E * _dot(q_BD, k_CD, trans_b=True) - lse_B1)
+        prob_BC = jnp.exp2(scale * LOG2E * dot(q_BD, k_CD, trans_b=True) - lse_B1)
         if masked:
             seen_BC = _seen(tokens_ref, extent_ref[0], s, prob_BC.shape, rows_axis=0)
             prob_BC = jnp.where(seen_BC, prob_BC, 0.0)
-        slope_BC = prob_BC * (_dot(dout_BD, v_ref[here, :], trans_b=True) - delta_B1)
-        return dq_BD + _dot(slope_BC.astype(k_CD.dtype), k_CD)
+        slope_BC = prob_BC * (dot(dout_BD, v_ref[here, :], trans_b=True) - delta_B1)
+        return dq_BD + dot(slope_BC.astype(k_CD.dtype), k_CD)
 
     dq_BD = _sweep(list_ref, extent_ref, visit, jnp.zeros(q_BD.shape, jnp.float32))
     dq_ref[...] = (scale * dq_BD).astype(dq_ref.dtype)
@@ -222,14 +221,14 @@ def _keys_kernel(
             here = pl.ds(n * size, size)
             q_BD, dout_BD = q_ref[here, g, :], dout_ref[here, g, :]
             lse_1B, delta_1B = (LOG2E * lse_ref[g, here])[None, :], delta_ref[g, here][None, :]
-            prob_CB = jnp.exp2(scale * LOG2E * _dot(k_CD, q_BD, trans_b=True) - lse_1B)
+            prob_CB = jnp.exp2(scale * LOG2E * dot(k_CD, q_BD, trans_b=True) - lse_1B)
             if masked:
                 seen_CB = _seen(tokens_ref, extent_ref[0], n, prob_CB.shape, rows_axis=1)
                 prob_CB = jnp.where(seen_CB, prob_CB, 0.0)
-            slope_CB = prob_CB * (_dot(v_CD, dout_BD, trans_b=True) - delta_1B)
+            slope_CB = prob_CB * (dot(v_CD, dout_BD, trans_b=True) - delta_1B)
             return (
-                dk_CD + _dot(slope_CB.astype(q_BD.dtype), q_BD),
-                dv_CD + _dot(prob_CB.astype(dout_BD.dtype), dout_BD),
+                dk_CD + dot(slope_CB.astype(q_BD.dtype), q_BD),
+                dv_CD + dot(prob_CB.astype(dout_BD.dtype), dout_BD),
             )
 
         summed: Arrays = _sweep(list_ref, extent_ref, visit, sums, parts=block_rows // size)
@@ -264,10 +263,3 @@ def _seen(tokens_ref: Any, first: jax.Array, second: jax.Array, shape: tuple[int
     )
     tile = jax.tree.map(lambda x: x[:, None], along0), jax.tree.map(lambda x: x[None, :], along1)
     return visible(*tile) if rows_axis == 0 else visible(*reversed(tile))
-
-
-def _dot(x: jax.Array, y: jax.Array, *, trans_b: bool = False) -> jax.Array:
-    """Product accumulated in float32; float32 operands are not rounded to tf32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    product: jax.Array = pltriton.dot(x, y, trans_b=trans_b, precision=precision)
-    return product

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ragjax.kernels.attention.xla import dot, fold_heads, unfold_heads
+from ragjax.kernels.attention.xla import accumulate, dot, empty, finish, fold_heads, unfold_heads
 from ragjax.kernels.train_attention.mask import Mask, Tokens, visible
 
 Arrays = tuple[jax.Array, ...]
@@ -33,22 +33,10 @@ def forward(
         q_KMD = _fold_rows(q_THD, n, mask, k_TKD)
 
         def visit(carry: Arrays, s: jax.Array, masked: bool) -> Arrays:
-            acc_KMD, max_KM, sum_KM = carry
-            logits_KMC = _logits(q_KMD, k_SKCD[s], scale, _seen(mask, n, s) if masked else None)
-            new_KM = jnp.maximum(max_KM, logits_KMC.max(-1))
-            safe_KM = jnp.where(jnp.isneginf(new_KM), 0.0, new_KM)
-            prob_KMC = jnp.exp(logits_KMC - safe_KM[..., None])
-            decay_KM = jnp.exp(max_KM - safe_KM)
-            gain_KMD = dot(prob_KMC, v_SKCD[s], ((2,), (1,)))
-            return acc_KMD * decay_KM[..., None] + gain_KMD, new_KM, sum_KM * decay_KM + prob_KMC.sum(-1)
+            return accumulate(_logits(q_KMD, k_SKCD[s], scale, _seen(mask, n, s) if masked else None), v_SKCD[s], carry)
 
-        m = q_KMD.shape[:2]
-        start: Arrays = (jnp.zeros(q_KMD.shape), jnp.full(m, -jnp.inf), jnp.zeros(m))
-        acc_KMD, max_KM, sum_KM = _sweep(mask, n, visit, start)
-        dead_KM = sum_KM == 0.0
-        safe_KM = jnp.where(dead_KM, 1.0, sum_KM)
-        out_BHD = unfold_heads((acc_KMD / safe_KM[..., None]).astype(q_THD.dtype), mask.block_rows)
-        return out_BHD, unfold_heads(jnp.where(dead_KM, -jnp.inf, max_KM + jnp.log(safe_KM)), mask.block_rows)
+        out_KMD, lse_KM = finish(_sweep(mask, n, visit, empty(q_KMD.shape)))
+        return unfold_heads(out_KMD.astype(q_THD.dtype), mask.block_rows), unfold_heads(lse_KM, mask.block_rows)
 
     out_NBHD, lse_NBH = lax.map(block, _blocks(mask))
     return out_NBHD.reshape(q_THD.shape), lse_NBH.reshape(q_THD.shape[:2])

@@ -16,6 +16,7 @@ from ragjax.core import Answer, ClosedError, Event, OverloadError, RequestError,
 from ragjax.engine.answer import make_answer, reports_of
 from ragjax.engine.counters import Counters
 from ragjax.engine.depkv import DepKV
+from ragjax.engine.loads import LoadWatch
 from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import STEPS, Contract
 from ragjax.runner.runner import Runner
@@ -71,16 +72,15 @@ class Loop:
         self._contract = contract
         self._replay = replay
         self._max_queue = max_queue
-        self._load_timeout = load_timeout
         self._transfer = transfer
         self._recorder = recorder
         self._scheduler = Scheduler(runner.grid, runner.page_size)
         self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running)
+        self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._stalled: float | None = None
         if transfer is not None:
             transfer.notify = self._wake
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
@@ -204,8 +204,9 @@ class Loop:
         moved = self._cache.poll()
         if moved:
             self._admission.blocked = False
-        self._check_loads()
-        self._check_stall()
+        self._loads.check(self._scheduler.running)
+        if self._loads.check_stall(bool(self._scheduler.running), bool(self.states())):
+            self._admission.blocked = False
         self._admit()
         self._move()
         batch = self._scheduler.next_batch()
@@ -259,40 +260,7 @@ class Loop:
         except Exception as error:
             self._fail(state, error)
 
-    # --------------------------------------------------------------------------------- loads and losses
-
-    def _check_loads(self) -> None:
-        """Requests whose KV arrived go on; those whose KV will not, or not in time, compute it instead."""
-        now = time.perf_counter()
-        for state in [state for state in self._scheduler.running if not state.decoding]:
-            assert state.allocation is not None
-            if state.allocation.broken is not None:
-                notice = f"KV could not be loaded and was computed instead: {state.allocation.broken}"
-                self._compute_instead(state, "failed", notice)
-            elif state.allocation.ready:
-                state.times.stop_waiting(now)
-            elif state.times.waits_since is None:
-                state.times.waits_since = now
-            elif now - state.times.waits_since > self._load_timeout:
-                notice = f"loading KV took over {self._load_timeout:g} s; it was computed instead"
-                self._compute_instead(state, "slow", notice)
-
-    def _check_stall(self) -> None:
-        """Loads that are not done in time, and that nobody waits for, give back their pages if these are lacking."""
-        now = time.perf_counter()
-        if self._scheduler.running or not self.states() or not self._cache.loading:
-            self._stalled = None
-        elif self._stalled is None:
-            self._stalled = now
-        elif now - self._stalled > self._load_timeout and self._cache.give_up():
-            self._stalled, self._admission.blocked = None, False
-
-    def _compute_instead(self, state: RequestState, reason: str, notice: str) -> None:
-        if not self.counters.load_fallbacks[reason]:
-            _log.warning("%s", notice)
-        self.counters.load_fallbacks[reason] += 1
-        state.may_load = False  # a disk that always fails is not asked again for this request
-        self._restart(state, notice)
+    # ------------------------------------------------------------------------------------------ restarts
 
     def _restart(self, state: RequestState, notice: str) -> None:
         self._scheduler.remove(state)

@@ -45,7 +45,7 @@ PAST_QUESTION = "What do these passages say?"
 
 
 class Fuser(Protocol):
-    """`ragjax.commands.preprocess.fuse_all`, or what stands in for it."""
+    """`ragjax.engine.preprocessing.fuse_all`, or what stands in for it."""
 
     def __call__(self, engine: Engine, jobs: Sequence[Job], *, record: bool) -> Sequence[bytes]:
         """Preprocess chunks; the `behind` that each one's segment then has. record: keep attention too."""

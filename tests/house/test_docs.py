@@ -37,7 +37,8 @@ def problems(text: str) -> list[str]:
     """What the page names and the project does not have."""
     blocks, spans = quoted(text)
     code = "\n".join([*blocks, *spans])
-    missing = [f"python -m {name}" for name in COMMAND.findall(code) if not is_module(name)]
+    commands = [name for name in COMMAND.findall(code) if not name.rpartition(".")[2].isupper()]  # NAME stands for any
+    missing = [f"python -m {name}" for name in commands if not is_module(name)]
     missing += [f"make {t}" for line in MAKE.findall(code) for t in line.split() if t not in make_targets()]
     missing += [name for name in DOTTED.findall(code) if not is_file(name) and not is_name(name)]
     files = {*SOURCE.findall(code), *(span for span in spans if looks_like_ours(span))}
@@ -73,7 +74,8 @@ def looks_like_ours(span: str) -> bool:
 
 def is_file(name: str) -> bool:
     """Whether a file or folder is there; the front of a path may be left out, and * stands for anything."""
-    return any(fnmatch(path, f"*/{name.rstrip('/')}") for path in project_paths())
+    made = Path(name).name in SKIPPED  # by a command, not in the repository
+    return made or any(fnmatch(path, f"*/{name.rstrip('/')}") for path in project_paths())
 
 
 @cache

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.common import gpu, report
 from benchmarks.common.machine import Ceilings
@@ -44,18 +43,8 @@ def floor_ms(config: ModelConfig, one: Sequence[Pass], limits: Ceilings) -> floa
     per_layer += 3 * config.hidden_size * config.intermediate_size
     rows = sum(len(p.order) for p in one)
     operations = 2 * rows * per_layer * config.num_layers
-    operations += 4 * sum(map(visible_pairs, one)) * config.num_heads * config.head_dim * config.num_layers
+    operations += 4 * sum(p.visible_pairs for p in one) * config.num_heads * config.head_dim * config.num_layers
     return operations / limits.gemm_bf16_gflops / 1e6
-
-
-def visible_pairs(one: Pass) -> int:
-    """Pairs of a row and a key that it sees."""
-    total = 0
-    for span in one.spans:
-        low, high = span.hidden
-        rows = one.order[(one.order < low) | (one.order >= high)]
-        total += int(np.searchsorted(np.sort(span.indices), rows, side="right").sum())
-    return total
 
 
 def measure_ours(record: gpu.Record, name: str, setting: Setting, limits: Ceilings) -> None:

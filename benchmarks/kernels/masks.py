@@ -157,17 +157,22 @@ def _offsets(n: int, low: int, high: int, seed: int) -> Int:
 
 
 def visible_pairs(mask: Mask) -> int:
-    """How many pairs of a row and a key see each other, counted key by key."""
+    """How many pairs of a row and a key see each other."""
     total = 0
     for request in np.unique(mask.request_T):
-        rows = np.sort(mask.index_T[(mask.request_T == request) & (mask.index_T >= 0)])
-        own = (mask.request_N == request) & (mask.index_N < NEVER)
-        order, low, high = (x[own] for x in (mask.index_N, mask.hide_from_N, mask.hide_until_N))
-        seen = len(rows) - np.searchsorted(rows, order)
-        first, last = np.maximum(low, order), np.maximum(high, order)
-        hidden = np.maximum(np.searchsorted(rows, last) - np.searchsorted(rows, first), 0)
-        total += int((seen - hidden).sum())
+        rows, own = mask.index_T[mask.request_T == request], mask.request_N == request
+        total += seen_pairs(rows[rows >= 0], mask.index_N[own], mask.hide_from_N[own], mask.hide_until_N[own])
     return total
+
+
+def seen_pairs(index_T: Int, index_N: Int, hide_from_N: Int, hide_until_N: Int) -> int:
+    """Pairs of a row and a key that it sees, of one request, counted key by key."""
+    rows, live = np.sort(index_T), index_N < NEVER
+    index, low, high = (x[live] for x in (index_N, hide_from_N, hide_until_N))
+    seen = len(rows) - np.searchsorted(rows, index)
+    first, last = np.maximum(low, index), np.maximum(high, index)
+    hidden = np.maximum(np.searchsorted(rows, last) - np.searchsorted(rows, first), 0)
+    return int((seen - hidden).sum())
 
 
 def pairs(mask: Mask) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.kernels.masks import seen_pairs
 from ragjax.core import NEVER, Run, Span
 from ragjax.schedule.table import PageTable
 
@@ -22,6 +23,13 @@ class Pass:
     position: Int
     slot: Int
     spans: tuple[Span, ...]
+
+    @property
+    def visible_pairs(self) -> int:
+        """Pairs of a row and a key that it sees."""
+        lengths = [len(span.indices) for span in self.spans]
+        low, high = np.repeat([span.hidden for span in self.spans], lengths, axis=0).T
+        return seen_pairs(self.order, np.concatenate([span.indices for span in self.spans]), low, high)
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,
+        http="h11",  # bounds the head of a request: 64 KiB
         ws="none",
         lifespan="off",
     )

@@ -125,13 +125,17 @@ def program(*flags: str, patch: str = "") -> subprocess.Popen[str]:
     """The command, with the fake in the engine's place. patch: statements that run before it."""
     program = PROGRAM.format(tests=str(Path(__file__).parents[2]), patch=patch)
     environment = {k: v for k, v in os.environ.items() if k != "RAGJAX_API_KEY"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", program, *flags],
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
         cwd=Path(__file__).parents[2],
     )
+    timer = threading.Timer(60, process.kill)  # one that does not end fails its test
+    timer.daemon = True
+    timer.start()
+    return process
 
 
 def url_of(process: subprocess.Popen[str]) -> str:

@@ -29,7 +29,7 @@ from ragjax.reuse.base import Strategy
 FORCED = 12
 """Tokens of the reference answer over which distributions are compared."""
 
-FUSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "ragjax"})
+FUSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax"})
 """Strategies that use preprocessed chunks."""
 
 WARMED = ("naive", "h2o")
@@ -38,7 +38,10 @@ WARMED = ("naive", "h2o")
 RECORDED = frozenset({"fusion+craft"})
 """Strategies that need what preprocessing records besides KV."""
 
-TAUGHT: Mapping[str, str] = {"craft": "craft", "craft-focus": "craft", "set-cache": "set-cache"}
+TAUGHT: Mapping[str, str] = {
+    **dict.fromkeys(("craft", "craft-focus", "craft-nobeta", "craft-nocci"), "craft"),
+    "set-cache": "set-cache",
+}
 """Strategies that live off past requests, and the one by which those are answered."""
 
 PAST_QUESTION = "What do these passages say?"

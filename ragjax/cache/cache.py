@@ -15,7 +15,7 @@ from itertools import takewhile
 import numpy as np
 
 from ragjax.cache.hierarchy import Hierarchy, Steps, Storage
-from ragjax.cache.match import EXACT, Match, Metrics
+from ragjax.cache.match import EXACT, Match, Metrics, Totals
 from ragjax.cache.policy.base import Access, Policy
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import (
@@ -81,16 +81,20 @@ class KnowledgeCache:
 
     # ------------------------------------------------------------------------------------------- match
 
-    def match_prefix(self, tokens: Tokens, tenant: str = PUBLIC, label: str = "", *, cold: bool = True) -> Match:
+    def match_prefix(
+        self, tokens: Tokens, tenant: str = PUBLIC, label: str = "", *, cold: bool = True, quiet: bool = False
+    ) -> Match:
         """Pin the longest prefix of `tokens` (int32 [n]) whose causal KV is kept; it may be empty.
 
         cold: look below the device too. What lies there is ordered; the match is `ready` when it has arrived.
+        quiet: pin alone. A request that looks up again what it has computed counts as one request: no counter rises
+        and no policy hears of it.
         """
         raw = _raw(tokens)
         steps = self.tree.walk(raw, tenant)
         steps = self._hierarchy.bring(self.tree.root, steps, raw, tenant) if cold else _present(steps)
         found = sum(used for _, used in steps)
-        return self._pinned(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0)
+        return self._pinned(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0, quiet=quiet)
 
     def match_segment(
         self,
@@ -242,6 +246,7 @@ class KnowledgeCache:
         anchor: Node | None = None,
         seen: int = 0,
         exact: bool = True,
+        quiet: bool = False,
     ) -> Match:
         found = len(tokens)
         lossy, at = False, 0
@@ -249,7 +254,7 @@ class KnowledgeCache:
         for node, used in steps:
             at += used
             lossy = lossy or node.lossy
-            if at > seen:
+            if at > seen and not quiet:
                 self._policy.on_access(node, access)
                 self._hierarchy.accessed(node)
         node = steps[-1][0] if steps else anchor or self.tree.root
@@ -258,8 +263,9 @@ class KnowledgeCache:
         match = Match(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
         match.origins = self._hierarchy.wait(match, steps)
         self._matches[match] = None
-        self._count_lookup(steps, match, seen, exact)
-        self._touch(steps)
+        if not quiet:
+            self._count_lookup(steps, match, seen, exact)
+            self._touch(steps)
         return match
 
     def _touch(self, steps: Steps) -> None:
@@ -330,7 +336,14 @@ class KnowledgeCache:
     # ------------------------------------------------------------------------------------------- admit
 
     def admit_prefix(
-        self, context: Match, tokens: Tokens, from_: int, run: Run, cuts: Sequence[int], public: int | None = None
+        self,
+        context: Match,
+        tokens: Tokens,
+        from_: int,
+        run: Run,
+        cuts: Sequence[int],
+        public: int | None = None,
+        totals: Totals | None = None,
     ) -> None:
         """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to orders.
 
@@ -341,6 +354,7 @@ class KnowledgeCache:
         tokens: the whole prefix from order 0 on, int32 [n]; run: n - from_ tokens.
         cuts: orders at which segments begin or end (all of the prompt's will do); nodes are cut there.
         public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
+        totals: of the request, from which policies learn costs (None: it computed these tokens alone).
 
         Raises:
             ValueError: if the arguments do not fit each other or the match.
@@ -354,6 +368,7 @@ class KnowledgeCache:
             raise ValueError(f"the run holds {run.length} tokens, not the {len(tokens) - from_} from {from_} on")
         if any(not 0 <= cut <= len(tokens) for cut in cuts):
             raise ValueError(f"a cut lies outside the {len(tokens)} tokens")
+        totals = totals or Totals(from_, len(tokens) - from_)
         raw, tenant = _raw(tokens), context.tenant
         if public is None:
             public = 0 if tenant else len(tokens)
@@ -367,7 +382,7 @@ class KnowledgeCache:
             return
         rest = run.slice(at - from_, run.length, self.pool.page_size)
         self._hierarchy.device.discard(parent)
-        self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, from_, len(tokens) - from_))
+        self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, *totals))
 
     def _resume(self, context: Match) -> Node:
         """Where to walk on from: there is one path of public nodes alone, and the match's node is on it."""
@@ -427,6 +442,7 @@ class KnowledgeCache:
         meta: bytes = b"",
         variant: bool = False,
         public: bool | None = None,
+        totals: Totals | None = None,
     ) -> None:
         """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the matched context.
 
@@ -435,7 +451,7 @@ class KnowledgeCache:
 
         behind: digest of neighbours it was computed behind (`neighbours_digest`). meta: the strategy's own, kept with
         it. variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.
-        public: whether every tenant may read it (None: if the request has no tenant).
+        public: whether every tenant may read it (None: if the request has no tenant). totals: as in `admit_prefix`.
 
         Raises:
             ValueError: if the context was not found whole, or run and tokens do not fit.
@@ -456,12 +472,13 @@ class KnowledgeCache:
             kept.meta, kept.shelved = meta, False  # the KV is the same, and now there is something to say of it
         if kept is not None or (parent.run is None and parent.parent is not None):
             return
+        if variant and not self._room_for_variant():
+            return
         node = Node(tenant, raw, parent, local_start, provenance, method, behind=behind, meta=meta, lossy=context.lossy)
         self.tree.attach(node, context.context, run)
-        self._admitted([node], Access(False, context.length, len(tokens)))
+        self._admitted([node], Access(False, *(totals or Totals(context.length, len(tokens)))))
         if variant:
             self._variants.add(node)
-            self._limit_variants()
 
     def admit_dependency(
         self,
@@ -475,6 +492,7 @@ class KnowledgeCache:
         local_start: int | None = None,
         meta: bytes = b"",
         public: bool | None = None,
+        totals: Totals | None = None,
     ) -> None:
         """Keep the KV of a dependency path behind a context: `tokens[from_:]`, which lies in `run`.
 
@@ -484,7 +502,7 @@ class KnowledgeCache:
         context: match of exactly the tokens before the path. tokens: the path, int32 [n]; run: n - from_ tokens.
         cuts: offsets in the path at which the tree is to branch, though it could branch anywhere.
         local_start: RoPE position of token `from_` (None: the one that follows its ancestors, `path` positions).
-        meta, public: as in `admit_segment`.
+        meta, public, totals: as in `admit_segment`.
 
         Raises:
             ValueError: if the context was not found whole, or the run does not fit.
@@ -513,7 +531,8 @@ class KnowledgeCache:
             self.tree.attach(node, context_of(parent), run.slice(at - from_, stop - from_, page_size))
             nodes.append(node)
             parent, at = node, stop
-        self._admitted(nodes, Access(False, from_, len(tokens) - from_))
+        totals = totals or Totals(context.length + from_, len(tokens) - from_)
+        self._admitted(nodes, Access(False, *totals))
 
     def _admitted(self, nodes: list[Node], access: Access) -> None:
         owners = {nodes[0].tenant, nodes[-1].tenant}
@@ -526,9 +545,11 @@ class KnowledgeCache:
         for owner in owners:
             self._hierarchy.enforce(owner)
 
-    def _limit_variants(self) -> None:
-        while (node := self._variants.excess()) is not None:
+    def _room_for_variant(self) -> bool:
+        """Let the least reused variants leave for a new one; whether there is room (none is if all are in use)."""
+        while (node := self._variants.victim()) is not None:
             self._hierarchy.remove(node)
+        return not self._variants.full
 
     def _cut_after(self, node: Node, used: int) -> Node:
         """The node that ends after the first `used` tokens of `node`."""

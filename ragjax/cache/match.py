@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import TracebackType
+from typing import NamedTuple
 
 from ragjax.cache.tree import Node, Provenance, context_digest
 from ragjax.core import Run, Tokens
@@ -14,6 +15,13 @@ from ragjax.core.tiers import Tier
 
 EXACT = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
 """Provenances whose reuse is exact to some attention that a model was trained on."""
+
+
+class Totals(NamedTuple):
+    """Tokens of a request's prompt that were reused, and that it computes (RAGCache, Algorithm 1: alpha and beta)."""
+
+    cached: int
+    new: int
 
 
 @dataclass

@@ -1,8 +1,11 @@
 """Variants of a chunk: KV computed behind other neighbours, N times M of them in total (Cache-Craft, section 3.3).
 
 A chunk may have any number of variants as long as all chunks together keep to the limit: from one chunk with N·M
-variants to N·M chunks with one. A variant is added when a chunk meets a prefix it was not computed behind; beyond the
-limit the one that was reused least leaves, where reuse is f_r, the sum of 1/CFO over its uses.
+variants to N·M chunks with one. A variant is added when a chunk meets a prefix it was not computed behind. At the limit
+the one that was reused least leaves before the new one is added, where reuse is f_r, the sum of 1/CFO over its uses.
+
+The paper says nothing of the f_r of a new variant. From 0 on it would be the next to leave, and no new variant would
+ever stay beside old ones that were used. It begins one use (1/CFO = 1) above the last that left, as in GreedyDual.
 """
 
 from __future__ import annotations
@@ -21,9 +24,15 @@ class Variants:
         self._reuse: dict[Node, float] = {}
         self._heap: list[tuple[float, int, Node]] = []
         self._serial = 0
+        self._start = 0.0
 
     def __len__(self) -> int:
         return len(self._reuse)
+
+    @property
+    def full(self) -> bool:
+        """Whether one has to leave before another is added."""
+        return len(self._reuse) >= self._limit
 
     def reuse(self, node: Node) -> float:
         """f_r of a variant."""
@@ -31,7 +40,7 @@ class Variants:
 
     def add(self, node: Node) -> None:
         """A new variant, not used yet."""
-        self._reuse[node] = 0.0
+        self._reuse[node] = self._start
         self._push(node)
 
     def use(self, node: Node, cfo: float) -> None:
@@ -40,13 +49,13 @@ class Variants:
             self.add(node)
         self._reuse[node] += reuse_of(cfo)
 
-    def excess(self) -> Node | None:
-        """The variant to leave next while there are more than the limit, the least reused one that nobody uses now."""
-        if len(self._reuse) > self._limit:
+    def victim(self) -> Node | None:
+        """The variant to leave next for a new one, the least reused that nobody uses now; None if there is room."""
+        if self.full:
             self._forget_dead()
         kept: list[Node] = []
         found = None
-        while found is None and len(self._reuse) > self._limit and self._heap:
+        while found is None and self.full and self._heap:
             reuse, _, node = heapq.heappop(self._heap)
             if self._reuse[node] > reuse:
                 self._push(node)
@@ -54,6 +63,7 @@ class Variants:
                 kept.append(node)
             else:
                 found = node
+                self._start = max(self._start, reuse + 1)
                 del self._reuse[node]
         for node in kept:
             self._push(node)

@@ -3,7 +3,7 @@
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.blend import Deviation, Gradual
-from ragjax.reuse.craft import Craft
+from ragjax.reuse.craft import Craft, without_beta, without_cci
 from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.full import Full
 from ragjax.reuse.fusion import Fused, QueryGuided
@@ -16,10 +16,10 @@ from ragjax.reuse.setcache import SetCache
 from ragjax.reuse.stitch import Isolated
 from ragjax.reuse.unmoved import Unmoved
 
-BASELINES = frozenset({"unmoved", "set-cache", "random", "h2o"})
+BASELINES = frozenset({"unmoved", "set-cache", "random", "h2o", "craft-nobeta", "craft-nocci", "fusion-chunk"})
 """Strategies that stand in tables to be compared with; nobody should serve them."""
 
-PREPROCESSED = frozenset({"fusion", "fusion+blend", "fusion+craft", "ragjax"})
+PREPROCESSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax"})
 """Strategies that take preprocessed chunks where there are some; their measured figures hold for these alone."""
 
 DEPENDENCY = ("dependency", "dependency-preorder")
@@ -36,7 +36,10 @@ def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
         Gradual(),
         Craft(alpha=alpha),
         Craft("craft-focus", alpha=alpha, focus=True),
+        Craft("craft-nobeta", alpha=alpha, overhead=without_beta),
+        Craft("craft-nocci", alpha=alpha, overhead=without_cci),
         Selective("fusion", Fused(), QueryGuided()),
+        Selective("fusion-chunk", Fused(), QueryGuided("chunk")),
         Selective("fusion+blend", Fused(), Deviation()),
         Craft("fusion+craft", alpha=alpha, fused=True),
         Selective("ragjax", Anchored(), Valued()),

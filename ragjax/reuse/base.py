@@ -123,9 +123,9 @@ class Allocation:
         """Pages this request may write."""
         return frozenset(page for run in self._runs for page in run.pages)
 
-    def prefix(self, tokens: Tokens) -> Match:
-        """The longest exact prefix of the tokens in the cache."""
-        match = self.cache.match_prefix(tokens, self.tenant, self.label, cold=self.cold)
+    def prefix(self, tokens: Tokens, *, quiet: bool = False) -> Match:
+        """The longest exact prefix of the tokens in the cache. quiet: the request computed it; nothing counts."""
+        match = self.cache.match_prefix(tokens, self.tenant, self.label, cold=self.cold, quiet=quiet)
         self._matches.append(match)
         return match
 

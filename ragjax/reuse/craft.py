@@ -6,8 +6,12 @@ what was measured. Later its best variant is put in place and CFO * |C| tokens a
 most at what stood before them; CFO = alpha * CCI * (1 - adjusted overlap). A request's ratio sets alpha, so that the
 share of the reused chunks' tokens is that ratio exactly. All happens in one pass: mended tokens, new chunks, question.
 
+New variants (section 3.3): a chunk in a prefix that none of its variants was computed behind, the best of which has a
+CFO (before alpha) above `tau`, is computed whole, and kept. Where the request names a ratio, that alone says how much
+is computed.
+
 What the paper leaves open: a chunk that was mended is a mixture of old and new KV and is not kept; a chunk whose tokens
-are all computed anew is a new variant. Of variants that need equally little mending, that which was computed behind
+are all computed again is a new variant. Of variants that need equally little mending, that which was computed behind
 just these segments is taken, then the oldest. Recomputation stops early (`craft-focus`) at the boundary of stages
 behind the layer that tells which chunks the question looks at; from there the other chunks' tokens take their old KV.
 """
@@ -15,7 +19,7 @@ behind the layer that tells which chunks the question looks at; from there the o
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -23,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Match
+from ragjax.cache.match import Match, Totals
 from ragjax.cache.tree import PUBLIC, Node, Provenance
 from ragjax.core import (
     NEVER,
@@ -47,6 +51,12 @@ from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
 from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length
+
+TAU = 0.3
+"""Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own."""
+
+Overhead = Callable[[Influence, Sequence[bytes]], float]
+"""What mending a variant takes, before alpha, where these segments stand before it."""
 
 VARIANT = "craft"
 """Method under which variants are kept, whichever of the strategies made them."""
@@ -132,14 +142,27 @@ class Craft(Strategy):
     name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio
     (`python -m ragjax.reuse.calibrate`). focus: whether recomputation stops early for chunks out of focus.
     fused: whether preprocessed chunks are taken first; one that stands alone is not, as in `fusion`.
+    tau: overhead above which a chunk gets a new variant, in [0, 1]; 1: only where every token is computed anyhow.
+    overhead: of a variant, in [0, 1]; the ablations leave a factor out (`without_beta`, `without_cci`).
     """
 
     measures = frozenset({Measure.LOGITS, Measure.SEGMENT_SCORE})
     selective = True
 
-    def __init__(self, name: str = "craft", *, alpha: float = 1.0, focus: bool = False, fused: bool = False):
+    def __init__(
+        self,
+        name: str = "craft",
+        *,
+        alpha: float = 1.0,
+        focus: bool = False,
+        fused: bool = False,
+        tau: float = TAU,
+        overhead: Overhead = Influence.mismatch,
+    ):
         self.name = name
         self.alpha = alpha
+        self.tau = tau
+        self._overhead = overhead
         self._focus = focus
         self._fused = fused
 
@@ -156,7 +179,7 @@ class Craft(Strategy):
             if self._takes_fused(prompt, i):
                 owner = PUBLIC if segment.public else tenant
                 keys.append(cache.key_of(head, tokens, Provenance.APPROXIMATE, FUSED, owner, segment.behind))
-            ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior)
+            ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior, self._overhead, self.tau)
             owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
             new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, variant_digest(prior))
             keys.append(ranked[0].key if ranked else new)
@@ -170,7 +193,7 @@ class Craft(Strategy):
         """
         check(prompt)
         context = allocation.prefix(prompt.tokens[: system_length(prompt)])
-        reused = self._reused(prompt, context, allocation)
+        reused = self._reused(prompt, context, allocation, 1.0 if ratio is not None else self.tau)
         counts = self._counts(prompt, reused, ratio)
         layout = lay_out(prompt, allocation, context, reused, counts)
         focus = self._focus and len(layout.picked) and len(layout.chunks) > 2
@@ -180,14 +203,21 @@ class Craft(Strategy):
         account = _account(layout, context)
         return Plan(layout.spans, layout.tail, "full" if exact else None, account, outcome.logits, outcome.figures)
 
-    def _reused(self, prompt: Prompt, context: Match, allocation: Allocation) -> dict[int, Reuse]:
+    def _reused(self, prompt: Prompt, context: Match, allocation: Allocation, tau: float) -> dict[int, Reuse]:
         found = {}
         for i in segments_of(prompt, Kind.CHUNK):
-            reuse = _fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
-            reuse = reuse or _best_variant(prompt, i, context, allocation)
-            if reuse is not None:
-                found[i] = reuse
+            match = _fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
+            match = match or self._best_variant(prompt, i, context, allocation, tau)
+            influence = Influence.decode(match.node.meta) if match is not None else None
+            if match is not None and influence is not None:
+                found[i] = Reuse(match, influence, self._overhead(influence, before(prompt, i)))
         return found
+
+    def _best_variant(self, prompt: Prompt, i: int, context: Match, allocation: Allocation, tau: float) -> Match | None:
+        tokens = prompt.segments[i].tokens
+        kept = allocation.cache.variants(tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold)
+        ranked = rank(kept, before(prompt, i), self._overhead, tau)
+        return allocation.variant(context, tokens, VARIANT, [(each.behind, each.overhead) for each in ranked])
 
     def _takes_fused(self, prompt: Prompt, i: int) -> bool:
         return self._fused and bool(prompt.segments[i].behind) and not alone(prompt)
@@ -211,41 +241,41 @@ class Variant:
     overhead: float
 
 
-def rank(kept: Iterable[Node | Record], prior: Sequence[bytes]) -> list[Variant]:
-    """A chunk's variants, that which takes the least mending first.
+def rank(
+    kept: Iterable[Node | Record], prior: Sequence[bytes], overhead: Overhead = Influence.mismatch, tau: float = 1.0
+) -> list[Variant]:
+    """A chunk's variants that serve here, that which takes the least mending first.
 
-    kept: oldest first. prior: digests of the segments that stand before the chunk now.
+    kept: oldest first. prior: digests of the segments that stand before the chunk now. tau: a variant that was computed
+    behind others serves up to this overhead.
     """
+    here = variant_digest(prior)
     read = ((each.key, Influence.decode(each.meta)) for each in kept)
-    found = [Variant(key, variant_digest(i.before), i.mismatch(prior)) for key, i in read if i is not None]
-    return sorted(found, key=lambda variant: (variant.overhead, variant.behind != variant_digest(prior)))
+    found = [Variant(key, variant_digest(i.before), overhead(i, prior)) for key, i in read if i is not None]
+    serving = (variant for variant in found if variant.overhead <= tau or variant.behind == here)
+    return sorted(serving, key=lambda variant: (variant.overhead, variant.behind != here))
 
 
-def _best_variant(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Reuse | None:
-    tokens, prior = prompt.segments[index].tokens, before(prompt, index)
-    kept = allocation.cache.variants(tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold)
-    tries = [(variant.behind, variant.overhead) for variant in rank(kept, prior)]
-    return _reuse(allocation.variant(context, tokens, VARIANT, tries), prior)
+def without_beta(influence: Influence, prior: Sequence[bytes]) -> float:
+    """CCI alone: what stands before the chunk makes no difference (Cache-Craft, Figure 26)."""
+    return influence.cci
 
 
-def _fused_chunk(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Reuse | None:
+def without_cci(influence: Influence, prior: Sequence[bytes]) -> float:
+    """1 - adjusted overlap alone: every chunk counts as shaped by its context alike (Cache-Craft, Figure 26)."""
+    return influence.novelty(prior)
+
+
+def _fused_chunk(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Match | None:
     segment = prompt.segments[index]
     match = allocation.segment(context, segment.tokens, Provenance.APPROXIMATE, FUSED, behind=segment.behind)
-    reuse = _reuse(match, before(prompt, index))
-    if match is not None and reuse is None:
+    if match is not None and Influence.decode(match.node.meta) is None:
         raise RequestError(
             f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
             "preprocess it with recording, or choose another strategy",
             param="rag.strategy",
         )
-    return reuse
-
-
-def _reuse(match: Match | None, prior: Sequence[bytes]) -> Reuse | None:
-    influence = Influence.decode(match.node.meta) if match is not None else None
-    if match is None or influence is None:
-        return None
-    return Reuse(match, influence, influence.mismatch(prior))
+    return match
 
 
 def lay_out(
@@ -354,8 +384,9 @@ def _seen_by_question(layout: Layout, scores: Sequence[Mass]) -> NDArray[np.floa
 def _keep(layout: Layout, allocation: Allocation, context: Match, scores: Sequence[Mass]) -> None:
     """Admit the system prompt, and the chunks that were computed whole."""
     prompt = layout.prompt
+    totals = Totals(len(prompt) - len(layout.rows), len(layout.rows))
     if layout.head is not None:
-        context = keep_system(prompt, allocation, context, layout.hit, layout.head)
+        context = keep_system(prompt, allocation, context, layout.hit, layout.head, totals)
     if not layout.whole or not context.complete:
         return
     own = np.concatenate([indices(prompt.starts[i], prompt.starts[i + 1]) for i in layout.whole])
@@ -364,7 +395,7 @@ def _keep(layout: Layout, allocation: Allocation, context: Match, scores: Sequen
         allocation.cache.admit_segment(
             context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
             behind=variant_digest(before(prompt, i)), meta=record(prompt, i, own, score).encode(), variant=True,
-            public=prompt.public >= prompt.starts[i + 1],
+            public=prompt.public >= prompt.starts[i + 1], totals=totals,
         )  # fmt: skip
 
 

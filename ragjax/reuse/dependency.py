@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Match
+from ragjax.cache.match import Match, Totals
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens, Visibility
 from ragjax.core.depprompt import Positions, begins_of, paths_of
@@ -186,8 +186,11 @@ class Dependency(Strategy):
     ) -> None:
         """Keep the system prompt and the branches that were computed, parents first."""
         prompt, system = scene.prompt, system_length(scene.prompt)
+        new = sum(len(span.indices) for span in fresh.values())
+        totals = Totals(len(prompt) - new, new)
         if hit < system:
-            context = keep_system(prompt, allocation, context, hit, own.slice(0, system - hit, allocation.page_size))
+            head = own.slice(0, system - hit, allocation.page_size)
+            context = keep_system(prompt, allocation, context, hit, head, totals)
         for i, path in scene.paths.items() if context.complete else ():
             if i not in fresh:
                 continue
@@ -205,6 +208,7 @@ class Dependency(Strategy):
                 local_start=scene.begins[i] + len(prompt.segments[i]) - run.length,
                 meta=scene.places(path) if self.positions == "preorder" and true else b"",
                 public=prompt.segments[i].public,
+                totals=totals,
             )
 
 

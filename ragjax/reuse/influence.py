@@ -76,10 +76,13 @@ class Influence:
         again = np.array([digest in set(before) for digest in self.before])
         return float(inter_Z[again].sum()) / total
 
+    def novelty(self, before: Sequence[bytes]) -> float:
+        """1 - adjusted overlap, in [0, 1] (eq. 8)."""
+        return max(0.0, 1 - self.overlap(before) * (1 - disorder(self.before, before)))
+
     def mismatch(self, before: Sequence[bytes]) -> float:
         """CCI * (1 - adjusted overlap), in [0, 1]: what the Cache Fix Overhead is before it is scaled (eqs. 8, 12)."""
-        adjusted = self.overlap(before) * (1 - disorder(self.before, before))
-        return self.cci * max(0.0, 1 - adjusted)
+        return self.cci * self.novelty(before)
 
     def encode(self) -> bytes:
         """As bytes, for `KnowledgeCache.admit_segment(meta=...)`."""

@@ -42,7 +42,7 @@ class Prefix(Strategy):
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Keep the finished turn, so that the next one finds it."""
-        context = allocation.prefix(prompt.tokens)
+        context = allocation.prefix(prompt.tokens, quiet=True)
         if not context.complete or not len(generated):
             return
         run = plan.tail.slice(0, len(generated), allocation.page_size)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Match
+from ragjax.cache.match import Match, Totals
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -203,6 +203,8 @@ def prepare(
     own = allocation.reserve(len(joins) + allocation.decode_tokens)
     mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
 
+    new = fresh_system.length + sum(run.length for run in fresh.values()) + len(joins) + repaired
+    totals = Totals(len(prompt) - new, new)
     head = match_spans(context, 0, runs=runs)
     if fresh_system.length:
         head = (*head, Span.consecutive(system_hit, fresh_system))
@@ -211,7 +213,7 @@ def prepare(
         results = yield missing(prompt, system_hit, system, fresh, head, source.measures if fresh else frozenset())
         meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
         if fresh_system.length:
-            context = keep_system(prompt, allocation, context, system_hit, fresh_system)
+            context = keep_system(prompt, allocation, context, system_hit, fresh_system, totals)
         for i, run in fresh.items() if context.complete else ():
             segment = prompt.segments[i]
             allocation.cache.admit_segment(
@@ -223,6 +225,7 @@ def prepare(
                 source.method,
                 meta=meta[i],
                 public=segment.public,
+                totals=totals,
             )
 
     pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
@@ -259,11 +262,13 @@ def check(prompt: Prompt) -> None:
         raise ValueError("a prompt ends with a join")
 
 
-def keep_system(prompt: Prompt, allocation: Allocation, context: Match, hit: int, run: Run) -> Match:
+def keep_system(
+    prompt: Prompt, allocation: Allocation, context: Match, hit: int, run: Run, totals: Totals | None = None
+) -> Match:
     """Admit the system prompt, whose tokens from `hit` on lie in `run`; return its match, which replaces `context`."""
     head = prompt.tokens[: system_length(prompt)]
-    allocation.cache.admit_prefix(context, head, hit, run, (), min(prompt.public, len(head)))
-    return allocation.prefix(head)
+    allocation.cache.admit_prefix(context, head, hit, run, (), min(prompt.public, len(head)), totals)
+    return allocation.prefix(head, quiet=True)
 
 
 def system_account(prompt: Prompt, context: Match, hit: int) -> tuple[dict[int, int], dict[int, Tier | None]]:

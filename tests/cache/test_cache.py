@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ragjax.cache.policy.base import Access, Victims
+from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import AuditError
 from ragjax.cache.tree import Node, Provenance, context_digest
@@ -170,6 +171,18 @@ def test_exact_and_approximate_hits_are_counted_apart():
     assert after.exact_hit_tokens - before.exact_hit_tokens == 3
     assert after.approximate_hit_tokens - before.approximate_hit_tokens == 2
     assert after.missed_tokens - before.missed_tokens == 2
+
+
+def test_a_quiet_look_up_pins_and_counts_nothing():
+    bench = Bench(policy=LFU())
+    bench.put([1, 2, 3])
+    before, [node] = bench.cache.metrics, bench.cache.tree.nodes()
+    note, hits = node.note, node.hits
+    match = bench.cache.match_prefix(tokens(1, 2, 3), quiet=True)
+    assert match.length == 3 and node.pins == 1
+    assert (node.note, node.hits) == (note, hits) and bench.cache.metrics == before
+    match.release()
+    bench.audit()
 
 
 def test_least_recently_used_leaves_first_and_parents_after_children():

@@ -59,8 +59,17 @@ def test_the_least_reused_leaves_and_of_equals_the_oldest():
         variants.add(one)
     for one, cfo in ((nodes[0], 0.1), (nodes[3], 1.0)):
         variants.use(one, cfo)
-    assert [variants.excess() for _ in range(4)] == [nodes[1], nodes[2], nodes[4], None]
-    assert len(variants) == 2
+    assert [variants.victim() for _ in range(5)] == [nodes[1], nodes[2], nodes[4], nodes[3], None]
+    assert len(variants) == 1 and not variants.full
+
+
+def test_a_new_variant_begins_above_the_last_that_left():
+    variants, old, new = Variants(1), node(), node()
+    variants.add(old)
+    variants.use(old, 0.5)
+    assert variants.victim() is old
+    variants.add(new)
+    assert variants.reuse(new) == 2 + 1
 
 
 @pytest.mark.parametrize("why", ["pins", "loading"])
@@ -70,9 +79,9 @@ def test_what_is_in_use_does_not_leave_and_may_later(why):
         variants.add(one)
         setattr(one, why, 1)
     setattr(nodes[2], why, 0)
-    assert variants.excess() is nodes[2] and variants.excess() is None
+    assert variants.victim() is nodes[2] and variants.victim() is None
     setattr(nodes[0], why, 0)
-    assert variants.excess() is nodes[0] and variants.excess() is None
+    assert variants.victim() is nodes[0] and variants.victim() is None and variants.full
 
 
 def test_what_has_left_by_itself_counts_no_more():
@@ -82,8 +91,8 @@ def test_what_has_left_by_itself_counts_no_more():
     variants.use(nodes[0], 0.01)
     variants.use(nodes[1], 0.01)
     nodes[0].dead = nodes[1].dead = True
-    assert variants.excess() is None and len(variants) == 2
-    assert len(variants._heap) == 2
+    assert variants.victim() is nodes[2] and variants.victim() is None and len(variants) == 1
+    assert len(variants._heap) == 1
 
 
 # ---------------------------------------------------------------------------------------- in the cache
@@ -119,17 +128,23 @@ def test_the_variant_that_was_reused_least_leaves():
         put(bench, [[first]])
         for _ in range(times):
             assert has(bench, [[first]], cfo=cfo)
-    put(bench, [[13]])  # itself the least, but for its being in use
-    assert kept(bench) == [10, 11, 12]
-    for first in (12, 12, 12):
+    put(bench, [[13]])
+    assert kept(bench) == [10, 11, 13]  # f_r 10, 3 and, from the 2 of the one that left, 3
+    put(bench, [[14]])
+    assert kept(bench) == [10, 13, 14]  # of two that were reused 3 times the older left
+    bench.audit()
+
+
+def test_new_variants_enter_though_all_old_ones_were_used():
+    """Cache-Craft, section 3.3: the lowest f_r leaves to make room for more effective variants."""
+    bench = make(limit=4)
+    for first in (10, 11, 12, 13):
+        put(bench, [[first]])
         assert has(bench, [[first]])
-    with bench.match(SYSTEM) as match:  # the new one is in use: of the others 11 was reused 3 times, 12 5 times
-        run = bench.reserve(2)
-        bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[14]]))
-        digest = neighbours_digest([tokens(14)])
-        bench.cache.admit_segment(match, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, variant=True)
-        bench.cache.free(run)
-    assert kept(bench) == [10, 11, 12]
+    for first in (20, 21, 22, 23):
+        put(bench, [[first]])
+        assert kept(bench)[-1] == first and len(kept(bench)) == 4
+    assert kept(bench) == [20, 21, 22, 23]
     bench.audit()
 
 
@@ -218,7 +233,7 @@ def test_a_variant_that_left_is_not_put_on_disk_and_one_that_comes_from_there_co
     for first in (11, 12):
         assert has(bench, [[first]], cfo=0.5)
     put(bench, [[13]])
-    assert kept(bench) == [11, 12]
+    assert kept(bench) == [12, 13]
     bench.audit()
 
 

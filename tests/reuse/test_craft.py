@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours_digest
 from ragjax.core import Answer, Kind, Measure, Move, OutOfPages, Pass, Prompt, RequestError, Segment
+from ragjax.reuse import strategies
 from ragjax.reuse.craft import VARIANT, Craft
 from ragjax.reuse.focus import Focus, find_focus
-from ragjax.reuse.influence import Influence, before, digest, quotas, record
+from ragjax.reuse.influence import Influence, before, digest, disorder, quotas, record
 from ragjax.reuse.preprocessing import Fuse
 from tests.support import tiny
 from tests.support.disks import open_store
@@ -67,6 +68,7 @@ class Shadow:
     """Cache-Craft over whole arrays: lists of variants by chunk, literal choices, one dense forward a request."""
 
     alpha: float = 1.0
+    tau: float = 1.0
     kept: dict[bytes, list[Kept]] = field(default_factory=dict)
     reused: dict[int, Kept] = field(default_factory=dict)
 
@@ -75,7 +77,7 @@ class Shadow:
         m, n = model(), len(prompt)
         chunks = [i for i, s in enumerate(prompt.segments) if s.kind is Kind.CHUNK]
         best = {i: self._best(prompt, i) for i in chunks}
-        known = [i for i in chunks if best[i] is not None]
+        known = [i for i in chunks if best[i] is not None and (ratio is not None or self._serves(prompt, i, best[i]))]
         overheads = [best[i].influence.mismatch(before(prompt, i)) for i in known]
         sizes = [len(prompt.segments[i]) for i in known]
         counts = [math.ceil(min(1, self.alpha * x) * size) for x, size in zip(overheads, sizes, strict=True)]
@@ -100,6 +102,10 @@ class Shadow:
         for i in set(chunks) - set(self.reused):
             self._keep(prompt, i, dense.k, dense.v, dense.prob)
         return rows - set(range(prompt.starts[1])), dense.logits[-1]
+
+    def _serves(self, prompt: Prompt, i: int, kept: Kept) -> bool:
+        now = before(prompt, i)
+        return kept.before == now or kept.influence.mismatch(now) <= self.tau
 
     def _best(self, prompt: Prompt, i: int) -> Kept | None:
         now = before(prompt, i)
@@ -127,9 +133,20 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("alpha", "ratios"), [(0.4, (None,)), (1.6, (None,)), (1.0, (0.15, None, 0.5, 1.0, 0.0))])
-def test_a_sequence_of_requests_is_what_the_shadow_says(alpha: float, ratios: Sequence[float | None]) -> None:
-    executor, shadow, craft = Executor(pages=400), Shadow(alpha), Craft(alpha=alpha)
+@pytest.mark.parametrize(
+    ("alpha", "tau", "ratios"),
+    [
+        (0.4, 1.0, (None,)),
+        (1.6, 1.0, (None,)),
+        (1.0, 1.0, (0.15, None, 0.5, 1.0, 0.0)),
+        (1.0, 0.3, (None,)),
+        (1.0, 0.3, (0.15, None, None, 1.0, 0.0)),
+    ],
+)
+def test_a_sequence_of_requests_is_what_the_shadow_says(
+    alpha: float, tau: float, ratios: Sequence[float | None]
+) -> None:
+    executor, shadow, craft = Executor(pages=400), Shadow(alpha, tau), Craft(alpha=alpha, tau=tau)
     for n, chunks in enumerate(REQUESTS):
         prompt, ratio = ask(*chunks, question=n, history=n % 5 == 4), ratios[n % len(ratios)]
         done = executor.run(craft, prompt, ratio)
@@ -151,12 +168,53 @@ def test_a_sequence_of_requests_is_what_the_shadow_says(alpha: float, ratios: Se
                     assert r.cci == pytest.approx(old.influence.cci, abs=1e-5)
 
 
-def test_a_sequence_needs_variants_of_every_sort() -> None:
+@pytest.mark.parametrize(("alpha", "tau"), [(1.6, 1.0), (1.0, 0.3)])
+def test_a_sequence_needs_variants_of_every_sort(alpha: float, tau: float) -> None:
     """What the test above goes through: several variants of a chunk, some mended, some as they are."""
-    shadow = Shadow(1.6)
+    shadow = Shadow(alpha, tau)
     for n, chunks in enumerate(REQUESTS):
         shadow.run(ask(*chunks, question=n, history=n % 5 == 4))
     assert max(len(kept) for kept in shadow.kept.values()) > 2
+
+
+def test_a_chunk_in_an_unseen_prefix_gets_a_variant_though_it_would_be_mended_in_part() -> None:
+    """Cache-Craft, section 3.3: new variants are added for a unique chunk and prefix."""
+    counts = []
+    for tau in (0.0, 1.0):
+        executor, craft = Executor(), Craft(alpha=0.5, tau=tau)
+        for chunks in ((0, 1, 2), (3, 4, 2), (2, 0)):
+            done = executor.run(craft, ask(*chunks))
+        counts.append(len(executor.cache.variants(chunk(2).tokens, VARIANT)))
+    assert counts == [3, 1]
+    again = executor.run(Craft(tau=0.0), ask(0, 1, 2, question=1))
+    assert len(rows_of(again)) == 6 and done.plan.exact_to is None
+
+
+def test_a_variant_that_does_not_serve_is_not_counted_as_used() -> None:
+    executor, craft = Executor(), Craft(tau=0.0)
+    executor.run(craft, ask(0, 1))
+    before_ = executor.cache.metrics
+    executor.run(craft, ask(2, 1))
+    after = executor.cache.metrics
+    assert after.approximate_hit_tokens == before_.approximate_hit_tokens
+    assert after.missed_tokens - before_.missed_tokens == LENGTHS[2] + LENGTHS[1]
+
+
+@pytest.mark.parametrize("name", ["craft-nobeta", "craft-nocci"])
+def test_an_ablation_leaves_its_factor_out(name: str) -> None:
+    """Cache-Craft, Figure 26."""
+    executor, craft = Executor(), strategies()[name]
+    executor.run(craft, ask(0, 1, 2))
+    prompt = ask(1, 0, 2)
+    [node] = executor.cache.variants(chunk(2).tokens, VARIANT)
+    influence = Influence.decode(node.meta)
+    assert influence is not None
+    adjusted = influence.overlap(before(prompt, 3)) * (1 - disorder(influence.before, before(prompt, 3)))
+    expected = influence.cci if name == "craft-nobeta" else 1 - adjusted
+    assert isinstance(craft, Craft)
+    craft.tau = 1.0
+    done = executor.run(craft, prompt)
+    assert done.plan.reports[3].recomputed == math.ceil(expected * LENGTHS[2] - 1e-9)
 
 
 # ----------------------------------------------------------------------------------------------- limits
@@ -197,7 +255,7 @@ def test_one_chunk_alone_is_full_cold_and_warm(ratio: float | None) -> None:
 
 
 def test_a_chunk_alone_that_is_known_behind_another_only_is_mended_and_not_called_exact() -> None:
-    executor, craft = Executor(), Craft()
+    executor, craft = Executor(), Craft(tau=1.0)
     executor.run(craft, ask(1, 0))
     done = executor.run(craft, ask(0))
     assert done.plan.exact_to is None and 0 < done.plan.reports[1].recomputed < LENGTHS[0]
@@ -261,7 +319,7 @@ def test_no_room_is_found_out_before_the_first_pass() -> None:
 
 
 def test_keys_are_those_of_the_nodes_it_uses() -> None:
-    executor, craft = Executor(), Craft()
+    executor, craft = Executor(), Craft(tau=1.0)
     prompt = ask(0, 1, 2)
     expected = craft.keys(prompt, executor.cache, "")
     executor.run(craft, prompt)
@@ -274,7 +332,7 @@ def test_keys_are_those_of_the_nodes_it_uses() -> None:
 def test_concurrent_requests_share_a_chunk_unharmed() -> None:
     """Different tokens of the same pages are mended at once; the pages stay what they were, to the bit."""
     asks = [(ask(1, 0, 2, question=1), 0.2), (ask(2, 1, 3, question=2), 0.6), (ask(1, 0, question=3), None)]
-    executor, craft = Executor(), Craft("craft-focus", focus=True)
+    executor, craft = Executor(), Craft("craft-focus", focus=True, tau=1.0)
     executor.run(craft, ask(0, 1, 2, 3))
     pages = np.flatnonzero(np.isfinite(executor.v[0]).all((-1, -2)))
     nodes = [node.run.slots(16) for i in range(4) for node in executor.cache.variants(chunk(i).tokens, VARIANT)]

@@ -1,0 +1,113 @@
+"""What the cache and its policy hear of a request: one look-up, and the request's own totals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.simulator import Simulator
+from benchmarks.workload import Forest, Request
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.policy.base import Access
+from ragjax.cache.policy.lfu import LFU
+from ragjax.cache.pool import PagePool
+from ragjax.core import Kind, Prompt, Segment
+from ragjax.reuse import strategies
+from ragjax.reuse.craft import Craft
+from ragjax.reuse.prefix import Prefix
+from tests.support.executor import Executor
+
+SYSTEM, QUESTION = 6, 5
+LENGTHS = (9, 14, 11, 7)
+
+
+class Listener(LFU):
+    """Writes down what requests computed: (cached, new) of each node that is admitted, without repetition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[tuple[int, int]] = []
+
+    def on_access(self, node: Any, access: Access) -> None:
+        super().on_access(node, access)
+        if not access.hit and (access.cached, access.new) not in self.heard[-1:]:
+            self.heard.append((access.cached, access.new))
+
+
+def listening() -> tuple[Executor, Listener]:
+    executor, listener = Executor(), Listener()
+    executor.cache = KnowledgeCache(b"heard", PagePool(200, executor.page_size), listener)
+    return executor, listener
+
+
+def prompt(chunks: tuple[int, ...], question: int) -> Prompt:
+    random = np.random.default_rng(question)
+    system = Segment("system", Kind.SYSTEM, np.arange(30, 30 + SYSTEM, dtype=np.int32), public=True)
+    made = [
+        Segment(f"c{i}", Kind.CHUNK, (40 * i + np.arange(LENGTHS[i])).astype(np.int32) % 250, public=True)
+        for i in chunks
+    ]
+    asked = Segment("q", Kind.QUERY, random.integers(0, 256, QUESTION).astype(np.int32))
+    return Prompt((system, *made, asked))
+
+
+ASKED = ((0, 1), (1, 2), (0, 3, 1), (2,), (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("name", ["prefix", "naive", "craft"])
+def test_policies_hear_the_totals_that_the_simulator_tells_them(name: str) -> None:
+    """RAGCache, Algorithm 1: alpha and beta are the request's, whatever pieces it is admitted in."""
+    strategy = Craft(alpha=0.0, tau=1.0) if name == "craft" else strategies()[name]  # nothing is mended
+    executor, listener = listening()
+    simulated, forest = Listener(), Forest()
+    top = forest.child(-1, "system", SYSTEM)
+    made, told = [], []
+    for number, chunks in enumerate(ASKED):
+        nodes = [top]
+        for i in chunks:  # a chunk hangs below those before it, or below the system prompt
+            nodes.append(forest.child(nodes[-1] if name == "prefix" else top, i, LENGTHS[i]))
+        made.append(Request(tuple(nodes), other=QUESTION))
+        done = executor.run(strategy, prompt(chunks, number))
+        told.append(sum(part.recomputed for part in done.plan.reports))
+    Simulator(forest.workload("asked", made), simulated, 10_000).run()
+    if name == "prefix":  # the question is kept too, and so the request is heard of even where no chunk is new
+        simulated.heard = [(forest_total(r, forest) - n, n) for r, n in zip(made, told, strict=True)]
+    assert listener.heard == simulated.heard and len(listener.heard) >= 3
+    assert all(new in told for _, new in listener.heard)
+
+
+def forest_total(request: Request, forest: Forest) -> int:
+    return sum(forest.sizes[n] for n in request.nodes) + request.other
+
+
+@pytest.mark.parametrize("name", ["prefix", "naive", "craft", "dependency"])
+def test_a_cold_request_hits_nothing_and_counts_once(name: str) -> None:
+    executor, _ = listening()
+    talk = executor.talk(strategies()[name], prompt((0, 1), 0), decode_tokens=8)
+    while talk.step():
+        pass
+    assert talk.plan is not None
+    strategies()[name].finish(talk.prompt, talk.plan, np.arange(8, dtype=np.int32), talk.allocation)
+    metrics = executor.cache.metrics
+    assert (metrics.exact_hit_tokens, metrics.approximate_hit_tokens, dict(metrics.tier_hit_tokens)) == (0, 0, {})
+    assert {node.note >> 40 for node in executor.cache.tree.nodes()} == {1}
+    assert {node.hits for node in executor.cache.tree.nodes()} == {0}
+    talk.close()
+
+
+def test_a_warm_request_counts_once_and_finds_the_finished_turn() -> None:
+    executor, _ = listening()
+    asked, answer = prompt((0, 1), 0), np.arange(8, dtype=np.int32)
+    for count in (1, 2):
+        talk = executor.talk(Prefix(), asked, decode_tokens=8)
+        while talk.step():
+            pass
+        assert talk.plan is not None
+        Prefix().finish(asked, talk.plan, answer, talk.allocation)
+        talk.close()
+        assert max(node.note >> 40 for node in executor.cache.tree.nodes()) == count
+    match = executor.cache.match_prefix(np.concatenate([asked.tokens, answer]))
+    assert match.complete
+    match.release()

@@ -43,7 +43,7 @@ MOST_ENUMERATED = 20_000
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the paths of a question (DepCache, section 3.3: 30 paths of 2 hops for an entity)."""
+    """Of the paths of a question, all its entities together (DepCache, section 3.3: 30 paths of 2 hops an entity)."""
 
     paths: int = 30
     hops: int = 3

@@ -50,8 +50,8 @@ from train.sample import Sample, read_samples
 log = logging.getLogger(__name__)
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {"lr": 2e-5, "batch": 64, "epochs": 1, "lora": 0},
-    "small": {"lr": 5e-4, "batch": 16, "epochs": 3, "lora": 16},
+    "paper": {"lr": 2e-5, "batch": 64, "epochs": 1, "plain": 0.0, "lora": 0},
+    "small": {"lr": 5e-4, "batch": 16, "epochs": 3, "plain": 0.1, "lora": 16},
 }
 """`paper` is section 6.5's, for 7B and more; `small` is for models that a laptop trains. Flags go before presets."""
 
@@ -418,11 +418,12 @@ def _check_given(options: argparse.Namespace) -> None:
     """Raise ConfigError for a flag that another one makes meaningless."""
     without_lora = _lora_rank(options) == 0
     rank = f"--lora 0 of --preset {options.preset}" if options.lora is None else "--lora 0"
+    plain = f"--plain 0 of --preset {options.preset}" if options.plain is None else "--plain 0"
     clashes = (
         (options.lora_alpha is not None and without_lora, "--lora-alpha", rank),
         (options.lora_matrices is not None and without_lora, "--lora-matrices", rank),
         (options.positions is not None and options.attention == "self", "--positions", "--attention self"),
-        (options.plain_data is not None and options.plain == 0, "--plain-data", "--plain 0"),
+        (options.plain_data is not None and _recipe(options).plain == 0, "--plain-data", plain),
     )
     for clash, flag, other in clashes:
         if clash:
@@ -482,8 +483,8 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     preset = PRESETS[options.preset]
     chosen = {name: preset[name] if getattr(options, name) is None else getattr(options, name) for name in preset}
     return Recipe(
-        chosen["lr"], chosen["batch"], chosen["epochs"], options.attention, options.positions or "path", options.plain,
-        options.warmup, options.clip, options.weight_decay, options.row_tokens, options.seed,
+        chosen["lr"], chosen["batch"], chosen["epochs"], options.attention, options.positions or "path",
+        chosen["plain"], options.warmup, options.clip, options.weight_decay, options.row_tokens, options.seed,
     )  # fmt: skip
 
 
@@ -512,7 +513,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--preset", choices=tuple(PRESETS), default="paper", help="paper (default): 7B and more; small: LoRA")
     flag("--attention", choices=get_args(Attention), default="dependency", help="self: paths in one chain, the control")
     flag("--positions", choices=get_args(Positions), help="of trees (default: path)")
-    flag("--plain", type=share, default=0.1, metavar="SHARE", help="of plain causal samples (default: 0.1)")
+    flag("--plain", type=share, metavar="SHARE", help="of plain causal samples (paper: 0, small: 0.1)")
     flag("--plain-data", nargs="+", metavar="FILE", help="plain samples or chats; without: the data, as causal chains")
     flag("--lr", type=positive, help="highest learning rate (paper: 2e-5, small: 5e-4)")
     flag("--batch", type=integer(1), help="samples of a step (paper: 64, small: 16)")

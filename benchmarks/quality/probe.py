@@ -121,7 +121,7 @@ def rotated(k_LNKD: Floats, offset_N: NDArray[np.int32], inv_freq_R: NDArray[np.
 def deviation(full: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> tuple[list[float], list[float]]:
     """How far keys, and values, lie from full attention's, by layer: norm of the difference over norm of full's.
 
-    FusionRAG's Δ_KV (equation 5), brought to a scale that layers and models share.
+    FusionRAG's Δ_KV (equation 7), which is of a token and absolute; here it is of a layer and relative to full's norm.
     """
     found = []
     for exact, approximate in zip(full, other, strict=True):

@@ -350,12 +350,15 @@ def test_log_forgets_what_is_done_again(tmp_path: Path) -> None:
 
 
 def test_defaults_are_the_presets() -> None:
-    from train.depft import _lora, _options, _recipe
+    from train.depft import _check_given, _lora, _options, _recipe
 
     needed = ["--model", "m", "--data", "d", "--out", "o"]
     paper, small = (_options([*needed, "--preset", name]) for name in ("paper", "small"))
     assert (_recipe(paper).lr, _recipe(paper).batch, _recipe(paper).epochs, _lora(paper)) == (2e-5, 64, 1, None)
     assert (_recipe(small).lr, _recipe(small).batch, _lora(small).rank) == (5e-4, 16, 16)  # type: ignore[union-attr]
+    assert (_recipe(paper).plain, _recipe(small).plain) == (0.0, 0.1)  # the paper mixes nothing in
+    with pytest.raises(ConfigError, match="--plain-data has no effect with --plain 0 of --preset paper"):
+        _check_given(_options([*needed, "--plain-data", "chats.jsonl"]))
     mixed = _options([*needed, "--preset", "small", "--lora", "0", "--lr", "0.1"])
     assert _recipe(mixed).lr == 0.1 and _lora(mixed) is None
     assert Rows.up_to(_recipe(paper).row).lengths[-1] == 1024

@@ -5,7 +5,7 @@
 Llama-3-8B and Qwen2.5-7B, bfloat16, contexts of 4K to 32K tokens: a system prompt, chunks of 512 tokens, a question of
 32. `full`: everything is computed. `naive`: chunks that were computed behind the system prompt alone are read where
 they lie, at their new positions, and the question is computed; `cold` includes the chunks. `recompute-15`: chunks as in
-`naive`, and 15% of the context is computed anew beside the question. The runner is driven without engine and
+`naive`, and 15% of the context is recomputed beside the question. The runner is driven without engine and
 scheduler; times run from the host's arrays to the logits on the host. Decoding is greedy, one host round trip a token.
 """
 

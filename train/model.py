@@ -32,7 +32,7 @@ Tree = dict[str, Any]
 """Weights, adapters, or what is made of them: arrays in nested dicts."""
 
 Remat = Literal["none", "dots", "layers"]
-"""What backward computes anew: nothing, all but the products with weights, or whole layers."""
+"""What backward recomputes: nothing, all but the products with weights, or whole layers."""
 
 DEVICES = ("data", "fsdp")
 """The mesh: rows are split over both axes, weights over the second."""

@@ -217,7 +217,7 @@ def show_gates(gates: Sequence[report.Row]) -> None:
 
 
 class Rival:
-    """A worker with PyTorch that is started when it is first asked, and anew after it had to be ended."""
+    """A worker with PyTorch that is started when it is first asked, and again after it had to be ended."""
 
     def __init__(self, script: str, interpreter: str | None = None):
         """Nothing is started yet."""

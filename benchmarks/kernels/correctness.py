@@ -116,7 +116,7 @@ class Case:
 
 
 def pieces_of(kind: str, request: int, lengths: Sequence[int], base: int, rng: np.random.Generator) -> list[Any]:
-    """A prompt of pieces: "chain", "isolated" chunks, a "tree", or a chain with "stale" tokens computed anew."""
+    """A prompt of pieces: "chain", "isolated" chunks, a "tree", or a chain with "stale" tokens that are recomputed."""
     starts = [int(n) for n in np.cumsum([0, *lengths])]
     last = len(lengths) - 1
     depths = [0]

@@ -36,7 +36,7 @@ class Pass:
 class Layout:
     """See the module.
 
-    tail: slots behind the question, for decoding. fresh: pages for what is computed anew.
+    tail: slots behind the question, for decoding. fresh: pages for what is recomputed.
     """
 
     context: int

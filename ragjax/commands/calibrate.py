@@ -3,7 +3,7 @@
 The validation set is the packaged one: questions on its documents, with the passages that retrieval brings. For each
 alpha the cache begins empty, the first 20 questions warm it (as in section 5.1.2), and the others are measured: F1 of
 the words of greedy answers against those of `full`, or KL(full || craft) over the positions that predict the answer of
-`full`, in nats. Its expected CFO is the share of the passages' tokens that was computed anew. The largest alpha of the
+`full`, in nats. Its expected CFO is the share of the passages' tokens that was recomputed. The largest alpha of the
 grid recomputes every chunk that stands behind wholly other chunks; the least one that is good is found by bisection.
 
 Exit codes: 0 if one was found and written, 1 if none keeps the quality, 2 if it could not be done as asked.
@@ -83,7 +83,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one alpha gave, means over questions. share: of the passages' tokens, computed anew."""
+    """What one alpha gave, means over questions. share: of the passages' tokens, recomputed."""
 
     alpha: float
     f1: float

@@ -187,7 +187,7 @@ def _compare(engine: Engine, setting: Setting, answer: Answer, full: Answer) -> 
 
 
 def _share(answer: Answer, prompt: Prompt) -> float:
-    """Share of the chunks' tokens that was computed anew; 0 without chunks."""
+    """Share of the chunks' tokens that was recomputed; 0 without chunks."""
     chunks = [r for r, s in zip(answer.segments, prompt.segments, strict=True) if s.kind is Kind.CHUNK]
     return sum(report.recomputed for report in chunks) / max(1, sum(report.tokens for report in chunks))
 

@@ -69,7 +69,7 @@ def _file_digest(file: Path, memory: Path) -> bytes:
         if remembered == state:
             return bytes.fromhex(digest)
     except (OSError, ValueError, TypeError):
-        pass  # none yet, or damaged: computed anew below
+        pass  # none yet, or damaged: recomputed below
     with file.open("rb") as stream:
         computed = hashlib.file_digest(stream, "sha256").digest()
     memory.mkdir(parents=True, exist_ok=True)

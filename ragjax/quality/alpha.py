@@ -24,7 +24,7 @@ class Alpha:
 
     value: alpha. identity: hex digest of all that the model's KV depends on. model, dtype: what they were.
     quality: what was asked for, "F1=0.9" for instance; reached: its value at this alpha, over `questions` questions.
-    share: mean share of the chunks' tokens that was computed anew.
+    share: mean share of the chunks' tokens that was recomputed.
     """
 
     value: float

@@ -141,7 +141,7 @@ class Measurement:
     """What one setting did over `n` questions.
 
     kl, top1: mean divergence; kl_hi, top1_lo: its one-sided 95% bounds over questions. ttft_ms: median. share: mean
-    share of the chunks' tokens that was computed anew.
+    share of the chunks' tokens that was recomputed.
     """
 
     setting: Setting

@@ -78,7 +78,7 @@ class KnowledgeGraph:
     ):
         """Over a store, which is closed with the graph.
 
-        names: file that keeps the embeddings of entity names; None: they are made anew at every start.
+        names: file that keeps the embeddings of entity names; None: they are made at every start.
         progress: called with the number of names embedded so far; what the file has is not embedded again.
 
         Raises:

@@ -525,7 +525,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--lora-alpha", type=positive, help="default: twice the rank")
     flag("--lora-matrices", help=f"default: {','.join(INPUTS)}")
     flag("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products (default: bfloat16)")
-    flag("--remat", choices=get_args(Remat), default="layers", help="what backward computes anew (default: layers)")
+    flag("--remat", choices=get_args(Remat), default="layers", help="what backward recomputes (default: layers)")
     flag("--row-tokens", type=integer(1), default=1024, help="of packed samples on each device (default: 1024)")
     flag("--fsdp", type=integer(1), metavar="N", help="devices that weights are split over (default: all)")
     flag("--seed", type=integer(0), default=0)

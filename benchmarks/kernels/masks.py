@@ -104,7 +104,7 @@ def recompute(n: int, rows: int, *, moved: bool, low: int = 256, high: int = 102
 
 
 def patched(n: int, rows: int, page: int, *, low: int = 256, high: int = 1024, seed: int = 0) -> Mask:
-    """As `recompute`, moved, but the chosen tokens' cached keys are hidden and stored again in pages behind the rest."""
+    """As `recompute`, moved, but the chosen tokens' cached keys are hidden; new ones are in pages behind the rest."""
     mask = recompute(n, rows, moved=True, low=low, high=high, seed=seed)
     fresh = -(-rows // page) * page
 

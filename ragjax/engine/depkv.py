@@ -57,9 +57,7 @@ class DepKV:
 
 
 class Keeping(Strategy):
-    """Another strategy, whose plan and holding are handed to `keep` and outlive the request; it generates nothing."""
-
-    selective = False
+    """Another strategy, whose plan and allocation go to `keep` and outlive the request; it generates nothing."""
 
     def __init__(self, inner: Strategy, keep: Callable[[Plan, Allocation], None]):
         self.name = inner.name
@@ -81,7 +79,6 @@ class Resumed(Strategy):
     """Goes on from KV that is held; nothing of the prompt is computed."""
 
     measures: frozenset[Measure] = frozenset()
-    selective = False
 
     def __init__(self, kv: DepKV):
         self.name = kv.strategy

@@ -49,7 +49,7 @@ class Deviation(Selector):
         """One pass through two layers over everything from the first chunk to the last."""
         chunks = stitched.chunks
         rows = indices(int(chunks[0]), int(chunks[-1]) + 1)
-        spans = (*stitched.head, Span(chunks, stitched.scratch), *stitched.join)
+        spans = (*stitched.head, Span(chunks, stitched.scratch), *stitched.query)
         layers = (0, min(PROBED, stitched.stages[-1]))
         results = yield Pass(rows, rows, spans, self.measures, layers=layers, stale=stitched.chunk)
         deviation = results[Measure.DEVIATION][:, -1, chunks - rows[0]]
@@ -107,7 +107,7 @@ class Gradual(Strategy):
         return stitched.plan(spans, results[Measure.LOGITS][0], chosen, whole=kept)
 
     def _stage(self, stitched: Stitched, spans: tuple[Span, ...], kept: Tokens, layers: tuple[int, int]) -> Pass:
-        rows = np.union1d(kept, stitched.joins).astype(np.int32)
+        rows = np.union1d(kept, stitched.queries).astype(np.int32)
         if layers[1] == stitched.stages[-1]:
             return Pass(rows, rows, spans, LOGITS, (len(stitched.prompt) - 1,), layers=layers)
         return Pass(rows, rows, spans, Deviation.measures, layers=layers, stale=stitched.chunk)
@@ -116,7 +116,7 @@ class Gradual(Strategy):
         self, deviation: NDArray[np.float32], stitched: Stitched, kept: Tokens, count: int
     ) -> tuple[Tokens, Tokens]:
         """The tokens that deviate most in the stage's last layer, and the others."""
-        rows = np.union1d(kept, stitched.joins)
+        rows = np.union1d(kept, stitched.queries)
         there = deviation[:, -1, np.searchsorted(rows, kept)]
         narrowed = top(combined(there, self._of), kept, count)
         return narrowed, np.setdiff1d(kept, narrowed).astype(np.int32)

@@ -80,7 +80,7 @@ class Isolated:
 class Stitched:
     """A prompt whose chunks have KV side by side, before its query segments are computed.
 
-    head, chunk, join: spans of system segments, chunks at their places, and query segments (in slots of its own).
+    head, chunk, query: spans of system segments, chunks at their places, and query segments (in slots of its own).
     tail: slots for generated tokens. repaired, scratch: slots for tokens to recompute, and to measure with.
     context: the match on the system segments, of which `system_hit` tokens are used. matches: of chunks that were
     found, by segment. meta: bytes kept with each chunk, by segment.
@@ -89,7 +89,7 @@ class Stitched:
     prompt: Prompt
     head: tuple[Span, ...]
     chunk: tuple[Span, ...]
-    join: tuple[Span, ...]
+    query: tuple[Span, ...]
     tail: Run
     repaired: Run
     scratch: Run
@@ -103,7 +103,7 @@ class Stitched:
     @property
     def spans(self) -> tuple[Span, ...]:
         """Every key of the prompt, nothing recomputed."""
-        return (*self.head, *self.chunk, *self.join)
+        return (*self.head, *self.chunk, *self.query)
 
     @cached_property
     def chunks(self) -> Tokens:
@@ -111,7 +111,7 @@ class Stitched:
         return _indices_of(self.prompt, Kind.CHUNK)
 
     @cached_property
-    def joins(self) -> Tokens:
+    def queries(self) -> Tokens:
         """Indexes of all tokens of query segments, ascending, int32 [n]."""
         return _indices_of(self.prompt, Kind.QUERY)
 
@@ -129,18 +129,18 @@ class Stitched:
     ) -> Pass:
         """The query segments over the chunks as they are."""
         logits = (len(self.prompt) - 1,) if Measure.LOGITS in measures else ()
-        return Pass(self.joins, self.joins, self.spans, measures, logits, measured=measured, asking=asking)
+        return Pass(self.queries, self.queries, self.spans, measures, logits, measured=measured, asking=asking)
 
     def mended(self, chosen: Tokens) -> tuple[Span, ...]:
         """Every key of the prompt, with the chosen tokens (indexes, ascending) in the request's own slots."""
         if not len(chosen):
             return self.spans
         fresh = Span(chosen, self.repaired.slice(0, len(chosen), self.page_size))
-        return (*self.head, *hide(self.chunk, chosen, self.page_size), fresh, *self.join)
+        return (*self.head, *hide(self.chunk, chosen, self.page_size), fresh, *self.query)
 
     def repair(self, chosen: Tokens) -> Pass:
         """The chosen tokens and the query segments, computed over everything before them (FusionRAG, eq. 9)."""
-        rows = np.union1d(chosen, self.joins).astype(np.int32)
+        rows = np.union1d(chosen, self.queries).astype(np.int32)
         return Pass(rows, rows, self.mended(chosen), LOGITS, (len(self.prompt) - 1,))
 
     def plan(
@@ -199,11 +199,11 @@ def prepare(
 
     fresh_system = reserve(allocation, system - system_hit)
     fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
-    joins = _indices_of(prompt, Kind.QUERY)
-    own = allocation.reserve(len(joins) + allocation.decode_tokens)
+    queries = _indices_of(prompt, Kind.QUERY)
+    own = allocation.reserve(len(queries) + allocation.decode_tokens)
     mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
 
-    new = fresh_system.length + sum(run.length for run in fresh.values()) + len(joins) + repaired
+    new = fresh_system.length + sum(run.length for run in fresh.values()) + len(queries) + repaired
     totals = Totals(len(prompt) - new, new)
     head = match_spans(context, 0, runs=runs)
     if fresh_system.length:
@@ -233,8 +233,8 @@ def prepare(
         prompt=prompt,
         head=head,
         chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], pieces[i])),
-        join=_join_spans(prompt, own, allocation.page_size),
-        tail=own.slice(len(joins), own.length, allocation.page_size),
+        query=_query_spans(prompt, own, allocation.page_size),
+        tail=own.slice(len(queries), own.length, allocation.page_size),
         repaired=mending,
         scratch=measuring,
         context=matched,
@@ -259,7 +259,7 @@ def check(prompt: Prompt) -> None:
             param="rag.strategy",
         )
     if prompt.segments[-1].kind is not Kind.QUERY:
-        raise ValueError("a prompt ends with a join")
+        raise ValueError("a prompt ends with a query segment")
 
 
 def keep_system(
@@ -370,7 +370,7 @@ def _placed(order: int, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _join_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
+def _query_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
     spans, used = [], 0
     for i in segments_of(prompt, Kind.QUERY):
         n = len(prompt.segments[i])

@@ -5,11 +5,14 @@ write and read them until they are done, or killed (`python -m tests.support.dis
 from __future__ import annotations
 
 import json
+import random
 import sys
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from ragjax.core.tiers import Record
 from ragjax.store.disk import DiskStore, Missing
@@ -57,6 +60,65 @@ def open_store(directory: Path, limit: int = 2**40, identity: bytes = IDENTITY) 
 def files(store: DiskStore) -> dict[str, int]:
     """Bytes of each file among the entries, hidden ones too."""
     return {path.name: path.stat().st_size for path in (store.folder / "entries").rglob("*") if path.is_file()}
+
+
+def put(store: DiskStore, *names: object, **fields: object) -> int:
+    """Write entries; returns the bytes of the last."""
+    size = 0
+    for name in names:
+        record = record_of(name, **fields)
+        size = store.write(record, arrays_of(record.key))
+    return size
+
+
+def put_alike(store: DiskStore, *names: object) -> int:
+    """Write entries of equal size; returns the bytes of one."""
+    (size,) = {store.write(replace(record_of("alike"), key=digest(name)), arrays_of(b"alike")) for name in names}
+    return size
+
+
+def path_of(store: DiskStore, name: object) -> Path:
+    return store.folder / "entries" / digest(name).hex()[:2] / f"{digest(name).hex()}.safetensors"
+
+
+def file_name(name: object) -> str:
+    return f"{digest(name).hex()}.safetensors"
+
+
+def holds(store: DiskStore, name: object) -> bool:
+    """Whether an entry is served, intact; it must be a clean miss otherwise."""
+    key = digest(name)
+    if store.find(key) is None:
+        with pytest.raises(Missing):
+            store.read(key)
+        return False
+    assert store.find(key) == record_of(name)
+    assert same(store.read(key), arrays_of(key))
+    return True
+
+
+def kept(store: DiskStore, *names: object) -> list[object]:
+    return [name for name in names if store.find(digest(name)) is not None]
+
+
+def adds_up(store: DiskStore) -> bool:
+    """The index counts what lies on disk, and nothing else lies there."""
+    stats, on_disk = store.stats(), files(store)
+    drafts = [path for path in store.folder.rglob(".*") if path.is_file()]
+    return not drafts and (stats.entries, stats.bytes) == (len(on_disk), sum(on_disk.values()))
+
+
+def bounded(tmp_path: Path, entries: int) -> DiskStore:
+    """A store with room for so many entries of `put_alike`, and half a one."""
+    with open_store(tmp_path / "probe") as probe:
+        size = put_alike(probe, "probe")
+    return open_store(tmp_path / "bounded", size * entries + size // 2)
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1 << random.Random(at).randrange(8)
+    path.write_bytes(data)
 
 
 def work(directory: Path, seed: int, steps: int, limit: int) -> dict[str, int]:

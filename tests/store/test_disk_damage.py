@@ -1,0 +1,240 @@
+"""Damage to entries of the disk tier is found, and nothing damaged is served."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragjax.store import disk, entry
+from ragjax.store.disk import DiskStore
+from ragjax.store.entry import Damaged
+from tests.support.disks import (
+    IDENTITY,
+    adds_up,
+    arrays_of,
+    digest,
+    file_name,
+    flip,
+    holds,
+    kept,
+    open_store,
+    path_of,
+    put,
+    record_of,
+    same,
+)
+
+
+def test_no_bit_of_a_file_can_change_unnoticed() -> None:
+    arrays = {"k": np.arange(40, dtype=np.uint16), "v": np.ones(3, np.float32)}
+    good = np.concatenate(entry.encode(record_of("x"), arrays, IDENTITY))
+    entry.decode(good.copy(), IDENTITY)
+    for at in range(len(good)):
+        for bit in range(8):
+            bad = good.copy()
+            bad[at] ^= 1 << bit
+            with pytest.raises(Damaged):
+                entry.decode(bad, IDENTITY)
+
+
+def test_no_other_length_is_taken(tmp_path: Path) -> None:
+    good = np.concatenate(entry.encode(record_of("x"), {"k": np.arange(9, dtype=np.uint8)}, IDENTITY))
+    path = tmp_path / "x"
+    for length in [*range(len(good)), len(good) + 1]:
+        bad = np.resize(good, length)
+        with pytest.raises(Damaged):
+            entry.decode(bad, IDENTITY)
+        bad.tofile(path)
+        with pytest.raises(Damaged):
+            entry.peek(path, IDENTITY)
+    good.tofile(path)
+    assert entry.peek(path, IDENTITY) == record_of("x")
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_garbage_is_damage(garbage: bytes, framed: bool) -> None:
+    data = len(garbage).to_bytes(8, "little") + garbage if framed else garbage
+    with pytest.raises(Damaged):
+        entry.decode(np.frombuffer(data, np.uint8), IDENTITY)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "[[" * 50_000,
+        "{}",
+        "[]",
+        '{"__metadata__":[]}',
+        '{"__metadata__":{"format":1}}',
+        '{"__metadata__":{},"k":{"dtype":"F32"}}',
+        "1" * 5000,
+    ],
+)
+def test_a_foreign_header_is_damage(header: str) -> None:
+    data = len(header).to_bytes(8, "little") + header.encode()
+    with pytest.raises(Damaged):
+        entry.decode(np.frombuffer(data, np.uint8), IDENTITY)
+
+
+def _of_another_model(path: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory, open_store(Path(directory), identity=b"other") as other:
+        put(other, "x")
+        shutil.copy(path_of(other, "x"), path)
+
+
+def _of_another_format(path: Path) -> None:
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b'"format":"1"', b'"format":"2"'))
+
+
+def _by_another_program(path: Path) -> None:
+    safetensors.numpy.save_file(arrays_of(digest("x")), path, metadata={"key": digest("x").hex()})
+
+
+def _header_of_length(length: int) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(length.to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "bit of the data": flip,
+    "bit of the header": lambda path: flip(path, 40),
+    "bit of the length": lambda path: flip(path, 0),
+    "huge header": _header_of_length(2**63),
+    "no header": _header_of_length(0),
+    "cut short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "cut in the header": lambda path: os.truncate(path, 50),
+    "too long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "empty": lambda path: os.truncate(path, 0),
+    "garbage": lambda path: path.write_bytes(b"garbage" * 1000),
+    "another entry": lambda path: shutil.copy(path.parents[1] / digest("y").hex()[:2] / file_name("y"), path),
+    "another model": _of_another_model,
+    "another format": _of_another_format,
+    "another program": _by_another_program,
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_entry_is_set_aside_and_never_served(store: DiskStore, harm: Callable[[Path], object]) -> None:
+    put(store, "x", "y")
+    harm(path_of(store, "x"))
+    with pytest.raises(Damaged, match=digest("x").hex()):
+        store.read(digest("x"))
+    stats = store.stats()
+    assert (stats.set_aside, stats.aside_files, stats.reads) == (1, 1, 0)
+    assert [path.name.startswith(digest("x").hex()) for path in (store.folder / "aside").iterdir()] == [True]
+    assert not holds(store, "x") and holds(store, "y") and adds_up(store)
+    put(store, "x")
+    assert holds(store, "x") and adds_up(store)
+
+
+@pytest.mark.parametrize("harm", [_of_another_model, _of_another_format])
+def test_what_belongs_elsewhere_is_called_so(store: DiskStore, harm: Callable[[Path], object]) -> None:
+    put(store, "x")
+    harm(path_of(store, "x"))
+    with pytest.raises(Damaged, match="of another format or model"):
+        store.read(digest("x"))
+
+
+@pytest.mark.parametrize("harm", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_found_however_the_index_was_lost(tmp_path: Path, harm: Callable[[Path], object]) -> None:
+    with open_store(tmp_path) as store:
+        put(store, "x", "y")
+    harm(path_of(store, "x"))
+    (store.folder / "index.sqlite").unlink()
+    with open_store(tmp_path) as store:
+        if store.find(digest("x")) is not None:  # headers alone were read
+            with pytest.raises(Damaged):
+                store.read(digest("x"))
+        assert (store.stats().set_aside, store.stats().aside_files) == (1, 1)
+        assert not holds(store, "x") and holds(store, "y") and adds_up(store)
+
+
+def test_a_header_that_lies_is_found_by_its_checksum(store: DiskStore) -> None:
+    """A file that would be well formed, with other tokens than the KV was computed for."""
+    put(store, "x")
+    path, record = path_of(store, "x"), record_of("x")
+    header, *data = entry.encode(record, arrays_of(record.key), IDENTITY)
+    checksum = json.loads(header[8:].tobytes())["__metadata__"]["checksum"]
+    lie = replace(record, tokens=record.tokens[::-1])
+    false_header = entry.encode(lie, arrays_of(record.key), IDENTITY)[0].tobytes()
+    theirs = json.loads(false_header[8:])["__metadata__"]["checksum"]
+    path.write_bytes(false_header.replace(theirs.encode(), checksum.encode()) + b"".join(x.tobytes() for x in data))
+    assert entry.peek(path, IDENTITY) == lie
+    with pytest.raises(Damaged, match="checksum"):
+        store.read(record.key)
+
+
+def test_verify_names_every_flaw(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        put(store, *"abcdef")
+        assert store.verify() == ()
+        flip(path_of(store, "a"))
+        os.truncate(path_of(store, "b"), 10)
+        path_of(store, "c").unlink()
+        stray = store.folder / "entries" / "stray.txt"
+        stray.write_text("hello")
+        path_of(store, "d").rename(path_of(store, "d").with_name(file_name("elsewhere")))
+        flaws = store.verify()
+        assert {Path(flaw.name).name for flaw in flaws} == {
+            file_name("a"),
+            file_name("b"),
+            "stray.txt",
+            file_name("elsewhere"),
+        }
+        assert kept(store, *"abcdef") == [*"ef"] and adds_up(store)
+        assert store.stats().aside_files == store.stats().set_aside == 4
+    with open_store(tmp_path) as store:
+        assert store.verify() == ()
+
+
+def test_a_disk_that_fails_to_read_is_damage_and_any_other_failure_is_not(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "x")
+
+    def failing(number: int) -> Callable[[Path], object]:
+        def load(path: Path) -> object:
+            raise OSError(number, os.strerror(number))
+
+        return load
+
+    with monkeypatch.context() as patch:
+        patch.setattr(entry, "load", failing(errno.EMFILE))
+        with pytest.raises(disk.DiskError, match="Too many open files"):
+            store.read(digest("x"))
+    assert holds(store, "x")
+    with monkeypatch.context() as patch:
+        patch.setattr(entry, "load", failing(errno.EIO))
+        with pytest.raises(Damaged):
+            store.read(digest("x"))
+    assert not holds(store, "x") and store.stats().aside_files == 1
+
+
+def test_without_the_checksum_damage_would_be_served(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entry, "_checksum", lambda *_: "0" * 64)
+    put(store, "x")
+    flip(path_of(store, "x"))
+    assert not same(store.read(digest("x")), arrays_of(digest("x")))
+
+
+def test_without_the_check_of_the_name_another_entry_would_be_served(tmp_path: Path) -> None:
+    """The content of y is intact; only its name is x's."""
+    with open_store(tmp_path) as store:
+        put(store, "x", "y")
+        shutil.copy(path_of(store, "y"), path_of(store, "x"))
+        record, arrays = entry.decode(entry.load(path_of(store, "x")), IDENTITY)
+        assert record == record_of("y") and same(arrays, arrays_of(digest("y")))
+        with pytest.raises(Damaged, match="another entry"):
+            store.read(digest("x"))

@@ -19,8 +19,9 @@ from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.retrieval.path import RelationPath, Subgraph, subgraphs_of
 from ragjax.retrieval.reader import read
 from ragjax.reuse.base import Strategy
-from train.data import Limits, from_question
+from train.maker import from_question
 from train.sample import MOST_ANSWERS
+from train.walk import Limits
 
 SETS = "metaqa,geo_made,2wiki_evidence"
 LIMIT, QUICK_LIMIT = 100, 3

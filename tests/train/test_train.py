@@ -30,11 +30,12 @@ from tests.support.tiny import TEMPLATE, byte_tokenizer, decoder
 from tests.support.training import LORA, SMALL, adapters
 from train.batch import Rows
 from train.checkpoint import Checkpoints
-from train.depft import Recipe, main
+from train.depft import main
 from train.export import export, hf_config
 from train.export import main as export_main
 from train.meter import Cost, Log
 from train.model import stacked
+from train.recipe import Recipe
 from train.sample import Sample, write_samples
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,12 @@ from ragjax.core import ConfigError, Message
 from ragjax.retrieval.path import RelationPath, Triple
 from tests.support.tiny import byte_tokenizer
 from train.batch import Order, Rows, pairs_of, targets_of
-from train.data import Graph, Limits, from_graph, from_question, from_trivia, main, split
+from train.data import main
 from train.example import Coder, Example
+from train.maker import from_graph, from_question, from_trivia
 from train.sample import Sample, read_samples, write_samples
+from train.split import split
+from train.walk import Graph, Limits
 
 QUESTION = {
     "id": "q1",

@@ -305,7 +305,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType
 from tests.support import training as t
 from tests.support.tiny import byte_tokenizer
-from train.depft import Recipe, Trainer
+from train.recipe import Recipe
+from train.trainer import Trainer
 from train.example import Coder
 from train.model import Model, make_mesh
 

@@ -1,0 +1,131 @@
+"""One step of training, and evaluation, as compiled programs of a model and a recipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ragjax.kernels.rope import Rotation
+from train.batch import Rows
+from train.example import Example
+from train.meter import Cost
+from train.model import Model, Tree, gradient_program, loss_program, rotation_of
+from train.recipe import Recipe
+
+
+@dataclass
+class State:
+    """What training changes: trained weights (float32), the optimizer's state, and how many steps were taken."""
+
+    trained: Tree
+    moments: Any
+    step: int = 0
+
+    def arrays(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {"trained": self.trained, "moments": self.moments}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one step did. tokens and padding in tokens, seconds on the clock."""
+
+    loss: float
+    accuracy: float
+    norm: float
+    tokens: int
+    padding: int
+    targets: int
+    flops: float
+    seconds: float
+
+
+class Trainer:
+    """Compiled programs of one model and recipe."""
+
+    def __init__(self, model: Model, recipe: Recipe, rows: Rows, steps: int, frozen: Tree):
+        """steps: of the whole run, which the learning rate follows. frozen: weights that stay, placed."""
+        self._model, self._rows, self._frozen = model, rows, frozen
+        self._optimizer = recipe.optimizer(steps)
+        self._rotation: Rotation = jax.device_put(
+            rotation_of(model.config, rows.lengths[-1]), NamedSharding(model.mesh, P())
+        )
+        self._gradient = gradient_program(model)
+        self._losses = loss_program(model)
+        self._apply = jax.jit(partial(_apply, self._optimizer), donate_argnums=(0, 1))
+        self._cost = Cost.of(model.config, model.lora)
+
+    def start(self, trained: Tree) -> State:
+        """Before the first step."""
+        return State(trained, self._optimizer.init(trained))
+
+    def step(self, state: State, examples: Sequence[Example]) -> Report:
+        """Take one step, in place, over all examples at once: their gradient is that of the mean over all targets."""
+        begin = time.perf_counter()
+        microbatches = self._rows.pack(examples, self._model.devices)
+        sums: Any = (jax.tree.map(jnp.zeros_like, state.trained), self._zeros())
+        for microbatch in microbatches:
+            sums = self._gradient(state.trained, self._frozen, self._rotation, microbatch.batch, sums)
+        targets = sum(m.targets for m in microbatches)
+        tokens = sum(m.tokens for m in microbatches)
+        gradient, counts = sums
+        state.trained, state.moments, norm = self._apply(state.trained, state.moments, gradient, np.float32(targets))
+        state.step += 1
+        nll, hits = (float(x) for x in np.asarray(counts))
+        return Report(
+            nll / targets,
+            hits / targets,
+            float(norm),
+            tokens,
+            sum(m.size for m in microbatches) - tokens,
+            targets,
+            self._cost.flops(microbatches),
+            time.perf_counter() - begin,
+        )
+
+    def _zeros(self) -> jax.Array:
+        zeros: jax.Array = jax.device_put(jnp.zeros(2), NamedSharding(self._model.mesh, P()))
+        return zeros
+
+    def evaluate(self, trained: Tree, examples: Sequence[Example]) -> dict[str, float]:
+        """Over a file of examples: loss and accuracy by token, and by answer.
+
+        dev_loss: mean negative log-probability of a token. dev_accuracy: share of tokens that are the likeliest.
+        dev_logprob: mean log-probability of a whole answer. dev_exact: share of answers whose tokens all are the
+        likeliest, so that greedy decoding would give them.
+        """
+        nll, hits, count = (np.zeros(len(examples)) for _ in range(3))
+        for microbatch in self._rows.pack(examples, self._model.devices):
+            nll_N, hit_N = (
+                np.asarray(x) for x in self._losses(trained, self._frozen, self._rotation, microbatch.batch)
+            )
+            live_N = microbatch.example_N >= 0
+            for total, x_N in ((nll, nll_N), (hits, hit_N), (count, live_N)):
+                np.add.at(total, microbatch.example_N[live_N], x_N[live_N])
+        return {
+            "dev_loss": float(nll.sum() / count.sum()),
+            "dev_accuracy": float(hits.sum() / count.sum()),
+            "dev_logprob": float(-nll.mean()),
+            "dev_exact": float((hits == count).mean()),
+        }
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, trained: Tree, moments: Any, gradient: Tree, targets: jax.Array
+) -> tuple[Tree, Any, jax.Array]:
+    """One step of the optimizer, and the norm of the mean gradient before it is clipped."""
+    gradient = jax.tree.map(lambda g: g / targets, gradient)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the step's number
+        updates, moments = optimizer.update(gradient, moments, trained)
+        trained = cast(Tree, optax.apply_updates(trained, updates))
+    return trained, moments, optax.tree.norm(gradient)

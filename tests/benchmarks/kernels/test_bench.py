@@ -18,6 +18,8 @@ from benchmarks.kernels.target import gates, with_ratios
 from tests.support.cases import HOPPER
 from tests.support.checks import seen, timed
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_mask_suits_the_kernel_at_full_size() -> None:
     bench = Bench(FULL)

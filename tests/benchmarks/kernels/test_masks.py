@@ -10,6 +10,8 @@ from benchmarks.kernels.masks import Mask
 from ragjax.core import NEVER
 from tests.support.checks import seen
 
+pytestmark = pytest.mark.slow
+
 
 def some_masks() -> list[Mask]:
     cut = {"low": 24, "high": 60}

@@ -1,7 +1,9 @@
-"""Time to the first token of a retrieval-augmented prompt, and decode speed, beside transformers and llama.cpp.
+"""Time to the first token of a retrieval-augmented prompt, and decode speed, beside three others.
 
     python -m benchmarks.ttft [--quick] [--json FILE]
 
+The others are transformers, llama.cpp and OpenVINO GenAI. OpenVINO reads the packaged file, with its prefix cache
+off, in the precisions that it chooses by itself; these are stored with its version.
 The prompt is a system prompt, ten chunks of 200 tokens and a question of 30 (2K tokens); a shorter one has 512. All
 systems get the same token ids and weights, have two threads and a process each, one of which works at a time, in
 rounds that take every case in turn. Figures are medians over the rounds. `warm` means that the same chunks were
@@ -47,7 +49,7 @@ LEAST_DECODED = 9  # fewer tokens than this say nothing about decode speed
 COLUMNS: tuple[str, ...] = ("system", "strategy", "state", "order", "context_tokens", "ttft_ms", "decode_tokens_per_s")
 COLUMNS += ("reused_tokens", "overhead_ms", "peak_mb", "runs", "other_load")
 SYSTEM_COLUMNS: tuple[str, ...] = ("system", "first_start_s", "start_s", "startup_peak_mb", "resident_mb", "peak_mb")
-RIVALS = ("transformers-bf16", "llama.cpp-q4_0")
+RIVALS = ("transformers-bf16", "llama.cpp-q4_0", "openvino")
 """Whom our rows are compared with."""
 
 

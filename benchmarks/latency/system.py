@@ -107,6 +107,24 @@ class LlamaCpp(System):
 
 
 @dataclass
+class OpenVino(System):
+    """OpenVINO GenAI with the shipped file; its prefix cache is off, so that each prompt is computed whole."""
+
+    model: str = ""
+
+    def open(self) -> envs.Worker:
+        """Start the worker and load the model."""
+        worker = envs.Worker([envs.python("openvino"), envs.WORKERS / "openvino_worker.py"])
+        self.versions |= worker.ask({"op": "load", "model": self.model, "threads": THREADS})["versions"]
+        return worker
+
+    def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
+        """Measure a case."""
+        assert self.worker is not None
+        return self.worker.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
+
+
+@dataclass
 class Ragjax(System):
     """Our engine."""
 
@@ -116,7 +134,7 @@ class Ragjax(System):
         """Start the worker and load the model."""
         settings = {"PYTHONPATH": str(envs.HERE.parent)} | ({"RAGJAX_CACHE": self.cache} if self.cache else {})
         worker = envs.Worker([sys.executable, envs.WORKERS / "ragjax_worker.py"], settings)
-        worker.ask({"op": "load", "model": MODEL, "dtype": "bfloat16"})
+        worker.ask({"op": "load", "model": MODEL, "dtype": "auto"})
         return worker
 
     def start(self, work: Workload) -> dict[str, Any]:
@@ -152,6 +170,7 @@ def systems(scratch: Path, *, quick: bool) -> list[System]:
         Transformers("transformers-bf16", (LONG, BRIEF), dtype="bfloat16", model=str(model)),
         LlamaCpp("llama.cpp-q4_1", (LONG, BRIEF, WARM_PREFIX), model=str(model)),
         LlamaCpp("llama.cpp-q4_0", (LONG, BRIEF, WARM_PREFIX), model=str(model), requantized=q4_0),
+        OpenVino("openvino", (LONG, BRIEF), model=str(model)),
     ]
     if not quick:
         return everyone

@@ -46,7 +46,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "--top-k",
         {"type": integer(1), "help": "chunks retrieved, if a request says nothing (%(default)s)"},
     ),
-    "dtype": ("--dtype", {"choices": DTYPES, "help": "weights and KV (%(default)s)"}),
+    "dtype": ("--dtype", {"choices": DTYPES, "help": "weights and KV; auto suits the device (%(default)s)"}),
     "device_cache_gb": (
         "--device-cache-gb",
         {"type": positive, "help": "KV pool on the device, units of 2^30 B (%(default)s)"},

@@ -13,8 +13,8 @@ AtRest = Literal["raw", "int8", "float8"]
 """How KV is encoded below the device."""
 
 
-DTYPES = ("bfloat16", "float32")
-"""Of weights and KV."""
+DTYPES = ("auto", "bfloat16", "float32")
+"""Of weights and KV; "auto" suits the device (`runner.device.precision`)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class EngineOptions:
     report that `python -m ragjax.reuse.gate` made of this model. quality_fallback: what to do if none is inside:
     "refuse" to load, or run "full".
     shadow_rate: share of requests that are replayed in `full`, when nothing else runs, and compared.
-    dtype: "bfloat16" or "float32", of weights and KV.
+    dtype: "bfloat16" or "float32", of weights and KV; "auto": bfloat16, with products that suit the CPU
+    (docs/kernels.md, "CPUs").
     top_k: chunks retrieved for requests that say nothing else.
     device_cache_gb: size of the page pool, in 2^30 bytes.
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
@@ -96,7 +97,7 @@ class EngineOptions:
     quality_budget: str | None = None
     quality_fallback: str = "refuse"
     shadow_rate: float = 0.0
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     top_k: int = 3
     device_cache_gb: float = 0.5
     max_queue: int = 64

@@ -36,7 +36,7 @@ from ragjax.reuse import PREPROCESSED
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
-from ragjax.runner.device import platform, use_compilation_cache
+from ragjax.runner.device import cpu_features, platform, precision, use_compilation_cache
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
@@ -79,7 +79,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     Raises:
         ConfigError: saying what to change.
     """
-    storage, dtype = options.storage, options.dtype
+    storage = options.storage
+    numbers = precision(options.dtype, platform(), cpu_features())
+    dtype = numbers.dtype
     chosen = dict(all_strategies() if strategies is None else strategies)
     if options.shadow_rate > 0 and "full" not in chosen:
         raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
@@ -109,7 +111,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context)
     grid = _grid(config, context, platform())
-    runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid)
+    _log.info("weights and KV are %s", numbers)
+    runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid, widen=numbers.widen)
     if options.compile:
         _compile(runner, [chosen[name] for name in contract.strategies], options.progress)
     encoder = _encoder(options.progress)
@@ -265,13 +268,14 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
 
 
 def _compile(runner: Runner, served: Sequence[Strategy], progress: bool) -> None:
-    """Compile what requests need that leave the strategy to the engine."""
+    """Compile, and run once, what requests need that leave the strategy to the engine."""
     measures = frozenset[Measure]().union(*(strategy.measures for strategy in served))
     ends = frozenset(strategy.early_end for strategy in served) - {0}
-    with tqdm(
-        total=len(runner.programs(measures, ends)), desc="compiling", unit="program", disable=not progress
-    ) as bar:
+    total = len(runner.programs(measures, ends))
+    with tqdm(total=total, desc="compiling", unit="program", disable=not progress) as bar:
         runner.compile(measures, ends, progress=lambda _: bar.update())
+    with tqdm(total=total, desc="warming up", unit="program", disable=not progress) as bar:
+        runner.warm_up(measures, ends, progress=lambda _: bar.update())
 
 
 def _encoder(progress: bool) -> Callable[[], Encoder]:

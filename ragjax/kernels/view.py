@@ -31,6 +31,7 @@ class View:
         blocks: the entries each row block visits (`blocks.visible_blocks`).
         scale: softmax scale, 1/sqrt(D) as a rule.
         block_rows: rows of a block; T is a multiple of it and a block holds rows of one request only.
+        widen: on CPU, keys and values that blocks of many rows read become float32 before the products.
     """
 
     rows: Rows
@@ -41,6 +42,7 @@ class View:
     blocks: Blocks
     scale: float = field(metadata={"static": True})
     block_rows: int = field(metadata={"static": True})
+    widen: bool = field(default=False, metadata={"static": True})
 
     @staticmethod
     def build(

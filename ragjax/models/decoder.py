@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.models.config import ModelConfig, inverse_frequencies
 
+MANY = 128
+"""Rows from which on widening a matrix costs less than it gains."""
+
 
 class Weight(nnx.Param[jax.Array]):
     """A parameter with a logical name per axis, `axes`, which a mesh maps to devices."""
@@ -78,6 +81,7 @@ class Layer(nnx.Module):
     """One transformer block, with weights fused per KV head, so that a mesh can split them there.
 
     `qkv` is [K, G + 2, D, E] (G query heads, one key, one value), `out` [E, K, G, D], `gate_up` [2, F, E].
+    `widen`: products of at least `MANY` rows read the matrices as float32, for CPUs that have no bfloat16 products.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -89,6 +93,7 @@ class Layer(nnx.Module):
             return value.astype(dtype)
 
         self.eps = config.norm_eps
+        self.widen = False
         self.attention_norm = _weight(jnp.ones(e), "embed")
         self.qkv = _weight(init(k, g + 2, d, e), "kv_heads", "groups", "head", "embed")
         self.qkv_bias = _weight(jnp.zeros((k, g + 2, d)), "kv_heads", "groups", "head") if config.qkv_bias else None
@@ -116,7 +121,10 @@ class Layer(nnx.Module):
     def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:
         """Product with one of the fused matrices over all its inputs, float32 [T, O]: its outputs flat."""
         weight: jax.Array = getattr(self, name)[...]
-        return dense(x_TI, weight.reshape(-1, x_TI.shape[1]))
+        weight_OI = weight.reshape(-1, x_TI.shape[1])
+        if self.widen and x_TI.shape[0] >= MANY:
+            weight_OI = weight_OI.astype(jnp.float32)
+        return dense(x_TI, weight_OI)
 
     def finish(self, x_TE: jax.Array, out_THD: jax.Array) -> jax.Array:
         """Output projection and MLP, added to the residual stream, float32 [T, E]."""

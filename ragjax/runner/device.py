@@ -1,10 +1,21 @@
-"""The device that JAX computes on, and where its compiled programs are kept."""
+"""The device that JAX computes on, what it multiplies in, and where its compiled programs are kept."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Set
+from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+
+from ragjax.core import DTYPES, ConfigError
+
+BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""CPU features, as Linux names them, that multiply bfloat16: AVX-512 and AMX on x86, the last on Arm."""
+
+BFLOAT16_ISAS = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
+"""Values of XLA's flag --xla_cpu_max_isa that allow them."""
 
 
 def platform() -> str:
@@ -18,3 +29,59 @@ def use_compilation_cache(directory: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str(directory / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """dtype: of weights and KV, "bfloat16" or "float32". widen: products of many rows read bfloat16 as float32."""
+
+    dtype: str
+    widen: bool = False
+
+    def __str__(self) -> str:
+        """For people to read."""
+        return f"{self.dtype}, products of many rows in float32" if self.widen else self.dtype
+
+
+def precision(dtype: str, platform: str, features: Set[str]) -> Precision:
+    """What a dtype of the options stands for on a device.
+
+    "auto" is bfloat16 for weights and KV. On a CPU that cannot multiply bfloat16 it also widens products of many rows,
+    which are faster in float32 there; few rows wait for memory, and bfloat16 is half as much of it.
+
+    Args:
+        dtype: "auto", "bfloat16" or "float32".
+        platform: "cpu" or another of JAX's.
+        features: of the CPU (`cpu_features`).
+
+    Raises:
+        ConfigError: if the dtype is unknown.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
+    if dtype != "auto":
+        return Precision(dtype)
+    return Precision("bfloat16", widen=platform == "cpu" and not features & BFLOAT16_FEATURES)
+
+
+def cpu_features() -> Set[str]:
+    """Features of this CPU that XLA may use: those in Linux's /proc/cpuinfo, none where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    return allowed_features(text, os.environ.get("XLA_FLAGS", ""))
+
+
+def allowed_features(cpuinfo: str, xla_flags: str) -> Set[str]:
+    """The features that /proc/cpuinfo lists for the first CPU, less those that --xla_cpu_max_isa forbids."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    found = next((frozenset(value.split()) for name, _, value in lines if name.strip().lower() in _LISTS), frozenset())
+    isas = [flag.partition("=")[2] for flag in xla_flags.split() if flag.startswith("--xla_cpu_max_isa=")]
+    if isas and isas[-1].upper() not in BFLOAT16_ISAS:
+        return found - BFLOAT16_FEATURES
+    return found
+
+
+_LISTS = ("flags", "features")
+"""Names of the line that lists features, on x86 and on Arm."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
 
-from ragjax.core import Grid, Measure
+from ragjax.core import NEVER, Grid, Measure
 from ragjax.kernels.attention.op import Choice, choose
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages, move_slots
@@ -100,6 +102,12 @@ class Programs:
             log.info("compiling %s at its first use", " ".join(map(str, name)))
             self.compiled[name] = self._compile(*name)
         return self.compiled[name]
+
+    def padding(self, names: Collection[str], rows: int, entries: int) -> dict[str, NDArray[np.int32]]:
+        """Arrays of a step, by name, that holds no row of a request and no key."""
+        fill = {"index_T": -1, "request_S": -1, "index_SC": NEVER, "segment_SC": -1, "segment_T": -1, "stale_T": -1}
+        shapes = self._shapes(names, rows, entries)
+        return {name: np.full(shape.shape, fill.get(name, 0), np.int32) for name, shape in shapes.items()}
 
     def choice(self, rows: int, entries: int) -> Choice:
         """The backend of attention for a bucket, and those that refused it."""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import Grid, Measure, Step, StepMeasure
 from ragjax.kernels.attention.op import Choice
+from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.runner.pool import PagePool
@@ -65,6 +66,7 @@ class Runner(PagePool):
             chooses per backend. On CPU bfloat16 is 2.6 times faster unrolled.
         mesh: one axis, "kv_heads" (one device, if None).
         attention: backend of attention to try first (`kernels.attention.op.BACKENDS`).
+        widen: products of many rows read bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products.
 
     Raises:
         ConfigError: if there is no memory for so many pages.
@@ -86,6 +88,7 @@ class Runner(PagePool):
         scanned: bool | None = None,
         mesh: Mesh | None = None,
         attention: str | None = None,
+        widen: bool = False,
     ):
         mesh = mesh or jax.make_mesh((1,), ("kv_heads",), axis_types=(AxisType.Auto,))
         platform = mesh.devices.flat[0].platform
@@ -103,7 +106,7 @@ class Runner(PagePool):
         rotation = jax.device_put(rotation_table(config, context or config.context_length), self._replicated)
         create = partial(page_store.create, config, weights.depth, pages, page_size, self.storage_dtype)
         jitted = jax.jit(create, out_shardings=NamedSharding(mesh, POOL))
-        spec = Spec(weights.layer_def, weights.ends_def, mesh, scanned, config.head_dim**-0.5)
+        spec = Spec(weights.layer_def, weights.ends_def, mesh, scanned, config.head_dim**-0.5, widen)
         programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention)
         super().__init__(jitted, len(weights.stages), programs, rotation)
 
@@ -124,6 +127,52 @@ class Runner(PagePool):
             progress: called with a program's name after each.
         """
         self._programs.compile(self.programs(measures, ends), progress)
+
+    def warm_up(
+        self,
+        measures: Collection[Measure] = (),
+        ends: Collection[int] = (),
+        *,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Run each program of the grid once, which its next run is faster for. All rows are padding: no KV changes.
+
+        Args:
+            measures: what steps will measure.
+            ends: layers after which steps will end, besides the last.
+            progress: called with a program's name after each.
+        """
+        for name in self.programs(measures, ends):
+            jax.block_until_ready(self._run_empty(*name))
+            if progress is not None:
+                progress(" ".join(map(str, name)))
+
+    def _run_empty(self, kind: str, *sizes: Any) -> Any:
+        """What a program makes of padding; page 0 is the only one that it reads or writes."""
+        program = self._programs.get(kind, *sizes)
+        if kind == "extract":
+            return program(self._pools[0], np.zeros(sizes, np.int32))
+        if kind == "insert":
+            scratch = self._programs.get("extract", *sizes)(self._pools[0], np.zeros(sizes, np.int32))
+            self._pools[0] = program(self._pools[0], np.zeros(sizes, np.int32), scratch)
+            return self._pools[0]
+        if kind == "end":
+            rows, n = sizes
+            x_TE = self._upload(np.zeros((rows, self.config.hidden_size), np.float32))
+            return program(self._weights.ends, x_TE, np.zeros(n, np.int32))
+        rows, entries, *stage = sizes
+        step = self._programs.padding(STEP_ARRAYS, rows, entries)
+        x_TE, inputs = self._programs.get("begin", rows, entries)(self._weights.ends, self._rotation, step)
+        if kind == "begin":
+            return x_TE
+        layers, *measure = stage
+        names = reductions.ARRAYS[measure[0]] if measure else ()
+        arrays = self._programs.padding(names, rows, entries)
+        chosen_L = np.ones(layers if measure else 0, np.bool_)
+        x_TE, self._pools[0], _ = program(
+            self._weights.stages[0], self._pools[0], x_TE, inputs, self._rotation, chosen_L, arrays
+        )
+        return x_TE
 
     def programs(self, measures: Collection[Measure] = (), ends: Collection[int] = ()) -> list[Name]:
         """Names of the grid's programs, as for `compile`."""

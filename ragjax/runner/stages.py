@@ -44,7 +44,8 @@ Measured = tuple[Measure, int]
 class Spec:
     """What a program is compiled for, besides shapes.
 
-    scanned: a stage's layers run by `lax.scan`. scale: what attention logits are multiplied by.
+    scanned: a stage's layers run by `lax.scan`. scale: what attention logits are multiplied by. widen: products of many
+    rows read bfloat16 weights and KV as float32.
     """
 
     layer: nnx.GraphDef[Layer]
@@ -52,6 +53,7 @@ class Spec:
     mesh: Mesh
     scanned: bool
     scale: float
+    widen: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -127,6 +129,7 @@ def stage(
 
     def layer(x_TE: jax.Array, pool: Pages, state: Parameters, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)
+        block.widen = spec.widen
         q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR)
         index = jnp.asarray(index, jnp.int32)
         chosen = chosen_L[index] if measure else jnp.zeros((), jnp.bool_)
@@ -167,7 +170,9 @@ def _sharded_attention(
         arrays: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Pages, jax.Array]:
         pool = write_pages(pool, layer, inputs.slot_T, k_TKD, v_TKD)
-        view = View(inputs.rows, pool, layer, inputs.entries, rotation, inputs.blocks, spec.scale, block_rows)
+        view = View(
+            inputs.rows, pool, layer, inputs.entries, rotation, inputs.blocks, spec.scale, block_rows, spec.widen
+        )
         out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
         if measure is None:
             return out_THD, pool, jnp.zeros(0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ragjax.models.decoder
 import ragjax.runner.weights
 from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span
 from ragjax.kernels.attention import op as attention
@@ -93,6 +95,52 @@ def test_bfloat16_is_near(runner: Runner) -> None:
     tokens = tokens_of(0, 21)
     (got,) = compute(narrow, [whole(tokens, 3)], 24)
     assert_near(got, dense(tokens, "bfloat16"), 5e-2)
+
+
+def test_widened_products_are_nearer_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same bfloat16 weights, many rows are computed as float32 would, up to the rounding of KV."""
+    monkeypatch.setattr(ragjax.models.decoder, "MANY", 16)
+    tokens = tokens_of(0, 21)
+    exact = make_decoder(dtype="bfloat16")
+    for layer in exact.layers:
+        for name in ("qkv", "out", "gate_up", "down"):
+            getattr(layer, name).set_value(getattr(layer, name)[...].astype(jnp.float32))
+    wanted = np.asarray(jax.jit(exact.logits)(jnp.asarray(tokens)))
+
+    def error(widen: bool) -> float:
+        (got,) = compute(make_runner(dtype="bfloat16", widen=widen), [whole(tokens, 3)], 24)
+        return float(np.abs(got - wanted).max() / np.abs(wanted).max())
+
+    widened, narrow = error(True), error(False)
+    assert widened < 0.01
+    assert widened < 0.8 * narrow
+
+
+def test_warming_up_runs_every_program_once_and_leaves_kv_alone() -> None:
+    grid = Grid(rows=((4, 1), (24, 8)), entries=(16,), logits=(4,))
+    made = make_runner(replace(CONFIG, num_layers=1), "bfloat16", grid=grid)
+    compute(made, [whole(tokens_of(0, 21), 3)], 24)
+    measures = {Measure.CHUNK_SCORE, Measure.DEVIATION}
+    made.compile(measures)
+    programs, runs = made._programs.compiled, Counter[tuple[object, ...]]()
+
+    def counted(name: tuple[object, ...], program: Callable[..., object]) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            runs[name] += 1
+            return program(*arguments)
+
+        return run
+
+    names = made.programs(measures)
+    programs.update({name: counted(name, programs[name]) for name in names})
+    before = [np.array(x) for x in jax.tree.leaves(made._pools)]
+    seen: list[str] = []
+    made.warm_up(measures, progress=seen.append)
+    assert len(seen) == len(names)
+    assert set(runs) == set(names)
+    assert all(runs[name] == 1 for name in names if name[0] in ("stage", "end", "insert"))
+    for one, other in zip(before, jax.tree.leaves(made._pools), strict=True):
+        np.testing.assert_array_equal(one, np.array(other))
 
 
 def test_scanned_equals_unrolled(runner: Runner) -> None:

@@ -3,8 +3,8 @@
 Source: online softmax as in FlashAttention (arXiv 2205.14135). Memory is O(rows x tile), and a list of the visible keys
 of each block of rows; hidden keys are skipped. A tile is gathered from the pages key by key, so that pages which are
 filled in part, or most of whose tokens are hidden, cost no more than what is seen of them, and its keys are rotated.
-Few rows take whole entries, and rotate their queries once an entry. Products take the pool's dtype and accumulate in
-float32.
+Few rows take whole entries, and rotate their queries once an entry. Products take the pool's dtype, or float32 for
+many rows of a view that says `widen`, and accumulate in float32.
 """
 
 from __future__ import annotations
@@ -176,7 +176,10 @@ def gather_tile(q_KMD: jax.Array, index_B: jax.Array, view: View, visited: Lists
     # slots nobody sees may hold NaN, and 0 * NaN is NaN
     v_KND = jnp.where(seen_BN.any(0)[:, None], v_KND, jnp.zeros((), v_KND.dtype))
     # bits, not bfloat16, until the product: XLA on CPU would widen and narrow again around every operation
-    return Tile(q, from_storage(k_KND), from_storage(v_KND), slot_N, seen_BN)
+    k_KND, v_KND = from_storage(k_KND), from_storage(v_KND)
+    if view.widen and view.block_rows >= FEW:
+        k_KND, v_KND = k_KND.astype(jnp.float32), v_KND.astype(jnp.float32)
+    return Tile(q, k_KND, v_KND, slot_N, seen_BN)
 
 
 def _entries(view: View, entry_W: jax.Array, q_KMD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -1,0 +1,49 @@
+"""Which dtype a CPU gets, from its features and from what XLA is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragjax.core import ConfigError
+from ragjax.runner.device import Precision, allowed_features, precision
+
+NARROW, WIDENED = Precision("bfloat16"), Precision("bfloat16", widen=True)
+ZEN5 = "processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512_bf16 avx512_vnni\n"
+SAPPHIRE = "flags\t\t: avx2 avx512f avx512_bf16 amx_bf16 amx_tile\n"
+SKYLAKE = "flags\t\t: fpu avx2 fma avx512f avx512bw\n"
+LAPTOP = "flags\t\t: fpu sse4_2 avx avx2 fma f16c\n"
+GRAVITON3 = "processor\t: 0\nFeatures\t: fp asimd sve bf16 i8mm\n"
+GRAVITON2 = "Features\t: fp asimd\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "flags", "expected"),
+    [
+        (ZEN5, "", NARROW),
+        (SAPPHIRE, "", NARROW),
+        (GRAVITON3, "", NARROW),
+        (SKYLAKE, "", WIDENED),
+        (LAPTOP, "", WIDENED),
+        (GRAVITON2, "", WIDENED),
+        ("", "", WIDENED),
+        (ZEN5, "--xla_cpu_max_isa=AVX2", WIDENED),
+        (ZEN5, "--xla_cpu_max_isa=avx512_vnni", WIDENED),
+        (ZEN5, "--xla_dump_to=/d --xla_cpu_max_isa=AVX512_BF16", NARROW),
+        (SAPPHIRE, "--xla_cpu_max_isa=amx", NARROW),
+        (ZEN5, "--xla_cpu_max_isa=AMX --xla_cpu_max_isa=AVX2", WIDENED),
+        (LAPTOP, "--xla_cpu_max_isa=AMX", WIDENED),
+    ],
+)
+def test_auto_follows_what_the_cpu_multiplies_and_xla_may_use(cpuinfo: str, flags: str, expected: Precision) -> None:
+    assert precision("auto", "cpu", allowed_features(cpuinfo, flags)) == expected
+
+
+def test_a_gpu_gets_bfloat16_and_a_named_dtype_stays() -> None:
+    assert precision("auto", "gpu", frozenset()) == NARROW
+    for dtype in ("bfloat16", "float32"):
+        assert precision(dtype, "cpu", frozenset()) == Precision(dtype)
+
+
+def test_an_unknown_dtype_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match="unknown dtype 'int4'; choose one of auto, bfloat16, float32"):
+        precision("int4", "cpu", frozenset())

@@ -2,8 +2,10 @@
 
     python -m benchmarks.ttft [--quick] [--json FILE]
 
-The others are transformers, llama.cpp and OpenVINO GenAI. OpenVINO reads the packaged file, with its prefix cache
-off, in the precisions that it chooses by itself; these are stored with its version.
+The others are transformers, llama.cpp and OpenVINO GenAI. OpenVINO reads the packaged file, has its prefix cache off,
+and computes in bfloat16 where the CPU does, else in float32 (stored with its version). To imitate a CPU with AVX2, set
+XLA_FLAGS=--xla_cpu_max_isa=AVX2 for ragjax and ONEDNN_MAX_CPU_ISA=AVX2 for OpenVINO.
+
 The prompt is a system prompt, ten chunks of 200 tokens and a question of 30 (2K tokens); a shorter one has 512. All
 systems get the same token ids and weights, have two threads and a process each, one of which works at a time, in
 rounds that take every case in turn. Figures are medians over the rounds. `warm` means that the same chunks were

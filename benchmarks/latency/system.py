@@ -16,6 +16,7 @@ from benchmarks.latency.load import peak_mb, resident_mb
 from benchmarks.latency.prompt import BRIEF, COLD_PREFIX, LONG, OWN_CASES, WARM_PREFIX, Case, Workload, common_prefix
 from ragjax.core import Prompt
 from ragjax.models import hub
+from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features
 
 THREADS = 2
 
@@ -115,7 +116,9 @@ class OpenVino(System):
     def open(self) -> envs.Worker:
         """Start the worker and load the model."""
         worker = envs.Worker([envs.python("openvino"), envs.WORKERS / "openvino_worker.py"])
-        self.versions |= worker.ask({"op": "load", "model": self.model, "threads": THREADS})["versions"]
+        precision = "bf16" if cpu_features() & BFLOAT16_FEATURES else "f32"
+        request = {"op": "load", "model": self.model, "threads": THREADS, "precision": precision}
+        self.versions |= worker.ask(request)["versions"]
         return worker
 
     def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:

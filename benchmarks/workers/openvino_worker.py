@@ -12,7 +12,6 @@ import openvino_genai
 from wire import serve
 
 CACHE_GB = 1
-PRECISIONS = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION")
 
 
 class State:
@@ -21,15 +20,15 @@ class State:
     pipeline: openvino_genai.LLMPipeline
 
 
-def load(model: str, threads: int) -> Mapping[str, Any]:
-    """Load a .gguf file with OpenVINO's own choice of precisions, which the answer names; no prefix is reused."""
+def load(model: str, threads: int, precision: str) -> Mapping[str, Any]:
+    """Load a .gguf file to compute in `precision` ("bf16" or "f32"); no prefix is reused, KV is as OpenVINO chooses."""
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     scheduler.cache_size = CACHE_GB
-    State.pipeline = openvino_genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads)
-    core = openvino.Core()
-    chosen = {f"openvino {name}": core.get_property("CPU", name).to_string() for name in PRECISIONS}
-    return {"versions": {"openvino-genai": openvino_genai.__version__, **chosen}}
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision}
+    State.pipeline = openvino_genai.LLMPipeline(model, "CPU", scheduler_config=scheduler, **settings)
+    kv = openvino.Core().get_property("CPU", "KV_CACHE_PRECISION").to_string()
+    return {"versions": {"openvino-genai": openvino_genai.__version__, "openvino computes in": f"{precision}, KV {kv}"}}
 
 
 def generate(tokens: list[int], new: int) -> Mapping[str, Any]:

@@ -1046,6 +1046,7 @@ class Recorder(LRU):
 
     def on_queue(self, request, keys):
         self.calls.append(("queue", request, tuple(keys)))
+        return ()
 
     def on_start(self, request):
         self.calls.append(("start", request))
@@ -1082,6 +1083,7 @@ def test_a_node_whose_worth_falls_leaves_earlier():
 
         def on_queue(self, request, keys):
             self.wanted |= set(keys)
+            return ()
 
         def on_start(self, request):
             fallen, self.wanted = self.wanted, set()

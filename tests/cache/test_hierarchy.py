@@ -1319,7 +1319,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(pick=PICK, chunks=st.lists(CHUNK, min_size=1, max_size=3))
     def alternatives(self, pick, chunks):
         context = self.pick(self.contexts(), pick)
-        found = alternatives(self.cache, context.match, chunks, "fusion")
+        found = list(alternatives(self.cache, context.match, chunks, "fusion"))  # to hold one may let go of the context
         for i, match in enumerate(found):
             if match is not None:
                 behinds = [tuple(chunks[begin:i]) for begin in range(i + 1)]

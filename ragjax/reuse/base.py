@@ -110,7 +110,7 @@ class Allocation:
 
     @property
     def broken(self) -> str | None:
-        """Why KV that was matched could not be had; the request must start anew. None if all is well."""
+        """Why KV that was matched could not be had; the request must be started again. None if all is well."""
         return next((match.broken for match in self._matches if match.broken is not None), None)
 
     @property

@@ -30,7 +30,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     ),
     "commands": frozenset({"core", "cache", "engine", "models", "prompting", "quality", "retrieval", "reuse", "store"}),
     "serve": frozenset({"core", "commands", "engine"}),
-    "ragjax": frozenset({"core", "engine"}),  # the package itself: its public names
+    "ragjax": frozenset({"core", "engine"}),  # the package itself and its modules: public names
     "entry": frozenset({"commands", "serve"}),
 }
 """A module belongs to the room whose folder it lies in. A module that Python runs (`python -m …`) is an entry: it only
@@ -76,7 +76,7 @@ def room_of(module: str) -> str:
     if is_entry(module):
         return "entry"
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 else "ragjax"
+    return parts[1] if len(parts) > 1 and (ROOT / "ragjax" / parts[1]).is_dir() else "ragjax"
 
 
 def is_allowed(source: str, target: str) -> bool:

@@ -3,8 +3,8 @@
     python -m benchmarks.ttft [--quick] [--json FILE]
 
 The others are transformers, llama.cpp and OpenVINO GenAI. OpenVINO reads the packaged file, has its prefix cache off,
-and computes in bfloat16 where the CPU does, else in float32 (stored with its version). To imitate a CPU with AVX2, set
-XLA_FLAGS=--xla_cpu_max_isa=AVX2 for ragjax and ONEDNN_MAX_CPU_ISA=AVX2 for OpenVINO.
+and is asked for bfloat16 where XLA may use it, else for float32 (stored with its version); how it quantises activations
+and KV is its own choice. XLA_FLAGS=--xla_cpu_max_isa=AVX2, which imitates an older CPU, limits ragjax alone.
 
 The prompt is a system prompt, ten chunks of 200 tokens and a question of 30 (2K tokens); a shorter one has 512. All
 systems get the same token ids and weights, have two threads and a process each, one of which works at a time, in

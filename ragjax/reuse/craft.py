@@ -52,8 +52,11 @@ from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
 from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length
 
-TAU = 0.3
-"""Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own."""
+TAU = 1.0
+"""Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own; 1: none does.
+
+CCI is at least 0.5: below that no chunk is reused in a prefix that shares nothing with those of its variants.
+"""
 
 Overhead = Callable[[Influence, Sequence[bytes]], float]
 """What mending a variant takes, before alpha, where these segments stand before it."""

@@ -5,6 +5,7 @@
     print(engine.answer("When does the ferry leave?").text)
 
 Retrieval and tokenizing happen in the caller's thread (`prepare.py`); the loop's thread owns cache, pool and scheduler.
+The whole public API is in this one file, so that a reader finds every method of `Engine` in one place.
 """
 
 from __future__ import annotations

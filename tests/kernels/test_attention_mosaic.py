@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from ragjax.kernels.attention import mosaic as attention_mosaic
+from ragjax.kernels.attention import mosaic_consumer, mosaic_producer
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
 from tests.support.cases import (
@@ -201,20 +202,20 @@ Fresh = Callable[[Case], list[np.ndarray]]
 
 @simulated
 def test_uncleared_values_are_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_mosaic, "_clear", lambda *_: None)
+    monkeypatch.setattr(mosaic_consumer, "_clear", lambda *_: None)
     assert np.isnan(fresh(rich_case())[0]).any()
 
 
 @simulated
 def test_undrained_barrier_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_mosaic, "_drain", lambda *_: None)
+    monkeypatch.setattr(mosaic_producer, "_drain", lambda *_: None)
     with pytest.raises(Exception, match="only observed barrier up to phase"):
         fresh(rich_case())
 
 
 @simulated
 def test_refill_without_release_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_mosaic, "_wait_if", lambda *_: None)
+    monkeypatch.setattr(mosaic_producer, "_wait_if", lambda *_: None)
     with pytest.raises(Exception, match="barrier"):
         fresh(rich_case())
 

@@ -14,22 +14,14 @@ from itertools import takewhile
 
 import numpy as np
 
-from ragjax.cache.hierarchy import Hierarchy, Steps, Storage
+from ragjax.cache.hierarchy import Hierarchy, Storage
+from ragjax.cache.keys import context_digest, context_hasher, context_of, raw_of
+from ragjax.cache.keys import neighbours_digest as neighbours_digest
 from ragjax.cache.match import EXACT, Match, Metrics, Totals
+from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps, name
 from ragjax.cache.policy.base import Access, Policy
 from ragjax.cache.pool import AuditError, PagePool
-from ragjax.cache.tree import (
-    PUBLIC,
-    RADIX,
-    KnowledgeTree,
-    Node,
-    Provenance,
-    context_digest,
-    context_hasher,
-    context_of,
-    join_runs,
-    name,
-)
+from ragjax.cache.tree import KnowledgeTree, join_runs
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
 from ragjax.core.tiers import Record
@@ -90,7 +82,7 @@ class KnowledgeCache:
         quiet: pin alone. A request that looks up again what it has computed counts as one request: no counter rises
         and no policy hears of it.
         """
-        raw = _raw(tokens)
+        raw = raw_of(tokens)
         steps = self.tree.walk(raw, tenant)
         steps = self._hierarchy.bring(self.tree.root, steps, raw, tenant) if cold else _present(steps)
         found = sum(used for _, used in steps)
@@ -157,7 +149,7 @@ class KnowledgeCache:
         variant: bool,
         cfo: float,
     ) -> Match | None:
-        node = self._find(context, _raw(tokens), provenance, method, behind, cold) if _usable(context) else None
+        node = self._find(context, raw_of(tokens), provenance, method, behind, cold) if _usable(context) else None
         if node is None:
             return None
         if variant:
@@ -205,7 +197,7 @@ class KnowledgeCache:
         dependency attention; it is under `path` positions.
         """
         self._require_context(context)
-        raw = _raw(tokens)
+        raw = raw_of(tokens)
         steps: Steps = []
         if _usable(context):
             end = self._end_of(context)
@@ -224,12 +216,12 @@ class KnowledgeCache:
         context: causal tokens that they must have been computed on (None: any; then what lies on disk alone is left
         out). cold: look below the device too. Entries that lie on disk alone come last.
         """
-        raw, tenants = _raw(tokens), tuple(dict.fromkeys((tenant, PUBLIC)))
+        raw, tenants = raw_of(tokens), tuple(dict.fromkeys((tenant, PUBLIC)))
         found = [node for t in tenants for node in self.tree.places(t, raw)]
         found = [node for node in found if node.method == method]
         if context is None:
             return tuple(found)
-        on = context_digest(_raw(context))
+        on = context_digest(raw_of(context))
         nodes = [n for n in found if n.key == self.tree.key(n.tenant, n.provenance, method, on, raw, n.behind)]
         shelf = self._storage.shelf if cold and self._storage is not None else None
         shelved = [r for t in tenants for r in shelf.chunks(self.tree.chunk_place(t, method, on, raw))] if shelf else []
@@ -369,7 +361,7 @@ class KnowledgeCache:
         if any(not 0 <= cut <= len(tokens) for cut in cuts):
             raise ValueError(f"a cut lies outside the {len(tokens)} tokens")
         totals = totals or Totals(from_, len(tokens) - from_)
-        raw, tenant = _raw(tokens), context.tenant
+        raw, tenant = raw_of(tokens), context.tenant
         if public is None:
             public = 0 if tenant else len(tokens)
         start = self._resume(context)
@@ -463,7 +455,7 @@ class KnowledgeCache:
             raise ValueError(f"the context never arrived: {context.broken}")
         if run.length != len(tokens) or not run.length:
             raise ValueError(f"the run holds {run.length} tokens, the segment {len(tokens)}")
-        raw, parent = _raw(tokens), self._end_of(context)
+        raw, parent = raw_of(tokens), self._end_of(context)
         public = not context.tenant if public is None else public
         tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
         key = self.tree.key(tenant, provenance, method, context.context, raw, behind)
@@ -514,7 +506,7 @@ class KnowledgeCache:
             )
         if context.broken is not None:
             raise ValueError(f"the context never arrived: {context.broken}")
-        raw, top, page_size = _raw(tokens), self._end_of(context), self.pool.page_size
+        raw, top, page_size = raw_of(tokens), self._end_of(context), self.pool.page_size
         steps = self.tree.walk(raw, context.tenant, top, method)
         at = sum(used for _, used in steps)
         parent = self._cut_after(*steps[-1]) if steps else top
@@ -589,7 +581,7 @@ class KnowledgeCache:
 
     def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC) -> tuple[bytes, ...]:
         """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add."""
-        raw = _raw(tokens)
+        raw = raw_of(tokens)
         steps = self.tree.walk(raw, tenant)
         keys = [node.key for node, _ in steps]
         at = sum(used for _, used in steps)
@@ -609,8 +601,8 @@ class KnowledgeCache:
 
         stops: offsets in the path at which its branches end.
         """
-        raw, keys, at, before = _raw(path), [], 0, context_digest(_raw(context))
-        top = self.tree.walk(_raw(context), tenant)
+        raw, keys, at, before = raw_of(path), [], 0, context_digest(raw_of(context))
+        top = self.tree.walk(raw_of(context), tenant)
         whole = sum(used for _, used in top) == len(context)
         steps = self.tree.walk(raw, tenant, top[-1][0] if top else None, method) if whole else []
         for node, used in steps:
@@ -632,7 +624,7 @@ class KnowledgeCache:
         behind: bytes = b"",
     ) -> bytes:
         """Key of the node of `tokens` as computed by `method` on the causal `context`, and behind neighbours."""
-        return self.tree.key(tenant, provenance, method, context_digest(_raw(context)), _raw(tokens), behind)
+        return self.tree.key(tenant, provenance, method, context_digest(raw_of(context)), raw_of(tokens), behind)
 
     def announce(self, request: str, keys: Collection[bytes]) -> None:
         """A request waits that will use the nodes with these keys (`keys_of`), whether they are kept or not."""
@@ -732,12 +724,6 @@ class KnowledgeCache:
                 raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} matches and loads need it")
 
 
-def neighbours_digest(chunks: Iterable[Tokens]) -> bytes:
-    """Digest of the ordered chunks that KV was computed behind, 32 bytes; b"" for none."""
-    raws = [_raw(chunk) for chunk in chunks]
-    return context_digest(*(len(raw).to_bytes(8, "little") + raw for raw in raws)) if raws else b""
-
-
 def _present(steps: Steps) -> Steps:
     """The part of a path whose bytes are on the device now."""
     return list(takewhile(lambda step: step[0].run is not None and not step[0].loading, steps))
@@ -755,7 +741,3 @@ def _usable(context: Match) -> bool:
 
 def _runs(nodes: Iterable[Node]) -> list[Run]:
     return [node.run for node in nodes if node.run is not None]
-
-
-def _raw(tokens: Tokens) -> bytes:
-    return np.ascontiguousarray(tokens, "<i4").tobytes()

@@ -15,18 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ragjax.cache.keys import context_behind, context_of
 from ragjax.cache.match import Match, Metrics
+from ragjax.cache.node import Node, Provenance, Steps, name
 from ragjax.cache.policy.base import Policy, Victims
 from ragjax.cache.pool import AuditError, PagePool
-from ragjax.cache.tree import (
-    KnowledgeTree,
-    Node,
-    Provenance,
-    common_prefix,
-    context_behind,
-    context_of,
-    name,
-)
+from ragjax.cache.tree import KnowledgeTree, common_prefix
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, DiskIndex, Done, Load, Record, Save, Tier, TransferEngine, Write
 
@@ -38,9 +32,6 @@ BACKLOG = 2**30
 
 CLIMB = 4
 """Last nodes of a path within whose entries on disk a look-up goes on."""
-
-Steps = list[tuple[Node, int]]
-"""A path: nodes, and how many of each one's tokens are meant."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from functools import cached_property
 from types import TracebackType
 from typing import NamedTuple
 
-from ragjax.cache.tree import Node, Provenance, context_digest
+from ragjax.cache.keys import context_digest
+from ragjax.cache.node import Node, Provenance
 from ragjax.core import Run, Tokens
 from ragjax.core.tiers import Tier
 

@@ -14,162 +14,20 @@ not how they are cut into nodes, so splitting an ancestor changes no key below.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from enum import StrEnum
-from typing import Any
 
 import numpy as np
 
+from ragjax.cache.audit import audit_children, audit_node
+from ragjax.cache.keys import context_of, digest, edge_of, radix_tag
+from ragjax.cache.node import PUBLIC as PUBLIC
+from ragjax.cache.node import RADIX, Steps, name
+from ragjax.cache.node import Node as Node
+from ragjax.cache.node import Provenance as Provenance
 from ragjax.cache.pool import AuditError, PagePool
-from ragjax.core import Run, Tokens
+from ragjax.core import Run
 from ragjax.core.tiers import Copy, Tier
-
-PUBLIC = ""
-"""The tenant whose nodes everybody reads."""
-
-
-class Provenance(StrEnum):
-    """On what context a node's KV was computed."""
-
-    CAUSAL = "causal"
-    """Exactly the tokens of its path, all visible."""
-    ISOLATED = "isolated"
-    """The context it hangs under and itself, as if no other chunk were there."""
-    DEPENDENCY = "dependency"
-    """Its ancestors in a dependency tree."""
-    APPROXIMATE = "approximate"
-    """KV that was itself reused or repaired, or computed behind neighbours; never exact."""
-
-
-RADIX = frozenset({Provenance.CAUSAL, Provenance.DEPENDENCY})
-"""Provenances whose nodes continue their parent's tokens and may be split."""
-
-
-class Node:
-    """A run of tokens whose KV is kept.
-
-    tenant: whose it is. raw: its tokens, int32, little-endian. start: number of tokens on the path before it.
-    local_start: RoPE position at which token 0's K is stored rotated.
-    key: digest of all that the KV depends on, 32 bytes.
-    behind: digest of neighbours that the KV was computed behind, besides the path (b"": none). meta: a strategy's own.
-    run: where the KV lies on the device; host: where in host memory; a root has neither.
-    lossy: whether its bytes, or those it was computed on, lost precision at rest.
-    shelved: whether it is known to be on disk.
-    edges: children by their edge, None if there are none. on_device, on_host: how many children are there.
-    pins: matches and loads on this node or below it. loading: number of the load that brings it (0: it is here).
-    hits: requests that matched it. note: what the replacement policy remembers of it.
-    queued: entry in each tier's queue of victims (0: none). dead: out of the tree, kept while it is pinned.
-    """
-
-    __slots__ = (
-        "behind",
-        "dead",
-        "edges",
-        "hits",
-        "host",
-        "key",
-        "loading",
-        "local_start",
-        "lossy",
-        "meta",
-        "method",
-        "note",
-        "on_device",
-        "on_host",
-        "parent",
-        "pins",
-        "provenance",
-        "queued",
-        "raw",
-        "run",
-        "shelved",
-        "start",
-        "tenant",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        tenant: str,
-        raw: bytes,
-        parent: Node | None,
-        local_start: int,
-        provenance: Provenance = Provenance.CAUSAL,
-        method: str = "",
-        *,
-        behind: bytes = b"",
-        meta: bytes = b"",
-        lossy: bool = False,
-    ):
-        self.tenant = tenant
-        self.raw = raw
-        self.parent = parent
-        self.start = parent.end if parent is not None else 0
-        self.local_start = local_start
-        self.provenance = provenance
-        self.method = method
-        self.behind = behind
-        self.meta = meta
-        self.lossy = lossy
-        self.key = b""
-        self.run: Run | None = None
-        self.host: Copy | None = None
-        self.shelved = False
-        self.edges: dict[bytes, Node] | None = None
-        self.on_device = 0
-        self.on_host = 0
-        self.pins = 0
-        self.loading = 0
-        self.hits = 0
-        self.note: Any = None
-        self.queued = [0, 0]
-        self.dead = False
-
-    def __len__(self) -> int:
-        return len(self.raw) // 4
-
-    def __repr__(self) -> str:
-        return f"<{self.provenance} node {name(self)} of {len(self)} tokens>"
-
-    @property
-    def tokens(self) -> Tokens:
-        """Token ids, int32 [n], read-only."""
-        return np.frombuffer(self.raw, "<i4")
-
-    @property
-    def end(self) -> int:
-        """Number of tokens on the path up to and with this node."""
-        return self.start + len(self.raw) // 4
-
-    @property
-    def radix_method(self) -> str | None:
-        """The dependency method whose radix edges lead to it; None for causal ones."""
-        return self.method if self.provenance is Provenance.DEPENDENCY else None
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether nothing depends on it."""
-        return not self.edges
-
-    def children(self) -> Iterator[Node]:
-        """All nodes whose KV is useless without this one."""
-        yield from (self.edges or {}).values()
-
-    def path(self) -> Iterator[Node]:
-        """This node and its ancestors, upward to the root."""
-        node: Node | None = self
-        while node is not None:
-            yield node
-            node = node.parent
-
-    def subtree(self) -> Iterator[Node]:
-        """This node and all below, parents first."""
-        stack = [self]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children())
 
 
 class KnowledgeTree:
@@ -197,18 +55,18 @@ class KnowledgeTree:
     ) -> bytes:
         """A node's key, 32 bytes; every field is length-prefixed, so no two sets of fields share one."""
         fields = (tenant.encode(), provenance.encode(), method.encode(), context, behind, raw)
-        return _digest(b"node", self._identity, *fields)
+        return digest(b"node", self._identity, *fields)
 
     def place(self, tenant: str, context: bytes, method: str | None = None) -> bytes:
         """Digest under which KV that continues `context` is looked for on disk; a tenant's own, 32 bytes.
 
         method: of dependency attention (None: causal).
         """
-        return _digest(b"place", self._identity, _radix_tag(tenant, method), context)
+        return digest(b"place", self._identity, radix_tag(tenant, method), context)
 
     def chunk_place(self, tenant: str, method: str, context: bytes, raw: bytes) -> bytes:
         """Digest under which approximate KV is looked for on disk, whatever else it was computed behind; 32 bytes."""
-        return _digest(b"chunk", self._identity, tenant.encode(), method.encode(), context, raw)
+        return digest(b"chunk", self._identity, tenant.encode(), method.encode(), context, raw)
 
     def content(self, tenant: str, raw: bytes) -> Hashable:
         """What a node says, wherever it stands; a tenant's own. Public tokens stand for themselves, without a copy."""
@@ -216,21 +74,19 @@ class KnowledgeTree:
 
     # ---------------------------------------------------------------------------------------- look-ups
 
-    def walk(
-        self, raw: bytes, tenant: str = PUBLIC, start: Node | None = None, method: str | None = None
-    ) -> list[tuple[Node, int]]:
+    def walk(self, raw: bytes, tenant: str = PUBLIC, start: Node | None = None, method: str | None = None) -> Steps:
         """The longest path below `start` (the root) that spells a prefix of the tokens: nodes, and how many of each.
 
         It takes causal edges, or those of a dependency method, to nodes of the tenant or of the public corpus. Only
         the last node may match in part. O(path length) comparisons of runs.
         """
         top = start or self.root
-        public = _follow(top, raw, 0, _radix_tag(PUBLIC, method)) if top.tenant == PUBLIC else []
+        public = _follow(top, raw, 0, radix_tag(PUBLIC, method)) if top.tenant == PUBLIC else []
         if tenant == PUBLIC:
             return public
         # The tenant's own nodes hang below public ones in any number of places: the longest path wins, and of equals
         # that which turns off first, so that what was found once is found as long as it is kept.
-        tag = _radix_tag(tenant, method)
+        tag = radix_tag(tenant, method)
         best = _follow(top, raw, 0, tag)
         longest, at = sum(used for _, used in best), 0
         for i, (node, used) in enumerate(public):
@@ -267,7 +123,7 @@ class KnowledgeTree:
         node.key = self.key(node.tenant, node.provenance, node.method, context, node.raw, node.behind)
         if node.parent.edges is None:
             node.parent.edges = {}
-        node.parent.edges[_edge(node)] = node
+        node.parent.edges[edge_of(node)] = node
         self._index(node)
         if run is not None:
             self.land(node, run)
@@ -317,11 +173,11 @@ class KnowledgeTree:
                      behind=node.behind, meta=node.meta, lossy=node.lossy)  # fmt: skip
         upper.pins, upper.loading, upper.hits, upper.note = node.pins, node.loading, node.hits, node.note
         upper.shelved = node.shelved = False  # the entry on disk has neither's key: it would age, and leave, unseen
-        parent.edges[_edge(upper)] = upper
+        parent.edges[edge_of(upper)] = upper
         node.parent, node.raw = upper, node.raw[4 * at :]
         node.start += at
         node.local_start += at
-        upper.edges = {_edge(node): node}
+        upper.edges = {edge_of(node): node}
         self._split_run(upper, node, at)
         if node.host is not None:
             upper.host, node.host = node.host.slice(0, at), node.host.slice(at, node.host.length)
@@ -371,7 +227,7 @@ class KnowledgeTree:
         lower.start, lower.local_start = upper.start, upper.local_start
         lower.lossy, lower.shelved = lower.lossy or upper.lossy, False
         lower.key = self.key(lower.tenant, lower.provenance, lower.method, context_of(parent), lower.raw, lower.behind)
-        parent.edges[_edge(lower)] = lower
+        parent.edges[edge_of(lower)] = lower
         self._index(lower)
         upper.dead = True
         return True
@@ -383,7 +239,7 @@ class KnowledgeTree:
         """
         parent = node.parent
         assert parent is not None and parent.edges is not None
-        del parent.edges[_edge(node)]
+        del parent.edges[edge_of(node)]
         if not parent.edges:
             parent.edges = None
         parent.on_device -= node.run is not None
@@ -437,11 +293,11 @@ class KnowledgeTree:
             AuditError: naming the first node that is wrong.
         """
         held = 0
-        self._audit_children(self.root)
+        audit_children(self.root)
         for node in self.nodes():
             held += 1
-            self._audit_shape(node)
-            self._audit_children(node)
+            audit_node(node)
+            audit_children(node)
             if node.key != self.key_of(node):
                 raise AuditError(f"node {name(node)} does not have the key of its path")
             if self._by_key.get(node.key) is not node:
@@ -462,33 +318,6 @@ class KnowledgeTree:
         """The key that a node has by its place and its tokens; O(tokens on its path)."""
         return self.key(node.tenant, node.provenance, node.method, context_of(node.parent), node.raw, node.behind)
 
-    def _audit_shape(self, node: Node) -> None:
-        if node.run is None and node.host is None:
-            raise AuditError(f"node {name(node)} is kept nowhere")
-        if node.run is not None and node.run.length != len(node):
-            raise AuditError(f"node {name(node)} of {len(node)} tokens has the run {node.run}")
-        if node.host is not None and node.host.length != len(node):
-            raise AuditError(f"node {name(node)} of {len(node)} tokens has the copy {node.host}")
-        if node.parent is not None and node.start != node.parent.end:
-            raise AuditError(f"node {name(node)} starts at {node.start}, its parent ends at {node.parent.end}")
-        if node.provenance is Provenance.CAUSAL and node.local_start != node.start:
-            raise AuditError(f"causal node {name(node)} is rotated from {node.local_start} on, not {node.start}")
-        if node.dead:
-            raise AuditError(f"node {name(node)} is in the tree and dead")
-
-    def _audit_children(self, node: Node) -> None:
-        for edge, child in (node.edges or {}).items():
-            if child.parent is not node or not len(child) or edge != _edge(child):
-                raise AuditError(f"node {name(child)} is on a wrong edge below {name(node)}")
-            if node.tenant not in (PUBLIC, child.tenant):
-                raise AuditError(f"node {name(child)} hangs under another tenant's {name(node)}")
-            if child.run is not None and node.run is None and node.parent is not None:
-                raise AuditError(f"node {name(child)} is on the device, its parent {name(node)} is not")
-        if node.on_device != sum(child.run is not None for child in node.children()):
-            raise AuditError(f"node {name(node)} counts {node.on_device} children on the device")
-        if node.on_host != sum(child.host is not None for child in node.children()):
-            raise AuditError(f"node {name(node)} counts {node.on_host} children in host memory")
-
 
 def join_runs(first: Run, second: Run, page_size: int) -> Run | None:
     """The two runs as one, if the second begins in the slot (or at the top of a page) after the first."""
@@ -496,39 +325,6 @@ def join_runs(first: Run, second: Run, page_size: int) -> Run | None:
     if second.start != slot or (slot and first.pages[-1] != second.pages[0]):
         return None
     return Run(first.pages + second.pages[bool(slot) :], first.start, first.length + second.length)
-
-
-def context_digest(*raws: bytes) -> bytes:
-    """Digest of a context: the tokens before a node, however they are cut; 32 bytes."""
-    hasher = context_hasher()
-    for raw in raws:
-        hasher.update(raw)
-    return hasher.digest()
-
-
-def context_hasher() -> hashlib.blake2b:
-    """A hasher whose digest is the context of the tokens it was fed."""
-    return hashlib.blake2b(digest_size=32, person=b"context")
-
-
-def context_of(node: Node | None) -> bytes:
-    """Context digest of what hangs under the node: the tokens of its path.
-
-    A dependency path's own tokens follow the digest of those before the path, since where it begins makes a difference.
-    """
-    steps = [] if node is None else list(node.path())[::-1]
-    path = [step.raw for step in steps if step.provenance is Provenance.DEPENDENCY]
-    before = context_digest(*(step.raw for step in steps[: len(steps) - len(path)]))
-    return context_digest(before, *path) if path else before
-
-
-def context_behind(node: Node, raw: bytes, method: str | None) -> bytes:
-    """Context digest of what continues tokens behind a causal node: causally (None), or as a dependency path."""
-    steps = [step.raw for step in node.path()][::-1]
-    if method is None:
-        return context_digest(*steps, raw)
-    before = context_digest(*steps)
-    return context_digest(before, raw) if raw else before
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
@@ -539,27 +335,9 @@ def common_prefix(a: bytes, b: bytes) -> int:
     return first if n and differs[first] else n
 
 
-def name(node: Node) -> str:
-    """A node as error messages name it."""
-    return node.key.hex()[:12] or "root"
-
-
-def _edge(node: Node) -> bytes:
-    if node.provenance not in RADIX:
-        return node.key
-    return node.raw[:4] + _radix_tag(node.tenant, node.radix_method)
-
-
-def _radix_tag(tenant: str, method: str | None) -> bytes:
-    """What distinguishes the radix edges of a tenant and of a dependency method (None: causal)."""
-    if method is None and tenant == PUBLIC:
-        return b""
-    return b"\0".join((tenant.encode(), b"" if method is None else b"\1" + method.encode()))
-
-
-def _follow(node: Node, raw: bytes, at: int, tag: bytes) -> list[tuple[Node, int]]:
+def _follow(node: Node, raw: bytes, at: int, tag: bytes) -> Steps:
     """The path along edges with one tag that spells the tokens from byte `at` on."""
-    steps: list[tuple[Node, int]] = []
+    steps: Steps = []
     while at < len(raw) and node.edges and (child := node.edges.get(raw[at : at + 4] + tag)) is not None:
         if not raw.startswith(child.raw, at):
             steps.append((child, common_prefix(child.raw, raw[at : at + len(child.raw)])))
@@ -589,11 +367,3 @@ def _joined(upper: Node, lower: Node, page_size: int) -> tuple[Run | None, Copy 
     if a is None or b is None or a.entry != b.entry or a.begin + a.length != b.begin:
         return run, None
     return run, Copy(a.entry, a.begin, a.length + b.length)
-
-
-def _digest(person: bytes, *fields: bytes) -> bytes:
-    hasher = hashlib.blake2b(digest_size=32, person=person)
-    for part in fields:
-        hasher.update(len(part).to_bytes(8, "little"))
-        hasher.update(part)
-    return hasher.digest()

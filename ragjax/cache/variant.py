@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import heapq
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.craft import reuse_of
-from ragjax.cache.tree import Node
 
 
 class Variants:

@@ -6,11 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ragjax.cache.keys import context_digest
+from ragjax.cache.node import Node, Provenance
 from ragjax.cache.policy.base import Access, Victims
 from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import AuditError
-from ragjax.cache.tree import Node, Provenance, context_digest
 from ragjax.core import OutOfPages
 from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, tokens
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ragjax.cache import cache as cache_module
+from ragjax.cache import keys
 from ragjax.cache import tree as tree_module
 from ragjax.cache.pool import AuditError
 from ragjax.cache.tree import PUBLIC, KnowledgeTree, Provenance, common_prefix
@@ -137,8 +138,9 @@ def unsalted_content(monkeypatch):
 
 
 def unsalted_edge(monkeypatch):
-    real = tree_module._radix_tag
-    monkeypatch.setattr(tree_module, "_radix_tag", lambda tenant, method: real("", method))
+    real = keys.radix_tag
+    for module in (keys, tree_module):
+        monkeypatch.setattr(module, "radix_tag", lambda tenant, method: real("", method))
 
 
 def one_tenant_for_all(monkeypatch):
@@ -277,6 +279,6 @@ def test_idle_tenants_leave_nothing_behind():
 
 
 def test_names_of_tenants_and_methods_do_not_run_into_each_other():
-    tags = {tree_module._radix_tag(t, m) for t in ("", "a", "ab") for m in (None, "", "b", "bb")}
+    tags = {keys.radix_tag(t, m) for t in ("", "a", "ab") for m in (None, "", "b", "bb")}
     assert len(tags) == 12
     assert common_prefix(b"", b"") == 0

@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragjax.cache.keys import context_digest, context_of
+from ragjax.cache.node import Node, Provenance
 from ragjax.cache.pool import AuditError, PagePool
-from ragjax.cache.tree import KnowledgeTree, Node, Provenance, common_prefix, context_digest, context_of, join_runs
+from ragjax.cache.tree import KnowledgeTree, common_prefix, join_runs
 from ragjax.core import Run
 from ragjax.core.tiers import Copy, Tier
 

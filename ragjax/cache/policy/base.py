@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ragjax.cache.tree import Node
+from ragjax.cache.node import Node
 from ragjax.core.tiers import Tier
 
 

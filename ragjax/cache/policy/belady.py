@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Policy
-from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
 LOWEST_CFO = 0.01

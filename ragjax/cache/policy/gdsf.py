@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Access
 from ragjax.cache.policy.lasting import Lasting
-from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
 WINDOW = 1_000_000

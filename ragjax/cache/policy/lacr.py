@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf, log2
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
 ALPHA = 0.2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Policy
-from ragjax.cache.tree import Node
 
 GHOSTS_PER_NODE = 4
 FEWEST, MOST = 10_000, 1_000_000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Access, Policy
 from ragjax.cache.policy.lasting import Lasting
-from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
 _TICKS = 40

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Access
 from ragjax.cache.policy.gdsf import GDSF, WINDOW
 from ragjax.cache.profile import Profile
-from ragjax.cache.tree import Node
 
 
 class PGDSF(GDSF):

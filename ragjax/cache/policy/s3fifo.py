@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
 SMALL, MAIN = 0, 1

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ragjax.cache.node import Node
 from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.tree import Node
 from ragjax.core.tiers import Tier
 
 _NUMBERS = 48

@@ -26,7 +26,8 @@ TOGETHER = 64
 
 def sees(row: jax.Array, key: jax.Array, hide_from: jax.Array, hide_until: jax.Array) -> jax.Array:
     """Whether a row of one token index sees a key of the same request; int32 that broadcast, bool."""
-    return (key <= row) & ~((hide_from <= row) & (row < hide_until))
+    hidden = (hide_from <= row) & (row < hide_until)
+    return (key <= row) & ~hidden
 
 
 class Keys(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,10 @@ from ragjax.core import (
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.schedule.rows import PassReader, PendingMove, PendingRows
-from ragjax.schedule.sampling import Generation
 from ragjax.schedule.table import PageTable
+
+if TYPE_CHECKING:
+    from ragjax.schedule.sampling import Generation
 
 Sink = Callable[[Event | BaseException], None]
 """Where a request's events go: deltas, then one answer or one error."""

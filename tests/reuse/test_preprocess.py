@@ -359,7 +359,8 @@ def test_a_restart_finds_it_on_disk(marks: str, tmp_path: Path, monkeypatch: pyt
         made = tiny.engine(extra=[Finder()], disk=disk)
         if marks == "stored":
             place = {"encode_tokens": made._parts.chunker.encode, "encoder": tiny.HashedEncoder(), "model_key": "tiny"}
-            made._open_knowledge = lambda name: KnowledgeBase.open(tmp_path / name, **place, max_tokens=64)  # type: ignore[arg-type]
+            opener = lambda name: KnowledgeBase.open(tmp_path / name, **place, max_tokens=64)  # type: ignore[arg-type]  # noqa: E731
+            monkeypatch.setattr(made._parts.knowledge, "_open", opener)
         made.add_documents(documents())
         return made
 

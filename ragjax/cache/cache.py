@@ -17,6 +17,7 @@ import numpy as np
 from ragjax.cache.hierarchy import Hierarchy, Storage
 from ragjax.cache.keys import context_digest, context_hasher, context_of, raw_of
 from ragjax.cache.keys import neighbours_digest as neighbours_digest
+from ragjax.cache.loader import Loader
 from ragjax.cache.match import EXACT, Match, Metrics, Totals
 from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps, name
 from ragjax.cache.policy.base import Access, Policy
@@ -51,6 +52,7 @@ class KnowledgeCache:
         self._storage = storage
         self._metrics = Metrics()
         self._hierarchy = Hierarchy(self.tree, pool, policy, self._metrics, storage)
+        self._loader = Loader(self._hierarchy, self._metrics)
         self._variants = Variants(variants)
         self._matches: dict[Match, None] = {}
         self._reserved: dict[Run, str] = {}
@@ -67,7 +69,7 @@ class KnowledgeCache:
             job_seconds=dict(metrics.job_seconds),
             failures=Counter(metrics.failures),
             pages_used=self.pool.capacity - self.pool.free_pages,
-            host_bytes=self._hierarchy.host_used,
+            host_bytes=self._hierarchy.ledger.used,
             nodes=len(self.tree),
         )
 
@@ -84,7 +86,7 @@ class KnowledgeCache:
         """
         raw = raw_of(tokens)
         steps = self.tree.walk(raw, tenant)
-        steps = self._hierarchy.bring(self.tree.root, steps, raw, tenant) if cold else _present(steps)
+        steps = self._loader.load(self.tree.root, steps, raw, tenant) if cold else _present(steps)
         found = sum(used for _, used in steps)
         return self._pinned(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0, quiet=quiet)
 
@@ -168,17 +170,17 @@ class KnowledgeCache:
             if node is not None and node.run is not None and (cold or not node.loading):
                 return node
             if node is not None and storage is not None:
-                return self._bring_node(node, tenant)
+                return self._load_node(node, tenant)
             record = storage.shelf.find(key) if node is None and storage is not None and storage.shelf else None
             if record is not None and tenant in (parent.tenant, context.tenant):
-                return self._hierarchy.bring_record(self._end_of(context), record, tenant, behind)
+                return self._loader.load_record(self._end_of(context), record, tenant, behind)
         return None
 
-    def _bring_node(self, node: Node, tenant: str) -> Node | None:
+    def _load_node(self, node: Node, tenant: str) -> Node | None:
         """A node of host memory, on its way to the device with its whole path, which need not be the context's own."""
         steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
-        brought = self._hierarchy.bring(self.tree.root, steps, b"", tenant)
-        return node if brought and brought[-1][0] is node else None
+        loaded = self._loader.load(self.tree.root, steps, b"", tenant)
+        return node if loaded and loaded[-1][0] is node else None
 
     def match_dependency(
         self,
@@ -202,7 +204,7 @@ class KnowledgeCache:
         if _usable(context):
             end = self._end_of(context)
             steps = self.tree.walk(raw, context.tenant, end, method)
-            steps = self._hierarchy.bring(end, steps, raw, context.tenant, method) if cold else _present(steps)
+            steps = self._loader.load(end, steps, raw, context.tenant, method) if cold else _present(steps)
         found = sum(used for _, used in steps)
         return self._pinned(
             steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node, seen, exact
@@ -253,7 +255,7 @@ class KnowledgeCache:
         self._hierarchy.device.discard(node)
         self.tree.pin(node)
         match = Match(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
-        match.origins = self._hierarchy.wait(match, steps)
+        match.origins = self._hierarchy.loads.wait(match, steps)
         self._matches[match] = None
         if not quiet:
             self._count_lookup(steps, match, seen, exact)
@@ -304,7 +306,7 @@ class KnowledgeCache:
                 f"{n_tokens} tokens need {need} pages; {pinned} of {self.pool.capacity} are pinned by running "
                 "requests: wait for them, ask for less, or give the device cache more memory"
             )
-        self._hierarchy.room(need)
+        self._hierarchy.make_room(need)
         run = self.pool.allocate(n_tokens)
         self.pool.pin(run)
         self._reserved[run] = label
@@ -643,11 +645,11 @@ class KnowledgeCache:
 
     def vacate(self) -> None:
         """Move everything that nobody uses off the device, so that what comes back lies together."""
-        self._hierarchy.room(self.pool.reclaimable_pages)
+        self._hierarchy.make_room(self.pool.reclaimable_pages)
 
     def poll(self) -> bool:
         """Take note of bytes that have arrived, or never will; whether there was anything."""
-        return self._hierarchy.poll()
+        return self._loader.poll()
 
     def replicate(self) -> bool:
         """Copy hot nodes to the tiers below while there is time; whether there were any."""
@@ -656,11 +658,11 @@ class KnowledgeCache:
     @property
     def loading(self) -> int:
         """Loads under way."""
-        return self._hierarchy.loading
+        return len(self._hierarchy.loads)
 
     def give_up(self) -> bool:
         """Have back the pages of loads that nobody waits for any more; whether there were any."""
-        return self._hierarchy.give_up()
+        return self._loader.give_up()
 
     def flush(self, limit: int = 256) -> bool:
         """Order up to `limit` nodes that no disk has to be written; whether there were any."""
@@ -714,7 +716,7 @@ class KnowledgeCache:
                 raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
 
     def _audit_pins(self, known: Collection[Node]) -> None:
-        holders = [match.node for match in self._matches] + list(self._hierarchy.pinned_by_loads())
+        holders = [match.node for match in self._matches] + list(self._hierarchy.loads.pinned())
         pins = Counter(step for node in holders for step in node.path())
         for match in self._matches:
             if match.node not in known:

@@ -992,9 +992,9 @@ def test_what_exceeds_the_quota_alone_is_not_kept_in_host_memory():
     ("damage", "message"),
     [
         (lambda h, node: h.host.discard(node), "host's queue"),
-        (lambda h, node: setattr(h, "_host_used", 7), "7 bytes of host memory are counted"),
-        (lambda h, node: setattr(next(iter(h._entries.values())), "nodes", 5), "host entries"),
-        (lambda h, node: h._entries.clear(), "host entries"),
+        (lambda h, node: setattr(h.ledger, "used", 7), "7 bytes of host memory are counted"),
+        (lambda h, node: setattr(next(iter(h.ledger.entries.values())), "nodes", 5), "host entries"),
+        (lambda h, node: h.ledger.entries.clear(), "host entries"),
     ],
 )
 def test_the_audit_sees_what_is_wrong_below_the_device(damage, message):
@@ -1012,7 +1012,7 @@ def test_the_audit_sees_host_memory_that_is_too_full_and_a_load_that_does_not_br
     bench.put(A)
     bench.squeeze()
     with bench.cache.match_prefix(tokens(*A)):
-        [load] = bench.cache._hierarchy._loads.values()
+        [load] = bench.cache._hierarchy.loads.under_way.values()
         nodes, load.nodes = load.nodes, [*load.nodes[:-1], bench.cache.tree.root]
         bench.cache.tree.unpin(nodes[-1])
         bench.cache.tree.pin(bench.cache.tree.root)
@@ -1419,7 +1419,9 @@ class Tiers(RuleBasedStateMachine):
         """Loads that nobody waits for end without their bytes."""
         if rarely > 2:
             return
-        idle = sum(all(match.released for match in load.matches) for load in self.cache._hierarchy._loads.values())
+        idle = sum(
+            all(match.released for match in load.matches) for load in self.cache._hierarchy.loads.under_way.values()
+        )
         under_way = self.cache.loading
         assert self.cache.give_up() == (idle > 0)
         assert self.cache.loading == under_way - idle

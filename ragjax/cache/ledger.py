@@ -1,0 +1,93 @@
+"""The ledger of host memory: its entries, their bytes, and what the transfer engine will be told of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ragjax.cache.node import Node
+from ragjax.cache.pool import AuditError
+from ragjax.core import Run
+from ragjax.core.tiers import Copy, Record, Save, TransferEngine, Write
+
+
+@dataclass
+class Entry:
+    """A host entry: its size in bytes, and how many nodes lie in it (a split leaves two)."""
+
+    size: int
+    nodes: int = 1
+
+
+@dataclass
+class _Orders:
+    """What the transfer engine will be told at the end of an operation, in this order."""
+
+    saves: list[Save] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    forgotten: list[int] = field(default_factory=list)
+
+
+class HostLedger:
+    """Entries of host memory by number, and the bytes `used` by them. Without an engine there are none."""
+
+    def __init__(self, engine: TransferEngine | None):
+        self._engine = engine
+        self.entries: dict[int, Entry] = {}
+        self.used = 0
+        self._number = 0
+        self._orders = _Orders()
+
+    def save(self, run: Run, size: int) -> Copy:
+        """Order an entry of `size` bytes for a run of the device; it counts one node."""
+        self._number += 1
+        self.entries[self._number] = Entry(size)
+        self.used += size
+        self._orders.saves.append(Save(self._number, run))
+        return Copy(self._number, 0, run.length)
+
+    def write(self, record: Record, copy: Copy) -> None:
+        """Order a copy in host memory to be written to disk."""
+        self._orders.writes.append(Write(record, copy))
+
+    def share(self, copy: Copy) -> None:
+        """One more node lies in the copy's entry."""
+        self._entry(copy).nodes += 1
+
+    def leave(self, copy: Copy) -> None:
+        """One node less lies in the copy's entry; without any it is forgotten."""
+        entry = self._entry(copy)
+        entry.nodes -= 1
+        if not entry.nodes:
+            assert isinstance(copy.entry, int)
+            del self.entries[copy.entry]
+            self.used -= entry.size
+            self._orders.forgotten.append(copy.entry)
+
+    def dispatch(self) -> None:
+        """Hand the orders that have come together to the transfer engine."""
+        orders, self._orders = self._orders, _Orders()
+        if self._engine is None:
+            return
+        if orders.saves:
+            self._engine.save(orders.saves)
+        if orders.writes:
+            self._engine.write(orders.writes)
+        if orders.forgotten:
+            self._engine.forget(orders.forgotten)
+
+    def audit(self, nodes: Sequence[Node]) -> None:
+        """Check the entries against the copies of all nodes; O(nodes)."""
+        copies = Counter(node.host.entry for node in nodes if node.host is not None)
+        if copies != {number: entry.nodes for number, entry in self.entries.items()}:
+            raise AuditError("host entries are not those that nodes lie in")
+
+    def audit_counts(self) -> None:
+        """Check the bytes in use; O(entries)."""
+        if self.used != sum(entry.size for entry in self.entries.values()):
+            raise AuditError(f"{self.used} bytes of host memory are counted")
+
+    def _entry(self, copy: Copy) -> Entry:
+        assert isinstance(copy.entry, int)
+        return self.entries[copy.entry]

@@ -10,19 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
-import numpy as np
-
+from ragjax.cache.admission import Admission, Path, Segment
+from ragjax.cache.audit import audit_holders, audit_pins, runs_of
 from ragjax.cache.hierarchy import Hierarchy, Storage
-from ragjax.cache.keys import context_digest, context_hasher, context_of, raw_of
+from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.keys import neighbours_digest as neighbours_digest
 from ragjax.cache.loader import Loader
-from ragjax.cache.match import EXACT, Match, Metrics, Totals
-from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps, name
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.match import Match, Metrics, Totals
+from ragjax.cache.matcher import Candidate, Matcher
+from ragjax.cache.node import PUBLIC, Node, Provenance
+from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import AuditError, PagePool
-from ragjax.cache.tree import KnowledgeTree, join_runs
+from ragjax.cache.tree import KnowledgeTree
+from ragjax.cache.upcoming import causal_keys, path_keys
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
 from ragjax.core.tiers import Record
@@ -49,12 +50,12 @@ class KnowledgeCache:
         self.pool = pool
         self.tree = KnowledgeTree(identity, pool)
         self._policy = policy
-        self._storage = storage
         self._metrics = Metrics()
         self._hierarchy = Hierarchy(self.tree, pool, policy, self._metrics, storage)
         self._loader = Loader(self._hierarchy, self._metrics)
-        self._variants = Variants(variants)
-        self._matches: dict[Match, None] = {}
+        kept = Variants(variants)
+        self._matcher = Matcher(self._hierarchy, self._loader, policy, self._metrics, kept)
+        self._admission = Admission(self._matcher, self._hierarchy, policy, self._metrics, kept)
         self._reserved: dict[Run, str] = {}
 
     @property
@@ -84,11 +85,7 @@ class KnowledgeCache:
         quiet: pin alone. A request that looks up again what it has computed counts as one request: no counter rises
         and no policy hears of it.
         """
-        raw = raw_of(tokens)
-        steps = self.tree.walk(raw, tenant)
-        steps = self._loader.load(self.tree.root, steps, raw, tenant) if cold else _present(steps)
-        found = sum(used for _, used in steps)
-        return self._pinned(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0, quiet=quiet)
+        return self._matcher.prefix(tokens, tenant, label, cold, quiet)
 
     def match_segment(
         self,
@@ -108,11 +105,8 @@ class KnowledgeCache:
         (`admit_segment`); cfo: cache fixing overhead of reusing it then.
         None if it is not kept, or if the context itself was not found whole.
         """
-        self._require_context(context, provenance)
-        match = self._match(context, tokens, provenance, method, behind, cold, variant, cfo)
-        if match is None:
-            self._count_miss(tokens)
-        return match
+        self._matcher.require(context, provenance)
+        return self._matcher.first(context, tokens, [Candidate(provenance, method, behind, variant, cfo)], cold)
 
     def match_variant(
         self, context: Match, tokens: Tokens, method: str, tries: Iterable[tuple[bytes, float]], *, cold: bool = True
@@ -121,66 +115,17 @@ class KnowledgeCache:
 
         tries: what it was computed behind (`neighbours_digest`), and the overhead of mending it, best first.
         """
-        self._require_context(context)
+        self._matcher.require(context)
         kind = Provenance.APPROXIMATE
-        matches = (self._match(context, tokens, kind, method, behind, cold, True, cfo) for behind, cfo in tries)
-        return self._first(matches, tokens)
+        candidates = (Candidate(kind, method, behind, True, cfo) for behind, cfo in tries)
+        return self._matcher.first(context, tokens, candidates, cold)
 
     def match_first(
         self, context: Match, tokens: Tokens, places: Iterable[tuple[Provenance, str, bytes]], *, cold: bool = True
     ) -> Match | None:
         """As `match_segment` with the first (provenance, method, behind) that is kept; at most one miss is counted."""
-        self._require_context(context)
-        matches = (self._match(context, tokens, *place, cold, False, 1.0) for place in places)
-        return self._first(matches, tokens)
-
-    def _first(self, matches: Iterable[Match | None], tokens: Tokens) -> Match | None:
-        found = next((match for match in matches if match is not None), None)
-        if found is None:
-            self._count_miss(tokens)
-        return found
-
-    def _match(
-        self,
-        context: Match,
-        tokens: Tokens,
-        provenance: Provenance,
-        method: str,
-        behind: bytes,
-        cold: bool,
-        variant: bool,
-        cfo: float,
-    ) -> Match | None:
-        node = self._find(context, raw_of(tokens), provenance, method, behind, cold) if _usable(context) else None
-        if node is None:
-            return None
-        if variant:
-            self._variants.use(node, cfo)
-        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
-
-    def _find(
-        self, context: Match, raw: bytes, provenance: Provenance, method: str, behind: bytes, cold: bool
-    ) -> Node | None:
-        """The keyed node, on the device or on its way there: the tenant's own, or a public one."""
-        storage = self._storage if cold else None
-        parent = next(step for step in context.node.path() if step.start < context.length or step.parent is None)
-        for tenant in dict.fromkeys((context.tenant, PUBLIC)):
-            key = self.tree.key(tenant, provenance, method, context.context, raw, behind)
-            node = self.tree.find(key)
-            if node is not None and node.run is not None and (cold or not node.loading):
-                return node
-            if node is not None and storage is not None:
-                return self._load_node(node, tenant)
-            record = storage.shelf.find(key) if node is None and storage is not None and storage.shelf else None
-            if record is not None and tenant in (parent.tenant, context.tenant):
-                return self._loader.load_record(self._end_of(context), record, tenant, behind)
-        return None
-
-    def _load_node(self, node: Node, tenant: str) -> Node | None:
-        """A node of host memory, on its way to the device with its whole path, which need not be the context's own."""
-        steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
-        loaded = self._loader.load(self.tree.root, steps, b"", tenant)
-        return node if loaded and loaded[-1][0] is node else None
+        self._matcher.require(context)
+        return self._matcher.first(context, tokens, (Candidate(*place) for place in places), cold)
 
     def match_dependency(
         self,
@@ -198,17 +143,8 @@ class KnowledgeCache:
         path of the request asked for before, and count once. exact: whether what is found counts as exact to
         dependency attention; it is under `path` positions.
         """
-        self._require_context(context)
-        raw = raw_of(tokens)
-        steps: Steps = []
-        if _usable(context):
-            end = self._end_of(context)
-            steps = self.tree.walk(raw, context.tenant, end, method)
-            steps = self._loader.load(end, steps, raw, context.tenant, method) if cold else _present(steps)
-        found = sum(used for _, used in steps)
-        return self._pinned(
-            steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node, seen, exact
-        )
+        self._matcher.require(context)
+        return self._matcher.dependency(context, tokens, method, seen, exact, cold)
 
     def variants(
         self, tokens: Tokens, method: str, tenant: str = PUBLIC, context: Tokens | None = None, *, cold: bool = True
@@ -218,78 +154,7 @@ class KnowledgeCache:
         context: causal tokens that they must have been computed on (None: any; then what lies on disk alone is left
         out). cold: look below the device too. Entries that lie on disk alone come last.
         """
-        raw, tenants = raw_of(tokens), tuple(dict.fromkeys((tenant, PUBLIC)))
-        found = [node for t in tenants for node in self.tree.places(t, raw)]
-        found = [node for node in found if node.method == method]
-        if context is None:
-            return tuple(found)
-        on = context_digest(raw_of(context))
-        nodes = [n for n in found if n.key == self.tree.key(n.tenant, n.provenance, method, on, raw, n.behind)]
-        shelf = self._storage.shelf if cold and self._storage is not None else None
-        shelved = [r for t in tenants for r in shelf.chunks(self.tree.chunk_place(t, method, on, raw))] if shelf else []
-        return (*nodes, *(record for record in shelved if self.tree.find(record.key) is None))
-
-    def _pinned(
-        self,
-        steps: Steps,
-        tokens: Tokens,
-        asked: int,
-        tenant: str,
-        label: str,
-        cfo: float,
-        anchor: Node | None = None,
-        seen: int = 0,
-        exact: bool = True,
-        quiet: bool = False,
-    ) -> Match:
-        found = len(tokens)
-        lossy, at = False, 0
-        access = Access(True, found, asked - found, cfo)
-        for node, used in steps:
-            at += used
-            lossy = lossy or node.lossy
-            if at > seen and not quiet:
-                self._policy.on_access(node, access)
-                self._hierarchy.accessed(node)
-        node = steps[-1][0] if steps else anchor or self.tree.root
-        self._hierarchy.device.discard(node)
-        self.tree.pin(node)
-        match = Match(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
-        match.origins = self._hierarchy.loads.wait(match, steps)
-        self._matches[match] = None
-        if not quiet:
-            self._count_lookup(steps, match, seen, exact)
-            self._touch(steps)
-        return match
-
-    def _touch(self, steps: Steps) -> None:
-        shelf = self._storage.shelf if self._storage is not None else None
-        if shelf is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
-            shelf.touch(keys)
-
-    def _spans(self, steps: Steps) -> tuple[tuple[Run, int], ...]:
-        """Runs that follow each other in the pool become one, so that splits and cuts cost a reader nothing."""
-        spans: list[tuple[Run, int]] = []
-        page_size = self.pool.page_size
-        for node, used in steps:
-            assert node.run is not None
-            run = node.run if used == node.run.length else node.run.slice(0, used, page_size)
-            if spans and node.local_start == spans[-1][1] + spans[-1][0].length:
-                joined = join_runs(spans[-1][0], run, page_size)
-                if joined is not None:
-                    spans[-1] = (joined, spans[-1][1])
-                    continue
-            spans.append((run, node.local_start))
-        return tuple(spans)
-
-    def _release(self, match: Match) -> None:
-        if match.released:
-            raise RuntimeError(f"the match of {match.label!r} on {match.length} tokens was released before")
-        match.released = True
-        del self._matches[match]
-        self._hierarchy.let_go(match.node)
-        for tenant in {match.tenant, PUBLIC}:
-            self._hierarchy.enforce(tenant)
+        return self._matcher.variants(tokens, method, tenant, context, cold)
 
     # ----------------------------------------------------------------------------------------- reserve
 
@@ -339,89 +204,21 @@ class KnowledgeCache:
         public: int | None = None,
         totals: Totals | None = None,
     ) -> None:
-        """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to orders.
+        """Keep the causal KV of `tokens[from_:]`, which lies in `run`, computed at positions equal to token indices.
 
         What the tree holds already stays as it is, and that part of `run` is not kept. The cache takes
         references of its own: the caller still frees its reservation.
 
         context: match that covers at least `tokens[:from_]`.
-        tokens: the whole prefix from order 0 on, int32 [n]; run: n - from_ tokens.
-        cuts: orders at which segments begin or end (all of the prompt's will do); nodes are cut there.
+        tokens: the whole prefix from token 0 on, int32 [n]; run: n - from_ tokens.
+        cuts: token indices at which segments begin or end (all of the prompt's will do); nodes are cut there.
         public: leading tokens that every tenant may read (None: all of a request without a tenant, else none).
         totals: of the request, from which policies learn costs (None: it computed these tokens alone).
 
         Raises:
             ValueError: if the arguments do not fit each other or the match.
         """
-        self._require_context(context)
-        if not 0 <= from_ <= context.length or not np.array_equal(tokens[:from_], context.tokens[:from_]):
-            raise ValueError(f"the match of {context.length} tokens does not cover the {from_} before the new ones")
-        if from_ and context.broken is not None:
-            raise ValueError(f"the {from_} tokens before the new ones never arrived: {context.broken}")
-        if run.length != len(tokens) - from_:
-            raise ValueError(f"the run holds {run.length} tokens, not the {len(tokens) - from_} from {from_} on")
-        if any(not 0 <= cut <= len(tokens) for cut in cuts):
-            raise ValueError(f"a cut lies outside the {len(tokens)} tokens")
-        totals = totals or Totals(from_, len(tokens) - from_)
-        raw, tenant = raw_of(tokens), context.tenant
-        if public is None:
-            public = 0 if tenant else len(tokens)
-        start = self._resume(context)
-        steps = self.tree.walk(raw[4 * start.end :], tenant, start)
-        at = start.end + sum(used for _, used in steps)
-        lossy = context.lossy and from_ > 0
-        parent = self._cut_after(*steps[-1]) if steps else start
-        self._land(parent, run, from_, lossy)
-        if at >= len(tokens) or (parent.run is None and parent.parent is not None):
-            return
-        rest = run.slice(at - from_, run.length, self.pool.page_size)
-        self._hierarchy.device.discard(parent)
-        self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, *totals))
-
-    def _resume(self, context: Match) -> Node:
-        """Where to walk on from: there is one path of public nodes alone, and the match's node is on it."""
-        node = context.node
-        return node if context.tenant == PUBLIC and node.end == context.length and not node.dead else self.tree.root
-
-    def _land(self, node: Node, run: Run, from_: int, lossy: bool) -> None:
-        """Nodes of a path that are in host memory alone come back with the KV that a request has computed anew."""
-        cold = [step for step in node.path() if step.run is None and step.parent is not None]
-        if self._storage is None or not cold or cold[-1].start < from_:
-            return  # the match lies on another path, of the same tokens
-        for step in reversed(cold):
-            assert step.parent is not None
-            self.tree.land(step, run.slice(step.start - from_, step.end - from_, self.pool.page_size))
-            step.lossy = lossy or (step.lossy and not self._storage.carrier.lossy)  # its host copy is what it was
-            self._hierarchy.device.discard(step.parent)
-            self._hierarchy.consider(step)
-        for owner in {step.tenant for step in cold}:
-            self._hierarchy.enforce(owner)
-
-    def _extend(
-        self,
-        parent: Node,
-        raw: bytes,
-        at: int,
-        run: Run,
-        cuts: Sequence[int],
-        public: int,
-        tenant: str,
-        lossy: bool,
-        access: Access,
-    ) -> None:
-        """Hang tokens [at, n) as a chain of causal nodes below `parent`, cut at `cuts` and behind the public ones."""
-        end, page_size, first = len(raw) // 4, self.pool.page_size, at
-        hasher = context_hasher()
-        hasher.update(raw[: 4 * at])
-        nodes = []
-        for stop in _stops((*cuts, public), at, end):
-            owner = PUBLIC if stop <= public and parent.tenant == PUBLIC else tenant
-            node = Node(owner, raw[4 * at : 4 * stop], parent, at, lossy=lossy)
-            self.tree.attach(node, hasher.digest(), run.slice(at - first, stop - first, page_size))
-            hasher.update(node.raw)
-            nodes.append(node)
-            parent, at = node, stop
-        self._admitted(nodes, access)
+        self._admission.prefix(context, tokens, from_, run, cuts, public, totals)
 
     def admit_segment(
         self,
@@ -450,29 +247,8 @@ class KnowledgeCache:
         Raises:
             ValueError: if the context was not found whole, or run and tokens do not fit.
         """
-        self._require_context(context, provenance)
-        if not context.complete:
-            raise ValueError(f"the context was found for {context.length} of {context.asked} tokens: admit it first")
-        if context.broken is not None:
-            raise ValueError(f"the context never arrived: {context.broken}")
-        if run.length != len(tokens) or not run.length:
-            raise ValueError(f"the run holds {run.length} tokens, the segment {len(tokens)}")
-        raw, parent = raw_of(tokens), self._end_of(context)
-        public = not context.tenant if public is None else public
-        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
-        key = self.tree.key(tenant, provenance, method, context.context, raw, behind)
-        kept = self.tree.find(key)
-        if kept is not None and meta and not kept.meta:
-            kept.meta, kept.shelved = meta, False  # the KV is the same, and now there is something to say of it
-        if kept is not None or (parent.run is None and parent.parent is not None):
-            return
-        if variant and not self._room_for_variant():
-            return
-        node = Node(tenant, raw, parent, local_start, provenance, method, behind=behind, meta=meta, lossy=context.lossy)
-        self.tree.attach(node, context.context, run)
-        self._admitted([node], Access(False, *(totals or Totals(context.length, len(tokens)))))
-        if variant:
-            self._variants.add(node)
+        segment = Segment(run, local_start, provenance, method, behind, meta, variant)
+        self._admission.segment(context, tokens, segment, public, totals)
 
     def admit_dependency(
         self,
@@ -501,100 +277,14 @@ class KnowledgeCache:
         Raises:
             ValueError: if the context was not found whole, or the run does not fit.
         """
-        self._require_context(context)
-        if not context.complete or run.length != len(tokens) - from_:
-            raise ValueError(
-                f"a run of {run.length} tokens, or its context, does not fit tokens [{from_}, {len(tokens)})"
-            )
-        if context.broken is not None:
-            raise ValueError(f"the context never arrived: {context.broken}")
-        raw, top, page_size = raw_of(tokens), self._end_of(context), self.pool.page_size
-        steps = self.tree.walk(raw, context.tenant, top, method)
-        at = sum(used for _, used in steps)
-        parent = self._cut_after(*steps[-1]) if steps else top
-        if not from_ <= at < len(tokens) or (parent.run is None and parent.parent is not None):
-            return
-        self._hierarchy.device.discard(parent)
-        public = not context.tenant if public is None else public
-        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
-        nodes, lossy = [], context.lossy or any(node.lossy for node, _ in steps)
-        for stop in _stops(cuts, at, len(tokens)):
-            start = parent.end if local_start is None else local_start + at - from_
-            node = Node(tenant, raw[4 * at : 4 * stop], parent, start, Provenance.DEPENDENCY, method, meta=meta,
-                        lossy=lossy)  # fmt: skip
-            self.tree.attach(node, context_of(parent), run.slice(at - from_, stop - from_, page_size))
-            nodes.append(node)
-            parent, at = node, stop
-        totals = totals or Totals(context.length + from_, len(tokens) - from_)
-        self._admitted(nodes, Access(False, *totals))
-
-    def _admitted(self, nodes: list[Node], access: Access) -> None:
-        owners = {nodes[0].tenant, nodes[-1].tenant}
-        for owner in owners:
-            self._hierarchy.own(owner)
-        for node in nodes:
-            self._metrics.admitted_tokens += len(node)
-            self._policy.on_access(node, access)
-            self._hierarchy.consider(node)
-        for owner in owners:
-            self._hierarchy.enforce(owner)
-
-    def _room_for_variant(self) -> bool:
-        """Let the least reused variants leave for a new one; whether there is room (none is if all are in use)."""
-        while (node := self._variants.victim()) is not None:
-            self._hierarchy.remove(node)
-        return not self._variants.full
-
-    def _cut_after(self, node: Node, used: int) -> Node:
-        """The node that ends after the first `used` tokens of `node`."""
-        return node if used == len(node) else self._hierarchy.split(node, used)
-
-    def _end_of(self, match: Match) -> Node:
-        """The node that ends exactly where the match does (its own node may lie deeper)."""
-        node = next(step for step in match.node.path() if step.start < match.length or step.parent is None)
-        return node if node.parent is None else self._cut_after(node, match.length - node.start)
-
-    def _require_context(self, context: Match, provenance: Provenance | None = None) -> None:
-        if context.released or context not in self._matches:
-            raise ValueError("the context's match was released, or is another cache's")
-        if context.node.provenance is not Provenance.CAUSAL:
-            raise ValueError("the context must be a causal prefix")
-        if provenance in RADIX:
-            raise ValueError(f"{provenance} KV is matched and admitted as a prefix or a path, not as a segment")
-
-    def _count_miss(self, tokens: Tokens) -> None:
-        self._metrics.lookups += 1
-        self._metrics.missed_tokens += len(tokens)
-
-    def _count_lookup(self, steps: Steps, match: Match, seen: int, exact: bool) -> None:
-        metrics, hit = self._metrics, max(match.length - seen, 0)
-        metrics.lookups += 1
-        metrics.missed_tokens += match.asked - max(match.length, seen)
-        if match.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):
-            metrics.approximate_hit_tokens += hit
-        else:
-            metrics.exact_hit_tokens += hit
-        at = 0
-        for tokens, tier in match.origins:
-            metrics.tier_hit_tokens[tier.label] += max(at + tokens - max(at, seen), 0)
-            at += tokens
+        path = Path(from_, run, cuts, method, local_start, meta)
+        self._admission.dependency(context, tokens, path, public, totals)
 
     # --------------------------------------------------------------------------------- who waits, what moves
 
     def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC) -> tuple[bytes, ...]:
         """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add."""
-        raw = raw_of(tokens)
-        steps = self.tree.walk(raw, tenant)
-        keys = [node.key for node, _ in steps]
-        at = sum(used for _, used in steps)
-        hasher = context_hasher()
-        hasher.update(raw[: 4 * at])
-        for stop in _stops(cuts, at, len(tokens)):
-            part = raw[4 * at : 4 * stop]
-            keys.append(self.tree.key(tenant, Provenance.CAUSAL, "", hasher.digest(), part))
-            hasher.update(part)
-            at = stop
-        return tuple(keys)
+        return causal_keys(self.tree, raw_of(tokens), cuts, tenant)
 
     def keys_of_path(
         self, context: Tokens, path: Tokens, stops: Sequence[int], method: str, tenant: str = PUBLIC
@@ -603,18 +293,7 @@ class KnowledgeCache:
 
         stops: offsets in the path at which its branches end.
         """
-        raw, keys, at, before = raw_of(path), [], 0, context_digest(raw_of(context))
-        top = self.tree.walk(raw_of(context), tenant)
-        whole = sum(used for _, used in top) == len(context)
-        steps = self.tree.walk(raw, tenant, top[-1][0] if top else None, method) if whole else []
-        for node, used in steps:
-            keys.append(node.key)
-            at += used
-        for stop in _stops(stops, at, len(path)):
-            on = context_digest(before, raw[: 4 * at]) if at else before
-            keys.append(self.tree.key(tenant, Provenance.DEPENDENCY, method, on, raw[4 * at : 4 * stop]))
-            at = stop
-        return tuple(keys)
+        return path_keys(self.tree, raw_of(context), raw_of(path), stops, method, tenant)
 
     def key_of(
         self,
@@ -674,8 +353,9 @@ class KnowledgeCache:
         Raises:
             ValueError: if a match, a reservation or a load is outstanding.
         """
-        if self._matches or self._reserved:
-            raise ValueError(f"{len(self._matches)} matches and {len(self._reserved)} reservations are outstanding")
+        matches = self._matcher.matches
+        if matches or self._reserved:
+            raise ValueError(f"{len(matches)} matches and {len(self._reserved)} reservations are outstanding")
         self._hierarchy.lose_device()
 
     # ------------------------------------------------------------------------------------------- audit
@@ -688,14 +368,16 @@ class KnowledgeCache:
         Raises:
             AuditError: naming the page, node, match or reservation that is wrong.
         """
-        self._audit_holders(live)
+        matches = self._matcher.matches
+        audit_holders(matches, self._reserved, live)
         self.tree.audit()
         nodes = list(self.tree.nodes())
         dead = list(self._hierarchy.held_runs())
-        self._audit_pins({*nodes, *dead, self.tree.root})
+        holders = [*(match.node for match in matches), *self._hierarchy.loads.pinned()]
+        audit_pins({*nodes, *dead, self.tree.root}, matches, holders)
         self.pool.audit(
-            held=[*_runs((*nodes, *dead)), *self._reserved],
-            pinned=[*_runs(node for node in (*nodes, *dead) if node.pins), *self._reserved],
+            held=[*runs_of((*nodes, *dead)), *self._reserved],
+            pinned=[*runs_of(node for node in (*nodes, *dead) if node.pins), *self._reserved],
         )
         self._hierarchy.audit(nodes)
 
@@ -704,42 +386,3 @@ class KnowledgeCache:
         self._hierarchy.audit_counts()
         if self.pool.free_pages > self.pool.reclaimable_pages or self.pool.reclaimable_pages > self.pool.capacity:
             raise AuditError(f"{self.pool.free_pages} pages are free, {self.pool.reclaimable_pages} can be had")
-
-    def _audit_holders(self, live: Collection[str] | None) -> None:
-        if live is None:
-            return
-        for match in self._matches:
-            if match.label not in live:
-                raise AuditError(f"the match of {match.label!r} on {match.length} tokens was never released")
-        for run, label in self._reserved.items():
-            if label not in live:
-                raise AuditError(f"the {run.length} tokens reserved by {label!r} were never freed")
-
-    def _audit_pins(self, known: Collection[Node]) -> None:
-        holders = [match.node for match in self._matches] + list(self._hierarchy.loads.pinned())
-        pins = Counter(step for node in holders for step in node.path())
-        for match in self._matches:
-            if match.node not in known:
-                raise AuditError(f"the node under the match of {match.label!r} left the tree")
-        for node in known:
-            if node.pins != pins[node]:
-                raise AuditError(f"node {name(node)} counts {node.pins} pins, {pins[node]} matches and loads need it")
-
-
-def _present(steps: Steps) -> Steps:
-    """The part of a path whose bytes are on the device now."""
-    return list(takewhile(lambda step: step[0].run is not None and not step[0].loading, steps))
-
-
-def _stops(cuts: Iterable[int], at: int, end: int) -> list[int]:
-    """Where the nodes of tokens [at, end) end that are cut at `cuts`, ascending; `end` is the last."""
-    return sorted({cut for cut in (*cuts, end) if at < cut <= end})
-
-
-def _usable(context: Match) -> bool:
-    """Whether other nodes may be looked for behind it."""
-    return context.complete and context.broken is None
-
-
-def _runs(nodes: Iterable[Node]) -> list[Run]:
-    return [node.run for node in nodes if node.run is not None]

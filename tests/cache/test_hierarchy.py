@@ -1018,7 +1018,7 @@ def test_the_audit_sees_host_memory_that_is_too_full_and_a_load_that_does_not_br
         bench.cache.tree.pin(bench.cache.tree.root)
         with pytest.raises(AuditError, match="a load that does not bring it"):
             bench.cache.audit()
-    object.__setattr__(bench.cache._storage, "host_bytes", 1)
+    object.__setattr__(bench.cache._hierarchy.storage, "host_bytes", 1)
     with pytest.raises(AuditError, match="which has 1"):
         bench.cache.audit_counts()
 

@@ -191,7 +191,8 @@ def test_the_first_variant_that_is_kept_is_matched():
     with bench.match(SYSTEM) as context:
         missed = bench.cache.metrics.missed_tokens
         match = bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried)
-        assert match.node.behind == neighbours_digest([tokens(11)]) and bench.cache._variants.reuse(match.node) == 4
+        assert match.node.behind == neighbours_digest([tokens(11)])
+        assert bench.cache._matcher._variants.reuse(match.node) == 4
         match.release()
         assert bench.cache.metrics.missed_tokens == missed
         assert bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried[:1]) is None

@@ -1,0 +1,213 @@
+"""What a request has computed becomes nodes of the tree: prefixes, segments on a context, dependency paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ragjax.cache.hierarchy import Hierarchy
+from ragjax.cache.keys import context_hasher, context_of, raw_of
+from ragjax.cache.match import Match, Metrics, Totals
+from ragjax.cache.matcher import Matcher
+from ragjax.cache.node import PUBLIC, Node, Provenance
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.upcoming import stops
+from ragjax.cache.variant import Variants
+from ragjax.core import Run, Tokens
+
+
+class Segment(NamedTuple):
+    """KV of a segment, as `KnowledgeCache.admit_segment` describes it."""
+
+    run: Run
+    local_start: int
+    provenance: Provenance
+    method: str
+    behind: bytes
+    meta: bytes
+    variant: bool
+
+
+class Path(NamedTuple):
+    """KV of a dependency path's tokens from `from_` on, as `KnowledgeCache.admit_dependency` describes it."""
+
+    from_: int
+    run: Run
+    cuts: Sequence[int]
+    method: str
+    local_start: int | None
+    meta: bytes
+
+
+class Admission:
+    """Attaches nodes; what the tree holds already stays as it is."""
+
+    def __init__(self, matcher: Matcher, hierarchy: Hierarchy, policy: Policy, metrics: Metrics, variants: Variants):
+        self._matcher = matcher
+        self._hierarchy = hierarchy
+        self._policy = policy
+        self._metrics = metrics
+        self._variants = variants
+        self._tree = hierarchy.tree
+        self._storage = hierarchy.storage
+        self._page_size = hierarchy.pool.page_size
+
+    def prefix(
+        self,
+        context: Match,
+        tokens: Tokens,
+        from_: int,
+        run: Run,
+        cuts: Sequence[int],
+        public: int | None,
+        totals: Totals | None,
+    ) -> None:
+        """Keep a causal prefix (`KnowledgeCache.admit_prefix`)."""
+        self._matcher.require(context)
+        if not 0 <= from_ <= context.length or not np.array_equal(tokens[:from_], context.tokens[:from_]):
+            raise ValueError(f"the match of {context.length} tokens does not cover the {from_} before the new ones")
+        if from_ and context.broken is not None:
+            raise ValueError(f"the {from_} tokens before the new ones never arrived: {context.broken}")
+        if run.length != len(tokens) - from_:
+            raise ValueError(f"the run holds {run.length} tokens, not the {len(tokens) - from_} from {from_} on")
+        if any(not 0 <= cut <= len(tokens) for cut in cuts):
+            raise ValueError(f"a cut lies outside the {len(tokens)} tokens")
+        totals = totals or Totals(from_, len(tokens) - from_)
+        raw, tenant = raw_of(tokens), context.tenant
+        if public is None:
+            public = 0 if tenant else len(tokens)
+        start = self._resume(context)
+        steps = self._tree.walk(raw[4 * start.end :], tenant, start)
+        at = start.end + sum(used for _, used in steps)
+        lossy = context.lossy and from_ > 0
+        parent = self._matcher.cut_after(*steps[-1]) if steps else start
+        self._land(parent, run, from_, lossy)
+        if at >= len(tokens) or (parent.run is None and parent.parent is not None):
+            return
+        rest = run.slice(at - from_, run.length, self._page_size)
+        self._hierarchy.device.discard(parent)
+        self._extend(parent, raw, at, rest, cuts, public, tenant, lossy, Access(False, *totals))
+
+    def segment(
+        self, context: Match, tokens: Tokens, segment: Segment, public: bool | None, totals: Totals | None
+    ) -> None:
+        """Keep a segment on a context (`KnowledgeCache.admit_segment`)."""
+        self._matcher.require(context, segment.provenance)
+        if not context.complete:
+            raise ValueError(f"the context was found for {context.length} of {context.asked} tokens: admit it first")
+        if context.broken is not None:
+            raise ValueError(f"the context never arrived: {context.broken}")
+        if segment.run.length != len(tokens) or not segment.run.length:
+            raise ValueError(f"the run holds {segment.run.length} tokens, the segment {len(tokens)}")
+        raw, parent = raw_of(tokens), self._matcher.end_of(context)
+        public = not context.tenant if public is None else public
+        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
+        key = self._tree.key(tenant, segment.provenance, segment.method, context.context, raw, segment.behind)
+        kept = self._tree.find(key)
+        if kept is not None and segment.meta and not kept.meta:
+            kept.meta, kept.shelved = segment.meta, False  # the KV is the same, and now there is something to say of it
+        if kept is not None or (parent.run is None and parent.parent is not None):
+            return
+        if segment.variant and not self._room_for_variant():
+            return
+        node = Node(tenant, raw, parent, segment.local_start, segment.provenance, segment.method,
+                    behind=segment.behind, meta=segment.meta, lossy=context.lossy)  # fmt: skip
+        self._tree.attach(node, context.context, segment.run)
+        self._admitted([node], Access(False, *(totals or Totals(context.length, len(tokens)))))
+        if segment.variant:
+            self._variants.add(node)
+
+    def dependency(
+        self, context: Match, tokens: Tokens, path: Path, public: bool | None, totals: Totals | None
+    ) -> None:
+        """Keep a dependency path (`KnowledgeCache.admit_dependency`)."""
+        self._matcher.require(context)
+        if not context.complete or path.run.length != len(tokens) - path.from_:
+            raise ValueError(
+                f"a run of {path.run.length} tokens, or its context, does not fit tokens [{path.from_}, {len(tokens)})"
+            )
+        if context.broken is not None:
+            raise ValueError(f"the context never arrived: {context.broken}")
+        raw, top, page_size = raw_of(tokens), self._matcher.end_of(context), self._page_size
+        steps = self._tree.walk(raw, context.tenant, top, path.method)
+        at = sum(used for _, used in steps)
+        parent = self._matcher.cut_after(*steps[-1]) if steps else top
+        if not path.from_ <= at < len(tokens) or (parent.run is None and parent.parent is not None):
+            return
+        self._hierarchy.device.discard(parent)
+        public = not context.tenant if public is None else public
+        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
+        nodes, lossy = [], context.lossy or any(node.lossy for node, _ in steps)
+        for stop in stops(path.cuts, at, len(tokens)):
+            start = parent.end if path.local_start is None else path.local_start + at - path.from_
+            part, kind = raw[4 * at : 4 * stop], Provenance.DEPENDENCY
+            node = Node(tenant, part, parent, start, kind, path.method, meta=path.meta, lossy=lossy)
+            self._tree.attach(node, context_of(parent), path.run.slice(at - path.from_, stop - path.from_, page_size))
+            nodes.append(node)
+            parent, at = node, stop
+        totals = totals or Totals(context.length + path.from_, len(tokens) - path.from_)
+        self._admitted(nodes, Access(False, *totals))
+
+    def _resume(self, context: Match) -> Node:
+        """Where to walk on from: there is one path of public nodes alone, and the match's node is on it."""
+        node = context.node
+        return node if context.tenant == PUBLIC and node.end == context.length and not node.dead else self._tree.root
+
+    def _land(self, node: Node, run: Run, from_: int, lossy: bool) -> None:
+        """Nodes of a path that are in host memory alone come back with the KV that a request has computed anew."""
+        cold = [step for step in node.path() if step.run is None and step.parent is not None]
+        if self._storage is None or not cold or cold[-1].start < from_:
+            return  # the match lies on another path, of the same tokens
+        for step in reversed(cold):
+            assert step.parent is not None
+            self._tree.land(step, run.slice(step.start - from_, step.end - from_, self._page_size))
+            step.lossy = lossy or (step.lossy and not self._storage.carrier.lossy)  # its host copy is what it was
+            self._hierarchy.device.discard(step.parent)
+            self._hierarchy.consider(step)
+        for owner in {step.tenant for step in cold}:
+            self._hierarchy.enforce(owner)
+
+    def _extend(
+        self,
+        parent: Node,
+        raw: bytes,
+        at: int,
+        run: Run,
+        cuts: Sequence[int],
+        public: int,
+        tenant: str,
+        lossy: bool,
+        access: Access,
+    ) -> None:
+        """Hang tokens [at, n) as a chain of causal nodes below `parent`, cut at `cuts` and behind the public ones."""
+        end, page_size, first = len(raw) // 4, self._page_size, at
+        hasher = context_hasher()
+        hasher.update(raw[: 4 * at])
+        nodes = []
+        for stop in stops((*cuts, public), at, end):
+            owner = PUBLIC if stop <= public and parent.tenant == PUBLIC else tenant
+            node = Node(owner, raw[4 * at : 4 * stop], parent, at, lossy=lossy)
+            self._tree.attach(node, hasher.digest(), run.slice(at - first, stop - first, page_size))
+            hasher.update(node.raw)
+            nodes.append(node)
+            parent, at = node, stop
+        self._admitted(nodes, access)
+
+    def _admitted(self, nodes: list[Node], access: Access) -> None:
+        owners = {nodes[0].tenant, nodes[-1].tenant}
+        for owner in owners:
+            self._hierarchy.own(owner)
+        for node in nodes:
+            self._metrics.admitted_tokens += len(node)
+            self._policy.on_access(node, access)
+            self._hierarchy.consider(node)
+        for owner in owners:
+            self._hierarchy.enforce(owner)
+
+    def _room_for_variant(self) -> bool:
+        """Let the least reused variants leave for a new one; whether there is room (none is if all are in use)."""
+        while (node := self._variants.victim()) is not None:
+            self._hierarchy.remove(node)
+        return not self._variants.full

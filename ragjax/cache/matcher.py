@@ -1,0 +1,229 @@
+"""Look-ups: what is found is pinned by a match, counted, and told to the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import takewhile
+from typing import NamedTuple
+
+from ragjax.cache.hierarchy import Hierarchy
+from ragjax.cache.keys import context_digest, raw_of
+from ragjax.cache.loader import Loader
+from ragjax.cache.match import EXACT, Match, Metrics
+from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps
+from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.tree import join_runs
+from ragjax.cache.variant import Variants
+from ragjax.core import Run, Tokens
+from ragjax.core.tiers import Record
+
+
+class Candidate(NamedTuple):
+    """One entry under which a segment's KV may be kept.
+
+    behind: digest of the neighbours that it was computed behind, besides the context (b"": none). variant: whether it
+    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it.
+    """
+
+    provenance: Provenance
+    method: str
+    behind: bytes = b""
+    variant: bool = False
+    cfo: float = 1.0
+
+
+class Matcher:
+    """Finds and pins. `matches` are those that are not released yet."""
+
+    def __init__(self, hierarchy: Hierarchy, loader: Loader, policy: Policy, metrics: Metrics, variants: Variants):
+        self.matches: dict[Match, None] = {}
+        self._hierarchy = hierarchy
+        self._loader = loader
+        self._policy = policy
+        self._metrics = metrics
+        self._variants = variants
+        self._tree = hierarchy.tree
+        self._storage = hierarchy.storage
+        self._page_size = hierarchy.pool.page_size
+
+    def prefix(self, tokens: Tokens, tenant: str, label: str, cold: bool, quiet: bool) -> Match:
+        """The longest causal prefix (`KnowledgeCache.match_prefix`)."""
+        raw = raw_of(tokens)
+        steps = self._tree.walk(raw, tenant)
+        steps = self._loader.load(self._tree.root, steps, raw, tenant) if cold else _present(steps)
+        found = sum(used for _, used in steps)
+        return self._pinned(steps, tokens[:found], len(tokens), tenant, label, cfo=1.0, quiet=quiet)
+
+    def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate], cold: bool) -> Match | None:
+        """The first of the candidates that is kept; if there is none, one miss is counted."""
+        for candidate in candidates:
+            match = self.match(context, tokens, candidate, cold)
+            if match is not None:
+                return match
+        self._metrics.lookups += 1
+        self._metrics.missed_tokens += len(tokens)
+        return None
+
+    def match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
+        """Pin one candidate, if it is kept; a miss is not counted."""
+        node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
+        if node is None:
+            return None
+        if candidate.variant:
+            self._variants.use(node, candidate.cfo)
+        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, candidate.cfo)
+
+    def dependency(self, context: Match, tokens: Tokens, method: str, seen: int, exact: bool, cold: bool) -> Match:
+        """The longest prefix of a dependency path (`KnowledgeCache.match_dependency`)."""
+        raw = raw_of(tokens)
+        steps: Steps = []
+        if _usable(context):
+            end = self.end_of(context)
+            steps = self._tree.walk(raw, context.tenant, end, method)
+            steps = self._loader.load(end, steps, raw, context.tenant, method) if cold else _present(steps)
+        found = sum(used for _, used in steps)
+        return self._pinned(
+            steps, tokens[:found], len(tokens), context.tenant, context.label, 1.0, context.node, seen, exact
+        )
+
+    def variants(
+        self, tokens: Tokens, method: str, tenant: str, context: Tokens | None, cold: bool
+    ) -> tuple[Node | Record, ...]:
+        """Entries of exactly these tokens (`KnowledgeCache.variants`)."""
+        raw, tenants = raw_of(tokens), tuple(dict.fromkeys((tenant, PUBLIC)))
+        found = [node for t in tenants for node in self._tree.places(t, raw)]
+        found = [node for node in found if node.method == method]
+        if context is None:
+            return tuple(found)
+        on = context_digest(raw_of(context))
+        nodes = [n for n in found if n.key == self._tree.key(n.tenant, n.provenance, method, on, raw, n.behind)]
+        shelf = self._storage.shelf if cold and self._storage is not None else None
+        places = [self._tree.chunk_place(t, method, on, raw) for t in tenants]
+        shelved = [record for place in places for record in shelf.chunks(place)] if shelf else []
+        return (*nodes, *(record for record in shelved if self._tree.find(record.key) is None))
+
+    def require(self, context: Match, provenance: Provenance | None = None) -> None:
+        """Raise ValueError unless a match of this cache holds a causal context behind which such KV can be kept."""
+        if context.released or context not in self.matches:
+            raise ValueError("the context's match was released, or is another cache's")
+        if context.node.provenance is not Provenance.CAUSAL:
+            raise ValueError("the context must be a causal prefix")
+        if provenance in RADIX:
+            raise ValueError(f"{provenance} KV is matched and admitted as a prefix or a path, not as a segment")
+
+    def cut_after(self, node: Node, used: int) -> Node:
+        """The node that ends after the first `used` tokens of `node`."""
+        return node if used == len(node) else self._hierarchy.split(node, used)
+
+    def end_of(self, match: Match) -> Node:
+        """The node that ends exactly where the match does (its own node may lie deeper)."""
+        node = next(step for step in match.node.path() if step.start < match.length or step.parent is None)
+        return node if node.parent is None else self.cut_after(node, match.length - node.start)
+
+    def _find(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
+        """The keyed node, on the device or on its way there: the tenant's own, or a public one."""
+        provenance, method, behind, *_ = candidate
+        storage = self._storage if cold else None
+        parent = next(step for step in context.node.path() if step.start < context.length or step.parent is None)
+        for tenant in dict.fromkeys((context.tenant, PUBLIC)):
+            key = self._tree.key(tenant, provenance, method, context.context, raw, behind)
+            node = self._tree.find(key)
+            if node is not None and node.run is not None and (cold or not node.loading):
+                return node
+            if node is not None and storage is not None:
+                return self._load_node(node, tenant)
+            record = storage.shelf.find(key) if node is None and storage is not None and storage.shelf else None
+            if record is not None and tenant in (parent.tenant, context.tenant):
+                return self._loader.load_record(self.end_of(context), record, tenant, behind)
+        return None
+
+    def _load_node(self, node: Node, tenant: str) -> Node | None:
+        """A node of host memory, on its way to the device with its whole path, which need not be the context's own."""
+        steps = [(step, len(step)) for step in node.path() if step.parent is not None][::-1]
+        loaded = self._loader.load(self._tree.root, steps, b"", tenant)
+        return node if loaded and loaded[-1][0] is node else None
+
+    def _pinned(
+        self,
+        steps: Steps,
+        tokens: Tokens,
+        asked: int,
+        tenant: str,
+        label: str,
+        cfo: float,
+        anchor: Node | None = None,
+        seen: int = 0,
+        exact: bool = True,
+        quiet: bool = False,
+    ) -> Match:
+        found = len(tokens)
+        lossy, at = False, 0
+        access = Access(True, found, asked - found, cfo)
+        for node, used in steps:
+            at += used
+            lossy = lossy or node.lossy
+            if at > seen and not quiet:
+                self._policy.on_access(node, access)
+                self._hierarchy.accessed(node)
+        node = steps[-1][0] if steps else anchor or self._tree.root
+        self._hierarchy.device.discard(node)
+        self._tree.pin(node)
+        match = Match(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
+        match.origins = self._hierarchy.loads.wait(match, steps)
+        self.matches[match] = None
+        if not quiet:
+            self._count_lookup(steps, match, seen, exact)
+            self._touch(steps)
+        return match
+
+    def _touch(self, steps: Steps) -> None:
+        shelf = self._storage.shelf if self._storage is not None else None
+        if shelf is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
+            shelf.touch(keys)
+
+    def _spans(self, steps: Steps) -> tuple[tuple[Run, int], ...]:
+        """Runs that follow each other in the pool become one, so that splits and cuts cost a reader nothing."""
+        spans: list[tuple[Run, int]] = []
+        page_size = self._page_size
+        for node, used in steps:
+            assert node.run is not None
+            run = node.run if used == node.run.length else node.run.slice(0, used, page_size)
+            if spans and node.local_start == spans[-1][1] + spans[-1][0].length:
+                joined = join_runs(spans[-1][0], run, page_size)
+                if joined is not None:
+                    spans[-1] = (joined, spans[-1][1])
+                    continue
+            spans.append((run, node.local_start))
+        return tuple(spans)
+
+    def _release(self, match: Match) -> None:
+        if match.released:
+            raise RuntimeError(f"the match of {match.label!r} on {match.length} tokens was released before")
+        match.released = True
+        del self.matches[match]
+        self._hierarchy.let_go(match.node)
+        for tenant in {match.tenant, PUBLIC}:
+            self._hierarchy.enforce(tenant)
+
+    def _count_lookup(self, steps: Steps, match: Match, seen: int, exact: bool) -> None:
+        metrics, hit = self._metrics, max(match.length - seen, 0)
+        metrics.lookups += 1
+        metrics.missed_tokens += match.asked - max(match.length, seen)
+        if match.lossy or not exact or (steps and steps[-1][0].provenance not in EXACT):
+            metrics.approximate_hit_tokens += hit
+        else:
+            metrics.exact_hit_tokens += hit
+        at = 0
+        for tokens, tier in match.origins:
+            metrics.tier_hit_tokens[tier.label] += max(at + tokens - max(at, seen), 0)
+            at += tokens
+
+
+def _present(steps: Steps) -> Steps:
+    """The part of a path whose bytes are on the device now."""
+    return list(takewhile(lambda step: step[0].run is not None and not step[0].loading, steps))
+
+
+def _usable(context: Match) -> bool:
+    """Whether other nodes may be looked for behind it."""
+    return context.complete and context.broken is None

@@ -2,6 +2,7 @@
 
 from ragjax.cache.cache import KnowledgeCache as KnowledgeCache
 from ragjax.cache.hierarchy import Storage as Storage
+from ragjax.cache.match import Candidate as Candidate
 from ragjax.cache.match import Match as Match
 from ragjax.cache.match import Metrics as Metrics
 from ragjax.cache.match import Totals as Totals

@@ -17,8 +17,8 @@ from ragjax.cache.hierarchy import Hierarchy, Storage
 from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.keys import neighbours_digest as neighbours_digest
 from ragjax.cache.loader import Loader
-from ragjax.cache.match import Match, Metrics, Totals
-from ragjax.cache.matcher import Candidate, Matcher
+from ragjax.cache.match import Candidate, Match, Metrics, Totals
+from ragjax.cache.matcher import Matcher
 from ragjax.cache.node import PUBLIC, Node, Provenance
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import AuditError, PagePool
@@ -99,33 +99,17 @@ class KnowledgeCache:
         variant: bool = False,
         cfo: float = 1.0,
     ) -> Match | None:
-        """Pin the KV of `tokens` (int32 [n], all of them) as computed by `method` on exactly the matched context.
-
-        behind: digest of the neighbours it was computed behind, besides. variant: whether it is one of a limited number
-        (`admit_segment`); cfo: cache fixing overhead of reusing it then.
-        None if it is not kept, or if the context itself was not found whole.
-        """
-        self._matcher.require(context, provenance)
-        return self._matcher.first(context, tokens, [Candidate(provenance, method, behind, variant, cfo)], cold)
-
-    def match_variant(
-        self, context: Match, tokens: Tokens, method: str, tries: Iterable[tuple[bytes, float]], *, cold: bool = True
-    ) -> Match | None:
-        """Pin the first of a chunk's variants on exactly the matched context that is kept, if there is one.
-
-        tries: what it was computed behind (`neighbours_digest`), and the overhead of mending it, best first.
-        """
-        self._matcher.require(context)
-        kind = Provenance.APPROXIMATE
-        candidates = (Candidate(kind, method, behind, True, cfo) for behind, cfo in tries)
-        return self._matcher.first(context, tokens, candidates, cold)
+        """`match_first` with the one candidate that has these fields."""
+        return self.match_first(context, tokens, [Candidate(provenance, method, behind, variant, cfo)], cold=cold)
 
     def match_first(
-        self, context: Match, tokens: Tokens, places: Iterable[tuple[Provenance, str, bytes]], *, cold: bool = True
+        self, context: Match, tokens: Tokens, candidates: Iterable[Candidate], *, cold: bool = True
     ) -> Match | None:
-        """As `match_segment` with the first (provenance, method, behind) that is kept; at most one miss is counted."""
-        self._matcher.require(context)
-        return self._matcher.first(context, tokens, (Candidate(*place) for place in places), cold)
+        """Pin the KV of `tokens` (int32 [n], all of them) on exactly the matched context: the first candidate kept.
+
+        None if none is kept, or if the context itself was not found whole; that counts as one miss.
+        """
+        return self._matcher.first(context, tokens, candidates, cold)
 
     def match_dependency(
         self,
@@ -143,7 +127,6 @@ class KnowledgeCache:
         path of the request asked for before, and count once. exact: whether what is found counts as exact to
         dependency attention; it is under `path` positions.
         """
-        self._matcher.require(context)
         return self._matcher.dependency(context, tokens, method, seen, exact, cold)
 
     def variants(

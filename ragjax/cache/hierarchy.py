@@ -79,18 +79,18 @@ class Hierarchy:
 
         Nodes whose pages running requests hold anyway would free nothing: they leave last.
         """
-        spared: dict[Node, None] = {}  # in order; one that a child's leaving queues anew comes here twice
+        deferred: dict[Node, None] = {}  # in order; one that a child's leaving queues anew comes here twice
         while self.pool.free_pages < pages:
             node = self.device.pop()
             if node is None:
-                node = next(iter(spared))
-                del spared[node]
+                node = next(iter(deferred))
+                del deferred[node]
                 self._leave_device(node)
             elif node.run is not None and self.pool.all_pinned(node.run):
-                spared[node] = None
+                deferred[node] = None
             else:
                 self._leave_device(node)
-        for node in spared:
+        for node in deferred:
             self.consider(node)
         self.ledger.dispatch()
 

@@ -25,6 +25,20 @@ class Totals(NamedTuple):
     new: int
 
 
+class Candidate(NamedTuple):
+    """One entry under which a segment's KV may be kept.
+
+    behind: digest of the neighbours that it was computed behind, besides the context (b"": none). variant: whether it
+    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it.
+    """
+
+    provenance: Provenance
+    method: str
+    behind: bytes = b""
+    variant: bool = False
+    cfo: float = 1.0
+
+
 @dataclass
 class Metrics:
     """Counters since the start, in tokens unless named otherwise; the last three are the present state.

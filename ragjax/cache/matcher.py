@@ -4,32 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import takewhile
-from typing import NamedTuple
 
 from ragjax.cache.hierarchy import Hierarchy
 from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.loader import Loader
-from ragjax.cache.match import EXACT, Match, Metrics
+from ragjax.cache.match import EXACT, Candidate, Match, Metrics
 from ragjax.cache.node import PUBLIC, RADIX, Node, Provenance, Steps
 from ragjax.cache.policy.base import Access, Policy
 from ragjax.cache.tree import join_runs
 from ragjax.cache.variant import Variants
 from ragjax.core import Run, Tokens
 from ragjax.core.tiers import Record
-
-
-class Candidate(NamedTuple):
-    """One entry under which a segment's KV may be kept.
-
-    behind: digest of the neighbours that it was computed behind, besides the context (b"": none). variant: whether it
-    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it.
-    """
-
-    provenance: Provenance
-    method: str
-    behind: bytes = b""
-    variant: bool = False
-    cfo: float = 1.0
 
 
 class Matcher:
@@ -56,6 +41,7 @@ class Matcher:
 
     def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate], cold: bool) -> Match | None:
         """The first of the candidates that is kept; if there is none, one miss is counted."""
+        self.require(context)
         for candidate in candidates:
             match = self.match(context, tokens, candidate, cold)
             if match is not None:
@@ -66,6 +52,7 @@ class Matcher:
 
     def match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
         """Pin one candidate, if it is kept; a miss is not counted."""
+        self.require(context, candidate.provenance)
         node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
         if node is None:
             return None
@@ -75,6 +62,7 @@ class Matcher:
 
     def dependency(self, context: Match, tokens: Tokens, method: str, seen: int, exact: bool, cold: bool) -> Match:
         """The longest prefix of a dependency path (`KnowledgeCache.match_dependency`)."""
+        self.require(context)
         raw = raw_of(tokens)
         steps: Steps = []
         if _usable(context):

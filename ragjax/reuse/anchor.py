@@ -18,9 +18,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Prompt, Tokens
-from ragjax.reuse.base import Place, segments_of
+from ragjax.reuse.base import segments_of
 from ragjax.reuse.fusion import Fused
 from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
@@ -30,11 +31,11 @@ from ragjax.reuse.stitch import Stitched, span_of, system_length
 class Anchored(Fused):
     """Preprocessed chunks; the one right behind the system prompt is isolated if the cache has it so."""
 
-    def places(self, prompt: Prompt, i: int) -> Iterator[Place]:
+    def candidates(self, prompt: Prompt, i: int) -> Iterator[Candidate]:
         """Isolated first for the anchor, then as `Fused`."""
         if prompt.starts[i] == system_length(prompt):
-            yield Place(Provenance.ISOLATED, self.method)
-        yield from super().places(prompt, i)
+            yield Candidate(Provenance.ISOLATED, self.method)
+        yield from super().candidates(prompt, i)
 
 
 class Valued(Selector):

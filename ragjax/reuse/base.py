@@ -9,12 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from copy import copy
-from typing import NamedTuple
 
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Match
+from ragjax.cache.match import Candidate, Match
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens
 from ragjax.core.limits import StepLimits
@@ -57,14 +56,6 @@ class Strategy(ABC):
         generated: the tokens whose KV lies in the plan's tail, in order, int32 [n].
         """
         return
-
-
-class Place(NamedTuple):
-    """Where a segment's KV may be kept: how it was computed on its context, and behind which neighbours."""
-
-    provenance: Provenance
-    method: str
-    behind: bytes = b""
 
 
 class Allocation:
@@ -130,36 +121,14 @@ class Allocation:
         return match
 
     def segment(
-        self,
-        context: Match,
-        tokens: Tokens,
-        provenance: Provenance,
-        method: str,
-        *,
-        behind: bytes = b"",
-        variant: bool = False,
-        cfo: float = 1.0,
+        self, context: Match, tokens: Tokens, provenance: Provenance, method: str, *, behind: bytes = b""
     ) -> Match | None:
-        """The node of these tokens computed behind exactly this context (and neighbours), if the cache has it."""
-        match = self.cache.match_segment(
-            context, tokens, provenance, method, behind=behind, cold=self.cold, variant=variant, cfo=cfo
-        )
-        if match is not None:
-            self._matches.append(match)
-        return match
+        """The KV of these tokens computed on exactly this context (behind neighbours), if the cache has it."""
+        return self.first(context, tokens, [Candidate(provenance, method, behind)])
 
-    def variant(
-        self, context: Match, tokens: Tokens, method: str, tries: Iterable[tuple[bytes, float]]
-    ) -> Match | None:
-        """The first of a chunk's variants that is kept; `tries` as in `KnowledgeCache.match_variant`."""
-        match = self.cache.match_variant(context, tokens, method, tries, cold=self.cold)
-        if match is not None:
-            self._matches.append(match)
-        return match
-
-    def first(self, context: Match, tokens: Tokens, places: Iterable[Place]) -> Match | None:
-        """The segment at the first of the places, best first, where the cache has it."""
-        match = self.cache.match_first(context, tokens, places, cold=self.cold)
+    def first(self, context: Match, tokens: Tokens, candidates: Iterable[Candidate]) -> Match | None:
+        """The KV of these tokens on exactly this context: the first of the candidates that the cache has."""
+        match = self.cache.match_first(context, tokens, candidates, cold=self.cold)
         if match is not None:
             self._matches.append(match)
         return match

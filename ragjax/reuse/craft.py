@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Match, Totals
+from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import PUBLIC, Node, Provenance
 from ragjax.core import (
     NEVER,
@@ -220,7 +220,9 @@ class Craft(Strategy):
         tokens = prompt.segments[i].tokens
         kept = allocation.cache.variants(tokens, VARIANT, allocation.tenant, context.tokens, cold=allocation.cold)
         ranked = rank(kept, before(prompt, i), self._overhead, tau)
-        return allocation.variant(context, tokens, VARIANT, [(each.behind, each.overhead) for each in ranked])
+        kind = Provenance.APPROXIMATE
+        candidates = [Candidate(kind, VARIANT, each.behind, True, each.overhead) for each in ranked]
+        return allocation.first(context, tokens, candidates)
 
     def _takes_fused(self, prompt: Prompt, i: int) -> bool:
         return self._fused and bool(prompt.segments[i].behind) and not alone(prompt)

@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ragjax.cache.cache import neighbours_digest
+from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Prompt, Results
-from ragjax.reuse.base import Place, segments_of
+from ragjax.reuse.base import segments_of
 from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
 from ragjax.reuse.stitch import Isolated, Stitched, alone
@@ -31,16 +32,16 @@ class Fused:
     method = Isolated().method
     measures: frozenset[Measure] = frozenset()
 
-    def places(self, prompt: Prompt, i: int) -> Iterator[Place]:
+    def candidates(self, prompt: Prompt, i: int) -> Iterator[Candidate]:
         """Behind the neighbours it was preprocessed with, behind earlier chunks of the prompt, isolated."""
         segment = prompt.segments[i]
         if not alone(prompt):
             if segment.behind:
-                yield Place(Provenance.APPROXIMATE, METHOD, segment.behind)
+                yield Candidate(Provenance.APPROXIMATE, METHOD, segment.behind)
             earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i]
             for begin in range(len(earlier)):
-                yield Place(Provenance.APPROXIMATE, METHOD, neighbours_digest(earlier[begin:]))
-        yield Place(Provenance.ISOLATED, self.method)
+                yield Candidate(Provenance.APPROXIMATE, METHOD, neighbours_digest(earlier[begin:]))
+        yield Candidate(Provenance.ISOLATED, self.method)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
         """Nothing."""

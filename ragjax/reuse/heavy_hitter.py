@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
 from ragjax.core import Measure, Prompt, Results
-from ragjax.reuse.base import Place
 from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
 from ragjax.reuse.stitch import Stitched
@@ -26,9 +26,9 @@ class Recorded:
     method = "h2o"
     measures = frozenset({Measure.KEY_SCORE})
 
-    def places(self, prompt: Prompt, i: int) -> tuple[Place, ...]:
+    def candidates(self, prompt: Prompt, i: int) -> tuple[Candidate, ...]:
         """One."""
-        return (Place(Provenance.ISOLATED, self.method),)
+        return (Candidate(Provenance.ISOLATED, self.method),)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
         """The pass computes the chunk's rows, and no other row sees its keys."""

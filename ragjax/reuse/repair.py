@@ -62,7 +62,7 @@ class Selective(Strategy):
         self._selector = selector
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each chunk at its source's places."""
+        """The path of the system prompt, and each chunk as its source's candidates."""
         return keys(prompt, cache, tenant, self._source)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.match import Match, Totals
+from ragjax.cache.match import Candidate, Match, Totals
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -34,7 +34,7 @@ from ragjax.core import (
     Visibility,
 )
 from ragjax.core.tiers import Tier
-from ragjax.reuse.base import Allocation, Place, indices, match_spans, report, segments_of
+from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
 
 LOGITS = frozenset({Measure.LOGITS})
 NOTHING = Run((), 0, 0)
@@ -50,7 +50,7 @@ class Source(Protocol):
     method: str
     measures: frozenset[Measure]
 
-    def places(self, prompt: Prompt, i: int) -> Iterable[Place]:
+    def candidates(self, prompt: Prompt, i: int) -> Iterable[Candidate]:
         """Where the KV of segment i, a chunk, may be kept, best first."""
         ...
 
@@ -67,9 +67,9 @@ class Isolated:
     def __init__(self, method: str = "naive"):
         self.method = method
 
-    def places(self, prompt: Prompt, i: int) -> Iterable[Place]:
+    def candidates(self, prompt: Prompt, i: int) -> Iterable[Candidate]:
         """One."""
-        return (Place(Provenance.ISOLATED, self.method),)
+        return (Candidate(Provenance.ISOLATED, self.method),)
 
     def meta(self, results: Results, begin: int, end: int) -> bytes:
         """Nothing."""
@@ -194,7 +194,7 @@ def prepare(
     tokens = len(prompt) - system + allocation.decode_tokens + repaired
     runs, system_hit = allocation.leading(context, system, others=tokens, pieces=len(prompt.segments) + 1)
     chunks = segments_of(prompt, Kind.CHUNK)
-    found = {i: allocation.first(context, prompt.segments[i].tokens, source.places(prompt, i)) for i in chunks}
+    found = {i: allocation.first(context, prompt.segments[i].tokens, source.candidates(prompt, i)) for i in chunks}
     matches = {i: match for i, match in found.items() if match is not None}
 
     fresh_system = reserve(allocation, system - system_hit)
@@ -282,13 +282,13 @@ def system_account(prompt: Prompt, context: Match, hit: int) -> tuple[dict[int, 
 
 
 def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> tuple[bytes, ...]:
-    """Keys of the system prompt's path, and of each chunk at the best and the last of its places."""
+    """Keys of the system prompt's path, and of each chunk as its best and its last candidate."""
     head = prompt.tokens[: system_length(prompt)]
     found = list(cache.keys_of(head, (), tenant))
     for i in segments_of(prompt, Kind.CHUNK):
-        places, chunk = tuple(source.places(prompt, i)), prompt.segments[i]
+        candidates, chunk = tuple(source.candidates(prompt, i)), prompt.segments[i]
         owner = PUBLIC if chunk.public else tenant
-        for kind, method, behind in dict.fromkeys((places[0], places[-1])):
+        for kind, method, behind, *_ in dict.fromkeys((candidates[0], candidates[-1])):
             found.append(cache.key_of(head, chunk.tokens, kind, method, owner, behind))
     return tuple(found)
 

@@ -327,7 +327,7 @@ def test_halves_are_worth_what_the_whole_was_and_go_their_own_ways(name):
     policy.on_access(upper, HIT)
     assert policy.score(node, DEVICE) == was
     policy.on_evict(node, DEVICE)
-    assert policy.spare(upper, DEVICE) == (name in ("s3fifo", "sieve"))
+    assert policy.second_chance(upper, DEVICE) == (name in ("s3fifo", "sieve"))
 
 
 # ------------------------------------------------------------------------------------------- papers
@@ -468,9 +468,9 @@ def test_a_node_that_comes_back_soon_goes_to_main():
         cache.access(b"%d" % i)
     assert b"0" not in cache.nodes
     cache.access(b"0")
-    assert cache.policy.lane(cache.nodes[b"0"], DEVICE) == 1
+    assert cache.policy.queue_of(cache.nodes[b"0"], DEVICE) == 1
     cache.access(b"new")
-    assert cache.policy.lane(cache.nodes[b"new"], DEVICE) == 0
+    assert cache.policy.queue_of(cache.nodes[b"new"], DEVICE) == 0
 
 
 def test_sieve_drops_new_nodes_first_and_moves_none():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ragjax.cache.cache import neighbours_digest
+from ragjax.cache.match import Candidate
 from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.cache.tree import Node, Provenance
 from ragjax.cache.variant import Variants
@@ -187,15 +188,15 @@ def test_the_first_variant_that_is_kept_is_matched():
     bench = make(limit=9)
     for first in (10, 11):
         put(bench, [[first]])
-    tried = [(neighbours_digest([tokens(n)]), 0.25) for n in (12, 11, 10)]
+    tried = [Candidate(APPROXIMATE, "craft", neighbours_digest([tokens(n)]), True, 0.25) for n in (12, 11, 10)]
     with bench.match(SYSTEM) as context:
         missed = bench.cache.metrics.missed_tokens
-        match = bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried)
+        match = bench.cache.match_first(context, tokens(*CHUNK), tried)
         assert match.node.behind == neighbours_digest([tokens(11)])
         assert bench.cache._matcher._variants.reuse(match.node) == 4
         match.release()
         assert bench.cache.metrics.missed_tokens == missed
-        assert bench.cache.match_variant(context, tokens(*CHUNK), "craft", tried[:1]) is None
+        assert bench.cache.match_first(context, tokens(*CHUNK), tried[:1]) is None
         assert bench.cache.metrics.missed_tokens == missed + len(CHUNK)
     bench.audit()
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.hierarchy import Storage
+from ragjax.cache.match import Candidate
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import Provenance
@@ -53,7 +54,7 @@ def alternatives(cache, context, chunks, method):
     for i, chunk in enumerate(chunks):
         behinds = [neighbours_digest([tokens(*other) for other in chunks[begin:i]]) for begin in range(i + 1)]
         kinds = [Provenance.APPROXIMATE if behind else Provenance.ISOLATED for behind in behinds]
-        yield cache.match_first(context, tokens(*chunk), [*zip(kinds, [method] * (i + 1), behinds, strict=True)])
+        yield cache.match_first(context, tokens(*chunk), map(Candidate, kinds, [method] * (i + 1), behinds))
 
 
 # --------------------------------------------------------------------------------------------- fakes

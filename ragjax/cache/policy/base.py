@@ -37,7 +37,7 @@ class Policy:
     the node itself, or by `on_queue` or `on_start`.
     """
 
-    lanes = 1
+    queues = 1
     """Number of separate queues."""
 
     def admit(self, node: Node, tier: Tier) -> bool:
@@ -51,8 +51,8 @@ class Policy:
         """What the node is worth keeping in `tier`."""
         return 0.0
 
-    def spare(self, node: Node, tier: Tier) -> bool:
-        """The node is about to leave: True lets it stay for another turn, at the score it has after this call."""
+    def second_chance(self, node: Node, tier: Tier) -> bool:
+        """The node is about to leave: True lets it stay for another round, at the score it has after this call."""
         return False
 
     def on_evict(self, node: Node, tier: Tier) -> None:
@@ -70,12 +70,12 @@ class Policy:
     def on_merge(self, upper: Node, lower: Node) -> None:
         """`lower` has taken in its parent `upper`, which is no more."""
 
-    def lane(self, node: Node, tier: Tier) -> int:
-        """The queue, of `lanes`, that the node stands in now."""
+    def queue_of(self, node: Node, tier: Tier) -> int:
+        """The queue, of `queues`, that the node stands in now."""
         return 0
 
-    def turn(self, tier: Tier) -> int:
-        """The queue to take from next, if it has anybody."""
+    def next_queue(self, tier: Tier) -> int:
+        """The queue to take from next, if any node stands in it."""
         return 0
 
     def on_queue(self, request: str, keys: Collection[bytes]) -> Iterable[bytes]:
@@ -99,7 +99,7 @@ class Victims:
     def __init__(self, policy: Policy, tier: Tier = Tier.DEVICE):
         self._policy = policy
         self._tier = tier
-        self._heaps: list[list[tuple[float, int, Node]]] = [[] for _ in range(policy.lanes)]
+        self._heaps: list[list[tuple[float, int, Node]]] = [[] for _ in range(policy.queues)]
         self._owned: dict[str, list[tuple[float, int, Node]]] = {}
         self._serial = 0
         self._live = 0
@@ -118,7 +118,7 @@ class Victims:
         self._live += 1
         node.queued[self._tier] = self._serial
         entry = (self._policy.score(node, self._tier), self._serial, node)
-        self._put(self._heaps[self._policy.lane(node, self._tier)], entry)
+        self._put(self._heaps[self._policy.queue_of(node, self._tier)], entry)
         owned = self._owned.get(node.tenant)
         if owned is not None:
             self._put(owned, entry)
@@ -143,7 +143,7 @@ class Victims:
         """The node to leave next (of a tenant that was named by `own`), no longer queued; None if there is none."""
         while (entry := self._lowest(tenant)) is not None:
             node = entry[2]
-            if self._policy.score(node, self._tier) > entry[0] or self._policy.spare(node, self._tier):
+            if self._policy.score(node, self._tier) > entry[0] or self._policy.second_chance(node, self._tier):
                 self.push(node)
                 continue
             self.discard(node)
@@ -153,7 +153,7 @@ class Victims:
     def _lowest(self, tenant: str | None) -> tuple[float, int, Node] | None:
         if tenant is not None:
             return self._take(self._owned[tenant])
-        first = self._policy.turn(self._tier)
+        first = self._policy.next_queue(self._tier)
         order = (self._heaps[first], *self._heaps[:first], *self._heaps[first + 1 :])
         return next((entry for heap in order if (entry := self._take(heap)) is not None), None)
 

@@ -23,7 +23,7 @@ MOST = 3
 class Place:
     """A node in one tier: its queue, its number there, and how often it was asked for since it got that number."""
 
-    lane: int
+    queue: int
     number: int
     count: int = 0
 
@@ -58,7 +58,7 @@ class S3FIFO(Policy):
     tier when it is first asked for its score. Note: its place in each tier.
     """
 
-    lanes = 2
+    queues = 2
 
     def __init__(self) -> None:
         self._last = 0
@@ -75,23 +75,23 @@ class S3FIFO(Policy):
         """The node's number."""
         return self._place(node, tier).number
 
-    def lane(self, node: Node, tier: Tier) -> int:
+    def queue_of(self, node: Node, tier: Tier) -> int:
         """The queue the node stands in."""
-        return self._place(node, tier).lane
+        return self._place(node, tier).queue
 
-    def turn(self, tier: Tier) -> int:
+    def next_queue(self, tier: Tier) -> int:
         """The small queue gives while it holds its share."""
         small, main = self._tokens[tier]
         return SMALL if small >= SMALL_SHARE * (small + main) else MAIN
 
-    def spare(self, node: Node, tier: Tier) -> bool:
+    def second_chance(self, node: Node, tier: Tier) -> bool:
         """Asked for twice in the small queue: on to main. Asked for in main: once more round."""
         place = self._place(node, tier)
-        if place.lane == MAIN and place.count:
+        if place.queue == MAIN and place.count:
             place.count -= 1
-        elif place.lane == SMALL and place.count > 1:
+        elif place.queue == SMALL and place.count > 1:
             self._count(place, tier, -len(node))
-            place.lane, place.count = MAIN, 0
+            place.queue, place.count = MAIN, 0
             self._count(place, tier, len(node))
         else:
             return False
@@ -106,7 +106,7 @@ class S3FIFO(Policy):
             return
         self._count(place, tier, -len(node))
         node.note[tier] = None
-        if place.lane == SMALL:
+        if place.queue == SMALL:
             self._ghosts[tier].add(node.key, len(node), self._room(tier))
 
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
@@ -126,7 +126,7 @@ class S3FIFO(Policy):
         return int((1 - SMALL_SHARE) * sum(self._tokens[tier]))
 
     def _count(self, place: Place, tier: Tier, tokens: int) -> None:
-        self._tokens[tier][place.lane] += tokens
+        self._tokens[tier][place.queue] += tokens
 
     def _place(self, node: Node, tier: Tier) -> Place:
         if node.note is None:

@@ -47,7 +47,7 @@ class SIEVE(Policy):
         number = self._place(node, tier).number
         return (self._lap[tier] + (number <= self._hand[tier]) << _NUMBERS) + number
 
-    def spare(self, node: Node, tier: Tier) -> bool:
+    def second_chance(self, node: Node, tier: Tier) -> bool:
         """The hand is at the node."""
         place = self._place(node, tier)
         if place.number <= self._hand[tier]:

@@ -163,7 +163,7 @@ class Admission:
         for step in reversed(cold):
             assert step.parent is not None
             self._tree.land(step, run.slice(step.start - from_, step.end - from_, self._page_size))
-            step.lossy = lossy or (step.lossy and not self._storage.carrier.lossy)  # its host copy is what it was
+            step.lossy = lossy or (step.lossy and not self._storage.transfer.lossy)  # its host copy is what it was
             self._hierarchy.device.discard(step.parent)
             self._hierarchy.consider(step)
         for owner in {step.tenant for step in cold}:

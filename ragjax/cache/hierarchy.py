@@ -36,13 +36,13 @@ BACKLOG = 2**30
 class Storage:
     """The tiers below the device.
 
-    carrier: moves the bytes. host_bytes: room in host memory (0: none). shelf: the index of the disk tier (None: none).
+    transfer: moves the bytes. host_bytes: room in host memory (0: none). disk_index: of the disk tier (None: none).
     quota: bytes that a tenant may hold on the device, and in host memory (None: no limit).
     """
 
-    carrier: TransferEngine
+    transfer: TransferEngine
     host_bytes: int = 0
-    shelf: DiskIndex | None = None
+    disk_index: DiskIndex | None = None
     quota: Callable[[str], int | None] = lambda tenant: None
 
 
@@ -57,7 +57,7 @@ class Hierarchy:
         self.storage = storage
         self.device = Victims(policy, Tier.DEVICE)
         self.host = Victims(policy, Tier.HOST)
-        self.ledger = HostLedger(storage.carrier if storage is not None else None)
+        self.ledger = HostLedger(storage.transfer if storage is not None else None)
         self.loads = Loads()
         self._hot: list[Node] = []
         self._unflushed: list[Node] | None = None
@@ -130,10 +130,10 @@ class Hierarchy:
         storage = self.storage
         if storage is None or not storage.host_bytes or not self._policy.admit(node, Tier.HOST):
             return False
-        size = storage.carrier.size(len(node))
+        size = storage.transfer.size(len(node))
         if not self._make_host_room(size, node):
             return False
-        if storage.carrier.size(len(node)) != size:
+        if storage.transfer.size(len(node)) != size:
             return self._keep(node)  # a sibling made room, and the node has taken in its parent
         assert node.run is not None and node.parent is not None
         self.tree.store(node, self.ledger.save(node.run, size))
@@ -143,9 +143,9 @@ class Hierarchy:
     def _shelve(self, node: Node) -> None:
         """Order a node to be put on disk, if it deserves it and is not there."""
         storage = self.storage
-        if storage is None or storage.shelf is None or node.shelved or not self._policy.admit(node, Tier.DISK):
+        if storage is None or storage.disk_index is None or node.shelved or not self._policy.admit(node, Tier.DISK):
             return
-        if storage.carrier.backlog > BACKLOG:
+        if storage.transfer.backlog > BACKLOG:
             self._metrics.unwritten_tokens += len(node)
             return
         if node.host is not None:
@@ -162,7 +162,7 @@ class Hierarchy:
         place = self.tree.place(node.tenant, context, node.radix_method)
         if node.provenance is Provenance.APPROXIMATE:
             place = self.tree.chunk_place(node.tenant, node.method, context, node.raw)
-        lossy = node.lossy or self.storage.carrier.lossy
+        lossy = node.lossy or self.storage.transfer.lossy
         record = Record(node.key, place, node.raw, node.provenance, node.method, node.local_start, lossy, node.meta)
         self.ledger.write(record, copy)
         node.shelved = True
@@ -204,7 +204,7 @@ class Hierarchy:
 
     def _held(self, tenant: str, tier: Tier) -> int:
         assert self.storage is not None
-        return self.storage.carrier.size(self.tree.held[tier][tenant])
+        return self.storage.transfer.size(self.tree.held[tier][tenant])
 
     def _evict_host(self, node: Node | None) -> bool:
         if node is None:
@@ -345,9 +345,9 @@ class Hierarchy:
         Each node is ordered once until none is left, so that calling again ends even where policy or disk refuse.
         While too much waits to be written nothing is ordered, and there is more to come.
         """
-        if self.storage is None or self.storage.shelf is None:
+        if self.storage is None or self.storage.disk_index is None:
             return False
-        if self.storage.carrier.backlog > BACKLOG:
+        if self.storage.transfer.backlog > BACKLOG:
             return True
         if self._unflushed is None:
             self._unflushed = list(self.tree.nodes())[::-1]

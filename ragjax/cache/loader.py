@@ -79,7 +79,7 @@ class Loader:
         """Take note of finished jobs; whether there were any."""
         if self._storage is None:
             return False
-        finished = self._storage.carrier.poll()
+        finished = self._storage.transfer.poll()
         for done in finished:
             self._count(done)
             if isinstance(done.job, Load):
@@ -99,7 +99,7 @@ class Loader:
         for number in idle:
             if number in self._loads.under_way:  # the end of one may have been that of another
                 assert self._storage is not None
-                self._storage.carrier.give_up(number)
+                self._storage.transfer.give_up(number)
                 self._loaded(number, "nobody waits for it any more")
         self._hierarchy.ledger.dispatch()
         return bool(idle)
@@ -137,7 +137,7 @@ class Loader:
         first part of an entry, brought for a prompt that went on in another way.
         """
         found: list[_Find] = []
-        if self._storage is None or self._storage.shelf is None:
+        if self._storage is None or self._storage.disk_index is None:
             return found
         at = sum(used for _, used in steps)
         owner = steps[-1][0].tenant if steps else start.tenant
@@ -147,7 +147,7 @@ class Loader:
                 _Find(record, at - begin, common, whose)
                 for begin in begins
                 for whose in dict.fromkeys((tenant, owner))
-                for record in self._entries_at(self._storage.shelf, start, raw, begin, whose, method)
+                for record in self._entries_at(self._storage.disk_index, start, raw, begin, whose, method)
                 if begin + (common := common_prefix(record.tokens, raw[4 * begin :])) > at
             ]
             if not finds:
@@ -159,11 +159,11 @@ class Loader:
         return found
 
     def _entries_at(
-        self, shelf: DiskIndex, start: Node, raw: bytes, begin: int, tenant: str, method: str | None
+        self, disk_index: DiskIndex, start: Node, raw: bytes, begin: int, tenant: str, method: str | None
     ) -> Sequence[Record]:
         """The tenant's entries that begin with token `begin` of what is looked for behind `start`."""
         place = self._tree.place(tenant, context_behind(start, raw[: 4 * begin], method), method)
-        return shelf.children(place, int.from_bytes(raw[4 * begin : 4 * begin + 4], "little", signed=True))
+        return disk_index.children(place, int.from_bytes(raw[4 * begin : 4 * begin + 4], "little", signed=True))
 
     def _fit(self, held: list[Node], records: list[_Find]) -> tuple[list[Node], list[_Find]]:
         """As much of both as there is room for."""
@@ -186,7 +186,7 @@ class Loader:
         at = 0
         for node in nodes:
             self._tree.land(node, run.slice(at, at + len(node), self._pool.page_size))
-            node.lossy = node.lossy or self._storage.carrier.lossy
+            node.lossy = node.lossy or self._storage.transfer.lossy
             at += len(node)
         copies = tuple(node.host for node in nodes if node.host is not None)
         self._start(Loading(nodes, Tier.HOST), run, copies)
@@ -209,9 +209,9 @@ class Loader:
             nodes.append(node)
             parent, at = node, at + len(find)
         copies = tuple(Copy(find.record.key, find.begin, len(find), find.record) for find in records)
-        if self._storage is not None and self._storage.shelf is not None:
+        if self._storage is not None and self._storage.disk_index is not None:
             # whole entries are touched by their nodes' keys, as at every later access
-            self._storage.shelf.touch([f.record.key for f in reversed(records) if len(f) < len(f.record)])
+            self._storage.disk_index.touch([f.record.key for f in reversed(records) if len(f) < len(f.record)])
         self._start(Loading(nodes, Tier.DISK), run, copies)
         return [(node, len(node)) for node in nodes]
 
@@ -226,6 +226,6 @@ class Loader:
         number = loading.nodes[-1].loading
         self._tree.pin(loading.nodes[-1])
         self._loads.under_way[number] = loading
-        self._storage.carrier.load([Load(number, run, copies)])
+        self._storage.transfer.load([Load(number, run, copies)])
         for tenant in {node.tenant for node in loading.nodes}:
             self._hierarchy.enforce(tenant)

@@ -85,9 +85,9 @@ class Matcher:
             return tuple(found)
         on = context_digest(raw_of(context))
         nodes = [n for n in found if n.key == self._tree.key(n.tenant, n.provenance, method, on, raw, n.behind)]
-        shelf = self._storage.shelf if cold and self._storage is not None else None
+        disk_index = self._storage.disk_index if cold and self._storage is not None else None
         places = [self._tree.chunk_place(t, method, on, raw) for t in tenants]
-        shelved = [record for place in places for record in shelf.chunks(place)] if shelf else []
+        shelved = [record for place in places for record in disk_index.chunks(place)] if disk_index else []
         return (*nodes, *(record for record in shelved if self._tree.find(record.key) is None))
 
     def require(self, context: Match, provenance: Provenance | None = None) -> None:
@@ -120,7 +120,9 @@ class Matcher:
                 return node
             if node is not None and storage is not None:
                 return self._load_node(node, tenant)
-            record = storage.shelf.find(key) if node is None and storage is not None and storage.shelf else None
+            record = (
+                storage.disk_index.find(key) if node is None and storage is not None and storage.disk_index else None
+            )
             if record is not None and tenant in (parent.tenant, context.tenant):
                 return self._loader.load_record(self.end_of(context), record, tenant, behind)
         return None
@@ -165,9 +167,9 @@ class Matcher:
         return match
 
     def _touch(self, steps: Steps) -> None:
-        shelf = self._storage.shelf if self._storage is not None else None
-        if shelf is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
-            shelf.touch(keys)
+        disk_index = self._storage.disk_index if self._storage is not None else None
+        if disk_index is not None and (keys := [node.key for node, _ in reversed(steps) if node.shelved]):
+            disk_index.touch(keys)
 
     def _spans(self, steps: Steps) -> tuple[tuple[Run, int], ...]:
         """Runs that follow each other in the pool become one, so that splits and cuts cost a reader nothing."""

@@ -85,7 +85,7 @@ def test_a_node_is_swapped_out_once():
     for _ in range(3):
         bench.squeeze()
         assert where(bench, A) == "H" and bench.length(A) == 4
-    assert bench.carrier.calls == {"save": 1, "load": 3}
+    assert bench.transfer.calls == {"save": 1, "load": 3}
 
 
 def test_only_leaves_leave_and_no_parent_is_colder_than_its_child():
@@ -120,9 +120,9 @@ def test_host_memory_is_never_exceeded_and_splits_share_their_entry():
     bench.audit()
     bench.squeeze()
     bench.audit()
-    assert bench.carrier.entries and bench.cache.metrics.host_bytes <= 8 * BYTES
+    assert bench.transfer.entries and bench.cache.metrics.host_bytes <= 8 * BYTES
     bench.cache.clear()
-    assert not bench.carrier.entries and bench.cache.metrics.host_bytes == 0
+    assert not bench.transfer.entries and bench.cache.metrics.host_bytes == 0
     bench.audit()
 
 
@@ -131,11 +131,11 @@ def test_a_policy_may_refuse_host_memory():
         def admit(self, node, tier):
             return tier is not Tier.HOST
 
-    bench = tiers(policy=Proud(), shelf=FakeDiskIndex())
+    bench = tiers(policy=Proud(), disk_index=FakeDiskIndex())
     bench.put(A)
     bench.squeeze()
     bench.settle()
-    assert bench.carrier.calls == {"save": 1, "write": 1} and bench.cache.metrics.host_bytes == 0
+    assert bench.transfer.calls == {"save": 1, "write": 1} and bench.cache.metrics.host_bytes == 0
     assert label(bench, A) == "disk"
     bench.audit()
 
@@ -145,30 +145,30 @@ def test_a_policy_may_refuse_the_disk():
         def admit(self, node, tier):
             return tier is not Tier.DISK
 
-    bench = tiers(policy=Careful(), shelf=FakeDiskIndex(), host=4)
+    bench = tiers(policy=Careful(), disk_index=FakeDiskIndex(), host=4)
     for ids in (A, B):
         bench.put(ids)
         bench.squeeze()
     bench.flush()
-    assert [bench.length(ids) for ids in (A, B)] == [0, 4] and not bench.shelf.entries
+    assert [bench.length(ids) for ids in (A, B)] == [0, 4] and not bench.disk_index.entries
 
 
 def test_what_leaves_host_memory_goes_to_disk_and_comes_back():
-    bench = tiers(host=4, shelf=FakeDiskIndex())
+    bench = tiers(host=4, disk_index=FakeDiskIndex())
     for ids in (A, B):
         bench.put(ids)
         bench.squeeze()
     assert [where(bench, ids) for ids in (A, B)] == ["", "H"]
     bench.settle()
-    assert len(bench.shelf.entries) == 1
+    assert len(bench.disk_index.entries) == 1
     assert [label(bench, ids) for ids in (A, B)] == ["disk", "host"]
     assert bench.length(A) == 4
-    assert bench.shelf.touched == [bench.node(A).key] * 2
+    assert bench.disk_index.touched == [bench.node(A).key] * 2
     bench.audit()
 
 
 def test_what_came_from_disk_is_not_written_again():
-    bench = tiers(host=4, shelf=FakeDiskIndex())
+    bench = tiers(host=4, disk_index=FakeDiskIndex())
     bench.put(A)
     bench.flush()
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_what_came_from_disk_is_not_written_again():
         bench.cache.clear()
         assert label(bench, A) == "disk"
     bench.settle()
-    assert bench.carrier.calls["write"] == 1
+    assert bench.transfer.calls["write"] == 1
 
 
 def test_an_eviction_reads_pages_before_they_are_written_again():
@@ -198,7 +198,7 @@ def test_cold_look_ups_can_be_left_out():
     bench.squeeze()
     with bench.cache.match_prefix(tokens(), cold=False) as match:
         assert bench.cache.match_segment(match, tokens(*B), Provenance.ISOLATED, "naive", cold=False) is None
-    assert bench.cache.loading == 0 and not bench.carrier.calls["load"]
+    assert bench.cache.loading == 0 and not bench.transfer.calls["load"]
     bench.audit()
 
 
@@ -238,30 +238,30 @@ def test_kv_that_was_computed_anew_lands_where_its_node_is_cold():
     bench.audit()
     assert [where(bench, ids) for ids in (A, [*A, *B], [*A, *B, 5])] == ["DH", "DH", "D"]
     assert label(bench, [*A, *B, 5]) == "device"
-    assert bench.carrier.calls["save"] == 2 and not bench.carrier.calls["load"]
+    assert bench.transfer.calls["save"] == 2 and not bench.transfer.calls["load"]
 
 
 # ------------------------------------------------------------------------------------------- the disk
 
 
 def test_the_disk_continues_what_memory_holds():
-    bench = tiers(8, shelf=FakeDiskIndex())
+    bench = tiers(8, disk_index=FakeDiskIndex())
     path = [*A, *B, *C]
     bench.put(path, cuts=(4, 8))
     bench.flush()
     bench.cache.clear()
-    assert len(bench.cache.tree) == 0 and len(bench.shelf.entries) == 3
+    assert len(bench.cache.tree) == 0 and len(bench.disk_index.entries) == 3
     assert label(bench, A) == "disk"
     with bench.match(path) as match:
         assert match.length == 12 and match.origins == ((4, Tier.DEVICE), (8, Tier.DISK))
         assert [match.tier(0, 4), match.tier(3, 5), match.tier(12, 12)] == [Tier.DEVICE, Tier.DISK, None]
         assert np.array_equal(bench.read(match), causal_content("", path))
-        assert bench.carrier.calls["load"] == 2  # one for both of the rest
+        assert bench.transfer.calls["load"] == 2  # one for both of the rest
     bench.audit()
 
 
 def test_host_memory_and_the_disk_continue_each_other():
-    bench = tiers(8, shelf=FakeDiskIndex(), host=4)
+    bench = tiers(8, disk_index=FakeDiskIndex(), host=4)
     path = [*A, *B]
     bench.put(path, cuts=(4,))
     bench.squeeze()
@@ -274,34 +274,34 @@ def test_host_memory_and_the_disk_continue_each_other():
 
 
 def test_part_of_an_entry_is_taken_and_others_continue_behind_it():
-    shelf = FakeDiskIndex()
-    bench = tiers(12, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = tiers(12, disk_index=disk_index)
     bench.put(range(6))
     bench.flush()
     bench.put([0, 1, 2, 3, 70, 71], cuts=(4,))
     bench.flush()
     bench.cache.clear()
-    bench = tiers(12, shelf=shelf)
+    bench = tiers(12, disk_index=disk_index)
     with bench.match([0, 1, 2, 3, 70, 71]) as match:
         assert match.origins == ((6, Tier.DISK),)
         assert np.array_equal(bench.read(match), causal_content("", [0, 1, 2, 3, 70, 71]))
     assert where(bench, range(4)) == "D" and where(bench, range(6)) == ""
     assert bench.length(range(6)) == 6
     bench.audit()
-    bench = tiers(12, shelf=shelf)
+    bench = tiers(12, disk_index=disk_index)
     assert bench.length([0, 1, 2, 9]) == 3
     bench.put(range(6))  # behind the part, what is missing is computed
     bench.flush()
-    bench = tiers(12, shelf=shelf)
+    bench = tiers(12, disk_index=disk_index)
     assert bench.length(range(6)) == 6
 
 
 def test_a_device_node_in_the_middle_of_which_the_disk_goes_on_is_split():
-    shelf = FakeDiskIndex()
-    other = tiers(8, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    other = tiers(8, disk_index=disk_index)
     other.put([1, 2, 3, 9, 9], cuts=(3,))
     other.flush()
-    bench = tiers(8, shelf=shelf)
+    bench = tiers(8, disk_index=disk_index)
     bench.put([1, 2, 3, 4, 5])
     with bench.match([1, 2, 3, 9, 9]) as match:
         assert match.origins == ((3, Tier.DEVICE), (2, Tier.DISK))
@@ -311,13 +311,13 @@ def test_a_device_node_in_the_middle_of_which_the_disk_goes_on_is_split():
 
 def test_an_entry_is_found_though_its_first_part_was_brought_for_others():
     """Prompts that begin alike: after a restart one brings what it shares with another's entry, piece by piece."""
-    shelf = FakeDiskIndex()
-    bench = tiers(40, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = tiers(40, disk_index=disk_index)
     whole = [*A, 5, 6, 7, 8, 9]
     bench.put(whole, cuts=(4,))
     bench.put([*A, *B], tenant="a")
     bench.flush()
-    bench = tiers(40, shelf=shelf)
+    bench = tiers(40, disk_index=disk_index)
     assert [bench.length([*A, 5, x]) for x in (1, 2)] == [5, 5]
     assert bench.length([*A, 5, 6, 1]) == 6 and bench.length([*A, 5, 6, 7, 1]) == 7
     bench.put([*A, 5, 6, 1, 1])
@@ -328,8 +328,8 @@ def test_an_entry_is_found_though_its_first_part_was_brought_for_others():
 
 @pytest.mark.parametrize("host", [0, 100])
 def test_a_restart_serves_everything_from_disk(host):
-    shelf = FakeDiskIndex()
-    bench = tiers(24, host=host, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = tiers(24, host=host, disk_index=disk_index)
     bench.put([*A, *B], cuts=(4,))
     bench.put([*A, 9, 8])
     bench.put([*A, *B, 5], tenant="a")
@@ -337,7 +337,7 @@ def test_a_restart_serves_everything_from_disk(host):
     bench.put_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion", behind=[[1], [2]])
     bench.flush()
     bench.audit()
-    bench = tiers(24, host=host, shelf=shelf)
+    bench = tiers(24, host=host, disk_index=disk_index)
     assert [bench.length(ids) for ids in ([*A, *B], [*A, 9, 8])] == [8, 6]
     with bench.match([*A, *B, 5], "a") as match:
         assert match.length == 9
@@ -346,22 +346,22 @@ def test_a_restart_serves_everything_from_disk(host):
     assert not bench.has_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion", behind=[[2], [1]])
     assert not bench.has_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion")
     bench.audit()
-    other = tiers(24, host=host, shelf=shelf, identity=b"another model")
+    other = tiers(24, host=host, disk_index=disk_index, identity=b"another model")
     assert [other.length(ids) for ids in ([*A, *B], [*A, 9, 8])] == [0, 0]
     other.put(A)
     assert not other.has_segment(A, [6, 7])
 
 
 def test_a_keyed_entry_from_disk_is_found_in_memory_from_then_on():
-    shelf = FakeDiskIndex()
-    bench = tiers(12, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = tiers(12, disk_index=disk_index)
     bench.put(A)
     bench.put_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion", behind=[[1]])
     bench.flush()
-    bench = tiers(12, shelf=shelf)
+    bench = tiers(12, disk_index=disk_index)
     for _ in range(3):
         assert bench.has_segment(A, [6, 7], Provenance.APPROXIMATE, "fusion", behind=[[1]])
-    assert bench.carrier.calls["load"] == 2  # the context's, and its own
+    assert bench.transfer.calls["load"] == 2  # the context's, and its own
     bench.audit()
 
 
@@ -391,18 +391,18 @@ def test_a_public_segment_comes_back_though_the_tenant_holds_the_same_context_it
 
 
 def test_flushing_ends_though_nothing_can_be_written():
-    bench = tiers(shelf=FakeDiskIndex())
+    bench = tiers(disk_index=FakeDiskIndex())
     for ids in (A, B, [7]):
         bench.put(ids)
-    bench.carrier.fail("write", 100)
+    bench.transfer.fail("write", 100)
     rounds = 0
     while bench.cache.flush(2):
         bench.settle()
         rounds += 1
     assert rounds == 2 and bench.cache.metrics.failures["write"] == 3
-    bench.carrier.refuse.clear()
+    bench.transfer.refuse.clear()
     bench.flush()  # another time it may
-    assert len(bench.shelf.entries) == 3
+    assert len(bench.disk_index.entries) == 3
     bench.audit()
 
 
@@ -414,7 +414,7 @@ def test_many_leases_wait_for_one_load():
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
     matches = [bench.cache.match_prefix(tokens(*ids)) for ids in ([*A, *B], A, [1, 1, 7], [*A, *B, 9])]
-    assert bench.carrier.calls["load"] == 1 and [match.length for match in matches] == [8, 4, 2, 8]
+    assert bench.transfer.calls["load"] == 1 and [match.length for match in matches] == [8, 4, 2, 8]
     assert not any(match.ready for match in matches)
     bench.audit({""})
     bench.settle()
@@ -467,7 +467,7 @@ def test_pages_of_a_failed_load_are_given_back_when_nobody_needs_them():
     bench.squeeze()
     bench.settle()
     first, second = (bench.cache.match_prefix(tokens(*ids)) for ids in ([*A, *B], A))
-    bench.carrier.finish(0, "the bus caught fire")
+    bench.transfer.finish(0, "the bus caught fire")
     bench.cache.poll()
     assert [match.broken for match in (first, second)] == ["the bus caught fire"] * 2 and first.ready
     assert len(bench.cache.tree) == 0 and bench.cache.loading == 0
@@ -478,7 +478,7 @@ def test_pages_of_a_failed_load_are_given_back_when_nobody_needs_them():
     bench.audit({""})
     second.release()
     assert bench.pool.free_pages == bench.pool.capacity
-    assert bench.cache.metrics.failures["load"] == 1 and not bench.carrier.entries
+    assert bench.cache.metrics.failures["load"] == 1 and not bench.transfer.entries
     bench.audit()
 
 
@@ -487,7 +487,7 @@ def test_after_a_failure_everybody_recomputes():
     bench.put(A)
     bench.squeeze()
     broken = bench.cache.match_prefix(tokens(*A))
-    bench.carrier.finish_all("it failed")
+    bench.transfer.finish_all("it failed")
     bench.cache.poll()
     with bench.match(A) as match:
         assert match.length == 0
@@ -510,8 +510,10 @@ def test_what_hangs_below_a_failed_load_goes_with_it_and_the_rest_stays():
     upper = bench.cache.match_prefix(tokens(*A))
     lower = bench.cache.match_prefix(tokens(*A, *B))
     other = bench.cache.match_prefix(tokens(9, 9))
-    load = next(i for i, job in enumerate(bench.carrier.pending) if isinstance(job, Load) and job.number in upper.waits)
-    bench.carrier.finish(load, "it failed")
+    load = next(
+        i for i, job in enumerate(bench.transfer.pending) if isinstance(job, Load) and job.number in upper.waits
+    )
+    bench.transfer.finish(load, "it failed")
     bench.cache.poll()
     assert upper.broken == lower.broken == "it failed" and other.broken is None
     bench.audit({""})
@@ -533,8 +535,8 @@ def test_leases_on_what_hangs_below_a_failed_load_are_broken_at_once():
     context = bench.cache.match_prefix(tokens(*A))
     segment = bench.cache.match_segment(context, tokens(6, 7), Provenance.ISOLATED, "naive")
     assert context.waits and segment.waits and not context.waits & segment.waits
-    load = next(i for i, job in enumerate(bench.carrier.pending) if isinstance(job, Load))
-    bench.carrier.finish(load, "it failed")
+    load = next(i for i, job in enumerate(bench.transfer.pending) if isinstance(job, Load))
+    bench.transfer.finish(load, "it failed")
     bench.cache.poll()
     assert context.broken == segment.broken == "it failed"
     bench.audit({""})
@@ -550,7 +552,7 @@ def test_behind_a_broken_lease_nothing_is_found_and_nothing_kept():
     bench.put(A)
     bench.squeeze()
     broken = bench.cache.match_prefix(tokens(*A))
-    bench.carrier.finish_all("it failed")
+    bench.transfer.finish_all("it failed")
     bench.cache.poll()
     cache, run, isolated = bench.cache, bench.reserve(2), Provenance.ISOLATED
     assert cache.match_segment(broken, tokens(6, 7), isolated, "naive") is None
@@ -578,12 +580,12 @@ def test_a_failed_save_of_an_evicted_node_loses_it_with_all_below():
     bench = tiers(lag=True)
     bench.put([*A, *B], cuts=(4,))
     bench.squeeze()
-    assert len(bench.carrier.pending) == 2
-    bench.carrier.finish(1, "out of memory")  # that of A, which left last
+    assert len(bench.transfer.pending) == 2
+    bench.transfer.finish(1, "out of memory")  # that of A, which left last
     bench.cache.poll()
     assert len(bench.cache.tree) == 0 and bench.cache.metrics.failures["save"] == 1
     bench.settle()
-    assert not bench.carrier.entries and bench.cache.metrics.host_bytes == 0
+    assert not bench.transfer.entries and bench.cache.metrics.host_bytes == 0
     bench.audit()
 
 
@@ -593,14 +595,14 @@ def test_a_failed_save_of_a_node_on_the_device_costs_nothing():
     for _ in range(2):
         bench.length(A)
     assert bench.cache.replicate()
-    bench.carrier.finish(0, "out of memory")
+    bench.transfer.finish(0, "out of memory")
     bench.cache.poll()
-    assert where(bench, A) == "D" and not bench.carrier.entries
+    assert where(bench, A) == "D" and not bench.transfer.entries
     bench.audit()
     bench.squeeze()
     bench.settle()
     assert where(bench, A) == "H"
-    bench.carrier.lag = False
+    bench.transfer.lag = False
     assert bench.length(A) == 4
 
 
@@ -609,49 +611,49 @@ def test_a_load_that_waits_for_a_failed_save_fails():
     bench.put(A)
     bench.squeeze()
     match = bench.cache.match_prefix(tokens(*A))
-    bench.carrier.finish(0, "out of memory")
+    bench.transfer.finish(0, "out of memory")
     bench.settle()
     assert match.broken and bench.cache.metrics.failures == {"save": 1, "load": 1}
     match.release()
-    assert not bench.carrier.entries and bench.pool.free_pages == bench.pool.capacity
+    assert not bench.transfer.entries and bench.pool.free_pages == bench.pool.capacity
     bench.audit()
 
 
 def test_a_failed_write_is_tried_again_at_the_next_occasion():
-    bench = tiers(shelf=FakeDiskIndex())
+    bench = tiers(disk_index=FakeDiskIndex())
     bench.put(A)
-    bench.carrier.fail("write")
+    bench.transfer.fail("write")
     bench.cache.flush()
     bench.settle()
-    assert bench.cache.metrics.failures["write"] == 1 and not bench.shelf.entries
+    assert bench.cache.metrics.failures["write"] == 1 and not bench.disk_index.entries
     bench.cache.flush()
     bench.flush()
-    assert len(bench.shelf.entries) == 1
+    assert len(bench.disk_index.entries) == 1
     bench.audit()
 
 
 @pytest.mark.parametrize("how", ["vanished", "damaged"])
 def test_an_entry_that_cannot_be_read_is_computed_anew(how):
-    bench = tiers(shelf=FakeDiskIndex(), lag=True)
+    bench = tiers(disk_index=FakeDiskIndex(), lag=True)
     bench.put(A)
     bench.flush()
     bench.cache.clear()
     bench.settle()
-    [key] = bench.shelf.entries
+    [key] = bench.disk_index.entries
     match = bench.cache.match_prefix(tokens(*A))
     assert match.complete and not match.ready
     if how == "vanished":
-        del bench.shelf.entries[key]
+        del bench.disk_index.entries[key]
     else:
-        bench.shelf.bad.add(key)
+        bench.disk_index.bad.add(key)
     bench.settle()
     assert "load failed" in match.broken
     match.release()
     assert bench.length(A) == 0
-    bench.shelf.bad.clear()
+    bench.disk_index.bad.clear()
     bench.put(A)
     bench.flush()
-    assert list(bench.shelf.entries) == [key]
+    assert list(bench.disk_index.entries) == [key]
     bench.audit()
 
 
@@ -659,17 +661,17 @@ def test_an_entry_that_cannot_be_read_is_computed_anew(how):
 
 
 def test_hot_nodes_are_copied_before_they_must_leave():
-    bench = tiers(8, shelf=FakeDiskIndex())
+    bench = tiers(8, disk_index=FakeDiskIndex())
     bench.put([*A, *B], cuts=(4,))
     bench.length([*A, *B])
     bench.length(A)
     assert bench.cache.replicate() and not bench.cache.replicate()
     assert [where(bench, ids) for ids in (A, [*A, *B])] == ["DH", "D"]
     bench.settle()
-    assert len(bench.shelf.entries) == 1 and bench.carrier.calls == {"save": 1, "write": 1}
+    assert len(bench.disk_index.entries) == 1 and bench.transfer.calls == {"save": 1, "write": 1}
     bench.audit()
     bench.squeeze()
-    assert bench.carrier.calls["save"] == 2  # the other one's alone
+    assert bench.transfer.calls["save"] == 2  # the other one's alone
     bench.audit()
 
 
@@ -685,13 +687,13 @@ def test_both_halves_of_a_hot_node_are_copied():
 
 
 def test_replication_goes_to_disk_where_there_is_no_host_memory():
-    bench = tiers(8, host=0, shelf=FakeDiskIndex())
+    bench = tiers(8, host=0, disk_index=FakeDiskIndex())
     bench.put(A)
     for _ in range(3):
         bench.length(A)
     bench.cache.replicate()
     bench.settle()
-    assert where(bench, A) == "D" and len(bench.shelf.entries) == 1 and not bench.carrier.entries
+    assert where(bench, A) == "D" and len(bench.disk_index.entries) == 1 and not bench.transfer.entries
     bench.audit()
 
 
@@ -727,7 +729,7 @@ def test_the_device_cannot_be_lost_while_bytes_come():
 
 @pytest.mark.parametrize("place", ["host", "disk"])
 def test_what_came_back_from_lossy_storage_is_flagged_and_all_that_is_computed_on_it(place):
-    bench = tiers(16, host=100 if place == "host" else 0, shelf=FakeDiskIndex(), lossy=True)
+    bench = tiers(16, host=100 if place == "host" else 0, disk_index=FakeDiskIndex(), lossy=True)
     bench.put(A)
     with bench.match(A) as match:
         assert not match.lossy
@@ -755,34 +757,34 @@ def test_what_came_back_from_lossy_storage_is_flagged_and_all_that_is_computed_o
 
 
 def test_an_entry_of_the_disk_says_itself_whether_it_is_lossy():
-    shelf = FakeDiskIndex()
-    bench = tiers(8, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = tiers(8, disk_index=disk_index)
     bench.put(A)
     bench.flush()
-    bench = tiers(8, shelf=shelf, lossy=True)
+    bench = tiers(8, disk_index=disk_index, lossy=True)
     with bench.match(A) as match:
         assert match.tier() is Tier.DISK and not match.lossy
     bench.put([*A, *B])
     assert not bench.node([*A, *B]).lossy
     bench.put([50])
     bench.flush()
-    bench = tiers(8, shelf=shelf)
+    bench = tiers(8, disk_index=disk_index)
     for ids, lossy in ((A, False), ([*A, *B], True), ([50], True)):
         with bench.match(ids) as match:
             assert match.complete and match.lossy == lossy
     bench.put([50, 51])  # computed on what is lossy, and stored without loss
     bench.flush()
-    bench = tiers(8, shelf=shelf)
+    bench = tiers(8, disk_index=disk_index)
     assert bench.length([50, 51]) == 2 and bench.node([50, 51]).lossy
     bench.audit()
 
 
 def test_kv_that_was_computed_anew_is_exact_but_the_copy_below_it_is_what_it_was():
-    shelf = FakeDiskIndex()
-    bench = tiers(8, shelf=shelf, lossy=True)
+    disk_index = FakeDiskIndex()
+    bench = tiers(8, disk_index=disk_index, lossy=True)
     bench.put(A)
     bench.flush()
-    bench = tiers(8, shelf=shelf)  # lossless from here on: the copy in host memory is a copy of lossy bytes
+    bench = tiers(8, disk_index=disk_index)  # lossless from here on: the copy in host memory is a copy of lossy bytes
     assert bench.length(A) == 4
     bench.squeeze()
     with bench.match(A, cold=False) as match:
@@ -830,7 +832,7 @@ def test_where_a_path_begins_makes_a_difference():
 
 
 def test_a_path_is_merged_when_it_no_longer_branches():
-    bench = tiers(24, host=0, shelf=FakeDiskIndex())
+    bench = tiers(24, host=0, disk_index=FakeDiskIndex())
     bench.put_path([], [1, 2, 3, 4, 5, 6])
     bench.put_path([], [1, 2, 3, 7])
     assert len(bench.cache.tree) == 3
@@ -868,7 +870,7 @@ def test_a_path_admitted_late_hangs_below_one_that_came_meanwhile():
 
 
 def test_a_path_whose_runs_are_apart_is_not_merged():
-    bench = tiers(24, host=0, shelf=FakeDiskIndex())
+    bench = tiers(24, host=0, disk_index=FakeDiskIndex())
     bench.put_path([], [1, 2, 3])
     bench.put_path([], [1, 2, 3, 7])
     bench.put_path([], [1, 2, 3, 4, 5, 6])  # in a run of its own, which begins in another page
@@ -893,15 +895,15 @@ def test_paths_come_back_from_host_memory_after_splits_and_merges():
 @pytest.mark.parametrize("host", [0, 100])
 def test_paths_come_back_from_disk_after_a_restart(host):
     """Behind their own context, under their own method and for their own tenant, and causal KV is none of them."""
-    shelf = FakeDiskIndex()
-    bench = tiers(40, host=host, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = tiers(40, host=host, disk_index=disk_index)
     for tenant in ("", "a"):
         bench.put(A, tenant=tenant)
     bench.put_path(A, [1, 2, 3, 4, 5, 6], cuts=(2, 4))
     bench.put_path(A, [8, 2, 3, 7], tenant="a")
     bench.put([*A, 1, 9])
     bench.flush()
-    bench = tiers(40, host=host, shelf=shelf)
+    bench = tiers(40, host=host, disk_index=disk_index)
     assert bench.path_length(A, [1, 2, 3, 4, 9]) == 4
     bench.audit()
     assert bench.path_length(A, [1, 2, 3, 4, 5, 6]) == 6 and bench.path_length(A, [8, 2, 3, 7], tenant="a") == 4
@@ -933,12 +935,12 @@ def test_a_tenant_keeps_to_its_quota_on_the_device_and_in_host_memory():
 
 
 def test_a_quota_binds_what_is_loaded_too_after_a_restart():
-    shelf = FakeDiskIndex()
-    bench = tiers(24, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = tiers(24, disk_index=disk_index)
     for first in range(5):
         bench.put([first] * 4, tenant="a")
     bench.flush()
-    bench = tiers(24, shelf=shelf, quota=quota(a=8))
+    bench = tiers(24, disk_index=disk_index, quota=quota(a=8))
     for first in range(5):
         assert bench.length([first] * 4, "a") == 4
         assert bench.cache.tree.held[Tier.DEVICE]["a"] <= 8
@@ -981,7 +983,7 @@ def test_what_is_in_use_may_exceed_the_quota_until_it_is_released():
 def test_what_exceeds_the_quota_alone_is_not_kept_in_host_memory():
     bench = tiers(24, quota=quota(a=4))
     bench.put(range(8), tenant="a")
-    assert bench.length(range(8), "a") == 0 and not bench.carrier.entries
+    assert bench.length(range(8), "a") == 0 and not bench.transfer.entries
     bench.audit()
 
 
@@ -1187,7 +1189,7 @@ class Tiers(RuleBasedStateMachine):
     def begin(self, policy, host, disk, lossy, quota, overhead):
         self.options = {"host_bytes": host * BYTES, "quota": QUOTA.get if quota else None, "overhead": overhead}
         self.policy, self.quota = policy, quota
-        self.shelf = FakeDiskIndex() if disk or not host else None
+        self.disk_index = FakeDiskIndex() if disk or not host else None
         self.readers = {}
         self.ever_lossy = lossy
         self.requests = self.steps = 0
@@ -1202,9 +1204,15 @@ class Tiers(RuleBasedStateMachine):
 
     def start(self, lossy):
         self.bench = Bench(
-            12, POLICIES[self.policy](PROFILE), shelf=self.shelf, lossy=lossy, lag=True, variants=3, **self.options
+            12,
+            POLICIES[self.policy](PROFILE),
+            disk_index=self.disk_index,
+            lossy=lossy,
+            lag=True,
+            variants=3,
+            **self.options,
         )
-        self.cache, self.carrier = self.bench.cache, self.bench.carrier
+        self.cache, self.transfer = self.bench.cache, self.bench.transfer
         self.held, self.runs, self.waiting = [], [], []
 
     # ---- requests
@@ -1223,7 +1231,7 @@ class Tiers(RuleBasedStateMachine):
         match = self.cache.match_prefix(tokens(*ids), tenant, "r", cold=cold > 0)
         if cold and self.bench.pool.pages_for(before) + 1 < room:
             assert match.length >= before
-            assert match.length == before or self.shelf is not None
+            assert match.length == before or self.disk_index is not None
         assert cold or match.ready
         return self.hold(Held(match, tenant, ids))
 
@@ -1349,8 +1357,8 @@ class Tiers(RuleBasedStateMachine):
     @rule(pick=PICK, fails=FEW, poll=FEW)
     def finish(self, pick, fails, poll):
         """A job is done, or has failed; in any order."""
-        if self.carrier.pending:
-            self.carrier.finish(pick, "it failed" if fails == 0 else None)
+        if self.transfer.pending:
+            self.transfer.finish(pick, "it failed" if fails == 0 else None)
         if poll > 2:
             self.poll()
 
@@ -1362,15 +1370,15 @@ class Tiers(RuleBasedStateMachine):
     def finish_all(self):
         self.bench.settle()
 
-    @precondition(lambda self: self.shelf is not None and self.shelf.entries)
+    @precondition(lambda self: self.disk_index is not None and self.disk_index.entries)
     @rule(pick=PICK, vanish=st.booleans())
     def spoil(self, pick, vanish):
         """An entry of the disk is damaged, or another process deletes it."""
-        key = self.pick(sorted(self.shelf.entries), pick)
+        key = self.pick(sorted(self.disk_index.entries), pick)
         if vanish:
-            del self.shelf.entries[key]
+            del self.disk_index.entries[key]
         else:
-            self.shelf.bad.add(key)
+            self.disk_index.bad.add(key)
 
     @rule()
     def replicate(self):
@@ -1406,7 +1414,7 @@ class Tiers(RuleBasedStateMachine):
         self.drain()
         self.cache.poll()
         while self.cache.loading:
-            self.carrier.finish()
+            self.transfer.finish()
             self.cache.poll()
         kept = self.in_host_memory()
         self.bench.slots[:] = GARBAGE
@@ -1426,7 +1434,7 @@ class Tiers(RuleBasedStateMachine):
         assert self.cache.give_up() == (idle > 0)
         assert self.cache.loading == under_way - idle
 
-    @precondition(lambda self: self.shelf is not None and len(self.cache.tree) > 8)
+    @precondition(lambda self: self.disk_index is not None and len(self.cache.tree) > 8)
     @rule(rarely=FEW, in_order=st.booleans(), lossy=st.booleans())
     def restart(self, rarely, in_order, lossy):
         """In order: what memory holds goes to disk first. Otherwise it is gone, and so is what was on its way."""
@@ -1448,7 +1456,7 @@ class Tiers(RuleBasedStateMachine):
         type(self).operations += 1
         self.steps += 1
         self.cache.audit_counts()
-        self.carrier.check()
+        self.transfer.check()
         for held in self.held:
             if held.match.ready and held.match.broken is None:
                 self.check_content(held)
@@ -1498,7 +1506,7 @@ class Tiers(RuleBasedStateMachine):
         self.bench.settle()
         self.cache.audit(live=())
         assert self.bench.pool.free_pages == self.bench.pool.capacity
-        assert self.cache.metrics.host_bytes == 0 and not self.carrier.entries and not len(self.cache.tree)
+        assert self.cache.metrics.host_bytes == 0 and not self.transfer.entries and not len(self.cache.tree)
         if self.policy == "s3fifo":  # it counts what stands in its queues: it must hear of all that leaves
             assert self.cache._policy._tokens == ([0, 0], [0, 0])
 

@@ -19,8 +19,8 @@ SECRET = [*SYSTEM, 2, 3, 4]
 CHUNK = [6, 7]
 
 
-def make(shelf=None, host=100, pages=40):
-    return Bench(pages, host_bytes=host * BYTES, shelf=shelf)
+def make(disk_index=None, host=100, pages=40):
+    return Bench(pages, host_bytes=host * BYTES, disk_index=disk_index)
 
 
 def fill(bench):
@@ -85,15 +85,15 @@ def check_host_memory():
 
 
 def check_restart():
-    shelf = FakeDiskIndex()
-    bench = make(shelf)
+    disk_index = FakeDiskIndex()
+    bench = make(disk_index)
     fill(bench)
     bench.flush()
     for tenant in ("b", PUBLIC):
-        bench = make(shelf)
+        bench = make(disk_index)
         assert finds(bench, tenant) == NOTHING
         bench.audit()
-    bench = make(shelf)
+    bench = make(disk_index)
     assert [finds(bench, "a")[i] for i in (0, 1, 2, 5, 8)] == [7, 3, 2, 2, 2]
     bench.audit()
 
@@ -232,27 +232,27 @@ def test_nothing_is_public_below_what_is_a_tenants():
 
 
 def test_a_public_entry_of_the_disk_serves_behind_a_public_context_alone():
-    shelf = FakeDiskIndex()
-    bench = make(shelf)
+    disk_index = FakeDiskIndex()
+    bench = make(disk_index)
     bench.put(SYSTEM)
     bench.put_segment(SYSTEM, CHUNK)
     bench.flush()
-    bench = make(shelf)
+    bench = make(disk_index)
     assert bench.has_segment(SYSTEM, CHUNK, tenant="b", origin="")
     bench.audit()
     bench = make(FakeDiskIndex())
     bench.put(SYSTEM, tenant="b")  # its own, so no public node may hang below
-    bench.shelf.entries = shelf.entries
+    bench.disk_index.entries = disk_index.entries
     assert not bench.has_segment(SYSTEM, CHUNK, tenant="b", origin="")
     bench.audit()
 
 
 def test_the_disk_continues_public_prefixes_with_a_tenants_own():
-    shelf = FakeDiskIndex()
-    bench = make(shelf)
+    disk_index = FakeDiskIndex()
+    bench = make(disk_index)
     fill(bench)
     bench.flush()
-    bench = make(shelf)
+    bench = make(disk_index)
     with bench.match(SECRET, "a") as match:
         assert [node.tenant for node in match.node.path()] == ["a", "", ""] and match.length == 7
     bench.audit()

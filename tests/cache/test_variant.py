@@ -224,13 +224,13 @@ def test_variants_that_were_evicted_make_room_for_others():
 
 
 def test_a_variant_that_left_is_not_put_on_disk_and_one_that_comes_from_there_counts():
-    shelf = FakeDiskIndex()
-    bench = make(limit=2, host_bytes=200 * BYTES, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = make(limit=2, host_bytes=200 * BYTES, disk_index=disk_index)
     for first in (10, 11, 12):
         put(bench, [[first]])
     bench.flush()
-    assert kept(bench) == [11, 12] and len(shelf.entries) == 3
-    bench = make(limit=2, host_bytes=200 * BYTES, shelf=shelf)
+    assert kept(bench) == [11, 12] and len(disk_index.entries) == 3
+    bench = make(limit=2, host_bytes=200 * BYTES, disk_index=disk_index)
     assert not has(bench, [[10]])
     for first in (11, 12):
         assert has(bench, [[first]], cfo=0.5)
@@ -240,15 +240,15 @@ def test_a_variant_that_left_is_not_put_on_disk_and_one_that_comes_from_there_co
 
 
 def test_variants_that_lie_on_disk_alone_are_listed_too():
-    shelf = FakeDiskIndex()
-    bench = make(host_bytes=200 * BYTES, shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = make(host_bytes=200 * BYTES, disk_index=disk_index)
     for first in (10, 11):
         put(bench, [[first]])
     bench.put_segment(SYSTEM, [6, 8], APPROXIMATE, "craft", behind=[[10]], variant=True)
     bench.put_segment(SYSTEM, CHUNK, APPROXIMATE, "fusion", behind=[[10]])
     bench.flush()
     before = {node.key for node in bench.cache.variants(tokens(*CHUNK), "craft")}
-    bench = make(host_bytes=200 * BYTES, shelf=shelf)
+    bench = make(host_bytes=200 * BYTES, disk_index=disk_index)
     put(bench, [[12]])
     for cold in (False, True):
         listed = bench.cache.variants(tokens(*CHUNK), "craft", context=tokens(*SYSTEM), cold=cold)
@@ -272,8 +272,8 @@ def test_variants_are_listed_for_their_tenant_and_the_public():
 
 
 def test_meta_is_kept_with_a_variant_through_the_disk():
-    shelf = FakeDiskIndex()
-    bench = make(shelf=shelf)
+    disk_index = FakeDiskIndex()
+    bench = make(disk_index=disk_index)
     with bench.match(SYSTEM) as match:
         run = bench.reserve(2)
         bench.write(run, keyed_content("", SYSTEM, APPROXIMATE, "craft", CHUNK, [[10]]))
@@ -281,7 +281,7 @@ def test_meta_is_kept_with_a_variant_through_the_disk():
         bench.cache.admit_segment(match, tokens(*CHUNK), run, 4, APPROXIMATE, "craft", behind=digest, meta=b"scores")
         bench.cache.free(run)
     bench.flush()
-    bench = make(shelf=shelf)
+    bench = make(disk_index=disk_index)
     assert has(bench, [[10]])
     [variant] = bench.cache.variants(tokens(*CHUNK), "craft")
     assert variant.meta == b"scores" and variant.behind == digest
@@ -329,7 +329,7 @@ def test_the_longest_prefix_is_taken_first_and_then_one_without_its_first_chunks
 
 
 def test_an_alternative_path_is_found_below_the_device_and_counted():
-    bench = make(limit=50, host_bytes=200 * BYTES, shelf=FakeDiskIndex())
+    bench = make(limit=50, host_bytes=200 * BYTES, disk_index=FakeDiskIndex())
     a, b = [10, 10], [11]
     bench.put_segment(SYSTEM, a, method="craft")
     put(bench, [a], ids=b)

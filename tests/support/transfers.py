@@ -1,9 +1,9 @@
-"""Fakes below the cache: a carrier and a shelf that move simulated KV, and a bench that plays requests.
+"""Fakes below the cache: a transfer engine and a disk index that move simulated KV, and a bench that plays requests.
 
 Each slot of the simulated pool holds a hash of everything the KV there depends on, so a match whose slots hold the
 hashes of its own tokens is proof that no page was lost, doubled, shifted, reused too early or read before its bytes
 came. The lowest bit says that precision was lost. The fakes hold the cache to its contract: they complain (`Misuse`)
-where a real carrier would corrupt something.
+where a real transfer engine would corrupt something.
 """
 
 from collections import Counter
@@ -111,7 +111,7 @@ class FakeCarrier:
     entries: host entries not forgotten, number: tokens. pending: jobs begun. calls: how often each kind was ordered.
     """
 
-    def __init__(self, pool, slots, shelf=None, *, host_bytes=0, lossy=False, lag=False, overhead=0):
+    def __init__(self, pool, slots, disk_index=None, *, host_bytes=0, lossy=False, lag=False, overhead=0):
         self.lossy = lossy
         self.lag = lag
         self.backlog = 0
@@ -119,7 +119,7 @@ class FakeCarrier:
         self.pending = []
         self.calls = Counter()
         self.refuse = {}
-        self._pool, self._slots, self._shelf = pool, slots, shelf
+        self._pool, self._slots, self._shelf = pool, slots, disk_index
         self._host_bytes, self._overhead = host_bytes, overhead
         self._data = {}
         self._seen = set()
@@ -279,7 +279,7 @@ class FakeCarrier:
 
 
 class Bench:
-    """A cache with its simulated pool; `host_bytes` or a `shelf` give it the tiers below."""
+    """A cache with its simulated pool; `host_bytes` or a `disk_index` give it the tiers below."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class Bench:
         policy=None,
         *,
         host_bytes=0,
-        shelf=None,
+        disk_index=None,
         lossy=False,
         lag=False,
         quota=None,
@@ -297,14 +297,14 @@ class Bench:
     ):
         self.pool = PagePool(pages, PAGE)
         self.slots = np.full(pages * PAGE, GARBAGE, np.int64)
-        self.shelf = shelf
-        self.carrier = None
+        self.disk_index = disk_index
+        self.transfer = None
         storage = None
-        if host_bytes or shelf is not None:
-            self.carrier = FakeCarrier(
-                self.pool, self.slots, shelf, host_bytes=host_bytes, lossy=lossy, lag=lag, overhead=overhead
+        if host_bytes or disk_index is not None:
+            self.transfer = FakeCarrier(
+                self.pool, self.slots, disk_index, host_bytes=host_bytes, lossy=lossy, lag=lag, overhead=overhead
             )
-            storage = Storage(self.carrier, host_bytes, shelf, quota or (lambda tenant: None))
+            storage = Storage(self.transfer, host_bytes, disk_index, quota or (lambda tenant: None))
         self.cache = KnowledgeCache(identity, self.pool, policy or LRU(), storage, variants=variants)
 
     # ---- what requests do
@@ -323,7 +323,7 @@ class Bench:
     def match(self, ids, tenant="", **options):
         """A match whose bytes have arrived."""
         match = self.cache.match_prefix(tokens(*ids), tenant, **options)
-        if self.carrier is not None and not self.carrier.lag:
+        if self.transfer is not None and not self.transfer.lag:
             self.settle()
             assert match.ready
         return match
@@ -429,10 +429,10 @@ class Bench:
 
     def settle(self):
         """All that was ordered is done."""
-        if self.carrier is None:
+        if self.transfer is None:
             return
-        while self.carrier.pending or self.carrier._done:
-            self.carrier.finish_all()
+        while self.transfer.pending or self.transfer._done:
+            self.transfer.finish_all()
             self.cache.poll()
 
     def squeeze(self):
@@ -447,8 +447,8 @@ class Bench:
     def audit(self, live=()):
         self.cache.audit(live)
         self.cache.audit_counts()
-        if self.carrier is not None:
-            self.carrier.check()
+        if self.transfer is not None:
+            self.transfer.check()
 
     def node(self, ids, tenant=""):
         """The causal node that ends a path."""

@@ -53,7 +53,7 @@ def trees(seed: int, requests: int = 120) -> Workload:
 
 
 class Instant:
-    """A carrier whose jobs are done at once; counts tokens."""
+    """A transfer engine whose jobs are done at once; counts tokens."""
 
     lossy = False
 
@@ -87,8 +87,8 @@ class Instant:
 
 def replay(work: Workload, policy: Policy, device: int, host: int, lookahead: int) -> tuple[list[int], int]:
     """The same requests through the real cache, a token a page: tokens hit by each, and tokens moved in all."""
-    carrier = Instant()
-    cache = KnowledgeCache(b"x", PagePool(device + 1, 1), policy, Storage(carrier, host) if host else None)
+    transfer = Instant()
+    cache = KnowledgeCache(b"x", PagePool(device + 1, 1), policy, Storage(transfer, host) if host else None)
     hits, announced = [], 0
     prompts = []
     for request in work.requests:
@@ -109,7 +109,7 @@ def replay(work: Workload, policy: Policy, device: int, host: int, lookahead: in
         match.release()
         cache.poll()
     cache.audit(live=())
-    return hits, carrier.moved
+    return hits, transfer.moved
 
 
 @pytest.mark.parametrize("name", POLICIES)

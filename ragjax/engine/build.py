@@ -36,7 +36,7 @@ from ragjax.reuse import PREPROCESSED
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
-from ragjax.runner.device import cpu_features, platform, precision, use_compilation_cache
+from ragjax.runner.device import cpu_features, platform, precision, use_compilation_cache, widening_pays
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
@@ -80,7 +80,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         ConfigError: saying what to change.
     """
     storage = options.storage
-    numbers = precision(options.dtype, platform(), cpu_features())
+    numbers = precision(options.dtype, platform(), cpu_features(), widening_pays)
     dtype = numbers.dtype
     chosen = dict(all_strategies() if strategies is None else strategies)
     if options.shadow_rate > 0 and "full" not in chosen:

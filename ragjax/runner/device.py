@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Set
+import timeit
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from ragjax.core import DTYPES, ConfigError
 
@@ -43,16 +46,17 @@ class Precision:
         return f"{self.dtype}, products of many rows in float32" if self.widen else self.dtype
 
 
-def precision(dtype: str, platform: str, features: Set[str]) -> Precision:
+def precision(dtype: str, platform: str, features: Set[str], widening_pays: Callable[[], bool]) -> Precision:
     """What a dtype of the options stands for on a device.
 
     "auto" is bfloat16 for weights and KV. On a CPU that cannot multiply bfloat16 it also widens products of many rows,
-    which are faster in float32 there; few rows wait for memory, and bfloat16 is half as much of it.
+    if they are faster in float32 there; few rows wait for memory, and bfloat16 is half as much of it.
 
     Args:
         dtype: "auto", "bfloat16" or "float32".
         platform: "cpu" or another of JAX's.
         features: of the CPU (`cpu_features`).
+        widening_pays: measures it (`widening_pays`); asked only where the features leave it open.
 
     Raises:
         ConfigError: if the dtype is unknown.
@@ -61,7 +65,22 @@ def precision(dtype: str, platform: str, features: Set[str]) -> Precision:
         raise ConfigError(f"unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}")
     if dtype != "auto":
         return Precision(dtype)
-    return Precision("bfloat16", widen=platform == "cpu" and not features & BFLOAT16_FEATURES)
+    return Precision("bfloat16", widen=platform == "cpu" and not features & BFLOAT16_FEATURES and widening_pays())
+
+
+def widening_pays(rows: int = 512, inputs: int = 576, outputs: int = 3072, runs: int = 5) -> bool:
+    """Whether a product of bfloat16 [rows, inputs] and [inputs, outputs] is faster when both are read as float32.
+
+    Measured, since features do not tell it all: XLA's library of products may use instructions that XLA itself may not.
+    """
+    x_TF, w_FE = (jnp.ones(shape, jnp.bfloat16) for shape in ((rows, inputs), (inputs, outputs)))
+    narrow = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
+    wide = jax.jit(lambda x_TF, w_FE: x_TF.astype(jnp.float32) @ w_FE.astype(jnp.float32))
+    spent = [
+        min(timeit.repeat(lambda f=f: jax.block_until_ready(f(x_TF, w_FE)), number=1, repeat=runs + 1))
+        for f in (narrow, wide)
+    ]
+    return spent[1] < spent[0]
 
 
 def cpu_features() -> Set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.runner.device import Precision, allowed_features, precision
+from ragjax.runner.device import Precision, allowed_features, precision, widening_pays
 
 NARROW, WIDENED = Precision("bfloat16"), Precision("bfloat16", widen=True)
 ZEN5 = "processor\t: 0\nflags\t\t: fpu avx2 fma avx512f avx512_bf16 avx512_vnni\n"
@@ -35,15 +35,21 @@ GRAVITON2 = "Features\t: fp asimd\n"
     ],
 )
 def test_auto_follows_what_the_cpu_multiplies_and_xla_may_use(cpuinfo: str, flags: str, expected: Precision) -> None:
-    assert precision("auto", "cpu", allowed_features(cpuinfo, flags)) == expected
+    assert precision("auto", "cpu", allowed_features(cpuinfo, flags), lambda: True) == expected
+
+
+def test_where_features_leave_it_open_it_is_measured() -> None:
+    assert precision("auto", "cpu", allowed_features(LAPTOP, ""), lambda: False) == NARROW
+    asked = [precision("auto", "cpu", allowed_features(ZEN5, ""), lambda: pytest.fail("it was measured"))]
+    assert asked == [NARROW] and widening_pays(8, 8, 8, runs=1) in (True, False)
 
 
 def test_a_gpu_gets_bfloat16_and_a_named_dtype_stays() -> None:
-    assert precision("auto", "gpu", frozenset()) == NARROW
+    assert precision("auto", "gpu", frozenset(), lambda: True) == NARROW
     for dtype in ("bfloat16", "float32"):
-        assert precision(dtype, "cpu", frozenset()) == Precision(dtype)
+        assert precision(dtype, "cpu", frozenset(), lambda: True) == Precision(dtype)
 
 
 def test_an_unknown_dtype_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="unknown dtype 'int4'; choose one of auto, bfloat16, float32"):
-        precision("int4", "cpu", frozenset())
+        precision("int4", "cpu", frozenset(), lambda: True)

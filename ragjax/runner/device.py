@@ -76,11 +76,11 @@ def widening_pays(rows: int = 512, inputs: int = 576, outputs: int = 3072, runs:
     x_TF, w_FE = (jnp.ones(shape, jnp.bfloat16) for shape in ((rows, inputs), (inputs, outputs)))
     narrow = jax.jit(partial(jnp.matmul, preferred_element_type=jnp.float32))
     wide = jax.jit(lambda x_TF, w_FE: x_TF.astype(jnp.float32) @ w_FE.astype(jnp.float32))
-    spent = [
-        min(timeit.repeat(lambda f=f: jax.block_until_ready(f(x_TF, w_FE)), number=1, repeat=runs + 1))
-        for f in (narrow, wide)
-    ]
-    return spent[1] < spent[0]
+
+    def seconds(product: Callable[[jax.Array, jax.Array], jax.Array]) -> float:
+        return min(timeit.repeat(lambda: product(x_TF, w_FE).block_until_ready(), number=1, repeat=runs + 1))
+
+    return seconds(wide) < seconds(narrow)
 
 
 def cpu_features() -> Set[str]:

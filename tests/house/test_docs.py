@@ -162,7 +162,12 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert lost == []
 
 
-CODE = sorted(path for folder in ("ragjax", "train", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+CODE = sorted(
+    path
+    for folder in ("ragjax", "train", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
+    if ".envs" not in path.parts  # environments of rivals
+)
 ROOMS = "|".join(sorted(path.name for path in (ROOT / "ragjax").iterdir() if (path / "__init__.py").exists()))
 OUR_NAME = re.compile(rf"(?:ragjax\.)?((?:{ROOMS})(?:\.\w+)+)")
 

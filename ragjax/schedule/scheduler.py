@@ -76,12 +76,9 @@ class Scheduler:
         chosen = self._within_entries(states[:widest])
         # those served go to the back, so that all get their turn
         self.running = [state for state in self.running if state not in chosen] + chosen
-        rows, block = (
-            next((r, b) for r, b in self.grid.rows if b == 1 and r >= len(chosen))
-            if len(chosen) > 1
-            else (self.grid.rows[0])
-        )
-        return self._pack([(state, 1) for state in chosen], rows, block)
+        single = [(rows, block) for rows, block in self.grid.rows if block == 1 and rows >= len(chosen)]
+        bucket = self.grid.rows[0] if len(chosen) == 1 else single[0]
+        return self._pack([(state, 1) for state in chosen], *bucket)
 
     def _prefill_batch(self, states: list[RequestState]) -> Batch:
         kind = rows_of(states[0]).kind

@@ -156,7 +156,7 @@ class Admission:
         return node if context.tenant == PUBLIC and node.end == context.length and not node.dead else self._tree.root
 
     def _land(self, node: Node, run: Run, from_: int, lossy: bool) -> None:
-        """Nodes of a path that are in host memory alone come back with the KV that a request has computed anew."""
+        """Nodes of a path that are in host memory alone come back with the KV that a request has recomputed."""
         cold = [step for step in node.path() if step.run is None and step.parent is not None]
         if self._storage is None or not cold or cold[-1].start < from_:
             return  # the match lies on another path, of the same tokens

@@ -79,7 +79,7 @@ class Hierarchy:
 
         Nodes whose pages running requests hold anyway would free nothing: they leave last.
         """
-        deferred: dict[Node, None] = {}  # in order; one that a child's leaving queues anew comes here twice
+        deferred: dict[Node, None] = {}  # in order; one that a child's leaving queues again comes here twice
         while self.pool.free_pages < pages:
             node = self.device.pop()
             if node is None:
@@ -115,7 +115,7 @@ class Hierarchy:
             self._shelve(node)
             self._drop(node)
             return
-        self._demote(node)  # only now: making room in host memory may have queued it anew
+        self._demote(node)  # only now: making room in host memory may have queued it again
         self.consider(node)
         self._consider_parent(node)
 

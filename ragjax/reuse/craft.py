@@ -2,7 +2,7 @@
 
 Source: Cache-Craft (arXiv:2502.15734), section 3; its arithmetic is in `influence.py` and `focus.py`. A chunk that is
 met for the first time is computed whole, behind all that stands before it in that prompt, and kept as a variant with
-what was measured. Later its best variant is put in place and CFO * |C| tokens are computed anew, those that had looked
+what was measured. Later its best variant is put in place and CFO * |C| tokens are recomputed, those that had looked
 most at what stood before them; CFO = alpha * CCI * (1 - adjusted overlap). A request's ratio sets alpha, so that the
 share of the reused chunks' tokens is that ratio exactly. All happens in one pass: mended tokens, new chunks, question.
 

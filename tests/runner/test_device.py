@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ragjax.core import ConfigError
@@ -41,7 +43,21 @@ def test_auto_follows_what_the_cpu_multiplies_and_xla_may_use(cpuinfo: str, flag
 def test_where_features_leave_it_open_it_is_measured() -> None:
     assert precision("auto", "cpu", allowed_features(LAPTOP, ""), lambda: False) == NARROW
     asked = [precision("auto", "cpu", allowed_features(ZEN5, ""), lambda: pytest.fail("it was measured"))]
-    assert asked == [NARROW] and widening_pays(8, 8, 8, runs=1) in (True, False)
+    assert asked == [NARROW]
+
+
+@pytest.mark.parametrize(("narrow_s", "wide_s", "pays"), [(2.0, 1.0, True), (1.0, 2.0, False)])
+def test_widening_pays_if_its_product_takes_less_time(
+    narrow_s: float, wide_s: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent = iter([narrow_s, wide_s])
+
+    def repeat(product: Callable[[], object], **_: int) -> list[float]:
+        product()
+        return [9.0, next(spent)]
+
+    monkeypatch.setattr("ragjax.runner.device.timeit.repeat", repeat)
+    assert widening_pays(8, 8, 8) is pays
 
 
 def test_a_gpu_gets_bfloat16_and_a_named_dtype_stays() -> None:

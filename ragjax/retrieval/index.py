@@ -14,22 +14,18 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import faiss
 import numpy as np
-from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
+from ragjax.retrieval.staged import NONE, Found, Ids, Stage, Vectors, by_score, flat_stages, list_stages, settle
 
-Ids = NDArray[np.int64]
-Vectors = NDArray[np.float32]
-
-NONE = -1
-"""The id of a result that does not exist."""
+__all__ = ["NONE", "TRAIN_AT", "Ids", "IndexKind", "VectorIndex", "Vectors"]
 
 TRAIN_AT = 1_000
 """An ivf index answers exactly until it holds this many vectors; k-means needs enough to place its lists."""
@@ -67,6 +63,7 @@ class VectorIndex:
         self._bury(set())
         self._faiss = _hnsw(dim) if self.kind is IndexKind.HNSW else _flat(dim)
         self._trained_on = 0
+        self._version = 0  # of what can be found
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -109,17 +106,29 @@ class VectorIndex:
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
         """The k nearest of each query: ids int64 and scores float32, [Q, k] for queries [Q, dim], [k] for one [dim].
 
-        Best first. Where fewer than k vectors are known the rest has the id NONE and the score -inf.
+        Best first, equal scores of a single query by id. Where fewer than k vectors are known the rest has the id NONE
+        and the score -inf.
         """
-        queries_QE = np.ascontiguousarray(np.atleast_2d(queries), np.float32)
-        if queries_QE.shape[1] != self.dim:
-            raise ValueError(f"queries have {queries_QE.shape[1]} dimensions, the index has {self.dim}")
-        if k < 1:
-            raise ValueError(f"k must be at least 1, not {k}")
-        with self._lock, _one_thread() if len(queries_QE) == 1 else nullcontext():
+        queries_QE = self._checked(queries, k)
+        if len(queries_QE) == 1:
+            with self._lock, _one_thread():
+                scores_K, ids_K = self._search_one(queries_QE, k)
+            return (ids_K, scores_K) if queries.ndim == 1 else (ids_K[None], scores_K[None])
+        with self._lock:
             scores_QK, ids_QK = self._search(queries_QE, k)
-        scores_QK = np.where(ids_QK == NONE, np.float32(-np.inf), scores_QK)
-        return (ids_QK[0], scores_QK[0]) if queries.ndim == 1 else (ids_QK, scores_QK)
+        return ids_QK, np.where(ids_QK == NONE, np.float32(-np.inf), scores_QK)
+
+    def stages(self, query: Vectors, k: int, n: int) -> Iterator[Stage]:
+        """The search of one query [dim] in at most n stages; the last one's results are those of `search`, bit for bit.
+
+        flat: n slices of the vectors. ivf: the nearest lists in n groups, nearest first. hnsw: n searches, whose lists
+        of candidates grow to that of `search`; together they take (n + 1) / 2 times as long as the last of them.
+        When the index changes between two stages, a plain search is the last one.
+        """
+        query_1E = self._checked(query, k)
+        if query.ndim != 1 or n < 1:
+            raise ValueError(f"one query and at least 1 stage are needed, not {query.shape} and {n}")
+        return self._stages(query_1E, k, n)
 
     def save(self, path: str | Path) -> None:
         """Write the index to a file, atomically."""
@@ -157,6 +166,51 @@ class VectorIndex:
 
     # ------------------------------------------------------------------------------------- inner workings
 
+    def _checked(self, queries: Vectors, k: int) -> Vectors:
+        queries_QE = np.ascontiguousarray(np.atleast_2d(queries), np.float32)
+        if queries_QE.shape[1] != self.dim:
+            raise ValueError(f"queries have {queries_QE.shape[1]} dimensions, the index has {self.dim}")
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        return queries_QE
+
+    def _stages(self, query_1E: Vectors, k: int, n: int) -> Iterator[Stage]:
+        begun: tuple[int, Iterator[Stage]] | None = None
+        final = False
+        while not final:
+            with self._lock, _one_thread():  # held by stages alone, so that a writer gets in between
+                begun = begun or (self._version, self._cut(query_1E, k, n))
+                same = begun[0] == self._version
+                stage = next(begun[1]) if same else Stage.of(self._search_one(query_1E, k), final=True)
+            yield stage
+            final = stage.final
+
+    def _cut(self, query_1E: Vectors, k: int, n: int) -> Iterator[Stage]:
+        if self.kind is not IndexKind.HNSW:
+            yield from (list_stages if self._trained_on else flat_stages)(self._faiss, query_1E, k, n)
+            return
+        for part in range(1, n):
+            scores_1K, ids_1K = self._walk(query_1E, k, math.ceil(_candidates(k) * part / n))
+            yield Stage.of(by_score(scores_1K[0], ids_1K[0]))
+        yield Stage.of(self._search_one(query_1E, k), final=True)
+
+    def _search_one(self, query_1E: Vectors, k: int) -> Found:
+        """The k nearest of one query, equal scores by id."""
+
+        def search(wide: int) -> Found:
+            scores_1K, ids_1K = self._search(query_1E, wide)
+            return scores_1K[0], ids_1K[0]
+
+        # the walk through a graph depends on k; what it finds is only put in order
+        return by_score(*search(k)) if self.kind is IndexKind.HNSW else settle(search, k, len(self._ids))
+
+    def _walk(self, queries_QE: Vectors, k: int, candidates: int) -> Found:
+        beam = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]  # its stubs lack it
+            sel=self._selector, efSearch=candidates
+        )
+        found: Found = self._faiss.search(queries_QE, k, params=beam)
+        return found
+
     def _check(self, gone: set[int], ids: Ids, vectors: Vectors) -> None:
         new = set(ids.tolist())
         if vectors.shape != (len(ids), self.dim):
@@ -176,6 +230,7 @@ class VectorIndex:
             return
         with self._lock:
             self._ids -= gone
+            self._version += 1
             if self.kind is IndexKind.HNSW:
                 self._bury(self._dead | gone)
             else:
@@ -185,15 +240,13 @@ class VectorIndex:
         with self._lock:
             self._faiss.add_with_ids(np.ascontiguousarray(vectors, np.float32), np.ascontiguousarray(ids, np.int64))
             self._ids.update(ids.tolist())
+            self._version += 1
 
     def _search(self, queries_QE: Vectors, k: int) -> tuple[Vectors, Ids]:
         if self.kind is not IndexKind.HNSW:
             found: tuple[Vectors, Ids] = self._faiss.search(queries_QE, k)
             return found
-        beam = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]  # its stubs lack it
-            sel=self._selector, efSearch=max(_HNSW_EF, 2 * k)
-        )
-        scores_QK, ids_QK = self._faiss.search(queries_QE, k, params=beam)
+        scores_QK, ids_QK = self._walk(queries_QE, k, _candidates(k))
         if ((ids_QK != NONE).sum(axis=1) >= min(k, len(self))).all():
             return scores_QK, ids_QK
         # the beam met too many dead, or the graph is in parts: the stored vectors know better
@@ -223,8 +276,13 @@ class VectorIndex:
         fresh.add_with_ids(vectors_NE, ids_N)
         with self._lock:
             self._faiss = fresh
+            self._version += 1
             self._bury(set())
             self._trained_on = len(ids_N) if train else 0
+
+
+def _candidates(k: int) -> int:
+    return max(_HNSW_EF, 2 * k)
 
 
 @contextmanager

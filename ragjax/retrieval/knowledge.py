@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from ragjax.core import Chunk, Document, Hit, RequestError, Tokens
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.index import NONE, IndexKind, VectorIndex
+from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.neighbours import nearest
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost
@@ -57,6 +57,14 @@ class AddReport:
     added: int
     replaced: int
     unchanged: int
+
+
+@dataclass(frozen=True)
+class SearchStage:
+    """The nearest chunks that a search knows after a stage, best first. final: whether it was the last stage."""
+
+    hits: tuple[Hit, ...]
+    final: bool
 
 
 @dataclass(frozen=True)
@@ -249,15 +257,38 @@ class KnowledgeBase:
         Raises:
             RequestError: the knowledge base or the question is empty.
         """
-        if k < 1:
+        count = self._searchable(question, k)
+        if not count:
             return ()
+        numbers, scores = self._index.search(self._encoder.encode([question])[0], count)
+        return self._hits(numbers, scores)
+
+    def stages(self, question: str, k: int, n: int) -> Iterator[SearchStage]:
+        """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does.
+
+        Raises:
+            RequestError: as `search`, at once.
+        """
+        count = self._searchable(question, k)
+        return self._stages(question, count, n) if count else iter((SearchStage((), True),))
+
+    def _stages(self, question: str, count: int, n: int) -> Iterator[SearchStage]:
+        for stage in self._index.stages(self._encoder.encode([question])[0], count, n):
+            yield SearchStage(self._hits(stage.ids, stage.scores), stage.final)
+
+    def _searchable(self, question: str, k: int) -> int:
+        """How many chunks to search for: faiss makes room for k results, however few there are."""
+        if k < 1:
+            return 0
         count = len(self._index)
         if not count:
             raise RequestError(f"knowledge base {self.name!r} is empty: add documents first", param="rag.knowledge")
         if not question.strip():
             raise RequestError("the question is empty: there is nothing to search for", param="messages")
-        # faiss makes room for k results, however few there are
-        numbers, scores = self._index.search(self._encoder.encode([question])[0], min(k, count))
+        return min(k, count)
+
+    def _hits(self, numbers: Ids, scores: Vectors) -> tuple[Hit, ...]:
+        """Results as chunks; those that were deleted meanwhile are left out."""
         found = [(int(number), float(score)) for number, score in zip(numbers, scores, strict=True) if number != NONE]
         chunks = self._chunks([number for number, _ in found])
         return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)

@@ -20,6 +20,7 @@ from ragjax.cache.loader import Loader
 from ragjax.cache.match import Candidate, Match, Metrics, Totals
 from ragjax.cache.matcher import Matcher
 from ragjax.cache.node import PUBLIC, Node, Provenance
+from ragjax.cache.outlook import Look, Outlook
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import KnowledgeTree
@@ -138,6 +139,10 @@ class KnowledgeCache:
         out). cold: look below the device too. Entries that lie on disk alone come last.
         """
         return self._matcher.variants(tokens, method, tenant, context, cold)
+
+    def peek(self, outlook: Outlook) -> Look:
+        """What a request would find now, on the device and in host memory; it pins, loads and counts nothing."""
+        return outlook.look(self.tree)
 
     # ----------------------------------------------------------------------------------------- reserve
 

@@ -34,7 +34,7 @@ class KnowledgeTree:
     """Nodes, their keys, and the pages they refer to. A node on the device holds one reference to each page of its run.
 
     `identity` covers all that KV depends on besides tokens and context. `held` counts tokens on the device and in host
-    memory, by tenant.
+    memory, by tenant. `generation` changes whenever a node comes or goes.
     """
 
     def __init__(self, identity: bytes, pool: PagePool):
@@ -42,6 +42,7 @@ class KnowledgeTree:
         self._pool = pool
         self.root = Node(PUBLIC, b"", None, 0)
         self.held: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self.generation = 0
         self._by_key: dict[bytes, Node] = {}
         self._by_content: dict[Hashable, Node | tuple[Node, ...]] = {}
 
@@ -125,6 +126,7 @@ class KnowledgeTree:
             node.parent.edges = {}
         node.parent.edges[edge_of(node)] = node
         self._index(node)
+        self.generation += 1
         if run is not None:
             self.land(node, run)
         return node
@@ -240,6 +242,7 @@ class KnowledgeTree:
         parent = node.parent
         assert parent is not None and parent.edges is not None
         del parent.edges[edge_of(node)]
+        self.generation += 1
         if not parent.edges:
             parent.edges = None
         parent.on_device -= node.run is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ragjax.commands.flags import from_zero, graph, integer, knowledge, positive, share
-from ragjax.core import DTYPES, EngineOptions, StorageOptions
+from ragjax.core import DTYPES, ORDERS, EngineOptions, StorageOptions
 
 INDEXES = ("flat", "ivf", "hnsw")
 STORAGE = "storage."
@@ -94,6 +94,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "--max-running",
         {"type": integer(0), "help": "requests that run at a time, 0: as many as have room (%(default)s)"},
     ),
+    "order": ("--order", {"choices": ORDERS, "help": "which waiting request starts next (%(default)s; docs/http.md)"}),
 }
 """Flag and its settings by field; fields of `StorageOptions` begin with "storage."."""
 

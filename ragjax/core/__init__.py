@@ -14,7 +14,7 @@ from ragjax.core.errors import (
     VisibilityError,
 )
 from ragjax.core.limits import StepLimits
-from ragjax.core.options import DTYPES, AtRest, EngineOptions, StorageOptions
+from ragjax.core.options import DTYPES, ORDERS, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import Measure, Move, Pass, Plan, Prefill, Results, Run, SegmentReport, Span
 from ragjax.core.prompt import Chunk, Document, Hit, Kind, Prompt, Segment
 from ragjax.core.request import (
@@ -38,6 +38,7 @@ from ragjax.core.visibility import Visibility
 __all__ = [
     "DTYPES",
     "NEVER",
+    "ORDERS",
     "Answer",
     "AtRest",
     "Chunk",

@@ -16,6 +16,9 @@ AtRest = Literal["raw", "int8", "float8"]
 DTYPES = ("auto", "bfloat16", "float32")
 """Of weights and KV; "auto" suits the device (`runner.device.precision`)."""
 
+ORDERS = ("fcfs", "ratio", "lpm", "lsp")
+"""In which waiting requests may start."""
+
 
 @dataclass(frozen=True)
 class StorageOptions:
@@ -80,6 +83,7 @@ class EngineOptions:
     top_k: chunks retrieved for requests that say nothing else.
     device_cache_gb: size of the page pool, in 2^30 bytes.
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
+    order: which waiting request starts next, one of `ORDERS` (docs/http.md).
     max_context: longest prompt and answer together, in tokens (None: the model's context length).
     index: "flat", "ivf" or "hnsw". index_dir: where chunks and index are kept (None: in memory). graph_dir: where
     graphs are kept between starts (None: in memory).
@@ -102,6 +106,7 @@ class EngineOptions:
     device_cache_gb: float = 0.5
     max_queue: int = 64
     max_running: int = 0
+    order: str = "fcfs"
     max_context: int | None = None
     index: str = "flat"
     index_dir: str | Path | None = None
@@ -114,6 +119,8 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.order not in ORDERS:
+            raise ConfigError(f"unknown order {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.quality_fallback not in ("refuse", "full"):
             raise ConfigError(f"unknown quality_fallback {self.quality_fallback!r}; choose refuse or full")
         for name, least in (("top_k", 0), ("max_queue", 0), ("max_running", 0)):

@@ -56,6 +56,7 @@ from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.full import Full
+from ragjax.schedule.order import order_of
 from ragjax.schedule.state import RequestState, Sink, Times
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Engine:
             Replays(parts.contract, self._shadow).of,
             max_queue=options.max_queue,
             max_running=options.max_running,
+            order=order_of(options.order),
             load_timeout=options.storage.load_timeout,
             transfer=parts.transfer,
             recorder=parts.recorder,

@@ -22,6 +22,7 @@ from ragjax.quality.contract import STEPS, Contract
 from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
 from ragjax.schedule.batch import Batch
+from ragjax.schedule.order.base import Order
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
@@ -45,6 +46,7 @@ class Loop:
         replay: the request that runs a finished one again for comparison, or None.
         max_queue: requests that may wait.
         max_running: requests that run at a time (0: as many as have room).
+        order: in which order requests start (None: as they came).
         load_timeout: seconds that a request waits for KV before it computes it.
 
     Attributes:
@@ -62,6 +64,7 @@ class Loop:
         max_queue: int,
         load_timeout: float,
         max_running: int = 0,
+        order: Order | None = None,
         transfer: KVTransfer | None = None,
         recorder: Recorder | None = None,
     ):
@@ -75,7 +78,7 @@ class Loop:
         self._transfer = transfer
         self._recorder = recorder
         self._scheduler = Scheduler(runner.grid, runner.page_size)
-        self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running)
+        self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running, order=order)
         self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = 0
@@ -91,7 +94,12 @@ class Loop:
     @property
     def waiting(self) -> int:
         """Requests that wait to be admitted; background ones are not counted."""
-        return len(self._admission.waiting)
+        return self._admission.depth
+
+    @property
+    def awaits(self) -> tuple[int, int]:
+        """Requests that waited for KV which another was computing, and tokens of it that they found."""
+        return self._admission.awaits, self._admission.awaited_tokens
 
     @property
     def running(self) -> int:

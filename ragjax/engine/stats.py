@@ -35,6 +35,8 @@ def _requests(loop: Loop) -> Stats:
         "errors_total": counters.errors,
         "steps_total": counters.steps,
         "load_fallbacks_total": dict(counters.load_fallbacks),
+        "awaits_total": loop.awaits[0],
+        "awaited_tokens_total": loop.awaits[1],
         "device_losses_total": counters.device_losses,
         "overhead_ms_last": counters.overhead_ms_last,
         "queue_depth": loop.waiting,

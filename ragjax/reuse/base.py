@@ -14,6 +14,7 @@ import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Candidate, Match
+from ragjax.cache.outlook import Outlook
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens
 from ragjax.core.limits import StepLimits
@@ -39,6 +40,13 @@ class Strategy(ABC):
     @abstractmethod
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """Keys of the nodes that the prompt will use, kept or not, for policies that look at who waits."""
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """What the prompt will look for, and what of it would be computed and kept; nothing by default.
+
+        Whoever waits for a piece that another request computes relies on it: name only what `prefill` admits.
+        """
+        return Outlook()
 
     @abstractmethod
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:

@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices
 from ragjax.reuse.repair import RATIO, Choice, Selector, chunk_tokens
 from ragjax.reuse.select import share, top
-from ragjax.reuse.stitch import LOGITS, Isolated, Stitched, keys, prepare
+from ragjax.reuse.stitch import LOGITS, Isolated, Stitched, keys, outlook, prepare
 
 Of = Literal["key", "value", "both"]
 """Whose deviation counts; both: the sum of the two, each divided by its mean."""
@@ -83,6 +84,10 @@ class Gradual(Strategy):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk behind it."""
         return keys(prompt, cache, tenant, Isolated())
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The same, each chunk by itself."""
+        return outlook(prompt, cache, tenant, Isolated())
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """What is missing, two layers of everything, then stage by stage over fewer tokens."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -28,7 +29,8 @@ from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Candidate, Match, Totals
-from ragjax.cache.tree import PUBLIC, Node, Provenance
+from ragjax.cache.outlook import Keyed, Look, Outlook, Part
+from ragjax.cache.tree import PUBLIC, KnowledgeTree, Node, Provenance
 from ragjax.core import (
     NEVER,
     Kind,
@@ -50,7 +52,7 @@ from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
-from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length
+from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length, system_part
 
 TAU = 1.0
 """Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own; 1: none does.
@@ -188,6 +190,30 @@ class Craft(Strategy):
             keys.append(ranked[0].key if ranked else new)
         return tuple(keys)
 
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The system prompt, and a variant of each chunk: any, unless new variants are made for new prefixes."""
+        parts: list[Part] = [system_part(prompt, tenant)]
+        head = prompt.tokens[: system_length(prompt)]
+        for i in segments_of(prompt, Kind.CHUNK):
+            segment, prior = prompt.segments[i], before(prompt, i)
+            fused: tuple[bytes, ...] = ()
+            if self._takes_fused(prompt, i):
+                owners, kind = dict.fromkeys((tenant, PUBLIC)), Provenance.APPROXIMATE
+                fused = tuple(cache.key_of(head, segment.tokens, kind, FUSED, o, segment.behind) for o in owners)
+            behind = b"" if self.tau >= 1 else variant_digest(prior)
+            owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
+            name = cache.key_of(head, segment.tokens, Provenance.APPROXIMATE, VARIANT, owner, behind)
+            serving = partial(self._serving, cache, segment.tokens, tenant, head, prior)
+            parts.append(_Variants(Keyed(fused, name, len(segment)), name, len(segment), serving))
+        return Outlook(parts)
+
+    def _serving(
+        self, cache: KnowledgeCache, tokens: Tokens, tenant: str, head: Tokens, prior: Sequence[bytes]
+    ) -> bool:
+        """Whether memory holds a variant of the chunk that serves behind these segments."""
+        kept = cache.variants(tokens, VARIANT, tenant, head, cold=False)
+        return bool(kept) if self.tau >= 1 else bool(rank(kept, prior, self._overhead, self.tau))
+
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over what is missing, what is mended and the joins; with focus, one a stage until it is known.
 
@@ -235,6 +261,21 @@ class Craft(Strategy):
             return dict(zip(reused, quotas(overheads, lengths, _ceil(ratio * sum(lengths))), strict=True))
         shares = (min(1.0, self.alpha * overhead) for overhead in overheads)
         return {i: _ceil(share * n) for i, share, n in zip(reused, shares, lengths, strict=True)}
+
+
+@dataclass(frozen=True)
+class _Variants:
+    """A part of an outlook: a chunk, preprocessed or as a variant; one that is missing is computed under `name`."""
+
+    fused: Keyed
+    name: bytes
+    tokens: int
+    serving: Callable[[], bool]
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """Part of `Part`."""
+        look = self.fused.look(tree)
+        return Look({self.name: self.tokens}) if look.missing and self.serving() else look
 
 
 @dataclass(frozen=True)

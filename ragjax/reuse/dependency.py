@@ -19,13 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.keys import raw_of
 from ragjax.cache.match import Match, Totals
+from ragjax.cache.outlook import Outlook, Paths
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens, Visibility
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, match_spans, report
-from ragjax.reuse.stitch import keep_system, system_length
+from ragjax.reuse.stitch import keep_system, system_length, system_part
 
 Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""
@@ -110,6 +112,16 @@ class Dependency(Strategy):
             tokens, stops = scene.spell(path)
             found += cache.keys_of_path(head, tokens, stops, self.name, tenant)
         return tuple(dict.fromkeys(found))
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The system prompt, and every path behind it, branch by branch."""
+        scene, head = self._scene(prompt), raw_of(prompt.tokens[: system_length(prompt)])
+        paths = []
+        for path in scene.leaves:
+            tokens, stops = scene.spell(path)
+            public = [stop for i, stop in zip(path, stops, strict=True) if prompt.segments[i].public]
+            paths.append((raw_of(tokens), stops, max(public, default=0)))
+        return Outlook((system_part(prompt, tenant), Paths(head, paths, self.name, tenant)))
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over the question and everything that is not cached."""

@@ -9,9 +9,10 @@ question) are computed.
 from __future__ import annotations
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Plan, Prefill, Prompt, Tokens
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.reuse.stitch import Isolated, keys, prepare
+from ragjax.reuse.stitch import Isolated, keys, outlook, prepare
 
 
 class Naive(Strategy):
@@ -22,6 +23,10 @@ class Naive(Strategy):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk behind it."""
         return keys(prompt, cache, tenant, Isolated())
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The same, each chunk by itself."""
+        return outlook(prompt, cache, tenant, Isolated())
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """At most two passes: the system prompt and chunks that are missing, then the query segments."""

@@ -11,6 +11,8 @@ from typing import Literal
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.keys import raw_of
+from ragjax.cache.outlook import Causal, Outlook
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
 
@@ -23,6 +25,10 @@ class Prefix(Strategy):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the whole prompt, cut at its segments."""
         return cache.keys_of(prompt.tokens, prompt.starts, tenant)
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The whole prompt, segment by segment."""
+        return Outlook((Causal(raw_of(prompt.tokens), prompt.starts, tenant, prompt.public),))
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""

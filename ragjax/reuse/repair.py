@@ -15,10 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.outlook import Outlook
 from ragjax.core import Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import Allocation, Strategy, segments_of
 from ragjax.reuse.select import share
-from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, prepare
+from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, outlook, prepare
 
 RATIO = 0.15
 """Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""
@@ -64,6 +65,10 @@ class Selective(Strategy):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk as its source's candidates."""
         return keys(prompt, cache, tenant, self._source)
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The same, each chunk by itself."""
+        return outlook(prompt, cache, tenant, self._source)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """What is missing, the selector's passes, and one pass over the chosen tokens and the query segments."""

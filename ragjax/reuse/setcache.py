@@ -16,6 +16,9 @@ from itertools import takewhile
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.keys import context_digest, raw_of
+from ragjax.cache.outlook import Causal, Look, Outlook
+from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices, report, segments_of
 from ragjax.reuse.prefix import Prefix
@@ -31,9 +34,13 @@ class SetCache(Strategy):
         """The path of the whole prompt in its own order."""
         return Prefix().keys(prompt, cache, tenant)
 
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The prompt in the order that serves it best: where that is another one, nothing will be kept."""
+        return Outlook((_Reordered(prompt, tenant),))
+
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over what no order of the first chunks holds."""
-        order = best_order(prompt, allocation)
+        order = best_order(prompt, allocation.cache.tree, allocation.tenant)
         if not order:
             return (yield from Prefix().prefill(prompt, allocation))
         n, page_size = len(prompt), allocation.page_size
@@ -63,15 +70,31 @@ class SetCache(Strategy):
             Prefix().finish(prompt, plan, generated, allocation)
 
 
-def best_order(prompt: Prompt, allocation: Allocation) -> tuple[int, ...]:
+class _Reordered:
+    """A part of an outlook: the whole prompt, its chunks in the best order."""
+
+    def __init__(self, prompt: Prompt, tenant: str):
+        self._prompt, self._tenant = prompt, tenant
+        self._causal = Causal(raw_of(prompt.tokens), prompt.starts, tenant, prompt.public)
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """What the prompt's own order has, or all that is found in another."""
+        order = best_order(self._prompt, tree, self._tenant)
+        if not order:
+            return self._causal.look(tree)
+        path = raw_of(_path(self._prompt, order))
+        return Look({context_digest(path): len(path) // 4})
+
+
+def best_order(prompt: Prompt, tree: KnowledgeTree, tenant: str) -> tuple[int, ...]:
     """The first k chunks in the order of a path in the tree, for the largest k; () if `prefix` finds as many.
 
     Only the tree is searched (device and host memory); entries on disk are found in the prompt's own order only.
     """
     chunks = _leading_chunks(prompt)
-    most = _kept(prompt, chunks, allocation)
+    most = _kept(prompt, chunks, tree, tenant)
     best: tuple[int, ...] = ()
-    for order in _paths(prompt, chunks, (), allocation):
+    for order in _paths(prompt, chunks, (), tree, tenant):
         if len(order) > max(most, len(best)) and set(order) == set(chunks[: len(order)]):
             best = order
     return best
@@ -84,14 +107,14 @@ def _leading_chunks(prompt: Prompt) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _kept(prompt: Prompt, chunks: tuple[int, ...], allocation: Allocation) -> int:
+def _kept(prompt: Prompt, chunks: tuple[int, ...], tree: KnowledgeTree, tenant: str) -> int:
     """How many of the chunks are kept whole in this order, from the first on."""
-    whole = (k for k in range(len(chunks), 0, -1) if _holds(prompt, chunks[:k], allocation))
+    whole = (k for k in range(len(chunks), 0, -1) if _holds(prompt, chunks[:k], tree, tenant))
     return next(whole, 0)
 
 
 def _paths(
-    prompt: Prompt, chunks: tuple[int, ...], begun: tuple[int, ...], allocation: Allocation
+    prompt: Prompt, chunks: tuple[int, ...], begun: tuple[int, ...], tree: KnowledgeTree, tenant: str
 ) -> Iterator[tuple[int, ...]]:
     """Every order of some of the chunks that is kept as one path, walking the tree from `begun` on.
 
@@ -103,15 +126,15 @@ def _paths(
         if i in begun or tokens in tried:
             continue
         tried.add(tokens)
-        if not _holds(prompt, order, allocation):
+        if not _holds(prompt, order, tree, tenant):
             continue
         yield order
-        yield from _paths(prompt, chunks, order, allocation)
+        yield from _paths(prompt, chunks, order, tree, tenant)
 
 
-def _holds(prompt: Prompt, order: tuple[int, ...], allocation: Allocation) -> bool:
+def _holds(prompt: Prompt, order: tuple[int, ...], tree: KnowledgeTree, tenant: str) -> bool:
     path = _path(prompt, order)
-    steps = allocation.cache.tree.walk(np.ascontiguousarray(path, "<i4").tobytes(), allocation.tenant)
+    steps = tree.walk(raw_of(path), tenant)
     return sum(used for _, used in steps) == len(path)
 
 

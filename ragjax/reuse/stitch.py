@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.keys import raw_of
 from ragjax.cache.match import Candidate, Match, Totals
+from ragjax.cache.outlook import Causal, Keyed, Outlook, Part
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -291,6 +293,30 @@ def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> 
         for kind, method, behind, *_ in dict.fromkeys((candidates[0], candidates[-1])):
             found.append(cache.key_of(head, chunk.tokens, kind, method, owner, behind))
     return tuple(found)
+
+
+def outlook(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> Outlook:
+    """The system prompt, and each chunk: kept as any of its candidates, else computed as an isolated one."""
+    parts: list[Part] = [system_part(prompt, tenant)]
+    head = prompt.tokens[: system_length(prompt)]
+    for i in segments_of(prompt, Kind.CHUNK):
+        chunk = prompt.segments[i]
+        keys = [
+            cache.key_of(head, chunk.tokens, kind, method, owner, behind)
+            for kind, method, behind, *_ in source.candidates(prompt, i)
+            for owner in dict.fromkeys((tenant, PUBLIC))
+        ]
+        owner = PUBLIC if chunk.public else tenant
+        name = cache.key_of(head, chunk.tokens, Provenance.ISOLATED, source.method, owner)
+        parts.append(Keyed(keys, name, len(chunk)))
+    return Outlook(parts)
+
+
+def system_part(prompt: Prompt, tenant: str) -> Part:
+    """The system segments as a piece each."""
+    system = system_length(prompt)
+    cuts = [start for start in prompt.starts if start <= system]
+    return Causal(raw_of(prompt.tokens[:system]), cuts, tenant, min(prompt.public, system))
 
 
 def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, ...]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import OutOfPages, RequestError
+from ragjax.cache.keys import context_hasher, raw_of
+from ragjax.core import OutOfPages, Prompt, RequestError
 from ragjax.reuse.base import Allocation
+from ragjax.schedule.computing import Computing
+from ragjax.schedule.order.base import Order, Queue, Waiting
+from ragjax.schedule.order.fcfs import FCFS
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 
@@ -16,59 +21,102 @@ BACKGROUND = 8
 """Background requests that run at a time."""
 
 
+class _Entry(Waiting):
+    """A request of the engine while it waits. awaited: pieces for which it was held back, tokens by name."""
+
+    def __init__(self, state: RequestState, cache: KnowledgeCache):
+        outlook = state.strategy.outlook(state.prompt, cache, state.request.tenant)
+        super().__init__(len(state.prompt), _path(state.prompt), partial(cache.peek, outlook))
+        self.state = state
+        self.awaited: dict[bytes, int] = {}
+
+
 class Admission:
-    """Requests between their arrival and their start: first come, first served.
+    """Requests between their arrival and their start, in the order that `order` chooses (None: as they came).
+
+    A request that would compute what a running one is computing waits until that one has kept it; others may start
+    meanwhile. One that was overtaken as often as a request bears waits for nobody.
 
     max_running: most requests that run at a time, background ones apart (0: as many as have room). stages: layers at
     which a pass may begin, ascending, and the number of layers.
 
-    waiting, background: requests that were not started. blocked: the first of the waiting found no room, and nothing
-    was given back since.
+    background: requests that were not started, and run while no other does. blocked: the one that was to start found no
+    room, and nothing was given back since. awaits, awaited_tokens: requests that waited for KV which another was
+    computing, and tokens of it that they found.
     """
 
-    def __init__(self, cache: KnowledgeCache, scheduler: Scheduler, *, stages: tuple[int, ...], max_running: int = 0):
-        self.waiting: deque[RequestState] = deque()
+    def __init__(
+        self,
+        cache: KnowledgeCache,
+        scheduler: Scheduler,
+        *,
+        stages: tuple[int, ...],
+        max_running: int = 0,
+        order: Order | None = None,
+    ):
         self.background: deque[RequestState] = deque()
         self.blocked = False
+        self.awaits = 0
+        self.awaited_tokens = 0
+        self._queue: Queue[_Entry] = Queue(order or FCFS())
+        self._entries: dict[RequestState, _Entry] = {}
+        self._computing = Computing()
         self._cache = cache
         self._scheduler = scheduler
         self._stages = stages
         self._max_running = max_running
+
+    @property
+    def waiting(self) -> list[RequestState]:
+        """Requests that were not started, background ones apart; those that ran before, then as they came."""
+        return [entry.state for entry in self._queue]
+
+    @property
+    def depth(self) -> int:
+        """How many they are; callable in any thread."""
+        return len(self._entries)
 
     def add(self, state: RequestState) -> None:
         """Let a request wait, and tell the replacement policy what it will use."""
         if state.background:
             self.background.append(state)
             return
-        self.waiting.append(state)
+        self._queue.add(self._enter(state))
         self._cache.announce(state.id, state.strategy.keys(state.prompt, self._cache, state.request.tenant))
 
     def put_back(self, state: RequestState) -> None:
         """Let a request that ran wait to be started again, before all others."""
         self.blocked = False
-        (self.background if state.background else self.waiting).appendleft(state)
+        if state.background:
+            self.background.appendleft(state)
+        else:
+            self._queue.put_back(self._enter(state))
 
     def remove(self, state: RequestState) -> None:
         """Let a request wait no longer; nothing happens if it does not."""
         if state in self.background:
             self.background.remove(state)
-        if state in self.waiting:
-            self.waiting.remove(state)
+        entry = self._entries.pop(state, None)
+        if entry is not None:
+            self._queue.remove(entry)
             self._cache.withdraw(state.id)
             self.blocked = False
 
     def admit(self) -> Iterator[tuple[RequestState, Exception | None]]:
-        """Start waiting requests, oldest first, while they have room; each with the error that it failed by, if any.
+        """Start waiting requests, in their order, while they have room; each with the error that it failed by, if any.
 
         Background requests are started, a few at a time, while no other runs or waits.
         """
-        while self.waiting and not self.blocked and self._has_turn():
-            state = self.waiting[0]
+        while not self.blocked and self._has_turn() and (entry := self._next()) is not None:
+            state, missing = entry.state, entry.look().missing if entry.awaited else {}
             started, error = self._try(state)
             self.blocked = not (started or error)
             if not self.blocked:
-                self.waiting.popleft()
+                self.awaited_tokens += sum(tokens for name, tokens in entry.awaited.items() if name not in missing)
+                self._queue.start(entry)
+                del self._entries[state]
                 self._cache.withdraw(state.id)
+                self._computing.begin(state, entry.look().missing)
                 yield state, error
         while self.background and not self._busy() and len(self._scheduler.running) < BACKGROUND:
             state = self.background.popleft()
@@ -78,11 +126,27 @@ class Admission:
                 return
             yield state, error
 
+    def _enter(self, state: RequestState) -> _Entry:
+        entry = self._entries[state] = _Entry(state, self._cache)
+        return entry
+
+    def _next(self) -> _Entry | None:
+        """The request to start next; None if all wait for what others compute."""
+        self._computing.prune()
+        return self._queue.next(self._may_start)
+
+    def _may_start(self, entry: _Entry) -> bool:
+        """Whether no running request is computing what it would compute; one that no load may serve asks nobody."""
+        awaited = self._computing.awaited(entry.look) if entry.state.may_load else {}
+        self.awaits += bool(awaited) and not entry.awaited
+        entry.awaited |= awaited
+        return not awaited
+
     def _has_turn(self) -> bool:
         return not self._max_running or len(self._scheduler.in_front) < self._max_running
 
     def _busy(self) -> bool:
-        return bool(self.waiting or self._scheduler.in_front)
+        return bool(len(self._queue) or self._scheduler.in_front)
 
     def _try(self, state: RequestState) -> tuple[bool, Exception | None]:
         try:
@@ -136,3 +200,12 @@ class Admission:
             state.restart("")
             self.put_back(state)
         return bool(running)
+
+
+def _path(prompt: Prompt) -> Mapping[Hashable, int]:
+    """The end of each segment, by a digest of all tokens up to there."""
+    hasher, path = context_hasher(), dict[Hashable, int]()
+    for segment, end in zip(prompt.segments, prompt.starts[1:], strict=True):
+        hasher.update(raw_of(segment.tokens))
+        path[hasher.digest()] = end
+    return path

@@ -35,6 +35,8 @@ _HELP = {
     "transfer_seconds_total": "Seconds from the order to the end of these copies, by kind; they overlap.",
     "transfer_failures_total": "Copies that failed, by kind.",
     "load_fallbacks_total": "Requests that recomputed KV because its load failed or was slow.",
+    "awaits_total": "Requests that waited for KV which another request was computing.",
+    "awaited_tokens_total": "Tokens of that KV that they reused.",
     "device_losses_total": "Times the device's pool was lost and allocated again.",
     "rest_error_max": "Largest relative RMS error of KV encoded at rest.",
     "host_bytes": "Bytes of KV in host memory.",

@@ -15,10 +15,10 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours_digest
-from ragjax.cache.tree import Provenance
+from ragjax.cache.tree import KnowledgeTree, Provenance
 from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
 from ragjax.reuse import setcache, strategies
-from ragjax.reuse.base import Allocation, segments_of
+from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
 from ragjax.reuse.fusion import Fused, QueryGuided
 from ragjax.reuse.repair import Selective
@@ -513,9 +513,9 @@ def test_set_cache_tries_equal_chunks_in_one_order(monkeypatch: pytest.MonkeyPat
     asked: list[tuple[int, ...]] = []
     holds = setcache._holds
 
-    def noted(prompt: Prompt, order: tuple[int, ...], allocation: Allocation) -> bool:
+    def noted(prompt: Prompt, order: tuple[int, ...], tree: KnowledgeTree, tenant: str) -> bool:
         asked.append(order)
-        return holds(prompt, order, allocation)
+        return holds(prompt, order, tree, tenant)
 
     monkeypatch.setattr(setcache, "_holds", noted)
     done = executor.run(strategy, Prompt((system, b, a, a, a, a, a, question)))

@@ -180,6 +180,8 @@ class FakeEngine:
             "transfer_seconds_total": {"save": 0.1, "write": 0.1, "load": 0.1},
             "transfer_failures_total": {"load": 0},
             "load_fallbacks_total": {"slow": 0},
+            "awaits_total": 0,
+            "awaited_tokens_total": 0,
             "device_losses_total": 0,
             "rest_error_max": 0.0,
             "host_bytes": 100,

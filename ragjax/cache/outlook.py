@@ -1,0 +1,160 @@
+"""What a waiting request would find now: a look-up that pins nothing, loads nothing and counts nothing.
+
+A piece is KV that is kept as a unit: a segment of a causal prompt or of a dependency path, a chunk on its context. Its
+name says what the KV depends on, however the tree is cut, so two requests that would compute the same name the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from ragjax.cache.keys import context_digest, context_hasher, digest, radix_tag
+from ragjax.cache.node import PUBLIC
+from ragjax.cache.tree import KnowledgeTree
+
+
+@dataclass(frozen=True)
+class Look:
+    """What of a request is kept, on the device or in host memory, and what it would compute and keep.
+
+    kept, missing: tokens by the name of their piece; a piece that is kept in part is in both.
+    """
+
+    kept: Mapping[bytes, int] = field(default_factory=dict)
+    missing: Mapping[bytes, int] = field(default_factory=dict)
+
+    @property
+    def found(self) -> int:
+        """Tokens that are kept."""
+        return sum(self.kept.values())
+
+
+class Part(Protocol):
+    """Pieces that are looked for together."""
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """Which of them the tree has."""
+        ...
+
+
+class Outlook:
+    """Everything that a request will look for. Without parts it finds nothing and shares nothing."""
+
+    def __init__(self, parts: Iterable[Part] = ()):
+        self._parts = tuple(parts)
+        self._seen: tuple[int, Look] = (-1, Look())
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """As of now; nothing is looked up again while no node comes or goes."""
+        if self._seen[0] != tree.generation:
+            self._seen = tree.generation, self._look(tree)
+        return self._seen[1]
+
+    def _look(self, tree: KnowledgeTree) -> Look:
+        looks = [part.look(tree) for part in self._parts]
+        if len(looks) == 1:
+            return looks[0]
+        kept: dict[bytes, int] = {}
+        missing: dict[bytes, int] = {}
+        for look in looks:
+            kept |= look.kept
+            missing |= look.missing
+        return Look(kept, missing)
+
+
+class Causal:
+    """A causal prompt, or the beginning of one.
+
+    raw: its tokens. cuts: indexes at which pieces end, besides the last. public: leading tokens that go to all tenants.
+    """
+
+    def __init__(self, raw: bytes, cuts: Sequence[int], tenant: str, public: int):
+        self._raw = raw
+        self._tenant = tenant
+        self._pieces = _Pieces(raw, cuts, tenant, public)
+        self._seen: tuple[int, Look] = (-1, Look())
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """Part of `Part`."""
+        at = sum(used for _, used in tree.walk(self._raw, self._tenant))
+        if at != self._seen[0]:
+            self._seen = at, self._pieces.look(at)
+        return self._seen[1]
+
+
+class Keyed:
+    """A chunk that is found by its keys alone.
+
+    keys: under which it may be kept, any of them will do. name: of what is computed if none is. tokens: its length.
+    """
+
+    def __init__(self, keys: Sequence[bytes], name: bytes, tokens: int):
+        self._keys = tuple(keys)
+        self._have, self._lack = Look({name: tokens}), Look({}, {name: tokens})
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """Part of `Part`."""
+        return self._have if any(tree.find(key) is not None for key in self._keys) else self._lack
+
+
+class Paths:
+    """Dependency paths behind a causal context; what paths share is one piece.
+
+    paths: tokens of each, the offsets at which its branches end, and how many of its first tokens go to all tenants.
+    """
+
+    def __init__(self, context: bytes, paths: Iterable[tuple[bytes, Sequence[int], int]], method: str, tenant: str):
+        self._context = context
+        self._method = method
+        self._tenant = tenant
+        head = context_digest(context)
+        self._paths = [(raw, _Pieces(raw, stops, tenant, public, method, head)) for raw, stops, public in paths]
+
+    def look(self, tree: KnowledgeTree) -> Look:
+        """Part of `Part`."""
+        top = tree.walk(self._context, self._tenant)
+        end = top[-1][0] if top else tree.root
+        whole = sum(used for _, used in top) == len(self._context) // 4 and (not top or top[-1][1] == len(end))
+        kept: dict[bytes, int] = {}
+        missing: dict[bytes, int] = {}
+        for raw, pieces in self._paths:
+            steps = tree.walk(raw, self._tenant, end, self._method) if whole else ()
+            look = pieces.look(sum(used for _, used in steps))
+            kept |= look.kept
+            missing |= look.missing
+        return Look(kept, missing)
+
+
+class _Pieces:
+    """Names and lengths along one path of tokens.
+
+    method: of dependency attention (None: causal). head: digest of what stands before the path.
+    """
+
+    def __init__(
+        self, raw: bytes, cuts: Iterable[int], tenant: str, public: int, method: str | None = None, head: bytes = b""
+    ):
+        stops = sorted({cut for cut in (*cuts, len(raw) // 4) if cut > 0})
+        hasher = context_hasher()
+        hasher.update(head)
+        self._pieces: list[tuple[bytes, int]] = []
+        for begin, stop in pairwise((0, *stops)):
+            hasher.update(raw[4 * begin : 4 * stop])
+            tag = radix_tag(PUBLIC if stop <= public else tenant, method)
+            self._pieces.append((digest(b"piece", tag, hasher.digest()), stop - begin))
+
+    def look(self, at: int) -> Look:
+        """The first `at` tokens are kept."""
+        kept: dict[bytes, int] = {}
+        missing: dict[bytes, int] = {}
+        for name, tokens in self._pieces:
+            have = min(at, tokens)
+            if have:
+                kept[name] = have
+            if have < tokens:
+                missing[name] = tokens - have
+            at -= have
+        return Look(kept, missing)

@@ -1,0 +1,121 @@
+"""What an order is and sees, and the queue that keeps it from starving anybody.
+
+To add an order: one file with a class that has `pick`, its source in the docstring, and one line in `__init__.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from ragjax.cache.outlook import Look
+
+WINDOW = 32
+"""Later requests that may start before a request (RAGCache, section 6.4: a reordering window of 32)."""
+
+SIGHT = 2 * WINDOW
+"""Waiting requests among which an order chooses, from the oldest on."""
+
+
+@dataclass(eq=False)
+class Waiting:
+    """A waiting request as an order sees it.
+
+    total: tokens of its prompt. path: the end of each segment, in tokens, by a name of all tokens up to there.
+    look: what of it is kept now. overtaken: requests that came later and started before it.
+    """
+
+    total: int
+    path: Mapping[Hashable, int]
+    look: Callable[[], Look]
+    overtaken: int = 0
+
+    @property
+    def cached(self) -> int:
+        """Tokens that need not be computed; the last one always is."""
+        return min(self.look().found, self.total - 1)
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class Order(Protocol):
+    """Chooses who starts next."""
+
+    def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
+        """One of the requests, of which there is at least one; they come in the order of their arrival.
+
+        last: the one that started last.
+        """
+        ...
+
+
+class Queue(Generic[W]):
+    """Waiting requests in the order of their arrival, and who of them starts next.
+
+    Nobody is overtaken more than `window` times: then the oldest starts, whatever the order says. Requests that ran
+    before (`put_back`) start before all others.
+    """
+
+    def __init__(self, order: Order, window: int = WINDOW):
+        if window < 0:
+            raise ValueError(f"window: {window} requests; it must be 0 at least")
+        self._order = order
+        self._window = window
+        self._waiting: list[W] = []
+        self._returned: list[W] = []
+        self._last: W | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._returned)
+
+    def __iter__(self) -> Iterator[W]:
+        return iter((*self._returned, *self._waiting))
+
+    def add(self, waiting: W) -> None:
+        """A request arrives."""
+        self._waiting.append(waiting)
+
+    def put_back(self, waiting: W) -> None:
+        """A request that had started waits again, before all others."""
+        self._returned.insert(0, waiting)
+
+    def remove(self, waiting: W) -> None:
+        """A request waits no more and did not start."""
+        (self._returned if waiting in self._returned else self._waiting).remove(waiting)
+
+    def start(self, waiting: W) -> None:
+        """A request starts; the older ones are overtaken, unless it started before."""
+        self._last = waiting
+        if waiting in self._returned:
+            self._returned.remove(waiting)
+            return
+        at = self._waiting.index(waiting)
+        del self._waiting[at]
+        for older in self._waiting[:at]:
+            older.overtaken += 1
+
+    def next(self, may: Callable[[W], bool] = lambda waiting: True) -> W | None:
+        """Who starts next of those who may; None if nobody does.
+
+        One that was overtaken as often as it bears is next even if it may not.
+        """
+        for waiting in self._returned:
+            if may(waiting):
+                return waiting
+        if self._waiting and self._waiting[0].overtaken >= self._window:
+            return self._waiting[0]
+        able = [waiting for waiting in self._waiting[:SIGHT] if may(waiting)]
+        return self._order.pick(able, self._last) if able else None
+
+    def ahead(self, count: int) -> list[W]:
+        """The first `count` in the order in which they would start if the cache stayed as it is."""
+        found = self._returned[:count]
+        left = self._waiting[:SIGHT]
+        while left and len(found) < count:
+            last = found[-1] if found else self._last
+            waiting = left[0] if left[0].overtaken >= self._window else self._order.pick(left, last)
+            left.remove(waiting)
+            found.append(waiting)
+        return found

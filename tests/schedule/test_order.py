@@ -1,0 +1,176 @@
+"""Orders on the papers' examples, starvation, and agreement of names."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragjax.cache.outlook import Look
+from ragjax.core import ORDERS
+from ragjax.schedule.order import BY_NAME, order_of
+from ragjax.schedule.order.base import WINDOW, Queue, Waiting
+
+
+def fixed(total: int, cached: int, path: Sequence[str] = ()) -> Waiting:
+    """A request of which so much is kept."""
+    ends = {"/".join(path[: i + 1]): i + 1 for i in range(len(path))}
+    return Waiting(total, ends, lambda: Look({b"": cached}))
+
+
+class Documents:
+    """A cache of whole documents, the one used longest ago leaves first; requests ask for one of them each.
+
+    kept: what the cache has at first, of each document the tokens kept. A request computes its question too.
+    """
+
+    def __init__(self, capacity: int, kept: dict[str, int], sizes: dict[str, int]):
+        self.capacity, self.sizes = capacity, sizes
+        self.kept = OrderedDict(kept)
+        self.computed = 0
+
+    def waiting(self, document: str) -> Waiting:
+        return Waiting(self.sizes[document] + 1, {document: 1}, lambda: Look({b"": self.kept.get(document, 0)}))
+
+    def serve(self, document: str) -> bool:
+        """Whether nothing of the document had to be computed."""
+        size = self.sizes[document]
+        new = size - self.kept.get(document, 0)
+        self.computed += new
+        self.kept[document] = size
+        self.kept.move_to_end(document)
+        while sum(self.kept.values()) > self.capacity:
+            self.kept.popitem(last=False)
+        return not new
+
+
+def serve_all(cache: Documents, order: str, documents: Sequence[str], window: int = WINDOW) -> tuple[list[int], int]:
+    """Numbers of the requests, from 1 on, in the order in which they were served, and hits."""
+    queue: Queue[Waiting] = Queue(order_of(order), window)
+    number = {}
+    for i, document in enumerate(documents, 1):
+        waiting = cache.waiting(document)
+        number[waiting] = i
+        queue.add(waiting)
+    served, hits = [], 0
+    while (chosen := queue.next()) is not None:
+        queue.start(chosen)
+        served.append(number[chosen])
+        hits += cache.serve(documents[number[chosen] - 1])
+    return served, hits
+
+
+def test_the_names_are_those_of_the_options():
+    assert tuple(BY_NAME) == ORDERS
+
+
+FIGURE_10A = (4, {"Q1": 2, "Q2": 1}, {"Q1": 4, "Q2": 3})
+FIGURE_10B = (5, {"Q1": 2, "Q2": 2}, {"Q1": 4, "Q2": 3})
+"""RAGCache: capacity, cached tokens, tokens of the two requests."""
+
+
+@pytest.mark.parametrize("figure, better, worse", [(FIGURE_10A, 5, 6), (FIGURE_10B, 3, 5)])
+def test_the_cheaper_order_of_two_requests(figure, better, worse):
+    """Larger cached contexts go first, and shorter computations; both arrive in the dearer order."""
+    dearer = ["Q2", "Q1"] if figure is FIGURE_10A else ["Q1", "Q2"]
+    for order, cost in (("fcfs", worse), ("ratio", better)):
+        capacity, kept, sizes = figure
+        cache = Documents(capacity, dict(sorted(kept.items(), reverse=dearer[0] == "Q1")), sizes)
+        serve_all(cache, order, dearer)
+        assert cache.computed == cost
+
+
+def test_the_longest_match_looks_at_the_cached_length_alone():
+    first, second = fixed(5, 2), fixed(4, 2)
+    assert BY_NAME["ratio"]().pick([first, second], None) is second
+    assert BY_NAME["lpm"]().pick([first, second], None) is first
+
+
+@pytest.mark.parametrize("order", ["ratio", "lpm"])
+def test_odd_and_even(order):
+    """RAGCache, section 5.2: two documents by turns, room for one, and a window of 2."""
+    asked = ["D1", "D2"] * 3 + ["D1"]
+    sizes = {"D1": 4, "D2": 4}
+    served, hits = serve_all(Documents(4, {}, sizes), order, asked, window=2)
+    assert served == [1, 3, 5, 2, 4, 6, 7] and hits == 4  # all of them among the first six
+    served, hits = serve_all(Documents(4, {}, sizes), "fcfs", asked, window=2)
+    assert served == [1, 2, 3, 4, 5, 6, 7] and hits == 0
+
+
+def test_what_is_shared_runs_together():
+    paths = [("s", "a"), ("s", "b", "c"), ("s", "a", "x"), ("s", "b", "c"), ("s", "a", "y"), ("s", "z")]
+    queue: Queue[Waiting] = Queue(order_of("lsp"))
+    entries = [fixed(9, 0, path) for path in paths]
+    for waiting in entries:
+        queue.add(waiting)
+    served = []
+    while (chosen := queue.next()) is not None:
+        queue.start(chosen)
+        served.append(entries.index(chosen))
+    # b/c is deepest, and the second of them goes on with the first; then a, which three share; then what is left
+    assert served == [1, 3, 0, 2, 4, 5]
+
+
+def test_a_request_computes_its_last_token_whatever_is_kept():
+    full, part = fixed(8, 8), fixed(8, 7)
+    assert full.cached == part.cached == 7
+    assert BY_NAME["ratio"]().pick([part, full], None) is part
+
+
+@given(
+    st.sampled_from(ORDERS),
+    st.integers(0, 4),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9), st.integers(0, 9), st.sampled_from("abc")), max_size=40),
+)
+def test_nobody_is_overtaken_more_often_than_the_window_allows(order, window, arrivals):
+    """Requests arrive and start by turns; some that started come back, and some may not start for a while."""
+    queue: Queue[Waiting] = Queue(order_of(order), window)
+    arrived: list[Waiting] = []
+    started: list[Waiting] = []
+
+    def start_one(barred: Sequence[Waiting] = ()) -> None:
+        chosen = queue.next(lambda waiting: waiting not in barred)
+        if chosen is None:
+            return
+        queue.start(chosen)
+        if chosen not in started:
+            started.append(chosen)
+        if len(started) % 5 == 0 and chosen.total % 2:
+            chosen.total += 1
+            queue.put_back(chosen)
+
+    for starts, total, cached, name in arrivals:
+        waiting = fixed(total, cached, (name, str(cached)))
+        arrived.append(waiting)
+        queue.add(waiting)
+        for _ in range(starts):
+            start_one(arrived[-3:])
+    while len(queue):
+        assert queue.ahead(3)[: len(queue)] == queue.ahead(len(queue))[:3]
+        start_one()
+    assert set(started) == set(arrived)
+    for waiting in arrived:
+        younger = arrived[arrived.index(waiting) + 1 :]
+        overtook = [other for other in started[: started.index(waiting)] if other in younger]
+        assert len(overtook) <= window and waiting.overtaken == len(overtook)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=20))
+def test_first_come_first_served(requests):
+    queue: Queue[Waiting] = Queue(order_of("fcfs"))
+    entries = [fixed(*request) for request in requests]
+    for waiting in entries:
+        queue.add(waiting)
+    assert queue.ahead(99) == entries
+    for waiting in entries:
+        assert queue.next() is waiting
+        queue.start(waiting)
+    assert queue.next() is None
+
+
+def test_a_negative_window_is_refused():
+    with pytest.raises(ValueError, match="window: -1"):
+        Queue(order_of("fcfs"), -1)

@@ -31,7 +31,7 @@ from ragjax.core.request import (
     Timings,
     TokenLogprob,
 )
-from ragjax.core.step import Grid, Step, StepMeasure
+from ragjax.core.step import Grid, RowShape, Step, StepMeasure
 from ragjax.core.tokens import NEVER, Tokens, is_unicode
 from ragjax.core.visibility import Visibility
 
@@ -68,6 +68,7 @@ __all__ = [
     "Request",
     "RequestError",
     "Results",
+    "RowShape",
     "Run",
     "Sampling",
     "Segment",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,25 +12,87 @@ from numpy.typing import NDArray
 from ragjax.core.passes import Measure
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Shapes that are compiled ahead: row buckets, each with its block of rows, entry buckets, logit buckets.
+class RowShape(NamedTuple):
+    """Rows of a compiled step. A block holds rows of one request.
 
-    rows: (rows of a step, rows of a block), ascending; a block holds rows of one request.
-    entries: entries of a step, ascending. logits: rows whose logits are computed together, ascending.
-    segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
+    rows: all of them; no two shapes of a grid have equally many. block: rows of a block. single: leading rows in
+    blocks of one, for decoding tokens that share the step with prefill (0 where all blocks are alike).
     """
 
-    rows: tuple[tuple[int, int], ...] = ((2, 2), (8, 1), (32, 32), (128, 32), (336, 112), (512, 128))
+    rows: int
+    block: int
+    single: int = 0
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Rows, and rows of a block, of each part of the step that has blocks of its own size."""
+        rest = (self.rows - self.single, self.block)
+        return ((self.single, 1), rest) if self.single else (rest,)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether decoding tokens and prefill share the step."""
+        return self.single > 0
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Shapes that are compiled ahead.
+
+    rows: (rows of a step, rows of a block, leading rows in blocks of one), ascending by what a step holds.
+    entries: entries of a step's page table, ascending; one request has to fit into the last.
+    logits: rows whose logits are computed together, ascending.
+    segments: the least bucket of segments, where attention is measured by segment; others are 4, 16, ... times as many.
+    wide: entries of steps in which many requests decode (0: no more than the last of `entries`).
+
+    Raises:
+        ValueError: if two shapes have equally many rows, or a shape has no whole number of blocks.
+    """
+
+    rows: tuple[RowShape, ...] = (
+        *(RowShape(2, 2), RowShape(8, 1), RowShape(16, 1), RowShape(48, 1)),
+        *(RowShape(8 + 16, 16, 8), RowShape(8 + 32, 32, 8), RowShape(16 + 64, 32, 16)),
+        *(RowShape(32, 32), RowShape(128, 32), RowShape(336, 112), RowShape(512, 128)),
+    )
     entries: tuple[int, ...] = (64, 256)
     logits: tuple[int, ...] = (2, 8, 32)
     segments: int = 16
+    wide: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(RowShape(*shape) for shape in self.rows))
+        if len({shape.rows for shape in self.rows}) < len(self.rows):
+            raise ValueError(f"two shapes of {self.rows} have equally many rows")
+        for shape in self.rows:
+            if any(rows < 1 or rows % block for rows, block in shape.parts):
+                raise ValueError(f"{shape} has no whole number of blocks")
 
     @staticmethod
-    def gpu_rows(group: int) -> tuple[tuple[int, int], ...]:
-        """Row buckets for a GPU: larger ones, in blocks that with `group` query heads a KV head fill 128 rows."""
+    def gpu_rows(group: int) -> tuple[RowShape, ...]:
+        """Row shapes for a GPU: larger ones, in blocks that with `group` query heads a KV head fill 128 rows."""
         block = 128 // (1 << (min(group, 128) - 1).bit_length())
-        return ((8, 1), (64, 1), (128, block), (512, block), (2048, block), (8192, block))
+        decode = (RowShape(8, 1), RowShape(64, 1), RowShape(256, 1))
+        mixed = tuple(RowShape(64 + rows, block, 64) for rows in (512, 2048))
+        return (*decode, *mixed, *(RowShape(rows, block) for rows in (128, 512, 2048, 8192)))
+
+    def shape(self, rows: int) -> RowShape:
+        """The shape of a step with so many rows.
+
+        Raises:
+            KeyError: if there is none.
+        """
+        return {shape.rows: shape for shape in self.rows}[rows]
+
+    def entries_of(self, shape: RowShape) -> tuple[int, ...]:
+        """Entries that steps of a shape are compiled for, ascending."""
+        if self.wide <= self.entries[-1] or (shape.block > 1 and not shape.mixed):
+            return self.entries
+        return (self.entries[-1], self.wide) if shape.mixed or shape.rows > 8 else (*self.entries, self.wide)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Rows and entries of all steps."""
+        return tuple((shape.rows, entries) for shape in self.rows for entries in self.entries_of(shape))
 
     @staticmethod
     def fit(values: Iterable[int], need: int) -> int:

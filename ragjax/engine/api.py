@@ -86,6 +86,7 @@ class Engine:
             max_queue=options.max_queue,
             max_running=options.max_running,
             order=order_of(options.order),
+            budget=parts.budget,
             load_timeout=options.storage.load_timeout,
             transfer=parts.transfer,
             recorder=parts.recorder,

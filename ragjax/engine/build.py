@@ -38,6 +38,7 @@ from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
 from ragjax.runner.device import cpu_features, platform, precision, use_compilation_cache, widening_pays
 from ragjax.runner.runner import Runner
+from ragjax.schedule.budget import StepBudget
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 
@@ -68,6 +69,7 @@ class Parts:
     transfer: KVTransfer | None = None
     disk: DiskStore | None = None
     recorder: Recorder | None = None
+    budget: StepBudget | None = None
     identity: bytes = b""
 
 
@@ -136,6 +138,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         transfer=transfer,
         disk=disk,
         recorder=recorder,
+        budget=_budget(options, runner, config),
         identity=identity,
     )
 
@@ -255,8 +258,28 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
 def _grid(config: ModelConfig, context: int, platform: str) -> Grid:
     entries = (64, max(128, -(-2 * context // PAGE_SIZE)))
     if platform == "cpu":
-        return Grid(entries=entries)
-    return Grid(rows=Grid.gpu_rows(config.num_heads // config.num_kv_heads), entries=entries)
+        return Grid(entries=entries, wide=4 * entries[-1])
+    wide = 64 * (min(context, 8192) // PAGE_SIZE + 2)  # 64 requests of 8K tokens decode in one step
+    rows = Grid.gpu_rows(config.num_heads // config.num_kv_heads)
+    return Grid(rows=rows, entries=entries, wide=wide, logits=(2, 8, 64))
+
+
+def _budget(options: EngineOptions, runner: Runner, config: ModelConfig) -> StepBudget:
+    """What a step may compute while requests decode: as asked, or as measured on this device.
+
+    Attention takes 4 operations for each key and dimension of a query head, at about half the speed of the products
+    with weights, which take 2 for each weight.
+    """
+    keys = max(1, config.layer_weights // (4 * config.num_heads * config.head_dim))
+    if options.step_tokens:
+        return StepBudget(options.step_tokens, keys)
+    if not options.compile:
+        return StepBudget(keys=keys)
+    decode = min(shape.rows for shape in runner.grid.rows if shape.block == 1)
+    mixed = [shape.rows for shape in runner.grid.rows if shape.mixed]
+    budget = StepBudget.fitted(runner.seconds(decode), {rows: runner.seconds(rows) for rows in mixed}, keys)
+    _log.info("steps have up to %d tokens while requests decode", budget.tokens)
+    return budget
 
 
 def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: str) -> bytes:

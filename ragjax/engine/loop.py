@@ -23,6 +23,7 @@ from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.order.base import Order
+from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
@@ -47,6 +48,7 @@ class Loop:
         max_queue: requests that may wait.
         max_running: requests that run at a time (0: as many as have room).
         order: in which order requests start (None: as they came).
+        budget: of a step in which requests decode.
         load_timeout: seconds that a request waits for KV before it computes it.
 
     Attributes:
@@ -65,6 +67,7 @@ class Loop:
         load_timeout: float,
         max_running: int = 0,
         order: Order | None = None,
+        budget: StepBudget | None = None,
         transfer: KVTransfer | None = None,
         recorder: Recorder | None = None,
     ):
@@ -77,7 +80,7 @@ class Loop:
         self._max_queue = max_queue
         self._transfer = transfer
         self._recorder = recorder
-        self._scheduler = Scheduler(runner.grid, runner.page_size)
+        self._scheduler = Scheduler(runner.grid, runner.page_size, budget)
         self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running, order=order)
         self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -110,6 +110,12 @@ class ModelConfig:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer's products."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (heads + 3 * self.intermediate_size)
+
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes that the keys and values of one token take in all layers, for elements of `itemsize` bytes."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize

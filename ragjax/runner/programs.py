@@ -20,6 +20,7 @@ from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages, move_slots
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.rope import Rotation
+from ragjax.kernels.table import Rows
 from ragjax.kernels.view import View
 from ragjax.models.config import ModelConfig
 from ragjax.runner import stages
@@ -67,15 +68,14 @@ class Programs:
         self._rotation = rotation
         self._grid = grid
         self._attention = attention
-        self._blocks = dict(grid.rows)
         self._device = Device.of(spec.mesh.devices.flat[0])
         self._pool_sharding = NamedSharding(spec.mesh, POOL)
-        self._choices: dict[tuple[int, int], Choice] = {}
+        self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self.compiled: dict[Name, Any] = {}
 
     def names(self, measures: Collection[Measure] = (), ends: Collection[int] = ()) -> list[Name]:
         """Programs of the grid, for steps that measure these, and end after these layers too."""
-        segments, pairs = self._grid.segments, [(rows, n) for rows, _ in self._grid.rows for n in self._grid.entries]
+        segments, pairs = self._grid.segments, self._grid.pairs
         measured = [
             (what, segments if what in reductions.SEGMENTED else 0) for what in sorted(set(measures) - {Measure.LOGITS})
         ]
@@ -84,7 +84,7 @@ class Programs:
         return [
             *(("begin", rows, entries) for rows, entries in pairs),
             *(("stage", rows, entries, *kind) for rows, entries in pairs for kind in kinds),
-            *(("end", rows, n) for rows, _ in self._grid.rows for n in self._grid.logits if n <= rows),
+            *(("end", shape.rows, n) for shape in self._grid.rows for n in self._grid.logits if n <= shape.rows),
             *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
         ]
 
@@ -109,15 +109,20 @@ class Programs:
         shapes = self._shapes(names, rows, entries)
         return {name: np.full(shape.shape, fill.get(name, 0), np.int32) for name, shape in shapes.items()}
 
-    def choice(self, rows: int, entries: int) -> Choice:
-        """The backend of attention for a bucket, and those that refused it."""
+    def choices(self, rows: int, entries: int) -> tuple[Choice, ...]:
+        """For each part of a step, the backend of attention and those that refused it."""
         if (rows, entries) not in self._choices:
             _, inputs = self._begin_shapes(rows, entries)
-            q_THD: Any = jax.ShapeDtypeStruct((rows, self._config.num_heads, self._config.head_dim), jnp.float32)
-            scale, block = self._spec.scale, self._blocks[rows]
-            view = View(inputs.rows, self._pool, 0, inputs.entries, self._rotation, inputs.blocks, scale, block)
-            self._choices[rows, entries] = choose(q_THD, view, self._device, self._attention)
+            parts = zip(self._grid.shape(rows).parts, inputs.blocks, strict=True)
+            self._choices[rows, entries] = tuple(self._choice(*part, inputs.entries, blocks) for part, blocks in parts)
         return self._choices[rows, entries]
+
+    def _choice(self, rows: int, block: int, entries: Any, blocks: Any) -> Choice:
+        q_THD: Any = jax.ShapeDtypeStruct((rows, self._config.num_heads, self._config.head_dim), jnp.float32)
+        row_T: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        looking = Rows(row_T, row_T, row_T)
+        view = View(looking, self._pool, 0, entries, self._rotation, blocks, self._spec.scale, block)
+        return choose(q_THD, view, self._device, self._attention)
 
     def _compile(self, kind: str, *sizes: Any) -> Any:
         compilers: dict[str, Callable[..., Any]] = {
@@ -131,14 +136,14 @@ class Programs:
         return compilers[kind](*sizes)
 
     def _begin(self, rows: int, entries: int) -> Any:
-        function = partial(stages.begin, self._spec, self._blocks[rows])
+        function = partial(stages.begin, self._spec, self._grid.shape(rows).parts)
         return jax.jit(function).lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
     def _stage(self, rows: int, entries: int, layers: int, what: Measure | None = None, segments: int = 0) -> Any:
         measure = None if what is None else (what, segments)
         names = () if what is None else reductions.ARRAYS[what]
-        backend = self.choice(rows, entries).backend
-        function = partial(stages.stage, self._spec, self._blocks[rows], backend, layers, measure)
+        backends = tuple(choice.backend for choice in self.choices(rows, entries))
+        function = partial(stages.stage, self._spec, self._grid.shape(rows).parts, backends, layers, measure)
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
         measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries)))
@@ -169,7 +174,7 @@ class Programs:
         return self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
 
     def _begin_shapes(self, rows: int, entries: int) -> tuple[Any, Any]:
-        begin = partial(stages.begin, self._spec, self._blocks[rows])
+        begin = partial(stages.begin, self._spec, self._grid.shape(rows).parts)
         step = self._step_shapes(rows, entries)
         shapes: tuple[Any, Any] = jax.eval_shape(begin, self._weights.ends, self._rotation, step)
         return shapes

@@ -10,6 +10,7 @@ some of the layers only, and measure in some; `move` copies KV from slots to slo
 from __future__ import annotations
 
 import logging
+import timeit
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -147,6 +148,17 @@ class Runner(PagePool):
             if progress is not None:
                 progress(" ".join(map(str, name)))
 
+    def seconds(self, rows: int, runs: int = 3) -> float:
+        """How long a step of so many rows takes, all padding: the least of some runs."""
+        entries = self.grid.entries_of(self.grid.shape(rows))[0]
+        arrays: dict[str, Any] = {**self._programs.padding(STEP_ARRAYS, rows, entries)}
+        step = Step(**arrays)
+
+        def run() -> None:
+            jax.block_until_ready(self.step(step).x_TE)
+
+        return min(timeit.repeat(run, number=1, repeat=runs))
+
     def _run_empty(self, kind: str, *sizes: Any) -> Any:
         """What a program makes of padding; page 0 is the only one that it reads or writes."""
         program = self._programs.get(kind, *sizes)
@@ -199,7 +211,8 @@ class Runner(PagePool):
                 self._weights.stages[i], self._pools[i], x_TE, inputs, self._rotation, *measured_by
             )
             measured.append(found_L)
-        self._count(self._programs.choice(rows, entries), end - begin)
+        for choice in self._programs.choices(rows, entries):
+            self._count(choice, end - begin)
         return Outcome(x_TE, self._measured(step.measure, begin, measured))
 
     def _stage_program(
@@ -252,17 +265,20 @@ class Runner(PagePool):
             raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
         if step.measure is not None:
             self._check_measure(step.measure, begin, end)
-        check_values(
-            request_T=step.request_T,
-            index_T=step.index_T,
-            position_T=step.position_T,
-            request_S=step.request_S,
-            page_S=step.page_S,
-            offset_S=step.offset_S,
-            pages=self._pages,
-            positions=self._rotation.cos_NR.shape[0],
-            block_rows=dict(self.grid.rows)[len(step.token_T)],
-        )
+        at = 0
+        for rows, block in self.grid.shape(len(step.token_T)).parts:
+            part, at = slice(at, at + rows), at + rows
+            check_values(
+                request_T=step.request_T[part],
+                index_T=step.index_T[part],
+                position_T=step.position_T[part],
+                request_S=step.request_S,
+                page_S=step.page_S,
+                offset_S=step.offset_S,
+                pages=self._pages,
+                positions=self._rotation.cos_NR.shape[0],
+                block_rows=block,
+            )
         slots = self._pages * self.page_size
         if step.slot_T.min() < 0 or step.slot_T.max() >= slots:
             raise ValueError(f"step.slot_T holds slots outside of the {slots} of the pool")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,9 @@ STEP_ARRAYS = (
 )
 """The arrays of a `Step` that every step has."""
 
+Parts = tuple[tuple[int, int], ...]
+"""Rows, and rows of a block, of each part of a step (`core.RowShape.parts`)."""
+
 Measured = tuple[Measure, int]
 """What a stage measures, and how many segments its program serves."""
 
@@ -59,24 +63,27 @@ class Spec:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """What `begin` hands to every stage: RoPE angles [T, R] and the slot [T] of each row, and what its keys are."""
+    """What `begin` hands to every stage: RoPE angles [T, R] and the slot [T] of each row, and what its keys are.
+
+    blocks: lists of each part of the step.
+    """
 
     cos_TR: jax.Array
     sin_TR: jax.Array
     slot_T: jax.Array
     rows: Rows
     entries: PageTable
-    blocks: Blocks
+    blocks: tuple[Blocks, ...]
 
 
 def begin(
-    spec: Spec, block_rows: int, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
+    spec: Spec, parts: Parts, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
 ) -> tuple[jax.Array, Inputs]:
     """Residual rows before the first layer, float32 [T, E], and what all stages need.
 
     Args:
         spec: of the model.
-        block_rows: rows of a block.
+        parts: of the step.
         ends: embedding, norm and head.
         rotation: RoPE table.
         step: the arrays `STEP_ARRAYS`, int32.
@@ -89,13 +96,14 @@ def begin(
     # padding rows write nowhere: each gets a slot of its own beyond the pool
     nowhere_T = OUTSIDE + jnp.arange(len(rows.index_T), dtype=jnp.int32)
     slot_T = jnp.where(rows.index_T >= 0, step["slot_T"], nowhere_T)
-    return x_TE, Inputs(cos_TR, sin_TR, slot_T, rows, entries, visible_blocks(rows, entries, block_rows))
+    blocks = tuple(visible_blocks(_part(rows, at), entries, block) for at, block in _places(parts))
+    return x_TE, Inputs(cos_TR, sin_TR, slot_T, rows, entries, blocks)
 
 
 def stage(
     spec: Spec,
-    block_rows: int,
-    backend: str,
+    parts: Parts,
+    backends: tuple[str, ...],
     layers: int,
     measure: Measured | None,
     weights: Parameters,
@@ -110,10 +118,10 @@ def stage(
 
     Args:
         spec: of the model.
-        block_rows: rows of a block.
-        backend: of attention.
+        parts: of the step.
+        backends: of attention, of each part.
         layers: how many of the stage's layers run.
-        measure: what the chosen layers measure, if anything.
+        measure: what the chosen layers measure of the rows of the last part, if anything.
         weights: of the stage.
         pool: of the stage; donated, the rows' KV is written into it.
         x_TE: residual rows, float32 [T, E].
@@ -125,7 +133,7 @@ def stage(
     Returns:
         Residual rows behind these layers, the pool, and per layer what is measured (zeros of those not chosen).
     """
-    attend = _sharded_attention(spec, block_rows, backend, measure)
+    attend = _sharded_attention(spec, parts, backends, measure)
 
     def layer(x_TE: jax.Array, pool: Pages, state: Parameters, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)
@@ -154,7 +162,7 @@ def stage(
 
 
 def _sharded_attention(
-    spec: Spec, block_rows: int, backend: str, measure: Measured | None
+    spec: Spec, parts: Parts, backends: tuple[str, ...], measure: Measured | None
 ) -> Callable[..., tuple[jax.Array, Pages, jax.Array]]:
     """Write the rows' KV, attend, and measure, each device on its own KV heads."""
 
@@ -170,14 +178,20 @@ def _sharded_attention(
         arrays: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, Pages, jax.Array]:
         pool = write_pages(pool, layer, inputs.slot_T, k_TKD, v_TKD)
-        view = View(
-            inputs.rows, pool, layer, inputs.entries, rotation, inputs.blocks, spec.scale, block_rows, spec.widen
-        )
-        out_THD, lse_TH = paged_interval_attention(q_THD, view, backend=backend)
+        found_parts = []
+        for (at, block_rows), blocks, backend in zip(_places(parts), inputs.blocks, backends, strict=True):
+            rows = _part(inputs.rows, at)
+            view = View(rows, pool, layer, inputs.entries, rotation, blocks, spec.scale, block_rows, spec.widen)
+            found_parts.append(paged_interval_attention(q_THD[at], view, backend=backend))
+        out_THD = found_parts[0][0] if len(parts) == 1 else jnp.concatenate([out_THD for out_THD, _ in found_parts])
         if measure is None:
             return out_THD, pool, jnp.zeros(0)
         what, segments = measure
-        found = reductions.measure(what, segments, q_THD, k_TKD, v_TKD, lse_TH, view, arrays, chosen)
+        # decoding tokens measure nothing: what is measured is that of the last part, `at` and `view` of the loop
+        of_rows = {name: x[at] if name.endswith("_T") else x for name, x in arrays.items()}
+        lse_TH = found_parts[-1][1]
+        found = reductions.measure(what, segments, q_THD[at], k_TKD[at], v_TKD[at], lse_TH, view, of_rows, chosen)
+        found = reductions.behind(what, found, at.start)
         # nothing is below 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
         out_THD = out_THD + jnp.minimum(found.min(), 0.0)
         return out_THD, pool, reductions.combine(what, found, "kv_heads")
@@ -196,3 +210,13 @@ def _sharded_attention(
 def end(spec: Spec, ends: Parameters, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
     """Logits [N, V] of the rows with these indices."""
     return nnx.merge(spec.ends, ends).unembed(x_TE[index_N])
+
+
+def _places(parts: Parts) -> list[tuple[slice, int]]:
+    """Which rows each part has, and the rows of its blocks."""
+    ends = list(itertools.accumulate(rows for rows, _ in parts))
+    return [(slice(end - rows, end), block) for end, (rows, block) in zip(ends, parts, strict=True)]
+
+
+def _part(rows: Rows, at: slice) -> Rows:
+    return Rows(rows.index_T[at], rows.position_T[at], rows.request_T[at])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Grid, Step, StepMeasure
+from ragjax.core import NEVER, Grid, RowShape, Step, StepMeasure
 from ragjax.schedule.rows import PendingRows, Placed, Residual
 from ragjax.schedule.state import RequestState
 from ragjax.schedule.table import PageTable
@@ -66,8 +66,8 @@ class Batch:
                     rows.logits[rows.logits_at[row]] = logits[taken]
                     taken += 1
             if rows.measure is not None:
-                assert measured is not None
-                rows.take_measured(measured, placed)
+                assert measured is not None and self.step.measure is not None
+                rows.take_measured(measured, placed, self.step.measure.layers[0])
             if residual is not None and rows.layers[1] < part.state.reader.all_layers[1]:
                 rows.ended.append((placed, residual))
             rows.done = placed.end
@@ -76,23 +76,40 @@ class Batch:
         return done
 
 
-def pack(parts: Sequence[tuple[RequestState, int]], rows: int, block: int, grid: Grid, page_size: int) -> Batch:
-    """One step of `rows` rows in blocks of `block`, from the next rows of requests: (request, how many).
+Takes = Sequence[tuple[RequestState, int]]
+"""Requests, and how many of their next rows a step takes."""
 
-    Each request's rows begin in a block of their own.
+
+def pack(single: Takes, many: Takes, shape: RowShape, grid: Grid, page_size: int) -> Batch:
+    """One step of a shape, from the next rows of requests.
+
+    single: whose rows go in front, in blocks of one; none unless the shape is mixed. many: whose rows go behind; each
+    request's begin in a block of their own.
     """
-    pending = [rows_of(state) for state, _ in parts]
-    entries = Grid.fit(grid.entries, sum(len(one.table) for one in pending))
-    step = _empty_step(rows, entries, page_size, pending, grid)
-    scheduled, logit_rows, row, entry = [], [], 0, 0
-    for request, ((state, take), one) in enumerate(zip(parts, pending, strict=True)):
+    pending = [rows_of(state) for state, _ in (*single, *many)]
+    entries = Grid.fit(grid.entries_of(shape), sum(len(one.table) for one in pending))
+    step = _empty_step(shape.rows, entries, page_size, pending, grid)
+    scheduled, logit_rows, entry = [], [], 0
+    for request, (state, take, row) in enumerate(_places(single, many, shape)):
+        one = rows_of(state)
         placed = Placed(one.done, one.done + take, row, entry)
         _fill(step, one, request, placed)
         scheduled.append(ScheduledRows(state, placed))
         logit_rows += [row + i - placed.begin for i in range(placed.begin, placed.end) if i in one.logits_at]
-        row += -(-take // block) * block
         entry += len(one.table)
     return Batch(tuple(scheduled), step, tuple(logit_rows))
+
+
+def _places(single: Takes, many: Takes, shape: RowShape) -> Iterator[tuple[RequestState, int, int]]:
+    """Requests, how many rows each has in the step, and the first of them."""
+    row = 0
+    for state, take in single:
+        yield state, take, row
+        row += take
+    row = shape.single
+    for state, take in many:
+        yield state, take, row
+        row += -(-take // shape.block) * shape.block
 
 
 def empty_step(rows: int, entries: int, page_size: int) -> Step:
@@ -129,19 +146,24 @@ def put_table(step: Step, entry: int, request: int, table: PageTable) -> None:
 
 def _empty_step(rows: int, entries: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
     """A step for rows of one kind, as yet without them."""
-    first = pending[0]
-    measure = residual_TE = None
+    residual_TE = measure = None
+    first = pending[-1]  # decoding tokens come first, and have no say
     if first.residual is not None:
         residual_TE = np.zeros((rows, first.residual.shape[1]), np.float32)
-    if first.measure is not None:
-        sizes = {"T": (rows,), "SC": (entries, page_size)}
-        arrays = {
-            name: np.full(sizes[name.rsplit("_", 1)[1]], PADDING[name], np.int32) for name in first.measure.arrays
-        }
-        most = max(one.measure.segments for one in pending if one.measure is not None)
-        segments = grid.fit_segments(most) if "segment_SC" in arrays else 0
-        measure = StepMeasure(first.measure.what, first.measure.layers, arrays, segments)
+    measured = [one.measure for one in pending if one.measure is not None]
+    if measured:
+        measure = _together(measured, rows, entries, page_size, grid)
     return replace(empty_step(rows, entries, page_size), layers=first.layers, residual_TE=residual_TE, measure=measure)
+
+
+def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_size: int, grid: Grid) -> StepMeasure:
+    """One measure of a step for requests that measure the same, in all layers that one of them names."""
+    first = measured[0]
+    sizes = {"T": (rows,), "SC": (entries, page_size)}
+    arrays = {name: np.full(sizes[name.rsplit("_", 1)[1]], PADDING[name], np.int32) for name in first.arrays}
+    segments = grid.fit_segments(max(one.segments for one in measured)) if "segment_SC" in arrays else 0
+    layers = min(one.layers[0] for one in measured), max(one.layers[1] for one in measured)
+    return StepMeasure(first.what, layers, arrays, segments)
 
 
 def _fill(step: Step, pending: PendingRows, request: int, placed: Placed) -> None:

@@ -77,14 +77,20 @@ class PendingRows:
         """Rows not yet computed."""
         return len(self.token) - self.done
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """What rows must have in common to share a step."""
-        return self.layers, self.measure and (self.measure.what, self.measure.layers)
+    def shares(self, other: PendingRows) -> bool:
+        """Whether both can be computed in one step: through the same layers, measuring the same, or one nothing."""
+        if self.layers != other.layers:
+            return False
+        return self.measure is None or other.measure is None or self.measure.what is other.measure.what
 
-    def take_measured(self, measured: NDArray[np.float32], placed: Placed) -> None:
-        """Add what a step measured of these rows: float32 [layers, ...], of the whole batch."""
+    def take_measured(self, measured: NDArray[np.float32], placed: Placed, first: int) -> None:
+        """Add what a step measured of these rows.
+
+        measured: of the whole batch, float32 [layers, ...], from layer `first` on.
+        """
         assert self.measure is not None
+        low, high = self.measure.layers
+        measured = measured[low - first : high - first]
         rows = slice(placed.row, placed.row + placed.end - placed.begin)
         if self.measure.what is Measure.SEGMENT_SCORE:
             part, axis = measured[:, rows, : self.measure.segments], 1

@@ -1,16 +1,21 @@
 """Which rows run next. The scheduler owns the running requests; admission (`admission.py`) decides who runs.
 
-Decoding tokens and prefill rows take turns, so that neither starves the other. A move of cached KV has no rows:
-whoever owns the device carries it out.
+A step has the next tokens of all decoding requests, as far as they have room, and beside them as many prefill rows as
+the budget allows (`budget.py`): a long prompt does not stop those who decode, nor they it. A move of cached KV has no
+rows: whoever owns the device carries it out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragjax.core import Grid, StepLimits
+from ragjax.core import Grid, RowShape, StepLimits
 from ragjax.schedule.batch import Batch, pack, rows_of
+from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.state import RequestState
+
+DECODE_ROWS = 8
+"""Most rows that a decoding request brings to a step; more are computed as prefill is."""
 
 STEP_ROWS = 35
 """Rows that would take as long to compute as a step costs at any size."""
@@ -22,14 +27,22 @@ BLOCK_ROWS = 48
 class Scheduler:
     """Running requests and whose turn it is.
 
+    grid: shapes of steps. budget: of a step in which requests decode.
+
     running: requests that were started, in the order in which their turn comes.
     """
 
-    def __init__(self, grid: Grid, page_size: int):
+    def __init__(self, grid: Grid, page_size: int, budget: StepBudget | None = None):
         self.grid = grid
+        self.budget = budget or StepBudget()
         self.limits = StepLimits(grid.entries[-1], page_size)
         self.running: list[RequestState] = []
         self._decoded_last = False
+        self._alone = [shape for shape in grid.rows if shape.block == 1]
+        self._mixed = [shape for shape in grid.rows if shape.mixed]
+        widths = [max(shape.rows for shape in self._alone)] if self._alone else [1]
+        widths += [max(shape.single for shape in self._mixed)] if self._mixed else []
+        self._most = min(DECODE_ROWS, *widths)
 
     def add(self, state: RequestState) -> None:
         """Take a started request in."""
@@ -56,64 +69,124 @@ class Scheduler:
     def next_batch(self) -> Batch | None:
         """The next step's rows, or None when no request has rows, or all wait for KV that is being loaded.
 
-        Decoding tokens go together in small steps; prefill rows of several requests share a step, oldest first.
+        Requests decode and prefill in one step. They take turns only where no shape of the grid holds both, and for a
+        prefill that leaves layers out.
         """
         waiting = [s for s in self._active() if s.rows is not None and s.rows.left and (s.decoding or s.ready)]
-        decoding = [state for state in waiting if state.decoding and len(rows_of(state).token) == 1]
+        decoding = [state for state in waiting if state.decoding and rows_of(state).left <= self._most]
         prefilling = [state for state in waiting if state not in decoding]
-        if decoding and (not prefilling or not self._decoded_last):
-            self._decoded_last = True
-            return self._decode_batch(decoding)
-        self._decoded_last = False
-        return self._prefill_batch(prefilling) if prefilling else None
+        if not prefilling:
+            return self._decode_batch(decoding) if decoding else None
+        prefilling = _sharing(prefilling)
+        if not decoding:
+            return self._prefill_batch(prefilling)
+        first = rows_of(prefilling[0])
+        batch = self._mixed_batch(decoding, prefilling) if first.layers == prefilling[0].reader.all_layers else None
+        if batch is not None:
+            return batch
+        self._decoded_last = not self._decoded_last
+        return self._decode_batch(decoding) if self._decoded_last else self._prefill_batch(prefilling, bounded=True)
 
     def moving(self) -> list[RequestState]:
         """Requests whose next step is a move, of KV that is on the device."""
         return [state for state in self._active() if state.move is not None and state.ready]
 
     def _decode_batch(self, states: list[RequestState]) -> Batch:
-        widest = max((rows for rows, block in self.grid.rows if block == 1), default=1)
-        chosen = self._within_entries(states[:widest])
-        # those served go to the back, so that all get their turn
+        widest = self._alone[-1] if self._alone else self.grid.rows[0]
+        width = widest.rows if self._alone else 1
+        chosen = self._take_turns(states, width, self.grid.entries_of(widest)[-1])
+        rows = sum(rows_of(state).left for state in chosen)
+        fitting = next((shape for shape in self._alone if shape.rows >= rows), widest)
+        return self._pack([], _whole(chosen), self.grid.rows[0] if rows == 1 else fitting)
+
+    def _prefill_batch(self, states: list[RequestState], *, bounded: bool = False) -> Batch:
+        states = self._within(states, self.limits.entries)
+        lefts = self._bounded(0, states) if bounded else [rows_of(state).left for state in states]
+        shapes = [shape for shape in self.grid.rows if shape.block > 1 and not shape.mixed]
+        return self._pack([], *self._fill(states, lefts, shapes))
+
+    def _mixed_batch(self, decoding: list[RequestState], prefilling: list[RequestState]) -> Batch | None:
+        """A step in which the oldest prefill has its place, and the decoding requests that have room beside it.
+
+        None if nobody has. Decoding requests that find no room are first in the next step.
+        """
+        if not self._mixed:
+            return None
+        entries = max(self.grid.entries_of(shape)[-1] for shape in self._mixed)
+        beside = entries - len(rows_of(prefilling[0]).table)
+        chosen = self._take_turns(decoding, max(shape.single for shape in self._mixed), beside)
+        if not chosen:
+            return None
+        rows = sum(rows_of(state).left for state in chosen)
+        states = self._within(prefilling, entries - sum(len(rows_of(state).table) for state in chosen))
+        fitting = [shape for shape in self._mixed if shape.single >= rows]
+        return self._pack(_whole(chosen), *self._fill(states, self._bounded(rows, states), fitting))
+
+    def _bounded(self, decoding: int, states: Sequence[RequestState]) -> list[int]:
+        """Rows of each prefill that the budget allows beside so many decoding tokens."""
+        pending = [rows_of(state) for state in states]
+        reads = [len(rows.table) * self.limits.page_size for rows in pending]
+        return self.budget.takes(decoding, [rows.left for rows in pending], reads)
+
+    def _fill(
+        self, states: Sequence[RequestState], lefts: Sequence[int], shapes: Sequence[RowShape]
+    ) -> tuple[list[tuple[RequestState, int]], RowShape]:
+        """Prefill rows of a step, and its shape: the one that computes the most rows for its cost."""
+        shape = max(shapes, key=lambda shape: _pace(lefts, shape))
+        return list(zip(states, _takes(lefts, shape), strict=False)), shape
+
+    def _take_turns(self, states: Sequence[RequestState], rows: int, entries: int) -> list[RequestState]:
+        """The first of the decoding requests, as many as have room; they go to the back, so that all get their turn."""
+        chosen: list[RequestState] = []
+        for state in states:
+            pending = rows_of(state)
+            rows, entries = rows - pending.left, entries - len(pending.table)
+            if rows < 0 or entries < 0:
+                break
+            chosen.append(state)
         self.running = [state for state in self.running if state not in chosen] + chosen
-        single = [(rows, block) for rows, block in self.grid.rows if block == 1 and rows >= len(chosen)]
-        bucket = self.grid.rows[0] if len(chosen) == 1 else single[0]
-        return self._pack([(state, 1) for state in chosen], *bucket)
+        return chosen
 
-    def _prefill_batch(self, states: list[RequestState]) -> Batch:
-        kind = rows_of(states[0]).kind
-        states = self._within_entries([state for state in states if rows_of(state).kind == kind])
-        lefts = [rows_of(state).left for state in states]
-        buckets = [bucket for bucket in self.grid.rows if bucket[1] > 1]
-        rows, block = max(buckets, key=lambda bucket: _pace(lefts, *bucket))
-        return self._pack(list(zip(states, _takes(lefts, rows, block), strict=False)), rows, block)
-
-    def _within_entries(self, states: list[RequestState]) -> list[RequestState]:
-        """The first of the requests, as many as one step can read."""
-        entries = 0
+    def _within(self, states: list[RequestState], entries: int) -> list[RequestState]:
+        """The first of the requests, as many as so many entries hold, and one at least."""
         for i, state in enumerate(states):
-            entries += len(rows_of(state).table)
-            if i and entries > self.limits.entries:
+            entries -= len(rows_of(state).table)
+            if i and entries < 0:
                 return states[:i]
         return states
 
-    def _pack(self, parts: Sequence[tuple[RequestState, int]], rows: int, block: int) -> Batch:
-        return pack(parts, rows, block, self.grid, self.limits.page_size)
+    def _pack(
+        self, single: Sequence[tuple[RequestState, int]], many: Sequence[tuple[RequestState, int]], shape: RowShape
+    ) -> Batch:
+        return pack(single, many, shape, self.grid, self.limits.page_size)
 
 
-def _pace(lefts: Sequence[int], rows: int, block: int) -> float:
-    """Rows of a step of this shape that are of use, over what it costs, in rows."""
-    takes = _takes(lefts, rows, block)
-    blocks = sum(-(-take // block) for take in takes)
-    return sum(takes) / (rows + STEP_ROWS + BLOCK_ROWS * blocks)
+def _sharing(states: Sequence[RequestState]) -> list[RequestState]:
+    """Those that the oldest can share a step with, itself first."""
+    found: list[RequestState] = []
+    for state in states:
+        if all(rows_of(state).shares(rows_of(other)) for other in found):
+            found.append(state)
+    return found
 
 
-def _takes(lefts: Sequence[int], rows: int, block: int) -> list[int]:
+def _whole(states: Sequence[RequestState]) -> list[tuple[RequestState, int]]:
+    return [(state, rows_of(state).left) for state in states]
+
+
+def _pace(lefts: Sequence[int], shape: RowShape) -> float:
+    """Prefill rows of a step of this shape that are of use, over what it costs, in rows."""
+    takes = _takes(lefts, shape)
+    blocks = sum(-(-take // shape.block) for take in takes)
+    return sum(takes) / (shape.rows + STEP_ROWS + BLOCK_ROWS * blocks)
+
+
+def _takes(lefts: Sequence[int], shape: RowShape) -> list[int]:
     """Rows of each request that a step of this shape takes, oldest first, until it is full."""
-    takes = []
+    takes, rows = [], shape.rows - shape.single
     for left in lefts:
         if rows == 0:
             break
         takes.append(min(left, rows))
-        rows -= -(-takes[-1] // block) * block
+        rows -= -(-takes[-1] // shape.block) * shape.block
     return takes

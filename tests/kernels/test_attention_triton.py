@@ -197,6 +197,6 @@ def test_refusal_names_its_reason(shape: Shape, device: Device, reason: str | No
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16])
 def test_row_buckets_for_gpus_fill_a_program(group: int) -> None:
-    for rows, block in Grid.gpu_rows(group):
+    for rows, block in (part for shape in Grid.gpu_rows(group) for part in shape.parts):
         assert rows % block == 0
         assert block == 1 or block * 2 ** (group - 1).bit_length() == attention_triton.MOST_ROWS

@@ -138,7 +138,7 @@ QWEN = replace(
 @pytest.mark.parametrize(
     ("what", "kernel"), [(None, []), (Measure.KEY_SCORE, ["key_score"]), (Measure.SEGMENT_SCORE, ["row_segment_score"])]
 )
-@pytest.mark.parametrize("bucket", [1, -1], ids=["decode", "prefill"])
+@pytest.mark.parametrize("bucket", [1, 3, -1], ids=["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama-3-8b", "qwen2.5-7b"])
 def test_stage_of_a_model_lowers(
     config: ModelConfig, bucket: int, what: Measure | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
@@ -146,7 +146,8 @@ def test_stage_of_a_model_lowers(
     """Scanned layers under shard_map, with the pool in the carry: one kernel serves them all."""
     monkeypatch.setitem(attention.BACKENDS, "triton", attention.Backend(attention_triton.attend, lambda *_: None))  # type: ignore[arg-type]
     monkeypatch.setattr(reductions_triton, "refusal", lambda *_: None)
-    rows, block = Grid.gpu_rows(config.num_heads // config.num_kv_heads)[bucket]
+    row_shape = Grid.gpu_rows(config.num_heads // config.num_kv_heads)[bucket]
+    rows = row_shape.rows
     layers, entries, slots = 4, 1024, 64
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     step = {f"{n}_T": shape((rows,)) for n in ("token", "index", "position", "request", "slot")}
@@ -159,13 +160,13 @@ def test_stage_of_a_model_lowers(
     ends_def, ends = nnx.split(without_layers(decoder))
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), states[0])
     spec = stages.Spec(layer, ends_def, hopper_mesh(), True, config.head_dim**-0.5)  # type: ignore[arg-type]
-    begin = partial(stages.begin, spec, block)
+    begin = partial(stages.begin, spec, row_shape.parts)
     lower(begin, ends, table, step)
     x_TE, inputs = jax.eval_shape(begin, ends, table, step)
     measure = None if what is None else (what, 16)
     sizes = {"T": (rows,), "S": (entries,), "SC": (entries, slots)}
     probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[what] if what else ())}
     chosen_L = jax.ShapeDtypeStruct((layers if what else 0,), jnp.bool_)
-    whole = partial(stages.stage, spec, block, "triton", layers, measure)
+    whole = partial(stages.stage, spec, row_shape.parts, ("triton",) * len(row_shape.parts), layers, measure)
     stage = lower(whole, weights, pool, x_TE, inputs, table, chosen_L, probe)
-    assert [one.name for one in kernels(stage)] == ["paged_interval_attention", *kernel]
+    assert [one.name for one in kernels(stage)] == ["paged_interval_attention"] * len(row_shape.parts) + kernel

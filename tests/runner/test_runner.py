@@ -15,10 +15,11 @@ import pytest
 
 import ragjax.models.decoder
 import ragjax.runner.weights
-from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span
+from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span, Step, StepMeasure
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.pages import Pages
+from ragjax.kernels.reductions.measure import ARRAYS
 from ragjax.runner.runner import Runner
 from ragjax.store.device import BUCKETS
 from tests.support.devices import assert_agreement
@@ -88,6 +89,44 @@ def test_requests_side_by_side(runner: Runner) -> None:
         assert_near(got, dense(tokens)[:-1])
     for got, tokens in zip(compute(runner, last, 4), prompts, strict=True):
         assert_near(got, dense(tokens)[-1:])
+
+
+def test_decoding_rows_beside_prefill(runner: Runner) -> None:
+    """Two requests decode while a third is prefilled: blocks of one row and of eight in one step."""
+    prompts = [tokens_of(3, 8), tokens_of(4, 5), tokens_of(5, 7)]
+    parts = [whole(t, 1 + 6 * i, start=i) for i, t in enumerate(prompts)]
+    for part in parts[:2]:
+        compute(runner, [piece(part, 0, len(part.tokens) - 1)], 24)
+    mixed = [*(piece(part, len(part.tokens) - 1, len(part.tokens)) for part in parts[:2]), parts[2]]
+    decoded, other, prefilled = compute(runner, mixed, 12)
+    assert_near(decoded, dense(prompts[0])[-1:])
+    assert_near(other, dense(prompts[1])[-1:])
+    assert_near(prefilled, dense(prompts[2]))
+
+
+@pytest.mark.parametrize("what", [Measure.KEY_SCORE, Measure.SEGMENT_SCORE, Measure.DEVIATION])
+def test_what_prefill_measures_is_the_same_beside_decoding_rows(runner: Runner, what: Measure) -> None:
+    prompts = [tokens_of(3, 8), tokens_of(5, 7)]
+    parts = [whole(t, 1 + 6 * i, start=i) for i, t in enumerate(prompts)]
+    compute(runner, [piece(parts[0], 0, 7)], 24)
+    compute(runner, [parts[1]], 24)
+
+    def measured(step: Step, request: int) -> np.ndarray:
+        mine = (step.request_T == request) & (step.index_T >= 0)
+        said = {"asking_T": (1, 0), "segment_T": (1, -1), "stale_T": (3 * PAGE, -1), "offset_T": (3, 0)}
+        arrays = {name: np.where(mine, *said[name]).astype(np.int32) for name in ARRAYS[what] if name in said}
+        if "segment_SC" in ARRAYS[what]:
+            arrays["segment_SC"] = np.where(step.index_SC == NEVER, -1, step.index_SC // 4).astype(np.int32)
+        found = runner.step(replace(step, measure=StepMeasure(what, (1, 3), arrays, 16))).measured
+        assert found is not None
+        if what is Measure.KEY_SCORE:
+            return found[:, step.request_S == request]
+        return found[:, mine] if what is Measure.SEGMENT_SCORE else found[..., mine]
+
+    alone = step_of([parts[1]], 24)
+    beside = step_of([piece(parts[0], 7, 8), parts[1]], 12)
+    assert_near(measured(beside, 1), measured(alone, 0))
+    assert measured(alone, 0).any()
 
 
 def test_bfloat16_is_near(runner: Runner) -> None:

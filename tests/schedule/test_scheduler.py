@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import PagePool
-from ragjax.core import NEVER, Grid, Kind, Measure, OutOfPages, Pass, Plan, Prompt, Run, Segment, Span
+from ragjax.core import NEVER, Grid, Kind, Measure, OutOfPages, Pass, Plan, Prompt, Run, Segment, Span, StepMeasure
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.reuse.base import Allocation, match_spans
+from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.table import PageTable
 from tests.support.states import Started
@@ -26,6 +27,7 @@ from tests.support.states import Started
 PAGE = 4
 STAGES = (0, 1, 2)
 SMALL = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), entries=(8, 96), logits=(2, 4))
+MIXED = Grid(rows=((2, 2), (4, 1), (8, 1), (12, 8, 4), (24, 8, 8), (16, 8), (64, 16)), entries=(8, 96), wide=200)
 
 
 def make_prompt(*segments):
@@ -171,9 +173,9 @@ class Device:
     def _check_shape(self, batch):
         step = batch.step
         rows, entries = len(step.index_T), len(step.page_S)
-        block = dict(self.grid.rows)[rows]
-        assert entries in self.grid.entries
-        for part in step.request_T.reshape(-1, block):
+        shape = self.grid.shape(rows)
+        assert entries in self.grid.entries_of(shape)
+        for part in step.request_T[shape.single :].reshape(-1, shape.block):
             assert len(set(part.tolist()) - {-1}) <= 1, "a block holds rows of two requests"
         padding = step.index_T < 0
         assert (step.index_T[padding] == -1).all() and (step.request_T[padding] == -1).all()
@@ -349,13 +351,67 @@ def test_key_score_is_the_whole_pass_s_though_it_ran_in_several_steps():
     assert score.tolist() == [expected, [2 * count for count in expected]]
 
 
-def test_tasks_with_and_without_score_share_no_step():
-    bench = Bench()
+def test_a_request_that_measures_shares_a_step_with_one_that_does_not():
+    bench, strategies = Bench(), []
     for seed in range(4):
         measures = {Measure.LOGITS, Measure.KEY_SCORE} if seed % 2 else {Measure.LOGITS}
-        bench.start(simple(5, seed), Scripted((indices(0, 5), measures, (4,))), limit=2)
-    for batch, kinds in zip(bench.run(), bench.kinds, strict=True):
-        assert {measures for _, measures in kinds} == {batch.step.measure is not None}
+        strategies.append(Scripted((indices(0, 5), measures, (4,))))
+        bench.start(simple(5, seed), strategies[-1], limit=2)
+    first = bench.step()
+    assert len(first.parts) == 4 and first.step.measure is not None
+    for seed, strategy in enumerate(strategies):
+        scores = [5, 4, 3, 2, 1]
+        found = strategy.results[0].get(Measure.KEY_SCORE)
+        assert found is None if seed % 2 == 0 else found.tolist() == [scores, [2 * score for score in scores]]
+    bench.run()
+
+
+def measuring(what, layers, rows=5):
+    arrays = {"asking_T": np.ones(rows, np.int32)}
+    return StepMeasure(what, layers, arrays)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        (None, None, True),
+        (None, measuring(Measure.KEY_SCORE, (0, 1)), True),
+        (measuring(Measure.KEY_SCORE, (0, 1)), measuring(Measure.KEY_SCORE, (1, 2)), True),
+        (measuring(Measure.KEY_SCORE, (0, 1)), measuring(Measure.VALUED_SCORE, (0, 1)), False),
+    ],
+)
+def test_what_passes_measure_says_whether_they_share_a_step(first, second, shared):
+    scheduler = Scheduler(SMALL, PAGE)
+    for task, measure in zip(fixed_tasks(scheduler, [5, 5]), (first, second), strict=True):
+        task.rows.measure = measure
+    batch = scheduler.next_batch()
+    assert len(batch.parts) == (2 if shared else 1)
+    if first is not None and shared:
+        assert batch.step.measure.layers == (0, 2), "all layers that one of them names"
+
+
+def test_each_takes_the_layers_that_it_measures():
+    scheduler = Scheduler(SMALL, PAGE)
+    tasks = fixed_tasks(scheduler, [5, 5])
+    for task, layers in zip(tasks, ((0, 1), (1, 2)), strict=True):
+        task.rows.measure = measuring(Measure.DEVIATION, layers)
+        task.rows.measure = StepMeasure(
+            Measure.DEVIATION, layers, {"stale_T": np.zeros(5, np.int32), "offset_T": np.zeros(5, np.int32)}
+        )
+    batch = scheduler.next_batch()
+    rows = len(batch.step.index_T)
+    measured = np.arange(2 * 2 * rows, dtype=np.float32).reshape(2, 2, rows)
+    batch.deliver(np.zeros((0, 1), np.float32), measured)
+    for task, piece, layer in zip(tasks, batch.parts, (0, 1), strict=True):
+        at = slice(piece.placed.row, piece.placed.row + 5)
+        assert task.rows.measured.tolist() == measured[layer : layer + 1, :, at].tolist()
+
+
+def test_passes_through_other_layers_share_no_step():
+    scheduler = Scheduler(SMALL, PAGE)
+    tasks = fixed_tasks(scheduler, [5, 5])
+    tasks[1].rows.layers = (0, 1)
+    assert [len(scheduler.next_batch().parts) for _ in range(2)] == [1, 1]
 
 
 def test_decoding_goes_on_where_the_prompt_ends():
@@ -589,7 +645,7 @@ def test_a_batch_never_mixes_requests_in_a_block(lefts):
     _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 16, 64), 1))
     computed = {id(task): [] for task in tasks}
     for batch in batches:
-        block = dict(SMALL.rows)[len(batch.step.index_T)]
+        block = SMALL.shape(len(batch.step.index_T)).block
         for part in batch.step.request_T.reshape(-1, block):
             assert len(set(part.tolist()) - {-1}) <= 1
         for index, piece in enumerate(batch.parts):
@@ -653,6 +709,67 @@ def test_every_decoding_request_is_served_in_turn(count, busy):
         assert set().union(*served[begin : begin + due]) == {id(task) for task in tasks}
 
 
+def test_decoding_goes_on_in_every_step_while_others_are_prefilled():
+    bench = Bench(pages=600, grid=MIXED)
+    decoding = [bench.start(simple(4, seed), Full(), limit=60) for seed in range(5)]
+    while not all(task.decoding for task in decoding):
+        bench.step()
+    bench.start(simple(150, 9), Full(), limit=2)
+    bench.start(simple(90, 10), Naive(), limit=2)
+    for _ in range(20):
+        said = [len(task.decoded) for task in decoding]
+        batch = bench.step()
+        assert [len(task.decoded) for task in decoding] == [n + 1 for n in said]
+        assert batch.step.index_T.shape[0] == 24 and batch.parts[5].placed.row == 8
+    bench.run()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    budget=st.builds(StepBudget, st.integers(1, 80), st.integers(1, 400)),
+    lefts=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+    count=st.integers(1, 12),
+)
+def test_the_budget_bounds_prefill_beside_decoding_tokens(budget, lefts, count):
+    scheduler = Scheduler(MIXED, PAGE, budget)
+    fixed_tasks(scheduler, [1] * count, decoding=True)
+    prefilling = fixed_tasks(scheduler, lefts)
+    batch = scheduler.next_batch()
+    decoded = [piece for piece in batch.parts if piece.state.decoding]
+    taken = [piece.placed.end - piece.placed.begin for piece in batch.parts if not piece.state.decoding]
+    assert len(decoded) == min(count, 8)
+    assert taken and batch.parts[len(decoded)].state is prefilling[0], "the oldest prefill goes on"
+    assert taken[0] == 1 or len(decoded) + sum(taken) <= budget.tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 90)), min_size=1, max_size=12), st.integers(1, 96))
+def test_rows_and_entries_of_a_mixed_step_have_room(decoding, entries):
+    scheduler = Scheduler(MIXED, PAGE)
+    for rows, read in decoding:
+        fixed_tasks(scheduler, [min(rows, 4)], entries=read, decoding=True)
+    fixed_tasks(scheduler, [40, 3], entries=entries)
+    _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 8, 12, 24, 16, 64), 1))
+    for batch in batches:
+        used = sum(len(piece.state.rows.table) for piece in batch.parts)
+        assert used == (batch.step.request_S >= 0).sum()
+
+
+def test_a_prefill_that_leaves_layers_out_takes_turns_with_decoding():
+    scheduler = Scheduler(MIXED, PAGE)
+    fixed_tasks(scheduler, [1], decoding=True)
+    (task,) = fixed_tasks(scheduler, [2000])
+    task.rows.layers = (0, 1)
+    turns = []
+    for _ in range(4):
+        batch = scheduler.next_batch()
+        turns.append(is_decode(batch))
+        if not turns[-1]:
+            batch.deliver(None, None)
+            assert len(batch.step.index_T) <= 64
+    assert turns == [True, False, True, False]
+
+
 def test_the_oldest_request_is_prefilled_first():
     bench = Bench(pages=900)
     tasks = [bench.start(simple(70 + seed, seed), Full(), limit=3) for seed in range(6)]
@@ -706,12 +823,13 @@ def test_what_fits_is_told_beforehand():
 # ------------------------------------------------------------------------- everything at once
 
 
+@pytest.mark.parametrize("grid", [SMALL, MIXED], ids=["small", "mixed"])
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1))
-def test_many_requests_see_exactly_their_own_keys(seed):
+def test_many_requests_see_exactly_their_own_keys(grid, seed):
     """Random prompts of shared parts, arriving and leaving at random, under all strategies in one small pool."""
     random = np.random.default_rng(seed)
-    bench = Bench(pages=120)
+    bench = Bench(pages=120, grid=grid)
     waiting = []
     for _ in range(int(random.integers(3, 12))):
         chunks = random.permutation(4)[: random.integers(0, 4)] + 1

@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-GRID = Grid(rows=((2, 2), (4, 1), (24, 8)), entries=(16,), logits=(2, 4))
+GRID = Grid(rows=((2, 2), (4, 1), (12, 8, 4), (24, 8)), entries=(16,), logits=(2, 4))
 
 
 def make_decoder(config: ModelConfig = CONFIG, dtype: str = "float32") -> Decoder:
@@ -57,16 +57,21 @@ def run_of(first_page: int, length: int, start: int = 0) -> Run:
 
 
 def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid = GRID, score: int = 0) -> Step:
-    """Arrays of one step; requests take whole row blocks, in turn. score: how many layers measure it, first ones."""
-    block = dict(grid.rows)[rows]
+    """Arrays of one step; requests take whole row blocks, in turn. score: how many layers measure it, first ones.
+
+    Of a mixed shape, parts of one row come first.
+    """
+    shape = grid.shape(rows)
     t = {n: np.zeros(rows, np.int32) for n in ("token", "position", "request", "slot")} | {"index": -np.ones(rows, int)}
     s = {"page": np.zeros(entries), "offset": np.zeros(entries), "request": -np.ones(entries)}
     c = {n: np.zeros((entries, PAGE), np.int64) for n in ("hide_from", "hide_until")}
     c["index"] = np.full((entries, PAGE), NEVER)
     row, entry = 0, 0
     for request, part in enumerate(parts):
+        if len(part.indices) > 1 or row >= shape.single:
+            row = max(row, shape.single)
         here = slice(row, row + len(part.indices))
-        row += -(-len(part.indices) // block) * block
+        row += len(part.indices) if row < shape.single else -(-len(part.indices) // shape.block) * shape.block
         slot_of = {
             int(o): int(slot)
             for span in part.spans

@@ -28,6 +28,9 @@ SEGMENTED = frozenset({Measure.CHUNK_SCORE, Measure.SEGMENT_SCORE})
 """Measures whose programs are compiled for a number of segments."""
 
 
+ROWS: Mapping[Measure, int] = {Measure.SEGMENT_SCORE: 0, Measure.DEVIATION: 1}
+"""The axis of rows, of measures that have one."""
+
 SILENT: Mapping[str, int] = {"asking_T": 0, "segment_T": -1, "stale_T": -1}
 """What says of a row that nothing of it is measured."""
 
@@ -73,6 +76,14 @@ def measure(
     if what is Measure.VALUED_SCORE:
         return jnp.stack(key_scores(q_THD, lse_TH, view, asking_T))
     return key_score(q_THD, lse_TH, view, asking_T)
+
+
+def behind(what: Measure, measured: jax.Array, rows: int) -> jax.Array:
+    """The same with so many rows in front, of which nothing was measured; scores by key have no rows."""
+    if what not in ROWS or not rows:
+        return measured
+    axis = ROWS[what]
+    return jnp.pad(measured, [(rows if i == axis else 0, 0) for i in range(measured.ndim)])
 
 
 def combine(what: Measure, measured: jax.Array, axis: str) -> jax.Array:

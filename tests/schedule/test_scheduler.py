@@ -716,11 +716,12 @@ def test_decoding_goes_on_in_every_step_while_others_are_prefilled():
         bench.step()
     bench.start(simple(150, 9), Full(), limit=2)
     bench.start(simple(90, 10), Naive(), limit=2)
-    for _ in range(20):
+    for _ in range(10):
         said = [len(task.decoded) for task in decoding]
         batch = bench.step()
         assert [len(task.decoded) for task in decoding] == [n + 1 for n in said]
-        assert batch.step.index_T.shape[0] == 24 and batch.parts[5].placed.row == 8
+        prefill = batch.parts[5:]
+        assert [piece.placed.row for piece in prefill] == [8, 16][: len(prefill)]
     bench.run()
 
 

@@ -22,8 +22,8 @@ from ragjax.quality.contract import STEPS, Contract
 from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
 from ragjax.schedule.batch import Batch
-from ragjax.schedule.order.base import Order
 from ragjax.schedule.budget import StepBudget
+from ragjax.schedule.order.base import Order
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer

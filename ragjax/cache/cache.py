@@ -146,14 +146,16 @@ class KnowledgeCache:
 
     # ----------------------------------------------------------------------------------------- reserve
 
-    def reserve(self, n_tokens: int, label: str = "") -> Run:
+    def reserve(self, n_tokens: int, label: str = "", spare: int = 0) -> Run:
         """Pages of the caller's own for `n_tokens` new tokens, evicting what must leave; give back with `free`.
+
+        spare: pages that must be left, free or not in use.
 
         Raises:
             OutOfPages: if evicting all that is not in use would not be enough; nothing changes then.
         """
         need = self.pool.pages_for(n_tokens)
-        if need > self.pool.reclaimable_pages:
+        if need + spare > self.pool.reclaimable_pages:
             pinned = self.pool.capacity - self.pool.reclaimable_pages
             raise OutOfPages(
                 f"{n_tokens} tokens need {need} pages; {pinned} of {self.pool.capacity} are pinned by running "

@@ -143,7 +143,7 @@ class Plan:
     """What a strategy carried out: what decoding continues from, and the account of it.
 
     spans: every key of the prompt as generated tokens see it.
-    tail: slots of the request's own for the generated tokens.
+    tail: slots of the request's own for the first generated tokens, up to the end of a page; it grows page by page.
     exact_to: "full", "dependency" or None (approximate).
     logits: float32 [vocab] of the prompt's last token.
     figures: what else the strategy has to tell, by name.

@@ -44,7 +44,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         recompute_ratio=state.ratio,
         predicted=contract.predicted(state.setting, plan.exact_to == "full", state.chunks, state.prompt.preprocessed),
         scores=state.scores,
-        figures=plan.figures,
+        figures={**plan.figures, **({"pauses": float(state.times.pauses)} if state.times.pauses else {})},
         facts=state.facts,
     )
 

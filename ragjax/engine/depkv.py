@@ -98,6 +98,6 @@ class Resumed(Strategy):
         if self.kv.closed:
             raise RequestError(self.kv.closed, param="kv")
         yield from ()
-        tail = allocation.reserve(allocation.decode_tokens)
+        tail = allocation.reserve_with_tail(0)
         reports = tuple(replace(r, reused=r.tokens, recomputed=0, tier="device") for r in self.kv.plan.reports)
         return replace(self.kv.plan, tail=tail, reports=reports)

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from ragjax.schedule.admission import Admission
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.order.base import Order
+from ragjax.schedule.pause import Failed, Pauses
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
@@ -82,6 +83,7 @@ class Loop:
         self._recorder = recorder
         self._scheduler = Scheduler(runner.grid, runner.page_size, budget)
         self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running, order=order)
+        self._pauses = Pauses(cache, self._scheduler, self._admission, runner)
         self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._pending = 0
@@ -97,12 +99,17 @@ class Loop:
     @property
     def waiting(self) -> int:
         """Requests that wait to be admitted; background ones are not counted."""
-        return self._admission.depth
+        return self._admission.depth + len(self._pauses.waiting)
 
     @property
     def awaits(self) -> tuple[int, int]:
         """Requests that waited for KV which another was computing, and tokens of it that they found."""
         return self._admission.awaits, self._admission.awaited_tokens
+
+    @property
+    def pauses(self) -> Pauses:
+        """Requests that gave their pages to older ones."""
+        return self._pauses
 
     @property
     def running(self) -> int:
@@ -186,7 +193,8 @@ class Loop:
 
     def states(self) -> list[RequestState]:
         """Requests of every kind, waiting and running."""
-        return [*self._admission.waiting, *self._admission.background, *self._scheduler.running]
+        waiting = (*self._pauses.waiting, *self._admission.waiting, *self._admission.background)
+        return [*waiting, *self._scheduler.running]
 
     def drop(self, kv: DepKV, reason: str) -> None:
         """Give back KV that was kept."""
@@ -218,8 +226,11 @@ class Loop:
         self._loads.check(self._scheduler.running)
         if self._loads.check_stall(bool(self._scheduler.running), bool(self.states())):
             self._admission.blocked = False
-        self._admit()
+        self._refuse(self._pauses.resume())
+        if not self._pauses.waiting:
+            self._admit()
         self._move()
+        self._refuse(self._pauses.make_room())
         batch = self._scheduler.next_batch()
         if batch is not None:
             self._step(batch)
@@ -256,6 +267,16 @@ class Loop:
             self._admission.add(state)
         except Exception as error:
             self._fail(state, error)
+
+    def _refuse(self, failed: Iterator[Failed]) -> None:
+        """Pause or resume requests, and fail those that can never have their pages; copies may find the device lost."""
+        try:
+            for state, error in failed:
+                self._fail(state, error)
+        except Exception as error:
+            if not self._runner.lost:
+                raise
+            self._recover(error)
 
     def _admit(self) -> None:
         for state, error in self._admission.admit():
@@ -400,6 +421,7 @@ class Loop:
         state.stop()
         self._scheduler.remove(state)
         self._admission.remove(state)
+        self._pauses.remove(state)
         if not state.background:
             with self._lock:
                 self._pending -= 1

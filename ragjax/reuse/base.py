@@ -16,7 +16,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Candidate, Match
 from ragjax.cache.outlook import Outlook
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Measure, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens
+from ragjax.core import Kind, Measure, OutOfPages, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens
 from ragjax.core.limits import StepLimits
 from ragjax.core.tiers import Tier
 
@@ -70,7 +70,8 @@ class Allocation:
     """What one request holds in the cache: matches on nodes it reads, runs of its own that it writes.
 
     tenant: whose requests may use what it keeps. label: under which name the cache's books have it.
-    decode_tokens: slots needed behind the prompt for generated tokens.
+    decode_tokens: most slots that are needed behind the prompt, for generated tokens. forced: those of them that are
+    needed at once. spare: pages that must be left to others when the request starts.
     limits: what the spans of a pass may take.
     stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
     cold: whether it may use KV from below the device, which has to be waited for.
@@ -86,16 +87,21 @@ class Allocation:
         limits: StepLimits,
         stages: tuple[int, ...],
         cold: bool = True,
+        forced: int = 0,
+        spare: int = 0,
     ):
         self.cache = cache
         self.tenant = tenant
         self.limits = limits
         self.stages = stages
         self.decode_tokens = decode_tokens
+        self.forced = forced
+        self.spare = spare
         self.cold = cold
         self.label = label
         self._matches: list[Match] = []
         self._runs: list[Run] = []
+        self._later = 0  # pages that the tail may need beyond those it has
 
     @property
     def page_size(self) -> int:
@@ -156,15 +162,57 @@ class Allocation:
         room = self.limits.room_beside(others, pieces)
         return self.limits.leading((run for run, _ in match.spans), tokens, room)
 
-    def reserve(self, tokens: int) -> Run:
-        """Slots of the request's own.
+    def reserve(self, tokens: int, spare: int = 0) -> Run:
+        """Slots of the request's own. spare: pages that must be left to others.
 
         Raises:
             OutOfPages: if they cannot be had without evicting what is in use.
         """
-        run = self.cache.reserve(tokens, self.label)
+        run = self.cache.reserve(tokens, self.label, spare)
         self._runs.append(run)
         return run
+
+    def reserve_with_tail(self, tokens: int) -> Run:
+        """Slots of the request's own for tokens of the prompt, and behind them the beginning of the tail.
+
+        The tail goes to the end of a page and has at least one slot, or those that are `forced`; `extend` gives more.
+
+        Raises:
+            OutOfPages: if they cannot be had without evicting what is in use, `spare` pages left over.
+        """
+        pages = self.cache.pool.pages_for(tokens + max(1, self.forced))
+        most = tokens + self.decode_tokens
+        run = self.reserve(min(pages * self.page_size, most), self.spare)
+        self._later += self.cache.pool.pages_for(most) - len(run.pages)
+        return run
+
+    def extend(self, tail: Run, tokens: int) -> Run:
+        """The tail with whole pages behind it, so that it holds at least `tokens` tokens.
+
+        Raises:
+            OutOfPages: if they cannot be had without evicting what is in use; nothing changes then.
+            ValueError: if the tail does not end with a page.
+        """
+        if (tail.start + tail.length) % self.page_size:
+            raise ValueError(f"{tail} does not end with a page: it cannot go on in the next one")
+        more = self.cache.pool.pages_for(tokens - tail.length) * self.page_size
+        run = self.reserve(more)
+        return Run((*tail.pages, *run.pages), tail.start, tail.length + more)
+
+    def check_growth(self) -> None:
+        """Refuse to start with KV that lies on so many pages that the tail could not grow, even if nobody else ran.
+
+        Raises:
+            OutOfPages: if it could not.
+        """
+        nodes = {node for match in self._matches for node in match.node.path()}
+        read = {page for node in nodes if node.run is not None for page in node.run.pages}
+        held, capacity = len(read | self.own_pages), self.cache.pool.capacity
+        if held + self._later > capacity:
+            raise OutOfPages(
+                f"the request holds {held} pages and may need {self._later} more; the device cache has {capacity}: "
+                "ask for less, or give the device cache more memory"
+            )
 
     def free(self, run: Run) -> None:
         """Give slots of its own back before the end.

@@ -343,7 +343,7 @@ def lay_out(
     head = allocation.reserve(system - hit) if system > hit else None
     whole = {i: allocation.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
     new = (Span(picked, allocation.reserve(len(picked))),) if len(picked) else ()
-    run, used = allocation.reserve(joined + allocation.decode_tokens), 0
+    run, used = allocation.reserve_with_tail(joined), 0
 
     old = tuple(span for i, reuse in reused.items() for span in match_spans(reuse.match, starts[i]))
     hidden = (replace(span, indices=np.where(np.isin(span.indices, picked), NEVER, span.indices)) for span in old)

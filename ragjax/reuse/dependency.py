@@ -134,7 +134,7 @@ class Dependency(Strategy):
         kept = limits.densest({i: part.spans for i, part in known.items()}, room)
         found = {i: part for i, part in known.items() if i in kept}
         have = {i: part.tokens for i, part in found.items()} | _covered(prompt, hit)
-        own = allocation.reserve(len(prompt) - sum(have.values()) + allocation.decode_tokens)
+        own = allocation.reserve_with_tail(len(prompt) - sum(have.values()))
 
         fresh, used = _lay(scene, have, own, size)
         context_spans = _within_segments(scene, match_spans(context, 0, runs=runs), size)

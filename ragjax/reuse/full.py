@@ -19,7 +19,7 @@ class Full(Strategy):
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over all tokens."""
         n = len(prompt)
-        run = allocation.reserve(n + allocation.decode_tokens)
+        run = allocation.reserve_with_tail(n)
         spans = (Span.consecutive(0, run.slice(0, n, allocation.page_size)),)
         results = yield Pass(indices(0, n), indices(0, n), spans, self.measures, (n - 1,))
         tail = run.slice(n, run.length, allocation.page_size)

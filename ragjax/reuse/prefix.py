@@ -35,7 +35,7 @@ class Prefix(Strategy):
         n, tokens = len(prompt), prompt.tokens
         match = allocation.prefix(tokens[: n - 1])
         runs, hit = allocation.leading(match, n + allocation.decode_tokens)
-        run = allocation.reserve(n - hit + allocation.decode_tokens)
+        run = allocation.reserve_with_tail(n - hit)
         fresh = run.slice(0, n - hit, allocation.page_size)
         spans = (*match_spans(match, 0, runs=runs), Span.consecutive(hit, fresh))
         results = yield Pass(indices(hit, n), indices(hit, n), spans, self.measures, (n - 1,))

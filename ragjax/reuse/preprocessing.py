@@ -59,7 +59,7 @@ class Fuse(Strategy):
         fresh_system = allocation.reserve(system - system_hit) if system > system_hit else None
         fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in neighbours if i not in found}
         own = allocation.reserve(len(prompt.segments[last]))
-        tail = allocation.reserve(allocation.decode_tokens)
+        tail = allocation.reserve_with_tail(0)
 
         system_spans = match_spans(context, 0, runs=runs)
         if fresh_system is not None:

@@ -51,7 +51,7 @@ class SetCache(Strategy):
         if not match.complete or readable < match.length:
             return (yield from Prefix().prefill(prompt, allocation))
         hit = match.length
-        run = allocation.reserve(n - hit + allocation.decode_tokens)
+        run = allocation.reserve_with_tail(n - hit)
         spans = list(_pieces(match.spans, 0, system, 0, page_size))
         at, tiers = system, {i: match.tier(*span_of(prompt, i)) for i in segments_of(prompt, Kind.SYSTEM)}
         for i in order:

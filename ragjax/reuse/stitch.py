@@ -202,7 +202,7 @@ def prepare(
     fresh_system = reserve(allocation, system - system_hit)
     fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
     queries = _indices_of(prompt, Kind.QUERY)
-    own = allocation.reserve(len(queries) + allocation.decode_tokens)
+    own = allocation.reserve_with_tail(len(queries))
     mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
 
     new = fresh_system.length + sum(run.length for run in fresh.values()) + len(queries) + repaired

@@ -111,6 +111,23 @@ class PagePool:
             for i, new in enumerate(excerpt):
                 self._pools[i] = program(self._pools[i], pages[part], new)
 
+    def download(self, pages: NDArray[np.int32]) -> list[Excerpt]:
+        """The bits of whole pages in all layers as NumPy arrays, for `restore`; waits until they are there.
+
+        Raises:
+            ValueError: if a page is outside of the pool.
+        """
+        copies: list[Excerpt] = jax.tree.map(np.asarray, host.download(self.extract(pages)))
+        return copies
+
+    def restore(self, pages: NDArray[np.int32], copies: Sequence[Excerpt]) -> None:
+        """Overwrite whole pages by what `download` gave of as many, in place.
+
+        Raises:
+            ValueError: as `insert`.
+        """
+        self.insert(pages, jax.tree.map(lambda x: host.upload(x, self._pool_sharding), list(copies)))
+
     def move(
         self,
         source_N: NDArray[np.int32],

@@ -165,9 +165,9 @@ class Admission:
         while True:
             began = time.perf_counter()
             try:
-                state.start(self._allocation(state))
+                state.start(self.allocation(state))
             except OutOfPages as error:
-                if not state.background and self._stop_background():
+                if not state.background and self.stop_background():
                     continue
                 if self._scheduler.running or self._cache.loading:
                     return False
@@ -181,7 +181,8 @@ class Admission:
             state.times.start(began, time.perf_counter() if state.ready else None)
             return True
 
-    def _allocation(self, state: RequestState) -> Allocation:
+    def allocation(self, state: RequestState) -> Allocation:
+        """What a request will hold: nothing yet."""
         return Allocation(
             self._cache,
             tenant=state.request.tenant,
@@ -190,9 +191,11 @@ class Admission:
             limits=self._scheduler.limits,
             stages=self._stages,
             cold=state.may_load,
+            forced=min(state.forced_tokens, state.decode_tokens),
+            spare=len(self._scheduler.in_front),
         )
 
-    def _stop_background(self) -> bool:
+    def stop_background(self) -> bool:
         """Have background requests give back what they hold; whether there were any."""
         running = self._scheduler.in_background
         for state in reversed(running):

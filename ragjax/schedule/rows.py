@@ -83,6 +83,12 @@ class PendingRows:
             return False
         return self.measure is None or other.measure is None or self.measure.what is other.measure.what
 
+    def relocate(self, moved: Mapping[int, int], page_size: int) -> None:
+        """Read and write pages under their new numbers."""
+        self.table.page_S = np.array([moved[page] for page in self.table.page_S.tolist()], np.int32)
+        page, at = np.divmod(self.slot, page_size)
+        self.slot = np.array([moved[one] for one in page.tolist()], np.int32) * np.int32(page_size) + at
+
     def take_measured(self, measured: NDArray[np.float32], placed: Placed, first: int) -> None:
         """Add what a step measured of these rows.
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from ragjax.core import (
     Prompt,
     Request,
     Results,
+    Run,
     Segment,
     Span,
     Tokens,
@@ -39,16 +40,34 @@ Sink = Callable[[Event | BaseException], None]
 """Where a request's events go: deltas, then one answer or one error."""
 
 
+Download = Callable[[NDArray[np.int32]], object]
+"""Copies pages, int32 [P], to host memory."""
+
+Restore = Callable[[NDArray[np.int32], Any], None]
+"""Puts such copies into pages, int32 [P]."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """What a paused request held: its pages, int32 [P], what they hold, and the slots that its tail may have."""
+
+    pages: NDArray[np.int32]
+    copies: object
+    decode_tokens: int
+
+
 @dataclass
 class Times:
     """When things happened to a request, `time.perf_counter()` seconds (0: not yet), and milliseconds by kind.
 
-    waits_since: when it began to wait for a load of KV; None while it does not.
+    pauses: how often it gave its pages to others. waits_since: when it began to wait for a load of KV; None while it
+    does not.
     """
 
     arrival: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
+    pauses: int = 0
     waits_since: float | None = None
     retrieve_ms: float = 0.0
     load_ms: float = 0.0
@@ -82,7 +101,7 @@ class RequestState:
 
     What it holds while it runs: allocation, plan (once the prompt is computed), rows or move (what waits for a step),
     decoded (tokens generated since it was started). may_load: whether it may use KV that must be loaded; a request that
-    waited in vain computes it. restarts: how often it was started again.
+    waited in vain computes it. restarts: how often it was started again. paused: its KV, while others have its pages.
     """
 
     id: str
@@ -108,6 +127,7 @@ class RequestState:
     plan: Plan | None = None
     rows: PendingRows | None = None
     move: PendingMove | None = None
+    paused: Paused | None = None
     decoded: list[int] = field(default_factory=list)
     _reader: PassReader | None = None
     _prefill: Prefill | None = None
@@ -155,6 +175,12 @@ class RequestState:
         return max(forced, limit) - len(self.generated)
 
     @property
+    def forced_tokens(self) -> int:
+        """Slots needed after the prompt at once: tokens of the continuation that are still to be computed."""
+        continuation = self.request.continuation
+        return len(continuation) if continuation is not None and self.wants_scores else 0
+
+    @property
     def whole_prompt(self) -> Prompt:
         """The prompt, and after it what was generated before the request was started again."""
         if not len(self.generated):
@@ -196,9 +222,11 @@ class RequestState:
         self.plan, self.decoded, self._tail_N = None, [], None
         self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
         try:
-            self._take(next(self._prefill))
-        except StopIteration as stop:
-            self.plan = stop.value
+            try:
+                self._take(next(self._prefill))
+            except StopIteration as stop:
+                self.plan = stop.value
+            allocation.check_growth()
         except OutOfPages:
             self.stop()
             raise
@@ -224,12 +252,33 @@ class RequestState:
             self.rows, self.move, self._measures = self.reader.rows(asked, self._before), None, asked.measures
 
     def decode(self, token: int) -> None:
-        """Have a generated token computed, which yields the next one's logits as `rows.logits[0]`."""
+        """Have a generated token computed, which yields the next one's logits as `rows.logits[0]`.
+
+        Raises:
+            OutOfPages: if the tail has no slot for it, and no page can be had; `grow` sees to both beforehand.
+        """
+        self.grow()
         table = self._open_tail() if self.rows is None else self.rows.table
         number = len(self.decoded)
         self.decoded.append(token)
         table.show(number, len(self.reader.prompt) + number)
         self.rows = self._tail_rows(table, np.array([token], np.int32), number)
+
+    def grow(self, tokens: int = 1) -> None:
+        """Have slots for so many tokens behind those decoded, or for all that it may still generate if these are fewer.
+
+        Raises:
+            OutOfPages: if no page can be had without evicting what is in use; nothing changes then.
+        """
+        assert self.plan is not None and self.allocation is not None
+        tail, needed = self.plan.tail, min(len(self.decoded) + tokens, self.allocation.decode_tokens)
+        if needed <= tail.length:
+            return
+        grown = self.allocation.extend(tail, needed)
+        self.plan = replace(self.plan, tail=grown)
+        self._tail_N = grown.slots(self.allocation.page_size)
+        if self.rows is not None:
+            self.rows.table.grow(Run(grown.pages[len(tail.pages) :], 0, grown.length - tail.length))
 
     def force(self, tokens: Tokens) -> None:
         """Have given tokens, int32 [n], computed after the prompt, before anything is decoded.
@@ -261,7 +310,11 @@ class RequestState:
         assert self.plan is not None
         tail = self.plan.tail
         self._tail_N = tail.slots(self.reader.allocation.page_size)
-        return self.reader.table((*self.plan.spans, Span(np.full(tail.length, NEVER), tail)))
+        table = self.reader.table((*self.plan.spans, Span(np.full(tail.length, NEVER), tail)))
+        allocation = self.reader.allocation  # what cannot be read to its end is refused before anything is sent
+        later = -(-max(0, allocation.decode_tokens - tail.length) // allocation.page_size)
+        allocation.limits.check(len(table) + later)
+        return table
 
     # -------------------------------------------------------------------------- scores of a continuation
 
@@ -296,6 +349,55 @@ class RequestState:
             return self.plan.logits
         return self.rows.logits[0]
 
+    # --------------------------------------------------------------------------------- pause and resume
+
+    def pause(self, download: Download) -> None:
+        """Copy all KV that its next tokens read to host memory, bit for bit, and give every page back.
+
+        Only between two steps, once its prompt is computed. `resume` or `stop` comes next.
+        """
+        assert self.plan is not None and self.allocation is not None
+        spans = (*self.plan.spans, Span(np.zeros(0, np.int32), self.plan.tail))
+        pages = np.unique(np.array([page for span in spans for page in span.run.pages], np.int32))
+        self.paused = Paused(pages, download(pages), self.allocation.decode_tokens)
+        self.allocation.close()
+        self.allocation = None
+        self.times.pauses += 1
+
+    def resume(self, allocation: Allocation, restore: Restore) -> None:
+        """Have pages of its own that hold the same bits, and go on as if nothing had been.
+
+        What it read from the cache is its own copy now; its next tokens are the same, whatever its strategy measured.
+
+        Raises:
+            OutOfPages: if there is no room now; it stays paused.
+        """
+        assert self.paused is not None and self.plan is not None
+        paused = self.paused
+        try:
+            run = allocation.reserve(len(paused.pages) * allocation.page_size, allocation.spare)
+            restore(np.array(run.pages, np.int32), paused.copies)
+        except BaseException:
+            allocation.close()
+            raise
+        self.paused, self.allocation = None, allocation
+        allocation.decode_tokens, allocation.cold = paused.decode_tokens, False
+        self._reader = replace(self.reader, allocation=allocation)
+        self._relocate(dict(zip(paused.pages.tolist(), run.pages, strict=True)))
+
+    def _relocate(self, moved: Mapping[int, int]) -> None:
+        """Read and write pages under their new numbers."""
+        assert self.plan is not None
+
+        def relocated(run: Run) -> Run:
+            return replace(run, pages=tuple(moved[page] for page in run.pages))
+
+        spans = tuple(replace(span, run=relocated(span.run)) for span in self.plan.spans)
+        self.plan = replace(self.plan, spans=spans, tail=relocated(self.plan.tail))
+        self._tail_N = self.plan.tail.slots(self.reader.allocation.page_size)
+        if self.rows is not None:
+            self.rows.relocate(moved, self.reader.allocation.page_size)
+
     # ------------------------------------------------------------------------------------------ its end
 
     def keep(self) -> None:
@@ -312,7 +414,7 @@ class RequestState:
             self._prefill.close()
         if self.allocation is not None:
             self.allocation.close()
-        self.allocation = self.rows = self.move = self._prefill = self._before = None
+        self.allocation = self.rows = self.move = self.paused = self._prefill = self._before = None
 
     def restart(self, notice: str) -> None:
         """Give back what it holds, to be started again; tokens that went out already stay as they are.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Span
+from ragjax.core import NEVER, Run, Span
 
 
 class PageTable:
@@ -35,6 +35,18 @@ class PageTable:
     def show(self, index: int, order: int) -> None:
         """Give the last span's token `index` an order."""
         self.index_SC.reshape(-1)[self._last[index]] = order
+
+    def grow(self, run: Run) -> None:
+        """More slots behind those of the last span: a run of whole pages, at offset 0, with tokens of no order yet."""
+        total, page_size = self.index_SC.shape
+        more = len(run.pages)
+        hidden_SC, zeros_SC = np.full((more, page_size), NEVER, np.int32), np.zeros((more, page_size), np.int32)
+        self.page_S = np.concatenate([self.page_S, np.array(run.pages, np.int32)])
+        self.offset_S = np.concatenate([self.offset_S, np.zeros(more, np.int32)])
+        self.index_SC = np.concatenate([self.index_SC, hidden_SC])
+        self.hide_from_SC = np.concatenate([self.hide_from_SC, zeros_SC])
+        self.hide_until_SC = np.concatenate([self.hide_until_SC, zeros_SC])
+        self._last = np.concatenate([self._last, np.arange(total * page_size, (total + more) * page_size)])
 
     def by_index(self, values_SC: NDArray[np.float32], size: int) -> NDArray[np.float32]:
         """Sum values of slots into their orders: [..., S, C] to [..., size]."""

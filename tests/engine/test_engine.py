@@ -163,7 +163,7 @@ def test_who_stands_behind_a_cancelled_request_is_served() -> None:
         long = engine.begin_prompt(tiny.prompt(1), max_tokens=300)
         while not engine.stats()["running"]:
             time.sleep(0.001)
-        large = engine.begin_prompt(tiny.prompt(2, 20, (100, 100, 57)), max_tokens=200)
+        large = engine.begin_prompt(tiny.prompt(2, 20, (200, 200, 87)), max_tokens=50)
         small = engine.begin_prompt(tiny.prompt(3, 5, (5,), 5), max_tokens=1)
         while not engine._loop._admission.blocked:
             time.sleep(0.001)

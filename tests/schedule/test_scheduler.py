@@ -557,7 +557,7 @@ def test_close_before_the_start_and_without_work():
 def test_no_room_at_the_start_leaves_nothing_behind(strategy):
     bench = Bench(pages=24)
     work_on(bench, make_prompt((Kind.SYSTEM, text(6)), (Kind.QUERY, text(2, 5))), strategy(), limit=1)
-    holder = bench.start(simple(40, seed=3), Full(), limit=4)
+    holder = bench.start(simple(44, seed=3), Full(), limit=4)
     task = bench.task(knowledge_prompt(), strategy())
     with pytest.raises(OutOfPages):
         task.begin()

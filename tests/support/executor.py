@@ -15,7 +15,7 @@ Slots that nobody wrote hold NaN, so that whoever reads them notices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import numpy as np
@@ -232,6 +232,8 @@ class Talk:
         """Teacher-forced logits [n, V] that predict each token of the continuation, behind the finished prompt."""
         assert self.plan is not None
         n, size = len(continuation), len(self.prompt)
+        if n > self.plan.tail.length:
+            self.plan = replace(self.plan, tail=self.allocation.extend(self.plan.tail, n))
         tail = self.plan.tail.slice(0, n, self.executor.page_size)
         index = np.arange(size, size + n)
         span = Span.consecutive(size, tail)

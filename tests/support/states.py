@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ragjax.core import Prompt, Request
+import numpy as np
+
+from ragjax.core import Kind, Prompt, Request, Segment
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.schedule.state import RequestState
+from ragjax.schedule.state import RequestState, Times
 
 
 class Started(RequestState):
@@ -17,3 +19,35 @@ class Started(RequestState):
     def begin(self) -> None:
         """Start with the allocation."""
         self.start(self._given)
+
+
+class Asked(RequestState):
+    """A request as admission gets it, without sampling: `limit` tokens are generated, `said` before its last start.
+
+    held: its KV does not arrive.
+    """
+
+    def __init__(
+        self, name: str, prompt: Prompt, strategy: Strategy, limit: int, *, arrival: float, background: bool = False
+    ):
+        super().__init__(name, Request(background=background), prompt, strategy, times=Times(arrival))
+        self.limit, self.said = limit, 0
+        self.held = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether all KV that its next rows read is on the device."""
+        return not self.held and super().ready
+
+    @property
+    def decode_tokens(self) -> int:
+        """Slots needed after the prompt."""
+        return self.limit
+
+    def restart(self, notice: str) -> None:
+        """As ever; what it said belongs to its prompt from here on."""
+        said = np.array(self.decoded, np.int32)
+        super().restart(notice)
+        if len(said):
+            self.prompt = Prompt((*self.prompt.segments, Segment("continued", Kind.QUERY, said)))
+            self.limit, self.said, self.decoded = self.limit - len(said), self.said + len(said), []

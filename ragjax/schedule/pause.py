@@ -1,0 +1,142 @@
+"""Decoding requests that gave their pages to older ones: they are paused, and go on before any new request starts.
+
+Requests are admitted by what they need at once, and their tails grow page by page. When no page can be had by evicting,
+the youngest running request gives way: background ones first, then whoever arrived last, if need be the one that asks.
+The oldest one never gives way to others, so some request always comes to its end (vLLM preempts in the same order; its
+preempted requests are computed again, or swapped out as here: Kwon et al., SOSP 2023, section 4.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.core import OutOfPages, RequestError
+from ragjax.schedule.admission import Admission
+from ragjax.schedule.scheduler import Scheduler
+from ragjax.schedule.state import RequestState
+
+RECOMPUTED = "its KV made room for older requests and was computed again"
+"""Notice of a request that was stopped while the copies of paused requests had no room."""
+
+Failed = tuple[RequestState, RequestError]
+"""A request that can never have the pages it needs, and what to tell its owner."""
+
+
+class Copier(Protocol):
+    """Whoever owns the pool's arrays."""
+
+    def download(self, pages: NDArray[np.int32]) -> object: ...  # noqa: D102
+
+    def restore(self, pages: NDArray[np.int32], copies: Any) -> None: ...  # noqa: D102
+
+
+class Pauses:
+    """Sees to it that decoding requests have slots for their next tokens.
+
+    Attributes:
+        waiting: paused requests, oldest first.
+        paused, resumed: how often a request was. stopped: how often one gave way before its prompt was computed.
+    """
+
+    def __init__(self, cache: KnowledgeCache, scheduler: Scheduler, admission: Admission, copier: Copier):
+        self.waiting: list[RequestState] = []
+        self.paused = self.resumed = self.stopped = 0
+        self._cache = cache
+        self._scheduler = scheduler
+        self._admission = admission
+        self._copier = copier
+
+    @property
+    def pages(self) -> int:
+        """Pages that paused requests hold in host memory."""
+        return sum(len(state.paused.pages) for state in self.waiting if state.paused is not None)
+
+    def remove(self, state: RequestState) -> None:
+        """Let a request go; nothing happens if it is not here."""
+        self.waiting = [other for other in self.waiting if other is not state]
+
+    # ------------------------------------------------------------------------------------------- pause
+
+    def make_room(self, tokens: int = 1) -> Iterator[Failed]:
+        """Slots for the next `tokens` tokens of every decoding request, oldest first; the youngest give way.
+
+        Call it between steps. Yields requests that no page can be had for even though nobody else runs.
+        """
+        for state in sorted(self._scheduler.in_front or self._scheduler.running, key=age):
+            while state.running and state.decoding and not self._grown(state, tokens):
+                victim = max(self._scheduler.running, key=lambda other: (other.background, *age(other)))
+                if victim is state and len(self._scheduler.running) == 1:
+                    if self._cache.give_up():
+                        continue
+                    yield state, self._refusal(state)
+                    break
+                self._give_way(victim)
+
+    def _grown(self, state: RequestState, tokens: int) -> bool:
+        try:
+            state.grow(tokens)
+        except OutOfPages:
+            return False
+        return True
+
+    def _give_way(self, state: RequestState) -> None:
+        """Take back all that a request holds."""
+        if state.background or not state.decoding:
+            self.stopped += 1
+            self._stop(state, "")
+        elif self.pages >= self._cache.pool.capacity:
+            self._stop(state, RECOMPUTED)
+        else:
+            state.pause(self._copier.download)
+            self._scheduler.remove(state)
+            self.waiting = sorted([*self.waiting, state], key=age)
+            self.paused += 1
+
+    def _stop(self, state: RequestState, notice: str) -> None:
+        self._scheduler.remove(state)
+        state.restart("")
+        if notice and notice not in state.notices:
+            state.notices.append(notice)
+        self._admission.put_back(state)
+        self._admission.blocked = True  # until somebody ends: it would be stopped again
+
+    # ------------------------------------------------------------------------------------------ resume
+
+    def resume(self) -> Iterator[Failed]:
+        """Let paused requests go on, oldest first, while there is room; yields those that never can."""
+        while self.waiting:
+            state = self.waiting[0]
+            try:
+                state.resume(self._admission.allocation(state), self._copier.restore)
+            except OutOfPages:
+                if self._admission.stop_background():
+                    continue
+                if self._scheduler.running or self._cache.loading:
+                    return
+                yield state, self._refusal(state)
+                self.remove(state)
+                continue
+            self.waiting.remove(state)
+            self._scheduler.add(state)
+            self.resumed += 1
+
+    def _refusal(self, state: RequestState) -> RequestError:
+        param = "messages" if state.request.prompt is None else "prompt"
+        pool = self._cache.pool
+        pinned = pool.capacity - pool.reclaimable_pages
+        return RequestError(
+            f"the answer has no room to grow: {pinned} of {pool.capacity} pages are in use. "
+            "Lower max_tokens, or give the device cache more memory",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def age(state: RequestState) -> tuple[float, str]:
+    """Requests in the order in which they arrived."""
+    return state.times.arrival, state.id

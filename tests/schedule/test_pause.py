@@ -1,0 +1,292 @@
+"""Tails that grow page by page, and requests that give way to older ones: a simulated device checks every row.
+
+`test_scheduler.Device` proves that each row sees the tokens before it, and nothing else; here requests are moved
+off the device and back to other pages meanwhile.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ragjax.core import NEVER, Kind, OutOfPages, Run, Span
+from ragjax.reuse import Full, Naive, Prefix
+from ragjax.schedule.admission import Admission
+from ragjax.schedule.pause import Pauses
+from ragjax.schedule.table import PageTable
+from tests.schedule.test_scheduler import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
+from tests.support.states import Asked
+
+
+class Copies:
+    """Copies the slots of the simulated device; those given back hold garbage, so that whoever reads them notices."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def slots(self, pages):
+        return (np.asarray(pages)[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+
+    def download(self, pages):
+        at = self.slots(pages)
+        copies = self.device.token[at].copy(), self.device.position[at].copy()
+        return copies
+
+    def restore(self, pages, copies):
+        at = self.slots(pages)
+        self.device.token[at], self.device.position[at] = copies
+
+
+class Serving(Bench):
+    """The bench with admission and pauses, as the engine's loop runs them.
+
+    ended: tokens of each request that ended. failed: those that never can have their pages.
+    """
+
+    def __init__(self, pages):
+        super().__init__(pages)
+        self.admission = Admission(self.cache, self.scheduler, stages=STAGES)
+        self.pauses = Pauses(self.cache, self.scheduler, self.admission, Copies(self.device))
+        self.ended, self.failed = {}, []
+
+    def ask(self, prompt, strategy, limit, background=False):
+        self.count += 1
+        state = Asked(f"r{self.count:03}", prompt, strategy, limit, arrival=self.count, background=background)
+        self.admission.add(state)
+        return state
+
+    def advance(self, task):
+        self.limits[task.id] = task.limit if isinstance(task, Asked) else self.limits[task.id]
+        super().advance(task)
+
+    def stop(self, state):
+        if isinstance(state, Asked):
+            self.ended[state.id] = state.said + len(state.decoded) + 1
+        self.end(state)
+
+    def end(self, state):
+        state.stop()
+        for owner in (self.scheduler, self.admission, self.pauses):
+            owner.remove(state)
+        self.admission.blocked = False
+
+    def iterate(self):
+        """One iteration of the loop; whether anything is left to do."""
+        for state, _ in self.pauses.resume():
+            self.failed.append(state.id)
+            self.end(state)
+        if not self.pauses.waiting:
+            for _, error in self.admission.admit():
+                assert error is None, error
+        for state, _ in self.pauses.make_room():
+            self.failed.append(state.id)
+            self.end(state)
+        self.step()
+        live = {state.id for state in self.scheduler.running}
+        self.cache.audit(live=live)
+        assert all(state.paused is not None and not state.running for state in self.pauses.waiting)
+        return bool(live or self.pauses.waiting or self.admission.waiting or self.admission.background)
+
+
+def test_a_request_takes_pages_as_it_decodes():
+    bench = Serving(100)
+    state = bench.ask(simple(6), Full(), limit=60)
+    bench.iterate()
+    assert bench.cache.metrics.pages_used == 2, "six tokens and the first of the answer"
+    while bench.iterate():
+        needed = bench.cache.pool.pages_for(6 + len(state.decoded))
+        assert needed <= bench.cache.metrics.pages_used <= needed + 1
+    assert bench.ended == {state.id: 60}
+
+
+def test_the_first_page_of_the_tail_is_there_when_a_prompt_fills_its_pages():
+    bench = Serving(100)
+    bench.ask(simple(2 * PAGE), Full(), limit=2)
+    bench.iterate()
+    assert bench.cache.metrics.pages_used == 3
+
+
+def test_no_more_pages_are_taken_than_the_answer_can_need():
+    bench = Serving(4)
+    bench.ask(simple(2 * PAGE + 1), Full(), limit=3)  # exactly the pages that there are
+    while bench.iterate():
+        pass
+    assert bench.ended and not bench.failed
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 9), st.lists(st.integers(1, 3), max_size=4))
+def test_a_table_that_grew_equals_one_that_was_made_so(first, tail, more):
+    """First tokens of a prompt, a tail up to the end of its page, and pages that come later."""
+    start = first % PAGE
+    tail = min(tail, PAGE - start)
+    prompt, run = Run(tuple(range(1, 2 + first // PAGE)), 0, first), Run((1 + first // PAGE,), start, tail)
+    tables = [PageTable((Span.consecutive(0, prompt), Span(np.full(tail, NEVER), run)), PAGE)]
+    at, whole = 50, run
+    for pages in more:
+        piece = Run(tuple(range(at, at + pages)), 0, pages * PAGE)
+        tables[0].grow(piece)
+        whole, at = Run((*whole.pages, *piece.pages), whole.start, whole.length + piece.length), at + pages
+    slots = np.concatenate([run.slots(PAGE), *(np.arange(50 * PAGE, at * PAGE))[None]])
+    for i in range(len(slots)):
+        tables[0].show(i, first + i)
+    seen = sorted((order, page * PAGE + slot) for page, slot, order, _, _ in read_table(tables[0], PAGE))
+    assert [slot for _, slot in seen] == [*prompt.slots(PAGE).tolist(), *slots.tolist()]
+    assert [order for order, _ in seen] == [*range(first + len(slots))]
+
+
+def test_the_youngest_gives_way_and_goes_on_where_it_was():
+    bench = Serving(12)
+    old, young = bench.ask(simple(9, 1), Full(), limit=25), bench.ask(simple(9, 2), Full(), limit=25)
+    paused = set()
+    while bench.iterate():
+        paused |= {state.id for state in bench.pauses.waiting}
+    assert paused == {young.id} and not old.times.pauses
+    assert bench.ended == {old.id: 25, young.id: 25}
+    assert bench.pauses.paused == bench.pauses.resumed > 0
+    assert bench.device.computed[young.id] == 9 + 24, "nothing was computed twice"
+
+
+def test_a_paused_request_goes_on_before_a_new_one_starts():
+    bench = Serving(12)
+    bench.ask(simple(9, 1), Full(), limit=25)
+    young = bench.ask(simple(9, 2), Full(), limit=25)
+    while not bench.pauses.waiting:
+        bench.iterate()
+    new = bench.ask(simple(2, 3), Full(), limit=1)
+    while not new.running and new.id not in bench.ended:
+        assert bench.iterate()
+        assert young.running or bench.pauses.waiting or young.id in bench.ended
+        assert not (bench.pauses.waiting and new.running)
+    while bench.iterate():
+        pass
+    assert len(bench.ended) == 3
+
+
+def test_the_background_gives_way_first():
+    bench = Serving(12)
+    background = bench.ask(simple(9, 1), Full(), limit=30, background=True)
+    for _ in range(3):
+        bench.iterate()
+    assert background.running
+    front = bench.ask(simple(9, 2), Full(), limit=25)
+    while front.id not in bench.ended:
+        assert bench.iterate()
+    assert not front.times.pauses and not bench.pauses.paused and bench.pauses.stopped
+    while bench.iterate():
+        pass
+    assert background.id in bench.ended
+
+
+def test_who_is_still_in_its_prompt_starts_again():
+    bench = Serving(16)
+    old = bench.ask(simple(9, 1), Full(), limit=45)
+    while not old.decoding:
+        bench.iterate()
+    young = bench.ask(simple(40, 2), Full(), limit=2)
+    young.held = True
+    while not bench.pauses.stopped:
+        assert bench.iterate()
+    assert not young.running and not bench.pauses.paused
+    young.held = False
+    while bench.iterate():
+        pass
+    assert bench.ended == {old.id: 45, young.id: 2}
+
+
+def test_one_that_cannot_grow_though_it_is_alone_fails_and_says_why():
+    bench = Serving(12)
+    held = bench.cache.reserve(5 * PAGE, "kept")
+    state = bench.ask(simple(9, 1), Full(), limit=30)
+    state_error = None
+    for _ in range(40):
+        for failed, error in bench.pauses.make_room():
+            assert failed is state
+            state_error = error
+            bench.end(failed)
+        if state_error is not None:
+            break
+        for _, error in bench.admission.admit():
+            assert error is None
+        bench.step()
+    assert "max_tokens" in str(state_error) and state_error.code == "context_length_exceeded"
+    bench.cache.free(held)
+    bench.cache.audit(live=())
+
+
+def test_kv_on_too_many_pages_is_not_started_with():
+    """A prefix that lies scattered, a page for each piece, would leave no room for the answer, even alone."""
+    bench = Serving(14)
+    prompt = simple(24)
+    for n in range(3, 25, 3):
+        bench.start(make_prompt((Kind.QUERY, prompt.tokens[:n])), Prefix(), 1)
+        bench.run()
+    state = bench.task(prompt, Prefix(), limit=24)
+    with pytest.raises(OutOfPages, match="may need"):
+        state.begin()
+    bench.cache.audit(live=())
+    bench.ask(prompt, Prefix(), limit=24)
+    while bench.iterate():
+        pass
+    assert len(bench.ended) == 1 and not bench.failed
+
+
+def test_a_paused_request_that_leaves_gives_everything_back():
+    bench = Serving(12)
+    bench.ask(simple(9, 1), Full(), limit=25)
+    young = bench.ask(simple(9, 2), Full(), limit=25)
+    while not bench.pauses.waiting:
+        bench.iterate()
+    bench.end(young)
+    assert young.paused is None and not bench.pauses.waiting
+    while bench.iterate():
+        pass
+    assert len(bench.ended) == 1
+
+
+def test_what_a_resumed_request_keeps_is_what_it_computed():
+    bench = Serving(13)
+    old, young = bench.ask(simple(9, 1), Full(), limit=30), bench.ask(simple(9, 2), Prefix(), limit=20)
+    while bench.iterate():
+        pass
+    assert young.times.pauses and not old.times.pauses
+    for node in bench.cache.tree.nodes():
+        slots = node.run.slots(PAGE)
+        assert bench.device.token[slots].tolist() == np.frombuffer(node.raw, "<i4").tolist()
+        assert bench.device.position[slots].tolist() == [*range(node.start, node.end)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_everyone_ends_whatever_the_pool(seed):
+    """Random pools, lengths, strategies, cancels: each row sees its own tokens, the oldest is never paused, all end."""
+    random = np.random.default_rng(seed)
+    bench = Serving(int(random.integers(26, 60)))
+    waiting = []
+    for _ in range(int(random.integers(2, 9))):
+        chunks = random.permutation(3)[: random.integers(0, 3)] + 1
+        prompt = knowledge_prompt(int(random.integers(9, 12)), tuple(int(c) for c in chunks))
+        waiting.append((prompt, (Full, Prefix, Naive)[random.integers(3)](), int(random.integers(1, 40))))
+    states, cancelled = [], set()
+    for _ in range(3000):
+        if waiting and random.random() < 0.3:
+            states.append(bench.ask(*waiting.pop(), background=random.random() < 0.15))
+        if states and random.random() < 0.02:
+            state = states[random.integers(len(states))]
+            if state.id not in bench.ended:
+                cancelled.add(state.id)
+                bench.end(state)
+        if not bench.iterate() and not waiting:
+            break
+    else:
+        pytest.fail("they never end")
+    assert not bench.failed
+    for state in states:
+        if state.id not in cancelled:
+            assert bench.ended[state.id] == state.said + state.limit
+    assert not [state for state in states[:1] if state.times.pauses and not state.background]
+    bench.cache.audit(live=())
+    bench.cache.clear()
+    assert bench.cache.metrics.pages_used == 0

@@ -83,13 +83,14 @@ class Loader:
         for done in finished:
             self._count(done)
             if isinstance(done.job, Load):
-                self._loaded(done.job.number, done.error)
+                self._loaded(done.job.number, done.error, done.seconds)
             elif done.error is not None and isinstance(done.job, Save):
                 self._hierarchy.lose_entry(done.job.entry)
             elif done.error is not None and isinstance(done.job, Write):
                 node = self._tree.find(done.job.record.key)
                 if node is not None:
                     node.shelved = False
+        self._loads.note(self._storage.transfer.arrived())
         self._hierarchy.ledger.dispatch()
         return bool(finished)
 
@@ -112,13 +113,13 @@ class Loader:
         self._metrics.failures[kind] += done.error is not None
         self._metrics.loss_max = max(self._metrics.loss_max, done.loss)
 
-    def _loaded(self, number: int, error: str | None) -> None:
-        loading = self._loads.under_way.pop(number)
+    def _loaded(self, number: int, error: str | None, seconds: float = 0.0) -> None:
+        loading = self._loads.end(number, seconds if error is None else None)
         deepest = loading.nodes[-1]
         for node in loading.nodes:
             node.loading = 0
         for match in loading.matches:
-            match.waits.discard(number)
+            match.waits.pop(number, None)
             if error is not None:
                 match.broken = error
         if error is not None and not loading.nodes[0].dead:
@@ -225,7 +226,7 @@ class Loader:
         self._pool.release(run)
         number = loading.nodes[-1].loading
         self._tree.pin(loading.nodes[-1])
-        self._loads.under_way[number] = loading
+        self._loads.begin(number, loading)
         self._storage.transfer.load([Load(number, run, copies)])
         for tenant in {node.tenant for node in loading.nodes}:
             self._hierarchy.enforce(tenant)

@@ -67,6 +67,18 @@ class Metrics:
 
 
 @dataclass(eq=False)
+class Progress:
+    """How far a load is.
+
+    stages: how many stages of layers, the first ones, are on the device. seconds: how long the whole of it takes, as
+    loads from its tier have taken so far (None: there were none).
+    """
+
+    stages: int = 0
+    seconds: float | None = None
+
+
+@dataclass(eq=False)
 class Match:
     """Cached KV that a request is using; nothing of it leaves until `release`, which is called exactly once.
 
@@ -76,7 +88,7 @@ class Match:
     label: who holds it, a request id for instance; audits name it.
     origins: (tokens, tier they came from), in order.
     lossy: whether any of it lost precision at rest, or was computed on what did.
-    waits: loads that must be done before the KV is there. broken: why it never will be.
+    waits: loads that must be done before the KV is there, and how far they are. broken: why it never will be.
     """
 
     spans: tuple[tuple[Run, int], ...]
@@ -88,7 +100,7 @@ class Match:
     origins: tuple[tuple[int, Tier], ...]
     lossy: bool
     _release: Callable[[Match], None] = field(repr=False)
-    waits: set[int] = field(default_factory=set)
+    waits: dict[int, Progress] = field(default_factory=dict)
     broken: str | None = None
     released: bool = False
 

@@ -7,7 +7,7 @@ what lies on disk, where other processes and earlier lives of this one put thing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -90,7 +90,10 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Fill `run`, which lies in fresh pages from a page's first slot on, with the pieces' tokens in order."""
+    """Fill `run`, which lies in fresh pages from a page's first slot on, with the pieces' tokens in order.
+
+    The stages of layers arrive one after the other, the first one first.
+    """
 
     number: int
     run: Run
@@ -141,7 +144,7 @@ class TransferEngine(Protocol):
         ...
 
     def give_up(self, number: int) -> None:
-        """Put nothing of the load of this number into its pages, whenever it arrives, and do not report it."""
+        """Put nothing more of the load of this number into its pages, whenever it arrives, and do not report it."""
         ...
 
     def forget(self, entries: Iterable[int]) -> None:
@@ -150,6 +153,14 @@ class TransferEngine(Protocol):
 
     def poll(self) -> Sequence[Done]:
         """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
+        ...
+
+    def arrived(self) -> Mapping[int, int]:
+        """Of loads under way, by number: the leading stages that later steps see in the pool, as of the last `poll`.
+
+        A load that has none may be left out. What has arrived is not checked before the whole load is done: if the
+        load fails, nothing computed on it may be used.
+        """
         ...
 
 

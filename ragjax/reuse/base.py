@@ -114,6 +114,19 @@ class Allocation:
         return all(match.ready for match in self._matches)
 
     @property
+    def stages_ready(self) -> int:
+        """How many stages of layers, the first ones, are on the device of all that was matched."""
+        waits = (progress for match in self._matches for progress in match.waits.values())
+        return min((progress.stages for progress in waits), default=len(self.stages) - 1)
+
+    @property
+    def load_seconds(self) -> float | None:
+        """How long the slowest of the loads under way takes in all, as far as is known; None: it is not."""
+        found = [progress.seconds for match in self._matches for progress in match.waits.values()]
+        known = [seconds for seconds in found if seconds is not None]
+        return max(known, default=0.0) if len(known) == len(found) else None
+
+    @property
     def broken(self) -> str | None:
         """Why KV that was matched could not be had; the request must be started again. None if all is well."""
         return next((match.broken for match in self._matches if match.broken is not None), None)

@@ -78,27 +78,34 @@ class PagePool:
         return [take(pages[part]) for part in page_store.cuts(len(pages))]
 
     def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]:
-        """Bring pages of all layers, in the pool's dtype, to the device, for `insert`; waits until they are there.
+        """Bring pages to the device, for `insert`; waits until they are there.
 
         Any thread may call it: it does not touch the pool. The arrays must not change afterwards.
+
+        Args:
+            k_LPKCD: keys of the layers of one or more stages, in the pool's dtype.
+            v_LPKCD: their values.
         """
 
         def put(x_LPKCD: NDArray[Any], stage: slice, part: slice) -> jax.Array:
             x_LPKCD = x_LPKCD[stage, part].view(self._dtype)
             return host.upload(np.ascontiguousarray(x_LPKCD), self._pool_sharding)
 
-        stages = [slice(i, i + self._depth) for i in self.stages[:-1]]
+        stages = [slice(i, i + self._depth) for i in range(0, k_LPKCD.shape[0], self._depth)]
         excerpts = [
             tuple(Pages(put(k_LPKCD, stage, part), put(v_LPKCD, stage, part)) for stage in stages)
             for part in page_store.cuts(k_LPKCD.shape[1])
         ]
         return jax.block_until_ready(excerpts)  # type: ignore[no-any-return]
 
-    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt]) -> None:
-        """Overwrite whole pages in all layers by what `extract` or `upload` gave, in place. Waits for nothing.
+    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt], first: int = 0) -> None:
+        """Overwrite whole pages by what `extract` or `upload` gave, in place. Waits for nothing.
+
+        first: the stage that the excerpts begin with.
 
         Raises:
-            ValueError: if a page is outside of the pool or named twice, or the excerpts are of another number of pages.
+            ValueError: if a page is outside of the pool or named twice, or the excerpts are of another number of pages
+                or of stages that are not there.
         """
         self._check_pages(pages)
         if len(np.unique(pages)) != len(pages):
@@ -106,9 +113,11 @@ class PagePool:
         parts = list(page_store.cuts(len(pages)))
         if [excerpt[0].k_LPKCD.shape[1] for excerpt in excerpts] != [part.stop - part.start for part in parts]:
             raise ValueError(f"excerpts are not those of {len(pages)} pages")
+        if any(not 0 <= first <= first + len(excerpt) <= len(self._pools) for excerpt in excerpts):
+            raise ValueError(f"excerpts from stage {first} on do not fit {len(self._pools)} stages")
         for part, excerpt in zip(parts, excerpts, strict=True):
             program = self._programs.get("insert", part.stop - part.start)
-            for i, new in enumerate(excerpt):
+            for i, new in enumerate(excerpt, first):
                 self._pools[i] = program(self._pools[i], pages[part], new)
 
     def download(self, pages: NDArray[np.int32]) -> list[Excerpt]:
@@ -127,6 +136,18 @@ class PagePool:
             ValueError: as `insert`.
         """
         self.insert(pages, jax.tree.map(lambda x: host.upload(x, self._pool_sharding), list(copies)))
+
+    def clear(self, pages: NDArray[np.int32]) -> None:
+        """Overwrite whole pages by zeros in all layers, where they may hold what is not finite. Waits for nothing.
+
+        Raises:
+            ValueError: if a page is outside of the pool or named twice.
+        """
+        keys = self._pools[0].k_LPKCD
+        for part in page_store.cuts(len(pages)):
+            shape = (keys.shape[0], part.stop - part.start, *keys.shape[2:])
+            zeros = Pages(*(jnp.zeros(shape, self._dtype, device=self._pool_sharding) for _ in "kv"))
+            self.insert(pages[part], [(zeros,) * len(self._pools)])
 
     def move(
         self,

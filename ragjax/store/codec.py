@@ -135,6 +135,11 @@ def cut(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
     return {name: x if name.endswith(".scale") else x[:, :, begin:end] for name, x in arrays.items()}
 
 
+def layers(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
+    """Layers [begin, end) of an entry, as views."""
+    return {name: x[begin:end] for name, x in arrays.items()}
+
+
 def _names(kind: AtRest) -> set[str]:
     return {"k", "v"} if kind == "raw" else {f"{x}.{part}" for x in "kv" for part in (kind, "scale")}
 

@@ -19,8 +19,8 @@ import errno
 import logging
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +171,22 @@ class DiskStore:
             Damaged: it is not what was written, and was set aside.
             DiskError: it cannot be read now.
         """
+        [arrays] = self.read_shares(key, 1, expected)
+        return arrays
+
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[dict[str, NDArray[Any]]]:
+        """The arrays of an entry in equal shares of their first axis, the layers, as `read` gives them all.
+
+        Nothing is checked before the last share comes: an error after some says that they are not to be used.
+        """
         try:
             self._refresh()
             if self._journal.touched >= _BATCH:
                 self._flush()
-            arrays, size = self._fetch(key, expected)
+            size = yield from self._fetch(key, count, expected)
         except (OSError, sqlite3.Error) as error:
             raise DiskError(f"{self._name(key)} cannot be read: {reason(error)}") from error
         self._journal.count(reads=1, read_bytes=size)
-        return arrays
 
     def forget(self, key: bytes) -> None:
         """Remove an entry, if there is one.
@@ -224,7 +231,7 @@ class DiskStore:
                     self._repair.reconcile(self._index)
             for key in self._index.all_keys():
                 with suppress(Missing, Damaged):
-                    self._fetch(key)
+                    list(self._fetch(key, 1))
         except (OSError, sqlite3.Error) as error:
             raise DiskError(f"{self.folder} cannot be verified: {reason(error)}") from error
         return self._journal.flaws()
@@ -255,17 +262,35 @@ class DiskStore:
 
     # ------------------------------------------------------------------------------------ reading
 
-    def _fetch(self, key: bytes, expected: Record | None = None) -> tuple[dict[str, NDArray[Any]], int]:
+    def _fetch(
+        self, key: bytes, count: int, expected: Record | None = None
+    ) -> Generator[dict[str, NDArray[Any]], None, int]:
+        """An entry's shares; returns the bytes of the file."""
+        found = self._find(key)
+        with self._condemning(key) as path, open(path, "rb", buffering=0) as file:
+            reader = entry.Reader(file, self._manifest.identity)
+            if reader.record.key != key:
+                raise Damaged("it is another entry's content")
+            if found == (reader.record, reader.size) and expected in (None, reader.record):
+                yield from reader.shares(count)
+            else:  # what it says of itself counts only if it is intact
+                list(reader.shares(1))
+        self._compare(found, reader.record, reader.size, expected)
+        return reader.size
+
+    def _find(self, key: bytes) -> tuple[Record, int]:
         found = self._index.find(key)
         if found is None:
             raise self._gone(key)
+        return found
+
+    @contextmanager
+    def _condemning(self, key: bytes) -> Iterator[Path]:
+        """The entry's file, to be read within; it is set aside if that shows that it is damaged."""
         path = self._files.entry(key)
         seen = stamp(path)
         try:
-            data = entry.load(path)
-            record, arrays = entry.decode(data, self._manifest.identity)
-            if record.key != key:
-                raise Damaged("it is another entry's content")
+            yield path
         except FileNotFoundError:
             with self._index.change() as index:
                 self._repair.drop_if_gone(index, [key])
@@ -276,11 +301,13 @@ class DiskStore:
             if error.errno != errno.EIO:
                 raise
             raise self._condemn(key, seen, "the disk cannot read it") from error
-        if found != (record, len(data)):
-            raise self._correct(record, len(data))
+
+    def _compare(self, found: tuple[Record, int], record: Record, size: int, expected: Record | None) -> None:
+        """An intact file must be what the index says, and what is expected."""
+        if found != (record, size):
+            raise self._correct(record, size)
         if expected is not None and record != expected:
-            raise Missing(f"{self._name(key)}: another process has replaced it since it was looked up")
-        return arrays, len(data)
+            raise Missing(f"{self._name(record.key)}: another process has replaced it since it was looked up")
 
     def _gone(self, key: bytes) -> Missing:
         self._journal.count(missing=1)

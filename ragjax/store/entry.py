@@ -11,9 +11,10 @@ import base64
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -32,6 +33,8 @@ Arrays = Mapping[str, NDArray[Any]]
 """KV arrays by name, each of a dtype in DTYPES."""
 
 Bytes = NDArray[np.uint8]
+
+_Hash = Any  # hashlib names no type for it
 
 _HUGE = 4 * 2**20
 
@@ -89,31 +92,81 @@ def encode(record: Record, arrays: Arrays, identity: bytes) -> tuple[Bytes, ...]
     return (np.frombuffer(_header(record, layout, identity, checksum), np.uint8), *data)
 
 
-def decode(data: Bytes, identity: bytes) -> tuple[Record, dict[str, NDArray[Any]]]:
-    """The record and the arrays (views of `data`) of a whole file, uint8 [bytes].
+def _room(size: int) -> Bytes:
+    """So many bytes; NumPy asks for huge pages from 4 MiB on, and to fill small ones takes longer than to read."""
+    return np.empty(max(size, _HUGE if 4 * size > _HUGE else 0), np.uint8)[:size]
+
+
+class Reader:
+    """A file that is read a share of each array at a time: of KV, some layers (every array's first axis).
+
+    record: what it says it is. size: bytes of the file. Nothing of it is checked before the last share is there. It is
+    not mapped: a file cut short under a mapping would kill the process.
 
     Raises:
-        Damaged: these are not the bytes that `encode` made for this identity.
+        Damaged: the header is not what `encode` writes for this identity, or the file has another length.
     """
-    start = _header_end(data[:_PREFIX].tobytes(), len(data))
-    record, layout, checksum = _parse(data[:start].tobytes(), identity)
-    pieces = [data[start + begin : start + end] for begin, end in _fit(layout, len(data) - start)]
-    if _checksum(record, layout, identity, pieces) != checksum:
-        raise Damaged("its checksum does not match")
-    named = zip(layout.arrays, pieces, strict=True)
-    return record, {name: piece.view(dtype).reshape(shape) for (name, dtype, shape), piece in named}
 
+    def __init__(self, file: FileIO, identity: bytes):
+        self.size = os.fstat(file.fileno()).st_size
+        prefix = file.read(_PREFIX)
+        self._start = _header_end(prefix, self.size)
+        self.record, self._layout, self._checksum = _parse(prefix + file.read(self._start - _PREFIX), identity)
+        self._extents = _fit(self._layout, self.size - self._start)
+        self._file = file
+        self._digest = _digest(self.record, self._layout, identity)
 
-def load(path: Path) -> Bytes:
-    """All bytes of a file, uint8 [bytes]. Not mapped: a file cut short under a mapping would kill the process."""
-    with open(path, "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        # NumPy asks for huge pages from 4 MiB on: filling small ones for the first time takes longer than reading
-        data = np.empty(max(size, _HUGE if 4 * size > _HUGE else 0), np.uint8)[:size]
+    def shares(self, count: int) -> Iterator[dict[str, NDArray[Any]]]:
+        """So many equal shares in order, views of one array; the last comes once the checksum was found right.
+
+        Raises:
+            Damaged: the bytes are not those that were written, or an array cannot be shared.
+            OSError: they cannot be read.
+        """
+        shapes = [self._shape(name, shape, count) for name, _, shape in self._layout.arrays]
+        data = _room(self.size - self._start)
+        hashed = 0
+        for i in range(count):
+            arrays = {
+                name: self._share(data, extent, i, count).view(dtype).reshape(shape)
+                for (name, dtype, _), shape, extent in zip(self._layout.arrays, shapes, self._extents, strict=True)
+            }
+            last = i == count - 1
+            if last:
+                self._digest.update(data[hashed:].data)
+                if self._digest.hexdigest() != self._checksum:
+                    raise Damaged("its checksum does not match")
+            yield arrays
+            there = 0 if last else self._there(i + 1, count)
+            self._digest.update(data[hashed:there].data)  # after the yield: the share is wanted sooner than the sum
+            hashed = max(hashed, there)
+
+    def _shape(self, name: str, shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+        if count == 1:
+            return shape
+        if not shape or shape[0] % count:
+            raise Damaged(f"array {name} of shape {list(shape)} does not fall into {count} shares")
+        return shape[0] // count, *shape[1:]
+
+    def _share(self, data: Bytes, extent: tuple[int, int], i: int, count: int) -> Bytes:
+        """Read the bytes of an array's i-th share."""
+        size = (extent[1] - extent[0]) // count
+        part = slice(extent[0] + i * size, extent[0] + (i + 1) * size)
+        self._fill(data[part], self._start + part.start)
+        return data[part]
+
+    def _there(self, shares: int, count: int) -> int:
+        """Up to where all bytes were read, after so many shares: only the first array's lie at the beginning."""
+        begin, end = next(iter(self._extents), (0, 0))
+        return begin + (end - begin) // count * shares
+
+    def _fill(self, data: Bytes, offset: int) -> None:
         got = 0
-        while got < len(data) and (more := file.readinto(data.data[got:])):
+        while got < len(data):
+            more = os.preadv(self._file.fileno(), [data.data[got:]], offset + got)
+            if not more:
+                raise Damaged("it was cut short")
             got += more
-    return data[:got]
 
 
 def peek(path: Path, identity: bytes) -> Record:
@@ -190,10 +243,15 @@ def _header(record: Record, layout: _Layout, identity: bytes, checksum: str | No
 
 
 def _checksum(record: Record, layout: _Layout, identity: bytes, data: Sequence[Bytes]) -> str:
-    digest = sha256(_header(record, layout, identity, None))  # the fastest here that trusts nobody
+    digest = _digest(record, layout, identity)
     for piece in data:
         digest.update(piece.data)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
+
+
+def _digest(record: Record, layout: _Layout, identity: bytes) -> _Hash:
+    """Of what the checksum covers besides the arrays' bytes."""
+    return sha256(_header(record, layout, identity, None))  # the fastest here that trusts nobody
 
 
 def _header_end(prefix: bytes, size: int) -> int:

@@ -44,34 +44,33 @@ class Snapshot:
 class Staging:
     """Pages in host memory that pieces of a run are put into, in the parts that the device takes at once.
 
-    parts: keys and values of each part, [L, pages of the part, K, C, D] each.
+    codec: of the layers of one stage, L. parts: for each stage, keys and values of each part,
+    [L, pages of the part, K, C, D] each.
     """
 
-    def __init__(self, codec: Codec, pages: int, page_size: int):
+    def __init__(self, codec: Codec, stages: int, pages: int, page_size: int):
         """So many pages of zeros: slots that no token fills must be finite.
 
         All lie in one array, which has huge pages if it is large: the rest of their memory is quicker to come by.
         """
-        page = (codec.heads, page_size, codec.dim)
-        whole = np.zeros((2, codec.layers * pages, *page), codec.dtype)
-        self.parts = [
-            [x[codec.layers * part.start : codec.layers * part.stop].reshape(codec.layers, -1, *page) for x in whole]
-            for part in cuts(pages)
-        ]
+        page, depth = (codec.heads, page_size, codec.dim), codec.layers
+        whole = np.zeros((stages, 2, depth * pages, *page), codec.dtype)
+        slices = [slice(depth * part.start, depth * part.stop) for part in cuts(pages)]
+        self.parts = [[[x[part].reshape(depth, -1, *page) for x in stage] for part in slices] for stage in whole]
         self._page_size = page_size
-        self._places = [(part, i) for part in self.parts for i in range(part[0].shape[1])]
+        self._places = [(number, i) for number, part in enumerate(cuts(pages)) for i in range(part.stop - part.start)]
 
     @property
     def nbytes(self) -> int:
         """Of all parts."""
-        return sum(x.nbytes for part in self.parts for x in part)
+        return sum(x.nbytes for stage in self.parts for part in stage for x in part)
 
-    def put(self, begin: int, kv_LKTD: Iterable[NDArray[Any]]) -> None:
+    def put(self, stage: int, begin: int, kv_LKTD: Iterable[NDArray[Any]]) -> None:
         """Put keys and values of some tokens where token `begin` of the run, and those after it, belong."""
         for x, x_LKTD in enumerate(kv_LKTD):
             for page, slots, tokens in spread(begin, x_LKTD.shape[2], self._page_size):
                 part, i = self._places[page]
-                part[x][:, i, :, slots] = x_LKTD[:, :, tokens]
+                self.parts[stage][part][x][:, i, :, slots] = x_LKTD[:, :, tokens]
 
 
 def spread(start: int, length: int, page_size: int) -> Iterator[tuple[int, slice, slice]]:

@@ -13,73 +13,58 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
 from threading import Condition
-from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragjax.core import AtRest
-from ragjax.core.tiers import Copy, Done, Job, Load, Record, Save, TransferEngine, Write
-from ragjax.models.config import ModelConfig
+from ragjax.core.tiers import Copy, Done, Job, Load, Save, TransferEngine, Write
 from ragjax.store import host
-from ragjax.store.codec import Arrays, Codec, cut, rest_dtype
+from ragjax.store.arrival import Arrivals, Device, Disk
+from ragjax.store.codec import Codec, cut, rest_dtype
 from ragjax.store.device import Excerpt
 from ragjax.store.host import Entry, HostStore
-from ragjax.store.pages import Snapshot, Staging, nbytes
+from ragjax.store.pages import Snapshot, nbytes
 from ragjax.store.traffic import Direction, Traffic, TrafficMeter
-
-
-class Device(Protocol):
-    """What a transfer engine needs of the runner; see there."""
-
-    config: ModelConfig
-    page_size: int
-    storage_dtype: np.dtype[Any]
-
-    def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]: ...  # noqa: D102
-
-    def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]: ...  # noqa: D102
-
-    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt]) -> None: ...  # noqa: D102
-
-
-class Disk(Protocol):
-    """Entries on disk; called from several threads."""
-
-    def write(self, record: Record, arrays: Mapping[str, NDArray[Any]]) -> int:
-        """Keep the arrays, views of longer ones; returns the bytes they take."""
-        ...
-
-    def read(self, key: bytes, expected: Record | None = None) -> Mapping[str, NDArray[Any]]:
-        """The arrays of an entry. Raises if it is missing, damaged, or not what is expected."""
-        ...
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a job came to; excerpts: yet to be put into the job's pages."""
+    """What a job came to."""
 
     bytes: int
     loss: float = 0.0
-    excerpts: Sequence[Excerpt] = ()
 
 
 @dataclass(frozen=True)
+class _Stage:
+    """A stage of a load, yet to be put into its pages."""
+
+    number: int
+    excerpts: Sequence[Excerpt]
+
+
+@dataclass(eq=False)
 class _Begun:
-    """A job, when it began, and the host entries it keeps."""
+    """A job, when it began, and the host entries it keeps.
+
+    Of a load: stages in the pool, why no more can be put there, and whether nobody wants it any more.
+    """
 
     job: Job
     keeps: Sequence[Entry]
     start: float = field(default_factory=time.monotonic)
+    stages: int = 0
+    error: str | None = None
+    given_up: bool = False
 
 
 class KVTransfer(TransferEngine):
     """Moves KV between the tiers of one runner.
 
     `Done.bytes` are bytes at rest for saves and writes, and bytes put on the device for loads. A read from disk that
-    fails is tried again before it is reported; nothing of a load is inserted unless all of it arrived.
+    fails is tried again before it is reported. The stages of a load are inserted as they arrive; if it fails or is
+    given up, and some of it came from disk, zeros take their place, since what was not checked need not be finite.
 
     Args:
         device: the runner.
@@ -122,9 +107,10 @@ class KVTransfer(TransferEngine):
         self._change = Condition()  # guards the counters and all below
         self._outstanding = 0
         self._backlog = 0
-        self._given_up: set[int] = set()
+        self._loading: dict[int, _Begun] = {}
         self._closed = False
-        self._ready: list[tuple[_Begun, _Outcome | str]] = []
+        self._ready: list[tuple[_Begun, _Outcome | _Stage | str]] = []
+        self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._meter, retries)
 
     def size(self, tokens: int) -> int:
         """Bytes that an entry of so many tokens takes at rest."""
@@ -189,12 +175,14 @@ class KVTransfer(TransferEngine):
         for job in jobs:
             kept = {piece: self._entry(piece) for piece in set(job.pieces) if not isinstance(piece.entry, bytes)}
             begun = self._begin(job, list(kept.values()))
-            self._when_ready(self._loaders, begun, partial(self._load, job, kept))
+            self._loading[job.number] = begun
+            self._when_ready(self._loaders, begun, partial(self._load, begun, kept))
 
     def give_up(self, number: int) -> None:
-        """Put nothing of the load of this number into its pages, whenever it arrives, and do not report it."""
-        with self._change:
-            self._given_up.add(number)
+        """Put nothing more of the load of this number into its pages, whenever it arrives, and do not report it."""
+        begun = self._loading.pop(number)
+        begun.given_up = True
+        self._take_back(begun)
 
     def forget(self, entries: Iterable[int]) -> None:
         """Free host entries, each once the jobs begun before have finished.
@@ -208,10 +196,18 @@ class KVTransfer(TransferEngine):
     def poll(self) -> Sequence[Done]:
         """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
         with self._change:
-            ready = [one for one in self._ready if not self._is_given_up(one[0].job)]
-            self._given_up -= {one[0].job.number for one in self._ready if isinstance(one[0].job, Load)}
-            self._ready = []
-        return [self._settle(begun, outcome) for begun, outcome in ready]
+            ready, self._ready = self._ready, []
+        done = []
+        for begun, outcome in ready:
+            if isinstance(outcome, _Stage):
+                self._insert(begun, outcome)
+            elif not begun.given_up:
+                done.append(self._settle(begun, outcome))
+        return done
+
+    def arrived(self) -> Mapping[int, int]:
+        """Leading stages in the pool of each load under way, by number, as of the last `poll`."""
+        return {number: begun.stages for number, begun in self._loading.items() if begun.error is None}
 
     def flush(self) -> None:
         """Wait until workers have finished what was begun: saves are in host memory then, writes on disk."""
@@ -229,9 +225,6 @@ class KVTransfer(TransferEngine):
             threads.shutdown(wait=wait, cancel_futures=True)
 
     # ------------------------------------------------------------------------------ in the owner's thread
-
-    def _is_given_up(self, job: Job) -> bool:
-        return isinstance(job, Load) and job.number in self._given_up
 
     def _check_open(self) -> None:
         if self._closed:
@@ -278,13 +271,33 @@ class KVTransfer(TransferEngine):
         self._meter.add("device_to_host", Traffic(bytes=nbytes(excerpts)))
         return Snapshot(pages, excerpts)
 
-    def _settle(self, begun: _Begun, outcome: _Outcome | str) -> Done:
-        if isinstance(begun.job, Load) and isinstance(outcome, _Outcome):
+    def _insert(self, begun: _Begun, stage: _Stage) -> None:
+        """Put a stage of a load into its pages, unless the load has come to nothing."""
+        assert isinstance(begun.job, Load)
+        if begun.given_up or begun.error is not None:
+            return
+        try:
+            self._device.insert(np.asarray(begun.job.run.pages, np.int32), stage.excerpts, stage.number)
+            begun.stages += 1
+        except Exception as error:  # the pool is lost
+            self._meter.add("host_to_device", Traffic(failures=1))
+            begun.error = _message(error)
+
+    def _take_back(self, begun: _Begun) -> None:
+        """Leave nothing of a load that was not checked in pages that others will have."""
+        assert isinstance(begun.job, Load)
+        if begun.stages and any(isinstance(piece.entry, bytes) for piece in begun.job.pieces):
             try:
-                self._device.insert(np.asarray(begun.job.run.pages, np.int32), outcome.excerpts)
-            except Exception as error:  # the pool is lost
-                self._meter.add("host_to_device", Traffic(failures=1))
-                outcome = _message(error)
+                self._device.clear(np.asarray(begun.job.run.pages, np.int32))
+            except Exception as error:  # the pool is lost, and will be made anew
+                begun.error = _message(error)
+
+    def _settle(self, begun: _Begun, outcome: _Outcome | str) -> Done:
+        if isinstance(begun.job, Load):
+            del self._loading[begun.job.number]
+            outcome = begun.error or outcome
+            if isinstance(outcome, str):
+                self._take_back(begun)
         seconds = time.monotonic() - begun.start
         if isinstance(outcome, str):
             return Done(begun.job, outcome, seconds=seconds)
@@ -351,44 +364,15 @@ class KVTransfer(TransferEngine):
             moved.bytes = self._disk.write(job.record, part)
         return _Outcome(moved.bytes)
 
-    def _load(self, job: Load, kept: Mapping[Copy, Entry]) -> _Outcome:
-        ends: dict[bytes, int] = {}
-        expected: dict[bytes, Record | None] = {}
-        for piece in job.pieces:
-            if isinstance(piece.entry, bytes):
-                ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
-                expected[piece.entry] = piece.record
-        read = dict(zip(ends, self._readers.map(self._read, ends, ends.values(), expected.values()), strict=True))
-        with self._meter.measure("host_to_device") as moved:
-            staging = Staging(self._codec, len(job.run.pages), self._device.page_size)
-
-            def fill(piece: Copy, end: int) -> None:
-                arrays = read[piece.entry] if isinstance(piece.entry, bytes) else kept[piece].read()
-                kv_LKTD = self._codec.decode(cut(arrays, piece.begin, piece.begin + piece.length))
-                staging.put(end - piece.length, kv_LKTD)
-
-            list(self._readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
-            moved.bytes = staging.nbytes
-            uploaded = self._readers.map(lambda part: self._device.upload(*part), staging.parts)
-            return _Outcome(moved.bytes, excerpts=[excerpt for part in uploaded for excerpt in part])
-
-    def _read(self, key: bytes, tokens: int, expected: Record | None) -> Arrays:
-        with self._meter.measure("disk_to_host") as moved:
-            arrays = self._try_to_read(key, expected, moved)
-            self._codec.check(arrays, tokens)
-            moved.bytes = sum(x.nbytes for x in arrays.values())
-        return arrays
-
-    def _try_to_read(self, key: bytes, expected: Record | None, moved: Traffic) -> Arrays:
-        assert self._disk is not None
-        errors: list[Exception] = []
-        while len(errors) <= self._retries:
-            moved.retries = len(errors)
-            try:
-                return self._disk.read(key, expected)
-            except Exception as error:
-                errors.append(error)
-        raise errors[0]  # a damaged entry is set aside, and missing from then on
+    def _load(self, begun: _Begun, kept: Mapping[Copy, Entry]) -> _Outcome:
+        assert isinstance(begun.job, Load)
+        moved = 0
+        for stage, excerpts in enumerate(self._arrivals.of(begun.job, kept)):
+            moved += nbytes(excerpts)
+            with self._change:
+                self._ready.append((begun, _Stage(stage, excerpts)))
+            self.notify()
+        return _Outcome(moved)
 
     def _fail(self, direction: Direction, error: Exception) -> _Outcome:
         with self._meter.measure(direction):

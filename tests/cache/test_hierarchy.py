@@ -534,7 +534,7 @@ def test_leases_on_what_hangs_below_a_failed_load_are_broken_at_once():
     bench.squeeze()
     context = bench.cache.match_prefix(tokens(*A))
     segment = bench.cache.match_segment(context, tokens(6, 7), Provenance.ISOLATED, "naive")
-    assert context.waits and segment.waits and not context.waits & segment.waits
+    assert context.waits and segment.waits and not context.waits.keys() & segment.waits.keys()
     load = next(i for i, job in enumerate(bench.transfer.pending) if isinstance(job, Load))
     bench.transfer.finish(load, "it failed")
     bench.cache.poll()

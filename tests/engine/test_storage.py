@@ -198,12 +198,12 @@ class Unwilling:
     def __getattr__(self, name: str) -> object:
         return getattr(self.store, name)
 
-    def read(self, key: bytes, expected: Record | None = None) -> object:
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[object]:
         self.gate.wait(30)
         if self.failing:
             self.failing -= 1
             raise OSError("the disk is on fire")
-        return self.store.read(key, expected)
+        yield from self.store.read_shares(key, count, expected)
 
 
 @pytest.fixture
@@ -300,11 +300,11 @@ def test_an_entry_that_another_process_replaced_meanwhile_is_not_taken_for_what_
     theirs, store = disk(tmp_path / "b"), disk(tmp_path / "a")
 
     class Racing(Unwilling):
-        def read(self, key: bytes, expected: Record | None = None) -> object:
+        def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[object]:
             record = theirs.find(key)
             if record is not None and record != expected:
                 disk(tmp_path / "a").write(record, theirs.read(key))
-            return super().read(key, expected)
+            return super().read_shares(key, count, expected)
 
     with tiny.engine() as engine:
         right = engine.answer_prompt(one, strategy="dependency-preorder", max_tokens=1, want_logits=True)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.support.disks import (
     IDENTITY,
     adds_up,
     arrays_of,
+    decode,
     digest,
     file_name,
     flip,
@@ -40,13 +42,33 @@ from tests.support.disks import (
 def test_no_bit_of_a_file_can_change_unnoticed() -> None:
     arrays = {"k": np.arange(40, dtype=np.uint16), "v": np.ones(3, np.float32)}
     good = np.concatenate(entry.encode(record_of("x"), arrays, IDENTITY))
-    entry.decode(good.copy(), IDENTITY)
+    decode(good)
     for at in range(len(good)):
         for bit in range(8):
             bad = good.copy()
             bad[at] ^= 1 << bit
             with pytest.raises(Damaged):
-                entry.decode(bad, IDENTITY)
+                decode(bad)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_shares_are_checked_before_the_last_one_comes(count: int) -> None:
+    arrays = {"k": np.arange(60, dtype=np.uint16).reshape(6, 10), "v": np.ones((6, 3, 2), np.float32)}
+    good = np.concatenate(entry.encode(record_of("x"), arrays, IDENTITY))
+    shares = decode(good, count)
+    assert len(shares) == count
+    assert same({name: np.concatenate([share[name] for share in shares]) for name in arrays}, arrays)
+    for at in range(len(good)):
+        bad = good.copy()
+        bad[at] ^= 1
+        with pytest.raises(Damaged):
+            decode(bad, count)
+
+
+def test_an_array_that_does_not_fall_into_shares_is_damage() -> None:
+    for array in (np.ones((3, 4), np.uint16), np.ones((), np.uint16)):
+        with pytest.raises(Damaged, match="array k of shape"):
+            decode(np.concatenate(entry.encode(record_of("x"), {"k": array}, IDENTITY)), 2)
 
 
 def test_no_other_length_is_taken(tmp_path: Path) -> None:
@@ -55,7 +77,7 @@ def test_no_other_length_is_taken(tmp_path: Path) -> None:
     for length in [*range(len(good)), len(good) + 1]:
         bad = np.resize(good, length)
         with pytest.raises(Damaged):
-            entry.decode(bad, IDENTITY)
+            decode(bad)
         bad.tofile(path)
         with pytest.raises(Damaged):
             entry.peek(path, IDENTITY)
@@ -67,7 +89,7 @@ def test_no_other_length_is_taken(tmp_path: Path) -> None:
 def test_garbage_is_damage(garbage: bytes, framed: bool) -> None:
     data = len(garbage).to_bytes(8, "little") + garbage if framed else garbage
     with pytest.raises(Damaged):
-        entry.decode(np.frombuffer(data, np.uint8), IDENTITY)
+        decode(data)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +107,7 @@ def test_garbage_is_damage(garbage: bytes, framed: bool) -> None:
 def test_a_foreign_header_is_damage(header: str) -> None:
     data = len(header).to_bytes(8, "little") + header.encode()
     with pytest.raises(Damaged):
-        entry.decode(np.frombuffer(data, np.uint8), IDENTITY)
+        decode(data)
 
 
 def _of_another_model(path: Path) -> None:
@@ -204,26 +226,26 @@ def test_a_disk_that_fails_to_read_is_damage_and_any_other_failure_is_not(
 ) -> None:
     put(store, "x")
 
-    def failing(number: int) -> Callable[[Path], object]:
-        def load(path: Path) -> object:
+    def failing(number: int) -> Callable[..., int]:
+        def read(*_: object) -> int:
             raise OSError(number, os.strerror(number))
 
-        return load
+        return read
 
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "load", failing(errno.EMFILE))
+        patch.setattr(os, "preadv", failing(errno.EMFILE))
         with pytest.raises(disk.DiskError, match="Too many open files"):
             store.read(digest("x"))
     assert holds(store, "x")
     with monkeypatch.context() as patch:
-        patch.setattr(entry, "load", failing(errno.EIO))
+        patch.setattr(os, "preadv", failing(errno.EIO))
         with pytest.raises(Damaged):
             store.read(digest("x"))
     assert not holds(store, "x") and store.stats().aside_files == 1
 
 
 def test_without_the_checksum_damage_would_be_served(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "_checksum", lambda *_: "0" * 64)
+    monkeypatch.setattr(entry, "_digest", lambda *_: Mock(hexdigest=lambda: "0" * 64))
     put(store, "x")
     flip(path_of(store, "x"))
     assert not same(store.read(digest("x")), arrays_of(digest("x")))
@@ -234,7 +256,7 @@ def test_without_the_check_of_the_name_another_entry_would_be_served(tmp_path: P
     with open_store(tmp_path) as store:
         put(store, "x", "y")
         shutil.copy(path_of(store, "y"), path_of(store, "x"))
-        record, arrays = entry.decode(entry.load(path_of(store, "x")), IDENTITY)
-        assert record == record_of("y") and same(arrays, arrays_of(digest("y")))
+        [arrays] = decode(path_of(store, "x").read_bytes())
+        assert same(arrays, arrays_of(digest("y")))
         with pytest.raises(Damaged, match="another entry"):
             store.read(digest("x"))

@@ -7,10 +7,10 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ragjax.store import entry
 from ragjax.store.disk import DiskStore, Missing
 from ragjax.store.entry import Damaged
 from tests.support.disks import (
@@ -163,16 +163,16 @@ def test_a_file_written_anew_in_the_meantime_is_not_set_aside(
     put(store, "x")
     good = path_of(store, "x").read_bytes()
     flip(path_of(store, "x"))
-    true_load = entry.load
+    true_read, path = os.preadv, path_of(store, "x")
 
-    def load_and_lose_a_race(path: Path) -> object:
-        data = true_load(path)
+    def read_and_lose_a_race(*arguments: Any) -> int:
+        got = true_read(*arguments)
         path.unlink()
         path.write_bytes(good)
         os.utime(path, ns=(0, 5))
-        return data
+        return got
 
     with monkeypatch.context() as patch, pytest.raises(Damaged):
-        patch.setattr(entry, "load", load_and_lose_a_race)
+        patch.setattr(os, "preadv", read_and_lose_a_race)
         store.read(digest("x"))
     assert holds(store, "x") and store.stats().aside_files == 0

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from threading import Event, Lock, Timer
+from threading import Event, Lock, Semaphore, Timer
+from time import sleep
 from typing import Any
 
 import jax
@@ -65,10 +66,12 @@ class FakeDisk:
         self.entries[record.key] = {name: x.copy() for name, x in arrays.items()}
         return sum(x.nbytes for x in arrays.values())
 
-    def read(self, key: bytes, expected: Record | None = None) -> Mapping[str, np.ndarray]:
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[Mapping[str, np.ndarray]]:
         self.reads += 1
-        self.pass_through()
-        return self.entries[key]
+        for i in range(count):
+            self.pass_through()
+            arrays = self.entries[key]
+            yield {name: x[len(x) * i // count : len(x) * (i + 1) // count] for name, x in arrays.items()}
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -344,11 +347,10 @@ def test_loads_pass_slow_writes(runner: Runner, transfer: KVTransfer, disk: Fake
     disk.open.clear()
     transfer.write([Write(record(i, 48), Copy(1, 0, 48)) for i in range(5)])
     disk.reached.wait()
-    loaded = Event()
-    transfer.notify = loaded.set
     transfer.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
-    loaded.wait()
-    assert [type(d.job) for d in transfer.poll()] == [Load]
+    while not (done := transfer.poll()):
+        sleep(0.001)
+    assert [type(d.job) for d in done] == [Load]
     disk.open.set()
     assert len(succeed(transfer)) == 5
 
@@ -394,6 +396,134 @@ def test_notice_is_given_for_all_that_can_be_polled(runner: Runner, start: Start
     transfer.load([Load(3, fresh(30, 2), (Copy(b"missing", 0, 2),))])
     transfer.flush()
     assert notice.is_set()  # also where a failure is all there is to hear of
+
+
+# ------------------------------------------------------------------------------------------ stages
+
+STAGES = tiny.CONFIG.num_layers
+"""Of the runner with a stage per layer."""
+
+
+@pytest.fixture
+def staged(runner: Runner) -> Runner:
+    if len(runner.stages) == 2:
+        pytest.skip("one stage")
+    return runner
+
+
+class Gates:
+    """A disk whose every share waits until it is let through, and may fail instead."""
+
+    def __init__(self, disk: FakeDisk) -> None:
+        self.disk = disk
+        self.through = Semaphore(0)
+        self.failures: list[Exception | None] = []
+        disk.pass_through = self.wait  # type: ignore[method-assign]
+
+    def wait(self) -> None:
+        self.through.acquire()
+        if self.failures and (failure := self.failures.pop(0)) is not None:
+            raise failure
+
+
+def poll_until(transfer: KVTransfer, stages: int) -> None:
+    """Until so many stages of load 1 are in the pool, and no more are on their way."""
+    while transfer.arrived().get(1, 0) < stages:
+        assert not transfer.poll()
+        sleep(0.001)
+
+
+@pytest.fixture
+def gated(staged: Runner, transfer: KVTransfer, disk: FakeDisk) -> tuple[Gates, KV]:
+    """Entry 1 on disk, read a share at a time."""
+    kept = on_disk(staged, transfer)
+    fill(staged, FROM_DISK.run.pages, 5)
+    return Gates(disk), kept
+
+
+def test_stages_arrive_one_after_the_other(staged: Runner, transfer: KVTransfer, gated: tuple[Gates, KV]) -> None:
+    gates, kept = gated
+    before = at(pool_of(staged), FROM_DISK.run)
+    transfer.load([FROM_DISK])
+    for stage in range(STAGES):
+        poll_until(transfer, stage)
+        found = at(pool_of(staged), FROM_DISK.run)
+        for x, new, old in zip(found, kept, before, strict=True):
+            assert np.array_equal(x[:stage], new[:stage]) and np.array_equal(x[stage:], old[stage:])
+        gates.through.release()
+    succeed(transfer)
+    assert same(at(pool_of(staged), FROM_DISK.run), kept)
+    assert transfer.arrived() == {}
+
+
+def test_host_entries_arrive_by_stages_too(staged: Runner, transfer: KVTransfer) -> None:
+    kept = on_disk(staged, transfer)
+    seen: list[int] = []
+    transfer.notify = lambda: seen.append(len(transfer._ready))
+    transfer.load([Load(1, fresh(20, 48), (Copy(1, 0, 48),))])
+    succeed(transfer)
+    assert len(seen) == STAGES + 1  # each stage, and the end
+    assert same(at(pool_of(staged), fresh(20, 48)), kept)
+
+
+@pytest.mark.parametrize("end", ["fails", "is given up"])
+def test_nothing_unchecked_stays_in_the_pages(
+    staged: Runner, transfer: KVTransfer, gated: tuple[Gates, KV], end: str
+) -> None:
+    gates, _ = gated
+    before = pool_of(staged)
+    gates.failures = [None, OSError("checksum differs"), KeyError("missing")]
+    transfer.load([FROM_DISK])
+    gates.through.release()
+    poll_until(transfer, 1)
+    if end == "is given up":
+        transfer.give_up(1)
+    gates.through.release(2)
+    done = finish(transfer)
+    assert [d.error for d in done] == ([] if end == "is given up" else ["OSError: checksum differs"])
+    after, pages = pool_of(staged), list(FROM_DISK.run.pages)
+    assert not any(x[:, pages].any() for x in after)
+    others = np.setdiff1d(np.arange(TOTAL), pages)
+    assert all(np.array_equal(x[:, others], y[:, others]) for x, y in zip(after, before, strict=True))
+    assert transfer.arrived() == {}
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_read_that_begins_again_must_find_the_same(
+    staged: Runner, transfer: KVTransfer, disk: FakeDisk, gated: tuple[Gates, KV], changed: bool
+) -> None:
+    gates, kept = gated
+    gates.failures = [None, OSError("disk is tired")]
+    transfer.load([FROM_DISK])
+    gates.through.release()
+    poll_until(transfer, 1)
+    if changed:
+        entry = disk.entries[record(1, 0).key]
+        disk.entries[record(1, 0).key] = {name: x + np.ones((), x.dtype) for name, x in entry.items()}
+    gates.through.release(STAGES + 2)
+    [done] = finish(transfer)
+    assert done.error == ("OSError: disk is tired" if changed else None)
+    if not changed:
+        assert same(at(pool_of(staged), FROM_DISK.run), kept)
+        assert transfer.traffic()["disk_to_host"].retries == 1
+
+
+def test_a_lost_pool_between_stages_fails_the_load(
+    staged: Runner, transfer: KVTransfer, gated: tuple[Gates, KV], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates, _ = gated
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("the pool is gone")
+
+    transfer.load([FROM_DISK])
+    gates.through.release()
+    poll_until(transfer, 1)
+    monkeypatch.setattr(staged, "insert", lost)
+    monkeypatch.setattr(staged, "clear", lost)
+    gates.through.release(STAGES)
+    [done] = finish(transfer)
+    assert done.error == "RuntimeError: the pool is gone"
 
 
 # ------------------------------------------------------------------------------------------ failures
@@ -734,6 +864,11 @@ def test_random_orders_against_a_dictionary(runner: Runner, start: Start, disk: 
                         x[:, run.pages] = 0
                         slots = run.slots(PAGE)
                         x[:, slots // PAGE, :, slots % PAGE] = np.moveaxis(new, 2, 0)
+                else:
+                    pages = list(one.job.run.pages)
+                    for x, now in zip(pool, pool_of(runner), strict=True):
+                        if not now[:, pages].any():  # stages had arrived, and were taken back
+                            x[:, pages] = 0
 
     def free() -> list[int]:
         return [int(p) for p in random.permutation(np.setdiff1d(np.arange(1, TOTAL), sorted(busy)))]

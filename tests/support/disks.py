@@ -5,6 +5,7 @@ write and read them until they are done, or killed (`python -m tests.support.dis
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from ragjax.core.tiers import Record
+from ragjax.store import entry
 from ragjax.store.disk import DiskStore, Missing
 
 IDENTITY = bytes(range(32))
@@ -51,6 +53,14 @@ def same(got: dict[str, np.ndarray], what: dict[str, np.ndarray]) -> bool:
         and got[name].tobytes() == what[name].tobytes()
         for name in what
     )
+
+
+def decode(data: bytes | np.ndarray, count: int = 1) -> list[dict[str, np.ndarray]]:
+    """The shares of a file of these bytes."""
+    with open(os.memfd_create("entry"), "r+b", buffering=0) as file:
+        file.write(bytes(data))
+        file.seek(0)
+        return list(entry.Reader(file, IDENTITY).shares(count))
 
 
 def open_store(directory: Path, limit: int = 2**40, identity: bytes = IDENTITY) -> DiskStore:

@@ -109,6 +109,7 @@ class FakeCarrier:
     """Moves simulated KV when told to (`finish`), in whatever order. lag: jobs wait; otherwise `poll` finishes them.
 
     entries: host entries not forgotten, number: tokens. pending: jobs begun. calls: how often each kind was ordered.
+    stages: how many of each load are said to have arrived, by number.
     """
 
     def __init__(self, pool, slots, disk_index=None, *, host_bytes=0, lossy=False, lag=False, overhead=0):
@@ -119,6 +120,7 @@ class FakeCarrier:
         self.pending = []
         self.calls = Counter()
         self.refuse = {}
+        self.stages = {}
         self._pool, self._slots, self._shelf = pool, slots, disk_index
         self._host_bytes, self._overhead = host_bytes, overhead
         self._data = {}
@@ -181,6 +183,10 @@ class FakeCarrier:
             self.finish_all()
         done, self._done = self._done, []
         return done
+
+    def arrived(self):
+        numbers = {job.number for job in self.pending if isinstance(job, Load)}
+        return {number: stages for number, stages in self.stages.items() if number in numbers}
 
     # ---- what tests decide
 

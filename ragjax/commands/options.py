@@ -99,6 +99,14 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "--step-tokens",
         {"type": integer(0), "help": "tokens of a step while requests decode, 0: measured at start (docs/serving.md)"},
     ),
+    "speculate": (
+        "--speculate",
+        {
+            "type": integer(0),
+            "metavar": "N",
+            "help": "stages of a search, after each of which an answer may begin; 0: none (docs/serving.md)",
+        },
+    ),
 }
 """Flag and its settings by field; fields of `StorageOptions` begin with "storage."."""
 

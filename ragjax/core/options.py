@@ -85,6 +85,8 @@ class EngineOptions:
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
     order: which waiting request starts next, one of `ORDERS` (docs/http.md).
     step_tokens: rows of a step, prefill and decoding tokens together, while requests decode (0: measured at start).
+    speculate: stages of a search, after each of which a generation may begin with the chunks known so far (0: none
+    begins before the search has ended).
     max_context: longest prompt and answer together, in tokens (None: the model's context length).
     index: "flat", "ivf" or "hnsw". index_dir: where chunks and index are kept (None: in memory). graph_dir: where
     graphs are kept between starts (None: in memory).
@@ -109,6 +111,7 @@ class EngineOptions:
     max_running: int = 0
     order: str = "fcfs"
     step_tokens: int = 0
+    speculate: int = 0
     max_context: int | None = None
     index: str = "flat"
     index_dir: str | Path | None = None
@@ -125,7 +128,8 @@ class EngineOptions:
             raise ConfigError(f"unknown order {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.quality_fallback not in ("refuse", "full"):
             raise ConfigError(f"unknown quality_fallback {self.quality_fallback!r}; choose refuse or full")
-        for name, least in (("top_k", 0), ("max_queue", 0), ("max_running", 0), ("step_tokens", 0)):
+        fewest = {"top_k": 0, "max_queue": 0, "max_running": 0, "step_tokens": 0, "speculate": 0}
+        for name, least in fewest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
         if not 0.0 <= self.shadow_rate <= 1.0:

@@ -157,13 +157,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Timings:
-    """Milliseconds. ttft runs from the request's arrival to its first token and includes everything."""
+    """Milliseconds. ttft runs from the request's arrival to its first token and includes everything.
+
+    search_exposed: the part of `retrieve` that passed before the generation with its results began; all of it, unless
+    that began on a guess (`EngineOptions.speculate`).
+    """
 
     retrieve: float = 0.0
     load: float = 0.0
     prefill: float = 0.0
     ttft: float = 0.0
     total: float = 0.0
+    search_exposed: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def _timings(state: RequestState) -> Timings:
     times = state.times
     return Timings(
         retrieve=times.retrieve_ms,
+        search_exposed=times.retrieve_ms,
         load=times.load_ms,
         prefill=(times.first_token - times.admitted) * 1e3 - times.load_ms,
         ttft=(times.first_token - times.arrival) * 1e3,

@@ -44,6 +44,7 @@ from ragjax.core.depprompt import DepPrompt, Positions
 from ragjax.engine.build import Parts, build
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.loop import Loop
+from ragjax.engine.pipeline import Pipeline
 from ragjax.engine.prepare import Preparation
 from ragjax.engine.replay import Replays
 from ragjax.engine.sources import fill, fill_graph, sources
@@ -264,13 +265,9 @@ class Engine:
                 _log.debug("event dropped: the event loop is closed")
 
         cancellation = Cancellation()
-        prepare = self._preparation.checked(cancellation.check).prepare
+        pipeline = self._pipeline(request, sink, arrival, cancellation.check)
         try:
-            state = await asyncio.to_thread(prepare, request, sink, arrival)
-        finally:
-            cancellation.cancel()  # of effect only if the thread is still at work
-        self._loop.enqueue(state)
-        try:
+            await asyncio.to_thread(pipeline.run)
             while True:
                 event = await events.get()
                 if isinstance(event, BaseException):
@@ -279,7 +276,8 @@ class Engine:
                 if isinstance(event, Answer):
                     return
         finally:
-            self._loop.cancel(state)
+            cancellation.cancel()  # of effect only if the thread is still at work
+            pipeline.close()
 
     def answer(
         self,
@@ -309,7 +307,13 @@ class Engine:
         asked = Graph(graph) if isinstance(graph, str) else graph
         rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents), recompute_ratio, asked)
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
-        return _wait(self._begin(lambda sink, arrival: self._preparation.prepare(request, sink, arrival)))
+        future, sink = _future()
+        pipeline = self._pipeline(request, sink, time.perf_counter())
+        try:
+            pipeline.run()
+            return future.result()
+        finally:
+            pipeline.close()  # of effect only if the caller was interrupted
 
     def answer_prompt(self, prompt: Prompt, **options: Any) -> Answer:
         """Answer a ready prompt of segments and wait for it; `options` are those of `begin_prompt`."""
@@ -433,22 +437,34 @@ class Engine:
         self.close()
 
     def _begin(self, prepare: Callable[[Sink, float], RequestState]) -> Future[Answer]:
-        future: Future[Answer] = Future()
-
-        def sink(event: Event | BaseException) -> None:
-            with suppress(InvalidStateError):  # it was cancelled meanwhile
-                if isinstance(event, BaseException):
-                    future.set_exception(event)
-                elif isinstance(event, Answer):
-                    future.set_result(event)
-
+        future, sink = _future()
         state = prepare(sink, time.perf_counter())
         future.add_done_callback(lambda done: self._loop.cancel(state) if done.cancelled() else None)
         self._loop.enqueue(state)
         return future
 
+    def _pipeline(
+        self, request: Request, sink: Sink, arrival: float, check: Callable[[], None] | None = None
+    ) -> Pipeline:
+        preparation = self._preparation if check is None else self._preparation.checked(check)
+        return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate)
+
     def _shadow(self, prompt: Prompt, request: Request, sink: Sink) -> RequestState:
         return self._preparation.state(prompt, request, sink, Times(time.perf_counter()), Full())
+
+
+def _future() -> tuple[Future[Answer], Sink]:
+    """A future, and the sink that gives it a request's answer or error."""
+    future: Future[Answer] = Future()
+
+    def sink(event: Event | BaseException) -> None:
+        with suppress(InvalidStateError):  # it was cancelled meanwhile
+            if isinstance(event, BaseException):
+                future.set_exception(event)
+            elif isinstance(event, Answer):
+                future.set_result(event)
+
+    return future, sink
 
 
 def _wait(future: Future[Answer]) -> Answer:

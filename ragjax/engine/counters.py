@@ -16,6 +16,9 @@ class Counters:
 
     load_fallbacks: requests that recomputed KV because its load "failed" or was "slow".
     device_losses: times that the device's pool was lost and made again.
+    speculations: generations offered before their documents were final: "hit" began and had the final documents,
+    "wrong" began and had others, "skipped" found no room before they were replaced or final.
+    speculative_wasted_tokens: tokens computed for wrong ones.
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -29,6 +32,8 @@ class Counters:
     overhead_ms_last: float = 0.0
     load_fallbacks: Counter[str] = field(default_factory=Counter)
     device_losses: int = 0
+    speculations: Counter[str] = field(default_factory=Counter)
+    speculative_wasted_tokens: int = 0
 
     def add(self, state: RequestState, reports: Sequence[SegmentReport]) -> None:
         """Count a request that was answered; those in the background are left out."""

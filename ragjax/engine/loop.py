@@ -26,6 +26,7 @@ from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.order.base import Order
 from ragjax.schedule.pause import Failed, Pauses
 from ragjax.schedule.scheduler import Scheduler
+from ragjax.schedule.speculation import Reserve
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
 
@@ -86,7 +87,8 @@ class Loop:
         self._pauses = Pauses(cache, self._scheduler, self._admission, runner)
         self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._pending = 0
+        self._counted: set[RequestState] = set()  # those that `max_queue` is about, waiting and running
+        self._reserve: Reserve[RequestState] = Reserve()
         self._lock = threading.Lock()
         self._closed = False
         if transfer is not None:
@@ -139,13 +141,39 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            # while none runs, one of those that wait is about to
-            waiting = self._pending - max(len(self._scheduler.in_front), 1)
             if not state.background:
-                if waiting >= self._max_queue:
-                    raise OverloadError(f"the queue is full: {waiting} requests wait; try again later")
-                self._pending += 1
+                self._count_in(state)
             self._inbox.put(lambda: self._arrive(state))
+
+    def speculate(self, state: RequestState) -> None:
+        """Have a request begun whose documents may turn out wrong, when there is room; it is in no queue until then.
+
+        Its owner keeps its events back, and calls `confirm` or `refute`.
+
+        Raises:
+            ClosedError: if nothing is served any more.
+        """
+        with self._lock:
+            self._check_open()
+            state.speculative = True
+            self._inbox.put(lambda: self._reserve.add(state))
+
+    def confirm(self, state: RequestState) -> None:
+        """The documents of a speculation are right: it is a request like any other, and starts if it has not.
+
+        Raises:
+            OverloadError: if it waits, and the queue is full.
+            ClosedError: if nothing is served any more.
+        """
+        with self._lock:
+            self._check_open()
+            if not state.ended:
+                self._count_in(state)
+            self._inbox.put(lambda: self._confirmed(state))
+
+    def refute(self, state: RequestState) -> None:
+        """The documents of a speculation are wrong: end it before the next step."""
+        self._inbox.put(lambda: self._refuted(state))
 
     def cancel(self, state: RequestState) -> None:
         """End a request before the next step, without a word to its owner; nothing happens if it has ended."""
@@ -181,6 +209,13 @@ class Loop:
             self._inbox.put(None)
         self._thread.join()
 
+    def _count_in(self, state: RequestState) -> None:
+        # while none runs, one of those that wait is about to
+        waiting = len(self._counted) - max(sum(other.running for other in self._counted), 1)
+        if waiting >= self._max_queue and not state.running:
+            raise OverloadError(f"the queue is full: {waiting} requests wait; try again later")
+        self._counted.add(state)
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
@@ -193,7 +228,8 @@ class Loop:
 
     def states(self) -> list[RequestState]:
         """Requests of every kind, waiting and running."""
-        waiting = (*self._pauses.waiting, *self._admission.waiting, *self._admission.background)
+        offered, paused = self._reserve.waiting, self._pauses.waiting
+        waiting = (*offered, *paused, *self._admission.waiting, *self._admission.background)
         return [*waiting, *self._scheduler.running]
 
     def drop(self, kv: DepKV, reason: str) -> None:
@@ -218,7 +254,7 @@ class Loop:
     def _iterate(self) -> bool:
         """One iteration: cancel, look after loads, admit, move, and run one step; whether anything was done."""
         for state in [state for state in self.states() if state.cancelled]:
-            self.counters.cancelled += 1
+            self.counters.cancelled += not state.speculative  # nobody had asked for it yet
             self._end(state, None)
         moved = self._cache.poll()
         if moved:
@@ -228,6 +264,8 @@ class Loop:
             self._admission.blocked = False
         self._refuse(self._pauses.resume())
         if not self._pauses.waiting:
+            for state in self._reserve.take(self._pool_size()):
+                self._arrive(state)
             self._admit()
         self._move()
         self._refuse(self._pauses.make_room())
@@ -277,6 +315,27 @@ class Loop:
             if not self._runner.lost:
                 raise
             self._recover(error)
+
+    def _pool_size(self) -> int:
+        """Requests in front whose prompts are not computed (RAGCache, Algorithm 2: `pool.size`)."""
+        return self._admission.depth + sum(not state.decoding for state in self._scheduler.in_front)
+
+    def _confirmed(self, state: RequestState) -> None:
+        waited = self._reserve.remove(state)
+        self.counters.speculations["skipped" if waited else "hit"] += 1
+        state.speculative = False
+        if waited and not state.ended:
+            self._arrive(state)
+        elif state.answer is not None:
+            self._settle(state, state.answer)
+
+    def _refuted(self, state: RequestState) -> None:
+        if self._reserve.remove(state):
+            self.counters.speculations["skipped"] += 1
+        else:
+            self.counters.speculations["wrong"] += 1
+            self.counters.speculative_wasted_tokens += state.computed
+        self._end(state, None)
 
     def _admit(self) -> None:
         for state, error in self._admission.admit():
@@ -391,8 +450,16 @@ class Loop:
             state.decode(state.generation.tokens[-1])
             return
         answer = make_answer(state, self._contract, self._runner.fallbacks)
-        self._count(state)
         state.keep()
+        if state.speculative:
+            state.answer = answer
+            self._end(state, answer)
+        else:
+            self._settle(state, answer)
+
+    def _settle(self, state: RequestState, answer: Answer) -> None:
+        """Count a request that has its answer, end it, and have it replayed if it was drawn."""
+        self._count(state)
         self._end(state, answer)
         again = self._replay(state, answer)
         if again is not None:
@@ -415,15 +482,15 @@ class Loop:
         """Take a request out of the engine, give back what it holds, and tell its owner."""
         if state.ended:
             return
-        state.ended = True
+        with self._lock:
+            state.ended = True
+            self._counted.discard(state)
         if state.running:
             self._admission.blocked = False
         state.stop()
         self._scheduler.remove(state)
         self._admission.remove(state)
         self._pauses.remove(state)
-        if not state.background:
-            with self._lock:
-                self._pending -= 1
+        self._reserve.remove(state)
         if last is not None:
             state.sink(last)

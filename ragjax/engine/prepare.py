@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from ragjax.prompting import chat, facts
 from ragjax.quality.contract import Contract
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
-from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Strategy
 from ragjax.schedule.sampling import Generation
@@ -70,6 +70,31 @@ class Preparation:
         began = time.perf_counter()
         hits = self._retrieve(request)
         times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
+        return self.ground(request, hits, sink, times)
+
+    def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
+        """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        self._check_texts(request)
+        rag = request.rag
+        strategy = self.strategies.get(self.strategy_of(rag))
+        if strategy is None or not strategy.steady:
+            return None
+        if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
+            return None
+        base = self.knowledge.get(rag.knowledge)
+        found = base.stages(request.messages[-1].content, self._top_k(rag), stages)
+        return (replace(stage, hits=self._shared(stage.hits)) for stage in found)
+
+    def ground(self, request: Request, hits: tuple[Hit, ...] | None, sink: Sink, times: Times) -> RequestState:
+        """The state of a request with these chunks of its knowledge base, or with given documents.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
         prompt = chat.chat_prompt(self.tokenizer, request.messages, hits, public=self.share)
         return self.state(prompt, request, sink, times)
 
@@ -125,15 +150,24 @@ class Preparation:
         rag = request.rag
         if rag is None or not request.messages:
             return None
-        top_k = self.top_k if rag.top_k is None else rag.top_k
         if rag.knowledge is not None:
             self.knowledge.get(rag.knowledge)  # an unknown name is an error even where nothing is looked up
         if rag.documents is not None:
             return self._given(rag.documents, rag.knowledge)
-        if (rag.knowledge is None and not self.knowledge.names) or top_k == 0:
+        if not self._searches(request, rag):
             return None
-        hits = self.knowledge.get(rag.knowledge).search(request.messages[-1].content, top_k)
+        return self._shared(self.knowledge.get(rag.knowledge).search(request.messages[-1].content, self._top_k(rag)))
+
+    def _shared(self, hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
         return tuple(replace(hit, public=self.share) for hit in hits)
+
+    def _searches(self, request: Request, rag: Rag) -> bool:
+        """Whether there is a knowledge base to search, and anything to be found."""
+        named = rag.knowledge is not None or bool(self.knowledge.names)
+        return bool(request.messages) and named and self._top_k(rag) > 0
+
+    def _top_k(self, rag: Rag) -> int:
+        return self.top_k if rag.top_k is None else rag.top_k
 
     def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
         hits: list[Hit] = []

@@ -41,6 +41,8 @@ def _requests(loop: Loop) -> Stats:
         "awaits_total": loop.awaits[0],
         "awaited_tokens_total": loop.awaits[1],
         "device_losses_total": counters.device_losses,
+        "speculations_total": dict(counters.speculations),
+        "speculative_wasted_tokens_total": counters.speculative_wasted_tokens,
         "overhead_ms_last": counters.overhead_ms_last,
         "queue_depth": loop.waiting,
         "running": loop.running,

@@ -30,12 +30,14 @@ class Strategy(ABC):
     measures: all that its passes may measure. early_end: layers after which a pass of its may end before the last one
     (0: none does). The programs behind both are compiled at start-up.
     selective: whether it recomputes a share of the tokens that a request may name.
+    steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
     """
 
     name: str
     measures: frozenset[Measure] = LOGITS
     early_end: int = 0
     selective: bool = False
+    steady: bool = True
 
     @abstractmethod
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:

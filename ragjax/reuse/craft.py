@@ -153,6 +153,7 @@ class Craft(Strategy):
 
     measures = frozenset({Measure.LOGITS, Measure.SEGMENT_SCORE})
     selective = True
+    steady = False  # it takes the best of the variants that earlier requests left
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class SetCache(Strategy):
     """Exact prefixes, but for the order of their chunks."""
 
     name = "set-cache"
+    steady = False  # it takes what earlier requests left in another order
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the whole prompt in its own order."""

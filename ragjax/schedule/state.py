@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import (
     NEVER,
+    Answer,
     Event,
     FactReport,
     Kind,
@@ -102,6 +103,9 @@ class RequestState:
     What it holds while it runs: allocation, plan (once the prompt is computed), rows or move (what waits for a step),
     decoded (tokens generated since it was started). may_load: whether it may use KV that must be loaded; a request that
     waited in vain computes it. restarts: how often it was started again. paused: its KV, while others have its pages.
+
+    Begun before its search had ended: speculative (its documents are not confirmed yet), answer (what it ended with
+    while they were not). passed: rows of its finished passes that began at the first layer.
     """
 
     id: str
@@ -120,6 +124,9 @@ class RequestState:
     facts: tuple[FactReport, ...] = ()
 
     cancelled: bool = False
+    speculative: bool = False
+    answer: Answer | None = None
+    passed: int = 0
     may_load: bool = True
     restarts: int = 0
     ended: bool = False
@@ -181,6 +188,12 @@ class RequestState:
         return len(continuation) if continuation is not None and self.wants_scores else 0
 
     @property
+    def computed(self) -> int:
+        """Tokens computed for it, prompt and answer: rows that went through the first layer."""
+        under_way = self.rows.done if self.rows is not None and self.plan is None and not self.rows.layers[0] else 0
+        return self.passed + under_way + len(self.decoded)
+
+    @property
     def whole_prompt(self) -> Prompt:
         """The prompt, and after it what was generated before the request was started again."""
         if not len(self.generated):
@@ -237,6 +250,7 @@ class RequestState:
         results: Results = {}
         if self.move is None:
             assert self.rows is not None and not self.rows.left
+            self.passed += len(self.rows.token) if not self.rows.layers[0] else 0
             self._before = self.rows
             results = self.rows.results(self._measures)
         try:

@@ -153,7 +153,7 @@ def _usage(answer: core.Answer) -> Json:
 
 def _rag(answer: core.Answer) -> Json:
     """The account of what was reused."""
-    names = ("retrieve", "load", "prefill", "ttft", "total")
+    names = ("retrieve", "search_exposed", "load", "prefill", "ttft", "total")
     return {
         "strategy": answer.strategy,
         "recompute_ratio": answer.recompute_ratio,

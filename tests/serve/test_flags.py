@@ -39,6 +39,7 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "device_cache_gb": 0.25,
         "max_queue": 7,
         "max_running": 3,
+        "speculate": 4,
         "max_context": 512,
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),
@@ -67,6 +68,7 @@ def test_flags_have_the_defaults_of_the_options() -> None:
     [
         (["--frobnicate", "1"], "--frobnicate"),
         (["--max-running", "-1"], "--max-running"),
+        (["--speculate", "-1"], "--speculate"),
         (["--quality-budget", "KL=1", "--strategy", "full"], "--strategy"),
         (["--recompute-ratio", "1.2"], "--recompute-ratio"),
         (["--shadow-rate", "-1"], "--shadow-rate"),

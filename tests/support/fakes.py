@@ -165,6 +165,8 @@ class FakeEngine:
             "generated_tokens_total": len(self.tokens) * self.finished,
             "cancelled_total": self.cancelled,
             "errors_total": 0,
+            "speculations_total": {"hit": 0},
+            "speculative_wasted_tokens_total": 0,
             "steps_total": len(self.tokens) * self.finished,
             "overhead_ms_last": 0.0,
             "lookups_total": 0,

@@ -177,7 +177,7 @@ def engine(
         cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy](profile), storage),
         contract=contract or Contract(Setting(strategy), made.dtype),
         strategies=all_strategies() | {s.name: s for s in extra},
-        knowledge=Registry("knowledge base", "rag.knowledge", opener(tokenizer)),
+        knowledge=Registry("knowledge base", "rag.knowledge", opener(tokenizer, options.get("index", "flat"))),
         graphs=Registry("knowledge graph", "rag.graph.name", open_graph),
         transfer=transfer,
         disk=disk,
@@ -187,7 +187,7 @@ def engine(
     return Engine(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))
 
 
-def opener(tokenizer: Tokenizer) -> Callable[[str], KnowledgeBase]:
+def opener(tokenizer: Tokenizer, index: str = "flat") -> Callable[[str], KnowledgeBase]:
     """Knowledge bases in memory."""
 
     def open_base(name: str) -> KnowledgeBase:
@@ -197,6 +197,7 @@ def opener(tokenizer: Tokenizer) -> Callable[[str], KnowledgeBase]:
             encoder=HashedEncoder(),
             model_key="tiny",
             max_tokens=64,
+            index_kind=index,
             name=name,
         )
 

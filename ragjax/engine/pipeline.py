@@ -1,0 +1,178 @@
+"""A request's way into the engine: its retrieval, and generations that begin before the retrieval has ended.
+
+The decisions are those of `ragjax/schedule/speculation.py` (RAGCache, section 5.3). They are carried out in the thread
+that searches; the engine's thread starts and ends the generations.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import replace
+
+from ragjax.core import Answer, Event, Hit, Request, RequestError
+from ragjax.engine.loop import Loop
+from ragjax.engine.prepare import Preparation
+from ragjax.retrieval.knowledge import SearchStage
+from ragjax.schedule.speculation import Decision, Speculation
+from ragjax.schedule.state import RequestState, Sink, Times
+
+
+class Withheld:
+    """A sink that keeps events back until they are released. Any thread may call it.
+
+    finish: what an answer becomes before it goes out.
+    """
+
+    def __init__(self, sink: Sink, finish: Callable[[Answer], Answer]):
+        self._sink = sink
+        self._finish = finish
+        self._events: list[Event | BaseException] = []
+        self._open = False
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event | BaseException) -> None:
+        """Take the next event."""
+        with self._lock:
+            if self._open:
+                self._pass(event)
+            else:
+                self._events.append(event)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request ended with an error."""
+        with self._lock:
+            return any(isinstance(event, BaseException) for event in self._events)
+
+    def release(self) -> None:
+        """Let out what came, and from now on everything at once."""
+        with self._lock:
+            self._open = True
+            for event in self._events:
+                self._pass(event)
+            self._events = []
+
+    def _pass(self, event: Event | BaseException) -> None:
+        self._sink(self._finish(event) if isinstance(event, Answer) else event)
+
+
+class Pipeline:
+    """One request between its arrival and its place in the engine's queue.
+
+    arrival: `time.perf_counter()` seconds. stages: of a search in a knowledge base; 0: no generation begins before the
+    search has ended.
+    """
+
+    def __init__(self, loop: Loop, preparation: Preparation, request: Request, sink: Sink, arrival: float, stages: int):
+        self._loop = loop
+        self._preparation = preparation
+        self._request = request
+        self._sink = sink
+        self._arrival = arrival
+        self._stages = stages
+        self._speculation = Speculation()
+        self._state: RequestState | None = None
+        self._held: Withheld | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # over _state and _closed
+        self._began = self._ended = 0.0
+
+    def run(self) -> None:
+        """Retrieve, and have the request served. In the caller's thread.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+            OverloadError: if the queue is full.
+            CancelledError: if it was closed meanwhile.
+        """
+        self._began = time.perf_counter()
+        stages = self._preparation.search(self._request, self._stages) if self._stages else None
+        if stages is None:
+            self._put(self._preparation.prepare(self._request, self._sink, self._arrival), self._loop.enqueue)
+        else:
+            self._follow(stages)
+
+    def close(self) -> None:
+        """End whatever was begun, if it has not ended; nothing begins any more. Any thread may call it."""
+        with self._lock:
+            self._closed = True
+            if self._state is not None:
+                self._loop.cancel(self._state)
+
+    def _follow(self, stages: Iterator[SearchStage]) -> None:
+        for stage in stages:
+            self._preparation.check()
+            documents = _documents(stage.hits)
+            if not stage.final:
+                self._carry_out(self._speculation.stage(documents), stage.hits)
+                continue
+            self._ended = time.perf_counter()
+            if self._held is not None and self._held.failed:
+                self._speculation.forget()
+            self._carry_out(self._speculation.final(documents), stage.hits)
+
+    def _carry_out(self, decision: Decision, hits: tuple[Hit, ...]) -> None:
+        if decision.cancel:
+            self._refute()
+        if decision.offer:
+            self._offer(hits)
+        if decision.start:
+            self._put(self._state_of(hits, self._sink), self._loop.enqueue)
+        if decision.release:
+            assert self._held is not None
+            self._put(self._state, self._loop.confirm)
+            self._held.release()
+
+    def _refute(self) -> None:
+        with self._lock:
+            state, self._state, self._held = self._state, None, None
+        if state is not None:
+            self._loop.refute(state)
+
+    def _offer(self, hits: tuple[Hit, ...]) -> None:
+        held = Withheld(self._sink, self._finish)
+        try:
+            state = self._state_of(hits, held)
+        except RequestError:  # too long, maybe; the final documents will tell
+            self._speculation.forget()
+            return
+        if not state.strategy.steady:
+            self._speculation.forget()
+            return
+        self._held = held
+        self._put(state, self._loop.speculate)
+
+    def _put(self, state: RequestState | None, how: Callable[[RequestState], None]) -> None:
+        assert state is not None
+        with self._lock:
+            if self._closed:
+                raise CancelledError
+            how(state)
+            self._state = state
+
+    def _state_of(self, hits: tuple[Hit, ...], sink: Sink) -> RequestState:
+        times = Times(self._arrival, retrieve_ms=(time.perf_counter() - self._began) * 1e3)
+        return self._preparation.ground(self._request, hits, sink, times)
+
+    def _finish(self, answer: Answer) -> Answer:
+        """The answer of a generation that began before its documents were confirmed, with the client's times."""
+        assert self._state is not None
+        searched = (self._ended - self._began) * 1e3
+        begun = (self._state.times.admitted - self._began) * 1e3
+        confirmed = (self._ended - self._arrival) * 1e3
+        timings = replace(
+            answer.timings,
+            retrieve=searched,
+            search_exposed=min(begun, searched),
+            ttft=max(answer.timings.ttft, confirmed),
+            total=max(answer.timings.total, confirmed),
+        )
+        return replace(answer, timings=timings)
+
+
+def _documents(hits: tuple[Hit, ...]) -> tuple[Hashable, ...]:
+    """What tells the prompts of two stages apart."""
+    return tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in hits)

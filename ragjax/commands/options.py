@@ -90,6 +90,10 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"type": integer(1), "help": "tokens of prompt and answer (the model's)"},
     ),
     "max_queue": ("--max-queue", {"type": integer(1), "help": "requests that may wait; more get 429 (%(default)s)"}),
+    "request_timeout": (
+        "--request-timeout",
+        {"type": from_zero, "help": "seconds without progress until 504, 0: no limit (%(default)s)"},
+    ),
     "max_running": (
         "--max-running",
         {"type": integer(0), "help": "requests that run at a time, 0: as many as have room (%(default)s)"},

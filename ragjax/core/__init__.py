@@ -7,6 +7,7 @@ goes in and events come out (docs/architecture.md walks one through).
 from ragjax.core.errors import (
     ClosedError,
     ConfigError,
+    DeadlineError,
     OutOfPages,
     OverloadError,
     RagjaxError,
@@ -44,6 +45,7 @@ __all__ = [
     "Chunk",
     "ClosedError",
     "ConfigError",
+    "DeadlineError",
     "Delta",
     "Divergence",
     "Document",

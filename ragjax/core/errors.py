@@ -21,7 +21,15 @@ class ConfigError(RagjaxError):
 
 
 class OverloadError(RagjaxError):
-    """The queue is full; try again later."""
+    """The queue is full. `retry_after`: seconds until there is a place, as requests end at present (None: unknown)."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class DeadlineError(RagjaxError):
+    """A request made no progress for as long as the server allows."""
 
 
 class ClosedError(RagjaxError):

@@ -109,6 +109,7 @@ class EngineOptions:
     device_cache_gb: float = 0.5
     max_queue: int = 64
     max_running: int = 0
+    request_timeout: float = 0.0
     order: str = "fcfs"
     step_tokens: int = 0
     speculate: int = 0
@@ -128,7 +129,7 @@ class EngineOptions:
             raise ConfigError(f"unknown order {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.quality_fallback not in ("refuse", "full"):
             raise ConfigError(f"unknown quality_fallback {self.quality_fallback!r}; choose refuse or full")
-        fewest = {"top_k": 0, "max_queue": 0, "max_running": 0, "step_tokens": 0, "speculate": 0}
+        fewest = {"top_k": 0, "max_queue": 0, "max_running": 0, "request_timeout": 0, "step_tokens": 0, "speculate": 0}
         for name, least in fewest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")

@@ -86,6 +86,7 @@ class Engine:
             Replays(parts.contract, self._shadow).of,
             max_queue=options.max_queue,
             max_running=options.max_running,
+            request_timeout=options.request_timeout,
             order=order_of(options.order),
             budget=parts.budget,
             load_timeout=options.storage.load_timeout,
@@ -254,6 +255,7 @@ class Engine:
             RequestError: before the first event, if the request cannot be served as asked.
             OverloadError: before the first event, if the queue is full.
         """
+        self._loop.check_room()  # before the work of a request that would be refused
         arrival = time.perf_counter()
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
@@ -307,6 +309,7 @@ class Engine:
         asked = Graph(graph) if isinstance(graph, str) else graph
         rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents), recompute_ratio, asked)
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
+        self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()
         pipeline = self._pipeline(request, sink, time.perf_counter())
         try:

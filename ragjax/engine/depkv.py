@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError, SegmentReport
-from ragjax.reuse.base import Allocation, Strategy
+from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, RequestError, SegmentReport, Span
+from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report
 
 
 @dataclass(eq=False)
@@ -97,7 +97,15 @@ class Resumed(Strategy):
         """
         if self.kv.closed:
             raise RequestError(self.kv.closed, param="kv")
-        yield from ()
-        tail = allocation.reserve_with_tail(0)
-        reports = tuple(replace(r, reused=r.tokens, recomputed=0, tier="device") for r in self.kv.plan.reports)
-        return replace(self.kv.plan, tail=tail, reports=reports)
+        plan, begin, end = self.kv.plan, len(self.kv.prompt), len(prompt)
+        own = allocation.reserve_with_tail(end - begin)
+        reports = tuple(replace(r, reused=r.tokens, recomputed=0, tier="device") for r in plan.reports)
+        tail = own.slice(end - begin, own.length, allocation.page_size)
+        if begin == end:
+            return replace(plan, tail=tail, reports=reports)
+        # it was started again: what it had said is computed behind the rest
+        said = Span.consecutive(begin, own.slice(0, end - begin, allocation.page_size))
+        rows, spans = indices(begin, end), (*plan.spans, said)
+        results = yield Pass(rows, rows, spans, LOGITS, (end - 1,))
+        reports += report(prompt, {})[len(self.kv.prompt.segments) :]
+        return replace(plan, spans=spans, tail=tail, reports=reports, logits=results[Measure.LOGITS][0])

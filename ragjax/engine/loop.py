@@ -16,7 +16,9 @@ from ragjax.core import Answer, ClosedError, Event, OverloadError, RequestError,
 from ragjax.engine.answer import make_answer, reports_of
 from ragjax.engine.counters import Counters
 from ragjax.engine.depkv import DepKV
+from ragjax.engine.fault import RESTARTS, Faults, note_progress
 from ragjax.engine.loads import LoadWatch
+from ragjax.engine.overload import Overload
 from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import STEPS, Contract
 from ragjax.runner.runner import Runner
@@ -38,9 +40,6 @@ REPLICATE_STEPS = 64
 TICK = 0.02
 """Seconds between two looks at whether a load takes too long, while there is nothing else to do."""
 
-RESTARTS = 3
-"""Times that a request is started again, after KV could not be loaded or a device was lost, before it fails."""
-
 
 class Loop:
     """Requests between their arrival and their end, and the thread that serves them.
@@ -52,9 +51,10 @@ class Loop:
         order: in which order requests start (None: as they came).
         budget: of a step in which requests decode.
         load_timeout: seconds that a request waits for KV before it computes it.
+        request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
 
     Attributes:
-        counters: what has happened so far.
+        counters: what has happened so far. faults: of requests whose step failed, or that made no progress.
         kept: KV that outlives its request, by label; changed in this thread alone.
     """
 
@@ -67,6 +67,7 @@ class Loop:
         *,
         max_queue: int,
         load_timeout: float,
+        request_timeout: float = 0.0,
         max_running: int = 0,
         order: Order | None = None,
         budget: StepBudget | None = None,
@@ -85,6 +86,8 @@ class Loop:
         self._scheduler = Scheduler(runner.grid, runner.page_size, budget)
         self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running, order=order)
         self._pauses = Pauses(cache, self._scheduler, self._admission, runner)
+        self.faults = Faults(request_timeout, self._restart, self._fail)
+        self._overload = Overload()
         self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._counted: set[RequestState] = set()  # those that `max_queue` is about, waiting and running
@@ -144,6 +147,17 @@ class Loop:
             if not state.background:
                 self._count_in(state)
             self._inbox.put(lambda: self._arrive(state))
+
+    def check_room(self) -> None:
+        """Refuse a request before anything is prepared for it.
+
+        Raises:
+            OverloadError: if the queue is full.
+            ClosedError: if nothing is served any more.
+        """
+        with self._lock:
+            self._check_open()
+            self._check_queue()
 
     def speculate(self, state: RequestState) -> None:
         """Have a request begun whose documents may turn out wrong, when there is room; it is in no queue until then.
@@ -210,11 +224,19 @@ class Loop:
         self._thread.join()
 
     def _count_in(self, state: RequestState) -> None:
+        if not state.running:
+            self._check_queue()
+        if state not in self._counted:
+            self._counted.add(state)
+            self._overload.begin(time.perf_counter())
+
+    def _check_queue(self) -> None:
         # while none runs, one of those that wait is about to
         waiting = len(self._counted) - max(sum(other.running for other in self._counted), 1)
-        if waiting >= self._max_queue and not state.running:
-            raise OverloadError(f"the queue is full: {waiting} requests wait; try again later")
-        self._counted.add(state)
+        if waiting >= self._max_queue:
+            seconds = self._overload.retry_after(time.perf_counter())
+            message = f"the queue is full: {waiting} requests wait; try again in {seconds:.0f} s or later"
+            raise OverloadError(message, retry_after=seconds)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -260,6 +282,7 @@ class Loop:
         if moved:
             self._admission.blocked = False
         self._loads.check(self._scheduler.running)
+        self.faults.check(self.states, time.perf_counter())
         if self._loads.check_stall(bool(self._scheduler.running), bool(self.states())):
             self._admission.blocked = False
         self._refuse(self._pauses.resume())
@@ -384,16 +407,17 @@ class Loop:
     def _move(self) -> None:
         """Carry out the moves of requests whose KV has arrived, until each has rows to compute."""
         for state in self._scheduler.moving():
-            try:
-                while state.move is not None and state.ready:
-                    move = state.move
+            while state.move is not None and state.ready:
+                move = state.move
+                try:
                     self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-                    self._advance(state)
-            except Exception as error:
-                if self._runner.lost:
-                    self._recover(error)
-                    return
-                self._fail(state, error)
+                except Exception as error:
+                    if self._runner.lost:
+                        self._recover(error)
+                        return
+                    self.faults.step_failed([state], error)
+                    break
+                self._guarded(state, self._advance)
 
     def _step(self, batch: Batch) -> None:
         began = time.perf_counter()
@@ -404,11 +428,11 @@ class Loop:
             if self._runner.lost:
                 self._recover(error)
                 return
-            for state in batch.states:
-                self._fail(state, error)
+            self.faults.step_failed(batch.states, error)
             return
         elapsed_ms = (time.perf_counter() - began) * 1e3
         self.counters.steps += 1
+        note_progress(batch.states)
         for state in batch.states:
             state.times.compute_ms += elapsed_ms
         for state in batch.deliver(logits, outcome.measured, outcome.residual):
@@ -417,6 +441,7 @@ class Loop:
     def _advance(self, state: RequestState) -> None:
         """A pass, a move or a decode step of the request is done."""
         if state.plan is not None:
+            state.suspect = False  # it is past the place where a step failed
             self._push(state, state.next_logits())
             return
         state.advance()
@@ -484,7 +509,9 @@ class Loop:
             return
         with self._lock:
             state.ended = True
-            self._counted.discard(state)
+            if state in self._counted:
+                self._counted.discard(state)
+                self._overload.end(time.perf_counter())
         if state.running:
             self._admission.blocked = False
         state.stop()

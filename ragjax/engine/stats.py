@@ -34,6 +34,8 @@ def _requests(loop: Loop) -> Stats:
         "cancelled_total": counters.cancelled,
         "errors_total": counters.errors,
         "steps_total": counters.steps,
+        "step_failures_total": loop.faults.steps,
+        "request_timeouts_total": dict(loop.faults.timeouts),
         "pauses_total": loop.pauses.paused,
         "resumes_total": loop.pauses.resumed,
         "paused": len(loop.pauses.waiting),

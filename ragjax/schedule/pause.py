@@ -1,9 +1,9 @@
 """Decoding requests that gave their pages to older ones: they are paused, and go on before any new request starts.
 
 Requests are admitted by what they need at once, and their tails grow page by page. When no page can be had by evicting,
-the youngest running request gives way: background ones first, then whoever arrived last, if need be the one that asks.
-The oldest one never gives way to others, so some request always comes to its end (vLLM preempts in the same order; its
-preempted requests are computed again, or swapped out as here: Kwon et al., SOSP 2023, section 4.5).
+one running request gives way: one in the background, then a speculation, then whoever arrived last, if need be the one
+that asks. The oldest one never gives way to others, so some request always comes to its end. (vLLM preempts in the same
+order; its preempted requests are computed again, or swapped out as here: Kwon et al., SOSP 2023, section 4.5.)
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class Pauses:
 
         Call it between steps. Yields requests that no page can be had for even though nobody else runs.
         """
-        for state in sorted(self._scheduler.in_front or self._scheduler.running, key=age):
+        for state in sorted(self._scheduler.in_front or self._scheduler.running, key=_rank):
             while state.running and state.decoding and not self._grown(state, tokens):
-                victim = max(self._scheduler.running, key=lambda other: (other.background, *age(other)))
+                victim = max(
+                    self._scheduler.running, key=lambda other: (other.background, other.speculative, *age(other))
+                )
                 if victim is state and len(self._scheduler.running) == 1:
                     if self._cache.give_up():
                         continue
@@ -140,3 +142,8 @@ class Pauses:
 def age(state: RequestState) -> tuple[float, str]:
     """Requests in the order in which they arrived."""
     return state.times.arrival, state.id
+
+
+def _rank(state: RequestState) -> tuple[bool, bool, float, str]:
+    """Requests in the order in which they get pages: the last one gives way first."""
+    return state.background, state.speculative, *age(state)

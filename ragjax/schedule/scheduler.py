@@ -37,7 +37,7 @@ class Scheduler:
         self.budget = budget or StepBudget()
         self.limits = StepLimits(grid.entries[-1], page_size)
         self.running: list[RequestState] = []
-        self._decoded_last = False
+        self._decoded_last = self._suspected_last = False
         self._alone = [shape for shape in grid.rows if shape.block == 1]
         self._mixed = [shape for shape in grid.rows if shape.mixed]
         widths = [max(shape.rows for shape in self._alone)] if self._alone else [1]
@@ -73,6 +73,7 @@ class Scheduler:
         prefill that leaves layers out.
         """
         waiting = [s for s in self._active() if s.rows is not None and s.rows.left and (s.decoding or s.ready)]
+        waiting = self._apart(waiting)
         decoding = [state for state in waiting if state.decoding and rows_of(state).left <= self._most]
         prefilling = [state for state in waiting if state not in decoding]
         if not prefilling:
@@ -86,6 +87,13 @@ class Scheduler:
             return batch
         self._decoded_last = not self._decoded_last
         return self._decode_batch(decoding) if self._decoded_last else self._prefill_batch(prefilling, bounded=True)
+
+    def _apart(self, states: list[RequestState]) -> list[RequestState]:
+        """Whose rows may share the next step: one request of a failed step alone, in turns with all the others."""
+        suspects = [state for state in states if state.suspect]
+        others = [state for state in states if not state.suspect]
+        self._suspected_last = bool(suspects) and not (self._suspected_last and others)
+        return suspects[:1] if self._suspected_last else others
 
     def moving(self) -> list[RequestState]:
         """Requests whose next step is a move, of KV that is on the device."""

@@ -61,18 +61,22 @@ class Paused:
 class Times:
     """When things happened to a request, `time.perf_counter()` seconds (0: not yet), and milliseconds by kind.
 
-    pauses: how often it gave its pages to others. waits_since: when it began to wait for a load of KV; None while it
-    does not.
+    progress: when rows of it were last computed, or it came. pauses: how often it gave its pages to others.
+    waits_since: when it began to wait for a load of KV; None while it does not.
     """
 
     arrival: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
+    progress: float = 0.0
     pauses: int = 0
     waits_since: float | None = None
     retrieve_ms: float = 0.0
     load_ms: float = 0.0
     compute_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.progress = self.arrival
 
     def start(self, began: float, ready: float | None) -> None:
         """Admission began to match its KV; `ready`: when all of it was on the device, if it is."""
@@ -102,7 +106,9 @@ class RequestState:
 
     What it holds while it runs: allocation, plan (once the prompt is computed), rows or move (what waits for a step),
     decoded (tokens generated since it was started). may_load: whether it may use KV that must be loaded; a request that
-    waited in vain computes it. restarts: how often it was started again. paused: its KV, while others have its pages.
+    waited in vain computes it. restarts: how often it was started again. suspect: a step that it was in failed, so it
+    runs alone until it is past that place. overdue: it was started again because it made no progress. paused: its KV,
+    while others have its pages.
 
     Begun before its search had ended: speculative (its documents are not confirmed yet), answer (what it ended with
     while they were not). passed: rows of its finished passes that began at the first layer.
@@ -129,6 +135,8 @@ class RequestState:
     passed: int = 0
     may_load: bool = True
     restarts: int = 0
+    suspect: bool = False
+    overdue: bool = False
     ended: bool = False
     allocation: Allocation | None = None
     plan: Plan | None = None

@@ -22,6 +22,7 @@ from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, chunks, whole
 from ragjax.serve.schema import ChatBody, CompletionBody
+from ragjax.serve.stop import Drain
 from ragjax.serve.stream import EventStream, while_connected
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ MAX_BODY_BYTES = 8 * 2**20
 
 
 def create_app(
-    engine: Engine, *, keys: Mapping[str, str] = MappingProxyType({}), max_body_bytes: int = MAX_BODY_BYTES
+    engine: Engine,
+    *,
+    keys: Mapping[str, str] = MappingProxyType({}),
+    max_body_bytes: int = MAX_BODY_BYTES,
+    drain: Drain | None = None,
 ) -> FastAPI:
     """The HTTP application over `engine`, which the caller closes once the app has stopped.
 
@@ -41,6 +46,7 @@ def create_app(
         keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health wants one as a
             bearer token.
         max_body_bytes: limit of a request's body.
+        drain: shared with the server, which says by it that it stops.
     """
     metrics = Metrics(engine)
     endpoints = _Endpoints(engine, metrics)
@@ -55,7 +61,7 @@ def create_app(
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=sized)
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(Door, metrics=metrics, keys=keys, max_body_bytes=max_body_bytes)
+    app.add_middleware(Door, metrics=metrics, keys=keys, max_body_bytes=max_body_bytes, drain=drain or Drain())
     return app
 
 

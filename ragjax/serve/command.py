@@ -21,7 +21,7 @@ from ragjax import core
 from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.serve.app import MAX_BODY_BYTES, create_app
-from ragjax.serve.stop import Server, Watchdog
+from ragjax.serve.stop import Drain, Server, Watchdog
 
 if TYPE_CHECKING:
     from ragjax.engine import Engine
@@ -181,8 +181,9 @@ def _load(options: argparse.Namespace) -> Engine:
 
 def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
+    drain = Drain()
     config = uvicorn.Config(
-        create_app(engine, keys=_keys(options), max_body_bytes=int(options.max_body_mb * 2**20)),
+        create_app(engine, keys=_keys(options), max_body_bytes=int(options.max_body_mb * 2**20), drain=drain),
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,
@@ -192,7 +193,7 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
     )
     _listen(listener)
     with Watchdog(options.grace) as watchdog:
-        server = Server(config, engine, watchdog)
+        server = Server(config, engine, watchdog, drain, options.grace)
         # uvicorn sets its own handlers; when done it restores these and raises the signal again, by then without harm.
         before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
         _say_ready(engine, listener, options)

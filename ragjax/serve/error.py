@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 
 from fastapi.exceptions import RequestValidationError
@@ -41,10 +42,14 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, asyncio.CancelledError | core.ClosedError):
-        message = "the server is stopping; try again later"
-        return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
+        return stopping()
     if isinstance(error, core.OverloadError):
-        return ApiError(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"})
+        seconds = str(max(1, math.ceil(error.retry_after or 1)))
+        return ApiError(
+            429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": seconds}
+        )
+    if isinstance(error, core.DeadlineError):
+        return ApiError(504, str(error), "server_error", code="timeout")
     if isinstance(error, core.RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, core.RagjaxError):
@@ -57,6 +62,12 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
     _log.error("request %s failed", request_id, exc_info=error)
     message = f"internal error; the server's log has the details under request id {request_id}"
     return ApiError(500, message, "server_error", code="internal_error")
+
+
+def stopping() -> ApiError:
+    """What a request is told that comes while the server stops, or that it cannot end before."""
+    message = "the server is stopping; try again later"
+    return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
 
 
 def _http_error(error: HTTPException, scope: Scope) -> ApiError:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragjax.serve.error import ApiError, api_error
+from ragjax.serve.error import ApiError, api_error, stopping
 from ragjax.serve.metric import Metrics
+from ragjax.serve.stop import Drain
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +27,9 @@ class Door:
     reads the rest away, so that a client that is still writing gets to read the answer.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Mapping[str, str], max_body_bytes: int):
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Mapping[str, str], max_body_bytes: int, drain: Drain):
         self._app = app
+        self._drain = drain
         self._metrics = metrics
         self._tenants = {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
         self._limit = max_body_bytes
@@ -48,6 +50,7 @@ class Door:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
+        self._drain.serving += 1
         try:
             self._check(scope)
             await self._app(scope, self._limited(receive), observed_send)
@@ -59,12 +62,15 @@ class Door:
             elif not isinstance(error, asyncio.CancelledError):
                 raise
         finally:
+            self._drain.serving -= 1
             route = getattr(scope.get("route"), "path", "unknown")
             # 499 is the customary status of a client that left before the response began.
             self._metrics.requests.labels(route, str(status or 499)).inc()
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - arrived)
 
     def _check(self, scope: Scope) -> None:
+        if self._drain.stopping and scope["path"] != "/metrics":
+            raise stopping()
         headers = dict(scope["headers"])
         if self._tenants and scope["path"] != "/health":
             given = headers.get(b"authorization", b"")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import math
 import os
 import socket
 import threading
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -24,6 +27,18 @@ LAST = 5.0
 
 STUCK = 3
 """Exit code of a process that had to be ended."""
+
+
+@dataclass
+class Drain:
+    """Whether the server is stopping, and how many requests it is serving.
+
+    A server that stops still listens: what it serves, waiting requests included, goes on, and what comes gets a 503, by
+    which a load balancer sends it elsewhere.
+    """
+
+    stopping: bool = False
+    serving: int = 0
 
 
 class Watchdog:
@@ -68,17 +83,36 @@ class Watchdog:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which closes the engine before it waits for threads: one of them may be stuck."""
+    """uvicorn's server, which drains, and closes the engine before it waits for threads: one of them may be stuck.
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, watchdog: Watchdog):
+    drain: shared with the application. grace: seconds that requests get after the first signal; a second one ends them.
+    """
+
+    def __init__(self, config: uvicorn.Config, engine: Engine, watchdog: Watchdog, drain: Drain, grace: float):
         super().__init__(config)
         self._engine = engine
         self._watchdog = watchdog
+        self._drain = drain
+        self._grace = grace
+        self._deadline = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The handler of SIGTERM and SIGINT."""
         self._watchdog.begin()
-        super().handle_exit(sig, frame)
+        if self._drain.stopping:
+            self.should_exit = True
+            super().handle_exit(sig, frame)
+            return
+        self._deadline = time.monotonic() + self._grace
+        self._drain.stopping = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether to stop listening, and to cancel what is still served."""
+        if self._drain.stopping and not self.should_exit:
+            left = self._deadline - time.monotonic()
+            self.should_exit = not self._drain.serving or left <= 0
+            self.config.timeout_graceful_shutdown = max(0, math.ceil(left))
+        return await super().on_tick(counter)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serves until a signal comes, and closes the engine."""

@@ -9,7 +9,7 @@ import pytest
 
 from ragjax import core
 from tests.support.fakes import FakeEngine
-from tests.support.serving import CHAT, MESSAGES, TEXT, Served, serving
+from tests.support.serving import CHAT, MESSAGES, TEXT, Served, error_of, events_of, serving
 
 
 def test_chat_with_openai_client(shared: Served) -> None:
@@ -145,3 +145,18 @@ def test_closed_engine_is_503() -> None:
         gone = served.post("/v1/chat/completions", json={"model": "fake", "messages": MESSAGES})
         assert gone.status_code == 503 and gone.json()["error"]["code"] == "stopping"
         assert int(gone.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(None, "1"), (0.2, "1"), (2.01, "3"), (40.0, "40")])
+def test_overload_says_when_there_is_a_place(seconds: float | None, header: str) -> None:
+    with serving(FakeEngine(error=core.OverloadError("the queue is full", retry_after=seconds))) as served:
+        assert served.post(json=CHAT).headers["retry-after"] == header
+
+
+def test_a_request_without_progress_is_504() -> None:
+    with serving(FakeEngine(error=core.DeadlineError("no progress for 3 s"))) as served:
+        response = served.post(json=CHAT)
+        assert response.status_code == 504 and error_of(response)["code"] == "timeout"
+        assert error_of(response)["type"] == "server_error"
+    with serving(FakeEngine(breakdown=core.DeadlineError("no progress for 3 s"))) as served:
+        assert events_of(served.post(json={**CHAT, "stream": True}))[-1]["error"]["code"] == "timeout"

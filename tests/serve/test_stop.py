@@ -100,3 +100,39 @@ def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
     assert process.wait(20) == 3
     assert process.stderr is not None and "the engine did not end in time" in process.stderr.read()
     process.stderr.close()
+
+
+def test_a_stop_under_load_drains() -> None:
+    """Several streams go on to their ends; what comes meanwhile, on old and new connections, is sent elsewhere."""
+    process = program("--model", "slow", "--port", "0", "--knowledge", "none")
+    url = url_of(process)
+    texts: list[str] = []
+    begun = threading.Semaphore(0)
+
+    def stream() -> None:
+        client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0, timeout=20)
+        said = ""
+        for chunk in client.chat.completions.create(model="slow", messages=MESSAGES, stream=True):
+            begun.release()
+            said += chunk.choices[0].delta.content or ""
+        texts.append(said)
+
+    threads = [threading.Thread(target=stream) for _ in range(8)]
+    with httpx.Client(base_url=url, timeout=20) as kept:
+        assert kept.get("/health").status_code == 200
+        for thread in threads:
+            thread.start()
+        for _ in range(8):
+            assert begun.acquire(timeout=20)
+        process.send_signal(signal.SIGTERM)
+        wait_for(lambda: kept.get("/health").status_code == 503)
+        for refused in (kept.post("/v1/chat/completions", json=CHAT), httpx.post(f"{url}/v1/completions", json={})):
+            assert refused.status_code == 503 and error_of(refused)["code"] == "stopping"
+            assert int(refused.headers["retry-after"]) > 0
+        assert "ragjax_running 8.0" in kept.get("/metrics").text, "and can still be watched"
+    for thread in threads:
+        thread.join(20)
+    assert texts == [TEXT] * 8
+    assert process.stderr is not None and "finished 8" in process.stderr.read()
+    assert process.wait(20) == 0
+    process.stderr.close()

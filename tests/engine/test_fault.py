@@ -1,0 +1,307 @@
+"""Faults under load: failing steps, requests without progress, clients that leave, and a full queue."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragjax.core import DeadlineError, OverloadError, Prompt, Request, Sampling, Step
+from ragjax.engine import Engine
+from ragjax.engine.depkv import Resumed
+from ragjax.engine.overload import Overload
+from ragjax.engine.prepare import Preparation
+from tests.support import tiny
+
+NAMES = ("full", "prefix", "naive", "blend", "craft")
+POISON = 259
+"""A token that the tokenizer never makes; a step that has four in a row fails."""
+
+
+def poisoned(prompt: Prompt) -> Prompt:
+    """The prompt, ending with the poison."""
+    prompt.segments[-1].tokens[-4:] = POISON
+    return Prompt(prompt.segments)
+
+
+@contextmanager
+def steps(engine: Engine, patched: Callable[[Callable[[Step], Any], Step], Any]) -> Iterator[None]:
+    """Every step runs through `patched(step function, step)`."""
+    runner = engine._runner
+    original = runner.step
+    runner.step = lambda step: patched(original, step)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del runner.step  # type: ignore[method-assign]
+
+
+def failing_on_poison(run: Callable[[Step], Any], step: Step) -> Any:
+    if (np.lib.stride_tricks.sliding_window_view(step.token_T, min(4, len(step.token_T))) == POISON).all(1).any():
+        raise RuntimeError("the step failed")
+    return run(step)
+
+
+def test_the_request_at_fault_fails_alone() -> None:
+    jobs = [(tiny.prompt(i, 20, (30,), 12 + i), {"strategy": NAMES[i], "max_tokens": 12}) for i in range(5)]
+    alone = []
+    for prompt, given in jobs:
+        with tiny.engine() as fresh:
+            alone.append(fresh.answer_prompt(prompt, **given).tokens)  # type: ignore[arg-type]
+    with tiny.engine() as engine, steps(engine, failing_on_poison):
+        engine._loop._inbox.put(lambda: time.sleep(0.2))  # so that they come together
+        futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
+        bad = engine.begin_prompt(poisoned(tiny.prompt(9, 20, (), 12)), strategy="full", max_tokens=5)
+        with pytest.raises(RuntimeError, match="the step failed"):
+            bad.result()
+        answers = [future.result() for future in futures]
+        engine.audit()
+        stats = engine.stats()
+    assert [answer.tokens for answer in answers] == alone
+    assert stats["errors_total"] == 1 and stats["step_failures_total"] >= 2
+    assert any("a step failed" in notice for answer in answers for notice in answer.notices)
+    assert sum(stats["requests_total"].values()) == 5  # type: ignore[union-attr]
+
+
+def test_requests_that_fail_once_go_on_where_they_were() -> None:
+    """Failures at random steps of several requests: the tokens are those of an engine without faults."""
+    jobs = [
+        (tiny.prompt(i, 20, (30,), 12), {"strategy": ("full", "prefix")[i % 2], "max_tokens": 25}) for i in range(4)
+    ]
+    with tiny.engine() as fresh:
+        alone = [fresh.answer_prompt(prompt, **given).tokens for prompt, given in jobs]  # type: ignore[arg-type]
+    random, failed = np.random.default_rng(1), []
+
+    def sometimes(run: Callable[[Step], Any], step: Step) -> Any:
+        if len(failed) < 3 and random.random() < 0.1 and len(set(step.request_T.tolist())) > 2:
+            failed.append(step)
+            raise RuntimeError("now and then")
+        return run(step)
+
+    with tiny.engine() as engine, steps(engine, sometimes):
+        futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
+        assert [future.result().tokens for future in futures] == alone
+        engine.audit()
+    assert len(failed) == 3
+
+
+def test_what_is_generated_from_kept_kv_goes_on_after_a_fault() -> None:
+    with tiny.engine() as engine, engine.compute_depkv(tiny.prompt(3)) as kv:
+        alone = engine.generate_with_depkv(kv, max_tokens=30)
+        count = 0
+
+        def once(run: Callable[[Step], Any], step: Step) -> Any:
+            nonlocal count
+            count += 1
+            if count == 12:
+                raise RuntimeError("once")
+            return run(step)
+
+        with steps(engine, once):
+            again = engine.answer_prompt(kv.prompt, strategy=Resumed(kv), max_tokens=30)
+        assert again.tokens == alone.tokens and len(again.segments) == len(alone.segments)
+        assert "a step failed" in again.notices[0]
+
+
+# ---------------------------------------------------------------------------------------- deadlines
+
+
+def test_one_without_progress_is_started_again_once_and_then_ends() -> None:
+    with tiny.engine(request_timeout=0.3) as engine:
+        assert engine.answer_prompt(tiny.prompt(0), max_tokens=3).tokens
+        rests = engine._loop._scheduler.next_batch
+        engine._loop._scheduler.next_batch = lambda: None  # type: ignore[method-assign]
+        began = time.perf_counter()
+        with pytest.raises(DeadlineError, match=r"no progress for 0.3 s"):
+            engine.answer_prompt(tiny.prompt(1), max_tokens=3)
+        assert time.perf_counter() - began >= 0.6
+        engine.audit()
+        assert engine.stats()["request_timeouts_total"] == {"restarted": 1, "ended": 1}
+        engine._loop._scheduler.next_batch = rests  # type: ignore[method-assign]
+        assert engine.answer_prompt(tiny.prompt(1), max_tokens=3).tokens
+
+
+def test_one_that_goes_on_after_its_restart_says_so() -> None:
+    with tiny.engine(request_timeout=0.3) as engine:
+        alone = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20).tokens
+        scheduler, rests, count = engine._loop._scheduler, engine._loop._scheduler.next_batch, 0
+
+        def stuck() -> Any:
+            nonlocal count
+            count += 1
+            return None if count > 10 and not engine._loop.faults.timeouts else rests()
+
+        scheduler.next_batch = stuck  # type: ignore[method-assign]
+        answer = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20)
+        assert answer.tokens == alone
+        assert answer.notices == ("no progress for 0.3 s; the request was computed again",)
+
+
+def test_waiting_in_the_queue_has_an_end_too() -> None:
+    with tiny.engine(request_timeout=0.4, max_running=1) as engine:
+
+        def slow(run: Callable[[Step], Any], step: Step) -> Any:
+            time.sleep(0.01)
+            return run(step)
+
+        with steps(engine, slow):
+            long = engine.begin_prompt(tiny.prompt(0), max_tokens=200)
+            with pytest.raises(DeadlineError, match="waited to be started"):
+                engine.answer_prompt(tiny.prompt(1), max_tokens=3)
+            assert not long.done(), "it makes progress, however long it takes"
+            assert len(long.result().tokens) == 200
+        engine.audit()
+
+
+# -------------------------------------------------------------------------------------- who leaves
+
+
+@pytest.mark.parametrize("where", ["decoding", "prompt", "queued", "paused"])
+def test_pages_are_free_within_one_step_after_a_client_left(where: str) -> None:
+    """Steps are counted between the moment when it leaves and that when nothing is held for it."""
+    left = threading.Event()
+    after = 0
+
+    def counted(run: Callable[[Step], Any], step: Step) -> Any:
+        nonlocal after
+        time.sleep(0.002)
+        done = run(step)
+        after += left.is_set()
+        return done
+
+    with tiny.engine(pages=26, max_running=1 if where == "queued" else 0) as engine, steps(engine, counted):
+        other = engine.begin_prompt(tiny.prompt(0), strategy="full", max_tokens=200 if where != "paused" else 150)
+        while not engine.stats()["running"]:
+            time.sleep(0.001)
+
+        async def leave() -> None:
+            request = Request(prompt="x" * (120 if where == "prompt" else 40), sampling=Sampling(150))
+            stream = engine.submit(request)
+            first = asyncio.ensure_future(anext(stream))  # type: ignore[arg-type]
+            loop = engine._loop
+
+            def there() -> bool:
+                if where == "paused":
+                    return bool(loop.pauses.waiting)
+                if where == "queued":
+                    return loop.waiting == 1
+                return loop.running == 2 and (where == "prompt" or first.done())
+
+            while not there():
+                assert not other.done()
+                await asyncio.sleep(0.0005)
+            states = [s for s in loop.states() if s.request is request]
+            left.set()
+            first.cancel()
+            with suppress(asyncio.CancelledError):
+                await first
+            await stream.aclose()  # type: ignore[attr-defined]
+            (state,) = states
+            while not state.ended:
+                await asyncio.sleep(0)
+            assert after <= 1, "it was computed on"
+            assert not state.running and state.paused is None
+
+        asyncio.run(leave())
+        engine._loop.call(lambda: engine._cache.audit(engine._loop.holders()))
+        assert engine.stats()["cancelled_total"] == 1
+        other.cancel()
+
+
+# ---------------------------------------------------------------------------------------- overload
+
+
+def test_a_full_queue_refuses_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny.engine(max_queue=1, max_running=1) as engine:
+        futures = [engine.begin_prompt(tiny.prompt(i), max_tokens=300) for i in range(2)]
+        while engine.stats()["running"] != 1:
+            time.sleep(0.001)
+        monkeypatch.setattr(Preparation, "prepare", lambda *_, **__: pytest.fail("it was prepared"))
+
+        async def ask() -> None:
+            async for _ in engine.submit(Request(prompt="Hello")):
+                pass
+
+        with pytest.raises(OverloadError, match="1 requests wait") as refused:
+            asyncio.run(ask())
+        assert refused.value.retry_after is not None and refused.value.retry_after > 0
+        for future in futures:
+            future.cancel()
+
+
+class Simulated:
+    """A server of one place and a queue, in which every request takes `seconds`; time goes on by `until`."""
+
+    def __init__(self, seconds: float, most: int):
+        self.overload, self.seconds, self.most = Overload(), seconds, most
+        self.now, self.ends = 0.0, []  # type: ignore[var-annotated]
+
+    def until(self, now: float) -> None:
+        while self.ends and self.ends[0] <= now:
+            self.overload.end(self.ends.pop(0))
+        self.now = now
+
+    def arrive(self) -> float | None:
+        """None if it is taken in, or when to come again."""
+        if len(self.ends) > self.most:
+            return self.overload.retry_after(self.now)
+        self.overload.begin(self.now)
+        self.ends.append(max(self.now, self.ends[-1] if self.ends else self.now) + self.seconds)
+        return None
+
+
+def test_who_comes_again_when_told_finds_a_place() -> None:
+    """A burst of clients, each of which comes again when it was told: hardly one comes in vain, and none waits long."""
+    for seconds, most in ((2.0, 5), (0.3, 20), (7.0, 3)):
+        server = Simulated(seconds, most)
+        for _ in range(3):  # something has ended, so the rate is known
+            assert server.arrive() is None
+        server.until(4 * seconds)
+        while server.arrive() is None:
+            pass
+        events, vain, late = [(server.now, 0) for _ in range(most)], 0, 0.0
+        while events:
+            events.sort()
+            now, times = events.pop(0)
+            server.until(now)
+            idle = not server.ends
+            after = server.arrive()
+            if after is None:
+                late += idle and times > 0
+                continue
+            vain += times > 0
+            assert 0 < after <= (most + 2) * seconds * 1.5, "nobody is sent further than all who are present take"
+            events.append((now + after + 1e-6, times + 1))
+            assert times < 6
+        assert vain <= most and late <= 1
+
+
+def test_the_rate_is_that_of_the_time_in_which_somebody_was_there() -> None:
+    overload = Overload()
+    assert overload.retry_after(0.0) == 1.0, "unknown"
+    overload.begin(100.0)
+    overload.end(101.0)
+    overload.begin(1000.0)  # nobody was there for a quarter of an hour
+    assert overload.rate(1001.0) == 1.0
+    for end in range(1001, 1100):
+        overload.begin(float(end) - 0.5)
+        overload.end(float(end))
+    assert overload.rate(1099.0) == pytest.approx(1.0, rel=0.05)
+
+
+def test_many_refused_at_once_are_not_sent_to_the_same_place() -> None:
+    overload = Overload()
+    for end in range(1, 11):
+        overload.begin(end - 1.0)
+        overload.begin(end - 0.5)
+        overload.end(float(end))
+    told = [overload.retry_after(10.0) for _ in range(15)]
+    assert told[:3] == pytest.approx([1.0, 2.0, 3.0])
+    assert max(told) == pytest.approx(10.0), "all ten who are present have ended by then"
+    assert all(isinstance(answer, float) for answer in told)

@@ -143,13 +143,16 @@ def header(benchmark: str, arguments: Sequence[str] | None = None) -> Header:
     return Header(benchmark, command, {**where, "ceilings": asdict(limits)}, versions())
 
 
-def write(file: Path, head: Header, rows: Sequence[Row]) -> None:
+def write(file: Path, head: Header, rows: Sequence[Row], tables: Mapping[str, Sequence[Row]] | None = None) -> None:
     """Write the JSON document, as a whole or not at all.
+
+    tables: what does not fit into the rows, by name.
 
     Raises:
         ValueError: if a figure is not finite.
     """
-    text = json.dumps({**asdict(head), "rows": [dict(row) for row in rows]}, indent=1, allow_nan=False)
+    more = {name: [dict(row) for row in kept] for name, kept in (tables or {}).items() if kept}
+    text = json.dumps({**asdict(head), "rows": [dict(row) for row in rows], **more}, indent=1, allow_nan=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     part.write_text(text + "\n")
@@ -163,11 +166,15 @@ def plain(row: Row) -> dict[str, Any]:
 
 
 class Session:
-    """One run of a command: its header, and the samples that it keeps until the report is written."""
+    """One run of a command: its header, and the samples that it keeps until the report is written.
+
+    tables: rows of other columns, by name, printed and written behind the report's.
+    """
 
     def __init__(self, benchmark: str):
         """Measure the ceilings and print them."""
         self.head = header(benchmark)
+        self.tables: dict[str, Sequence[Row]] = {}
         self._opened: list[Samples] = []
 
     def add_versions(self, versions: Mapping[str, str]) -> None:
@@ -183,8 +190,11 @@ class Session:
     def finish(self, rows: Sequence[Row], columns: Sequence[str], file: Path | None) -> None:
         """Print the table, write the report if a file is asked for, forget the samples."""
         print("\n" + table(rows, columns))
+        for name, kept in self.tables.items():
+            if kept:
+                print(f"\n{name}:\n{table(kept, list(kept[0]))}")
         if file is not None:
-            write(file, self.head, rows)
+            write(file, self.head, rows, self.tables)
             print(f"wrote {file}", file=sys.stderr)
         for samples in self._opened:
             samples.done()

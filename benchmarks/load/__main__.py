@@ -1,0 +1,287 @@
+"""Many requests at once: latency and throughput of ragjax's systems and of rivals' servers under the same load.
+
+    python -m benchmarks.load --data DIR [--workload questions|zipf|graph|trace] [--sets a,b] [--systems a,b]
+        [--clients 8 | --rate 0.5,1 | --points 5 | --search] [--arrivals FILE] [--requests N] [--warm N] [--output N]
+        [--top-k 1,3] [--engine FIELD=VALUE]... [--http] [--figure NAME] [--plot DIR] [--quick] [--json FILE]
+    python -m benchmarks.load --part batch|stall [--quick] [--json FILE]
+
+Arrivals are open loop: Poisson's process, seeded, at the rates given, or a trace's times stretched to each rate;
+`--points N` measures the capacity first, by 8 clients that wait, and takes N rates from a fifth of it to all of it.
+`--clients N` is closed loop: N clients, each of which sends its next request when it has an answer. `--search` finds
+the throughput: the largest rate whose mean time to first token is at most 5 times that at a fifth of the capacity.
+
+Workloads: `questions` are real ones (nq_open, musique, and mmlu with its choices), drawn after Zipf, with retrieval of
+the top k over the union of their corpora; `zipf` are 12 passages a request, drawn after Zipf from 200, in random order
+(`--in-order`: in the pool's), about two thousand tokens; `graph` the relation paths of ten entities; `trace` the
+prompts of a trace, an eighth as long, where a block's hash stands for a text.
+
+Systems: `full`; `prefix-lru`, a prefix tree on the device with LRU and no tier below, as vLLM and SGLang have it;
+`prefix-tiers`, with host memory, LACR, order and speculation; the reuse strategies; `contract`, the strategy that the
+quality contract picks at KL 0.1 (needs the report of `python -m ragjax.reuse.gate`). NAME:FIELD=VALUE is a system with
+another setting of the engine, `prefix-tiers:order=lpm` for instance; `--engine` sets one for all. Rivals:
+`llamacpp-q4_0`, `llamacpp-f16` (llama.cpp's server, a slot a client) and `openvino` (OpenVINO GenAI). They get the
+prompt's tokens, with retrieval done. All decode greedily, each answer to its last token (`--output`), whatever it says.
+`--http` measures ragjax as a server too, where answers end where the model ends them.
+
+Rows: times are milliseconds from a request's arrival; `itl` is the time between two deliveries of text; `found_share`
+is the share of prompt tokens whose KV was found. `jain` is Jain's index over seconds a token. Energy of wasted steps
+cannot be read on these machines and is left out. Parts: `batch` compares 16 requests that decode at once with one;
+`stall` the time between tokens of four requests while a prompt of 4K tokens is prefilled with that before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import report
+from benchmarks.common.plot import draw
+from benchmarks.common.samples import Samples, weights_of
+from benchmarks.load import figure, part, rival
+from benchmarks.load.arrival import Arrival, read_trace
+from benchmarks.load.client import Target
+from benchmarks.load.http import OwnServer
+from benchmarks.load.measure import Bench, Plan, Results
+from benchmarks.load.metric import COLUMNS, row_of
+from benchmarks.load.plot import figures
+from benchmarks.load.prompt import Prompts
+from benchmarks.load.system import Own, base_settings, options_of, parse_setting, parse_system
+from benchmarks.load.workload import POOL, WORKLOADS, Wish, Workload, traced
+from ragjax.commands.flags import from_zero, integer, positive
+from ragjax.core import ConfigError
+from ragjax.models import hub
+
+RIVALS = ("llamacpp-q4_0", "llamacpp-f16", "llamacpp-q4_0-reuse", "openvino")
+REUSE_TOKENS = 64
+"""Of `llamacpp-q4_0-reuse`: chunks that moved and are this long are shifted instead of computed."""
+
+REQUESTS, QUICK_REQUESTS = 120, 12
+WARM, QUICK_WARM = 60, 8
+SYSTEMS = "full,prefix-lru,prefix-tiers"
+CONTEXT = 4096
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line, a figure's flags behind those that are given."""
+    flags = report.parser("load", __doc__)
+    add = flags.add_argument
+    add("--data", type=Path, metavar="DIR", help="a folder with text/SET, kg/SET and traces/")
+    add("--part", choices=("load", "batch", "stall"), default="load", help="what to measure (%(default)s)")
+    add("--figure", metavar="NAME", choices=tuple(figure.FIGURES), help=f"one of {', '.join(figure.FIGURES)}")
+    add("--workload", choices=(*WORKLOADS, "trace"), help="what is asked (zipf)")
+    add("--sets", type=listed, metavar="A,B", help="sets of the workload (questions: nq_open,mmlu,musique)")
+    add("--systems", type=listed, metavar="A,B", help=f"who takes part ({SYSTEMS})")
+    add("--clients", type=numbers(integer(1, 1000)), metavar="N,M", help="closed loops of so many clients (8)")
+    add("--rate", type=numbers(positive), metavar="X,Y", help="open loops at so many requests a second")
+    add("--points", type=integer(0, 20), help="open loops at so many rates up to the capacity")
+    add("--search", action="store_true", default=None, help="find the throughput")
+    add("--arrivals", type=Path, metavar="FILE", help="a trace whose arrivals are used, stretched to each rate")
+    add("--requests", type=integer(2, 100000), help=f"requests of a point ({REQUESTS}; {QUICK_REQUESTS} with --quick)")
+    add("--warm", type=integer(0, 100000), help=f"requests before the first point ({WARM}; {QUICK_WARM} with --quick)")
+    add("--output", type=integer(1, 4096), metavar="N", help="tokens of each answer (32; mmlu 1, graph 16)")
+    add("--top-k", type=numbers(integer(1, 100)), metavar="K,L", help="passages of a question (2)")
+    add("--pool", type=integer(2, 100000), default=POOL, help="passages that zipf draws from (%(default)s)")
+    add("--in-order", action="store_true", help="zipf's passages stand in the pool's order")
+    add("--engine", action="append", default=[], metavar="FIELD=VALUE", help="an option of all of ragjax's engines")
+    add("--device-cache-gb", type=positive, default=0.5, help="KV pool of every system, 2^30 bytes (%(default)s)")
+    add("--http", action="store_true", help="measure ragjax's systems as servers, too")
+    add("--context", type=integer(256, 10**6), default=CONTEXT, help="tokens of prompt and answer (%(default)s)")
+    add("--part-context", type=from_zero, default=1024, help="tokens of each prompt of --part batch (%(default)s)")
+    add("--model", default=report.MODEL, metavar="NAME_OR_PATH", help="model, .gguf where rivals run (%(default)s)")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of weights and KV (%(default)s)")
+    add("--seed", type=integer(0), default=0, help="of arrivals and draws (%(default)s)")
+    add("--plot", type=Path, metavar="DIR", help="also draw pictures")
+    chosen = flags.parse_args(arguments)
+    try:
+        return complete(chosen)
+    except ConfigError as error:
+        flags.error(str(error))
+
+
+def listed(text: str) -> list[str]:
+    """Names separated by commas."""
+    return [name for name in text.split(",") if name]
+
+
+def numbers(kind: Any) -> Any:
+    """Numbers separated by commas."""
+
+    def parse(text: str) -> list[Any]:
+        return [kind(one) for one in text.split(",")]
+
+    return parse
+
+
+def complete(chosen: argparse.Namespace) -> argparse.Namespace:
+    """Fill in a figure's flags and the defaults, and check what can be checked before anything is measured.
+
+    Raises:
+        ConfigError: for what is missing or does not go together.
+    """
+    readers = {"sets": listed, "systems": listed, "clients": numbers(integer(1)), "rate": numbers(positive)}
+    readers |= {"top_k": numbers(integer(1)), "arrivals": lambda text: chosen.data and chosen.data / text}
+    for name, value in (figure.flags_of(chosen.figure) if chosen.figure else {}).items():
+        if getattr(chosen, name) is None:
+            setattr(chosen, name, readers[name](value) if name in readers else value)
+    if chosen.part == "load" and chosen.data is None:
+        raise ConfigError("--data DIR is needed: it holds the questions")
+    chosen.workload = chosen.workload or "zipf"
+    chosen.systems = chosen.systems or listed(SYSTEMS)
+    chosen.requests = chosen.requests or (QUICK_REQUESTS if chosen.quick else REQUESTS)
+    chosen.warm = (QUICK_WARM if chosen.quick else WARM) if chosen.warm is None else chosen.warm
+    chosen.top_k = chosen.top_k or [2]
+    if not (chosen.rate or chosen.points or chosen.search or chosen.clients):
+        chosen.clients = [8]
+    if chosen.workload == "trace" and chosen.arrivals is None:
+        raise ConfigError("--workload trace needs --arrivals FILE, a trace")
+    if chosen.quick and chosen.points:
+        chosen.points = min(chosen.points, 2)
+    chosen.engine = dict(map(parse_setting, chosen.engine))
+    for name in chosen.systems:
+        if name not in RIVALS:
+            parse_system(name)
+    return chosen
+
+
+# --------------------------------------------------------------------------------------------- loads
+
+
+def plan_of(chosen: argparse.Namespace, trace: Sequence[Arrival]) -> Plan:
+    """What is measured of every system."""
+    return Plan(
+        requests=chosen.requests,
+        warm=chosen.warm,
+        seed=chosen.seed,
+        clients=chosen.clients or (),
+        rates=chosen.rate or (),
+        geometric=chosen.points or 0,
+        search=bool(chosen.search),
+        trace=trace,
+    )
+
+
+def workloads_of(chosen: argparse.Namespace, count: int, trace: Sequence[Arrival]) -> list[Workload]:
+    """One workload, or one for each top-k."""
+    wish = Wish(
+        chosen.data, count, tuple(chosen.sets or ()), output=chosen.output, seed=chosen.seed, quick=chosen.quick,
+        shuffled=not chosen.in_order, pool=chosen.pool,
+    )  # fmt: skip
+    if chosen.workload == "trace":
+        return [traced(wish, trace)]
+    if chosen.workload != "questions":
+        return [WORKLOADS[chosen.workload](wish)]
+    return [WORKLOADS["questions"](replace(wish, top_k=k)) for k in chosen.top_k]
+
+
+def targets_of(chosen: argparse.Namespace, workload: Workload) -> list[Target]:
+    """Who takes part, in the order named."""
+    model = hub.resolve(chosen.model).path
+    rivals = [name for name in chosen.systems if name in RIVALS]
+    tokens = Prompts(workload, model, f"load-{workload.digest[:12]}") if rivals else None
+    base = base_settings(
+        model=chosen.model, dtype=chosen.dtype, gigabytes=chosen.device_cache_gb, context=chosen.context
+    )
+    made: list[Target] = []
+    for name in chosen.systems:
+        if name not in RIVALS:
+            engine = options_of(name, chosen.engine, base)
+            made.append(Own(name, engine, workload))
+            if chosen.http:
+                made.append(OwnServer(f"{name} (http)", engine, workload))
+            continue
+        assert tokens is not None
+        made.append(rival_of(name, chosen, model, tokens))
+    return made
+
+
+def rival_of(name: str, chosen: argparse.Namespace, model: Path, tokens: Prompts) -> Target:
+    """A rival by name, with as many slots as there are clients at most (8 under open arrivals)."""
+    clients = max([8, *(chosen.clients or ())])
+    if name == "openvino":
+        return rival.openvino(name, model, tokens, clients=clients, gigabytes=max(1.0, chosen.device_cache_gb))
+    kind = name.split("-")[1].upper()
+    reuse = REUSE_TOKENS if name.endswith("-reuse") else 0
+    return rival.LlamaServer(name, model, kind, tokens, slots=clients, context=chosen.context, reuse=reuse)
+
+
+def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+    """What the points of a run depend on besides system, workload and rate."""
+    kept = ("dtype", "context", "device_cache_gb", "requests", "warm", "seed", "part", "arrivals", "engine", "clients")
+    return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
+
+
+async def measure(chosen: argparse.Namespace, samples: Samples, results: Results) -> dict[str, str]:
+    """Fill `results`; the versions of what took part."""
+    trace = read_trace(chosen.arrivals) if chosen.arrivals else []
+    plan = plan_of(chosen, trace)
+    versions: dict[str, str] = {}
+    for workload in workloads_of(chosen, plan.count, trace):
+        for target in targets_of(chosen, workload):
+            await Bench(target, workload, plan, samples).measure(results)
+            versions |= target.versions
+    return versions
+
+
+# --------------------------------------------------------------------------------------------- parts
+
+
+def measure_part(chosen: argparse.Namespace, samples: Samples, results: Results) -> list[dict[str, Any]]:
+    """Rows of a part into `results`; its verdict."""
+    verdicts = []
+    for name in chosen.systems:
+        base = base_settings(model=chosen.model, dtype=chosen.dtype, gigabytes=2.0, context=8192)
+        own = Own(name, options_of(name, chosen.engine, base), Workload(chosen.part, ()))
+        kept = samples.of(f"{name}/{chosen.part}", lambda own=own: _part(own, chosen))  # type: ignore[misc]
+        results.rows += kept["rows"]
+        verdicts.append({"system": name, **kept["verdict"]})
+    return verdicts
+
+
+def _part(own: Own, chosen: argparse.Namespace) -> dict[str, Any]:
+    async def all_of_it() -> dict[str, Any]:
+        await own.open()
+        try:
+            batch = chosen.part == "batch"
+            loads = await (part.batch(own, int(chosen.part_context)) if batch else part.stall(own))
+            rows = [row_of(own.name, what, own.served, load) for what, load in loads]
+            return {"rows": rows, "verdict": part.verdict(chosen.part, loads)}
+        finally:
+            await own.close()
+
+    return asyncio.run(all_of_it())
+
+
+# -------------------------------------------------------------------------------------------- command
+
+
+def run(chosen: argparse.Namespace, session: report.Session) -> list[dict[str, Any]]:
+    """Measure what was asked for; the rows."""
+    results, samples = Results(), session.samples(settings_of(chosen))
+    if chosen.part != "load":
+        session.tables["verdict"] = measure_part(chosen, samples, results)
+        return results.rows
+    session.add_versions(asyncio.run(measure(chosen, samples, results)))
+    session.tables |= {"fairness": results.fairness, "throughput": results.throughput}
+    return results.rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+    if chosen.part != "load" and chosen.systems == listed(SYSTEMS):
+        chosen.systems = ["prefix-lru"]
+    name = chosen.figure or chosen.workload
+    title = figure.FIGURES[chosen.figure].title if chosen.figure else f"Under load: {chosen.workload}"
+    return report.run(
+        "load", COLUMNS, chosen.json, lambda session: run(chosen, session),
+        lambda rows: draw(rows, chosen.plot, figures(name, title)),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Two small measurements: what a batch decodes, and what decoders wait while a long prompt is prefilled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.load.client import Target, closed_loop, open_loop
+from benchmarks.load.metric import percentile
+from benchmarks.load.record import Load, Record
+from benchmarks.load.workload import Ask
+
+TOGETHER = 16
+"""Requests that decode at once."""
+
+BATCH_TOKENS = 64
+"""Tokens that each of them decodes."""
+
+STALL_TOKENS = 96
+STALL_CLIENTS = 4
+LONG = 4096
+"""Tokens of the prompt that is prefilled while others decode."""
+
+FILLER = "The lighthouse keeper wrote down the wind, the tide and every ship that passed the northern cape. "
+SPARE = 8
+"""First and last deliveries of a batch that do not count: not all have begun, or some have ended."""
+
+
+def prompt(number: int, tokens: int) -> Ask:
+    """A question of about so many tokens, unlike that of any other number."""
+    text = f"Report {number}. " + FILLER * max(1, round(tokens / 19.5))
+    return Ask(f"{number}", text, (), BATCH_TOKENS, top_k=0)
+
+
+async def batch(target: Target, context: int) -> list[tuple[str, Load]]:
+    """One request alone, then sixteen at once, each over a context of its own whose KV is known."""
+    asks = [prompt(number, context) for number in range(TOGETHER)]
+    await closed_loop(target, [replace(ask, output=4) for ask in asks], TOGETHER)
+    await closed_loop(target, asks, TOGETHER)  # whatever has to be compiled is
+    alone = await closed_loop(target, asks[:1], 1)
+    together = await closed_loop(target, asks, TOGETHER)
+    return [("batch", alone), ("batch", together)]
+
+
+def decode_rate(load: Load) -> float:
+    """Tokens a second while all requests decode."""
+    begin = max(record.times[0] for record in load.records)
+    end = min(record.times[-1] for record in load.records)
+    tokens = sum(sum(begin < time <= end for time in record.times) for record in load.records)
+    return tokens / (end - begin)
+
+
+async def stall(target: Target) -> list[tuple[str, Load]]:
+    """Four requests decode; then four decode while the prompt of a fifth, of 4K tokens, is prefilled."""
+    short = [replace(prompt(number, 256), output=STALL_TOKENS) for number in range(STALL_CLIENTS)]
+    long = [replace(prompt(100 + number, LONG - 128), output=1) for number in range(2)]
+    await closed_loop(target, [*short, long[0]], STALL_CLIENTS)
+    idle = await closed_loop(target, short, STALL_CLIENTS)
+    both = await open_loop(target, [*short, long[1]], [*([0.0] * STALL_CLIENTS), 0.5], rate=0.0)
+    began, ended = both.records[-1].due, both.records[-1].times[0]
+    kept = [_within(record, began, ended) for record in both.records[:-1]]
+    return [("stall:idle", idle), ("stall:prefill", Load(kept, concurrency=STALL_CLIENTS))]
+
+
+def _within(record: Record, began: float, ended: float) -> Record:
+    """The record with those deliveries alone whose gap overlaps with the prefill, and the one before."""
+    times = record.times
+    kept = [i for i in range(1, len(times)) if times[i] > began and times[i - 1] < ended]
+    return replace(record, times=times[kept[0] - 1 : kept[-1] + 1] if kept else times[:1])
+
+
+def gap_p99(load: Load) -> float | None:
+    """99th percentile of the gaps between deliveries, in milliseconds."""
+    return percentile([gap for record in load.records for gap in record.gaps_ms], 99)
+
+
+def run(target: Target, part: str, context: int) -> list[tuple[str, Load]]:
+    """The loads of a part by workload name."""
+    return asyncio.run(batch(target, context) if part == "batch" else stall(target))
+
+
+def verdict(part: str, loads: Sequence[tuple[str, Load]]) -> dict[str, Any]:
+    """The figure that a part is about."""
+    first, second = loads[0][1], loads[1][1]
+    if part == "batch":
+        alone, together = decode_rate(first), decode_rate(second)
+        return {"tokens_per_s_alone": alone, "tokens_per_s_together": together, "ratio": together / alone}
+    idle, busy = gap_p99(first) or 0.0, gap_p99(second) or 0.0
+    return {"itl_p99_idle_ms": idle, "itl_p99_prefill_ms": busy, "ratio": busy / idle}

@@ -1,0 +1,219 @@
+"""What is asked: real questions over retrieved passages, passages drawn after Zipf, graphs, and traces."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common.lines import read_lines
+from benchmarks.graph import question as graphs
+from benchmarks.graph.stream import requests as entity_requests
+from benchmarks.load.arrival import BLOCK_TOKENS, Arrival
+from benchmarks.quality import dataset
+from ragjax.core import ConfigError, Document
+
+POOL = 200
+"""Passages that the requests of `zipf` and of traces draw from."""
+
+PASSAGE_WORDS = 110
+"""Words of a passage of `zipf`: one chunk of up to 192 tokens."""
+
+TOGETHER = 12
+"""Passages of a request of `zipf`: about two thousand tokens."""
+
+SKEW = 1.0
+"""Zipf's exponent, of passages and of questions."""
+
+TOKENS_A_WORD = 1.4
+"""Tokens of an English word, about."""
+
+GRAPH_SET = "metaqa"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. Its knowledge is `documents` (ids in the knowledge base), `paths` of a graph, or what is retrieved.
+
+    output: tokens of the answer, at most.
+    """
+
+    id: str
+    question: str
+    answers: tuple[str, ...]
+    output: int
+    documents: tuple[str, ...] | None = None
+    top_k: int | None = None
+    paths: tuple[tuple[str, ...], ...] | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in order, and the documents of the knowledge base that they are asked over."""
+
+    name: str
+    asks: tuple[Ask, ...]
+    documents: tuple[Document, ...] = field(default=(), repr=False)
+
+    @property
+    def digest(self) -> str:
+        """Tells workloads apart."""
+        whole = hashlib.sha256(repr(self.asks).encode())
+        for document in self.documents:
+            whole.update(f"{document.id}\0{document.title}\0{document.text}".encode())
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the command line says about a workload.
+
+    count: requests. output: tokens of each answer (None: as the workload has it). sets: of the data folder.
+    shuffled: whether the passages of a `zipf` request stand in random order, else in the pool's. scale: of a trace's
+    lengths.
+    """
+
+    data: Path
+    count: int
+    sets: tuple[str, ...] = ()
+    top_k: int = 2
+    output: int | None = None
+    seed: int = 0
+    quick: bool = False
+    shuffled: bool = True
+    pool: int = POOL
+    together: int = TOGETHER
+    scale: float = 0.125
+
+
+# ------------------------------------------------------------------------------------------ questions
+
+
+def questions(wish: Wish) -> Workload:
+    """Questions of the sets, drawn after Zipf, over the union of their corpora; mmlu's have choices and one token."""
+    sets = wish.sets or ("nq_open", "mmlu", "musique")
+    asked: list[Ask] = []
+    documents: dict[str, Document] = {}
+    for name in sets:
+        if name == "mmlu":
+            asked += _choices(wish)
+            continue
+        found = dataset.load(wish.data, name)
+        chosen = found.questions[:40] if wish.quick else found.questions
+        asked += [_ask(q, wish) for q in chosen]
+        documents |= {p.id: p for q in chosen for p in q.passages} if wish.quick else dict(found.corpus)
+    if not documents:
+        documents = {d.id: d for name in ("nq_open", "musique") for d in _few(wish, name)}
+    drawn = _zipf(len(asked), wish.seed)
+    asks = tuple(replace(asked[i], id=f"{n}") for n, i in zip(range(wish.count), drawn, strict=False))
+    return Workload(f"questions:{'+'.join(sets)} top-{wish.top_k}", asks, tuple(documents.values()))
+
+
+def _ask(question: dataset.Question, wish: Wish) -> Ask:
+    return Ask(question.id, question.text, question.answers, wish.output or 32, top_k=wish.top_k)
+
+
+def _choices(wish: Wish) -> Iterator[Ask]:
+    file = wish.data / "text" / "mmlu" / "questions.jsonl"
+    if not file.is_file():
+        raise ConfigError(f"{file} does not exist: leave mmlu out of --sets")
+    for entry in read_lines(file, "id", "question", "choices", "answers"):
+        lines = [f"{letter}. {choice}" for letter, choice in zip("ABCDEFGH", entry["choices"], strict=False)]
+        text = "\n".join([entry["question"].strip(), *lines])
+        yield Ask(entry["id"], text, tuple(entry["answers"]), wish.output or 1, top_k=wish.top_k)
+
+
+def _few(wish: Wish, name: str) -> Sequence[Document]:
+    everything = tuple(dataset.load(wish.data, name).corpus.values())
+    return everything[:200] if wish.quick else everything
+
+
+def _zipf(items: int, seed: int) -> Iterator[int]:
+    """Numbers of items, drawn after Zipf without end; which item is popular is random."""
+    random = np.random.default_rng(seed)
+    order, weights = random.permutation(items), np.arange(1, items + 1) ** -SKEW
+    while True:
+        yield int(order[random.choice(items, p=weights / weights.sum())])
+
+
+# ----------------------------------------------------------------------------------------- knowledge
+
+
+def zipf(wish: Wish) -> Workload:
+    """Requests of `together` passages, drawn after Zipf without repetition from a pool, in random order."""
+    pool = passages(wish)
+    asked = dataset.load(wish.data, "nq_open").questions
+    random = np.random.default_rng(wish.seed)
+    order, weights = random.permutation(len(pool)), np.arange(1, len(pool) + 1) ** -SKEW
+    asks = []
+    for number in range(wish.count):
+        drawn = order[random.choice(len(pool), wish.together, replace=False, p=weights / weights.sum())]
+        chosen = random.permutation(drawn) if wish.shuffled else np.sort(drawn)
+        question = asked[int(random.integers(len(asked)))]
+        ids = tuple(pool[i].id for i in chosen)
+        asks.append(Ask(f"{number}", question.text, question.answers, wish.output or 32, documents=ids))
+    return Workload("zipf" if wish.shuffled else "zipf-ordered", tuple(asks), tuple(pool))
+
+
+def passages(wish: Wish) -> list[Document]:
+    """The pool: passages of nq_open's corpus, two joined into one of about `PASSAGE_WORDS` words."""
+    corpus = list(dataset.load(wish.data, "nq_open").corpus.values())
+    if len(corpus) < 2 * wish.pool:
+        raise ConfigError(f"nq_open has {len(corpus)} passages; a pool of {wish.pool} takes twice as many")
+    pairs = zip(corpus[: 2 * wish.pool : 2], corpus[1 : 2 * wish.pool : 2], strict=True)
+    return [Document(a.id, _cut(f"{a.text} {b.text}", PASSAGE_WORDS), a.title) for a, b in pairs]
+
+
+def _cut(text: str, words: int) -> str:
+    return " ".join(text.split()[:words])
+
+
+def graph(wish: Wish) -> Workload:
+    """Requests for the paths of ten entities, drawn after Zipf (DepCache, section 6.1)."""
+    name = wish.sets[0] if wish.sets else GRAPH_SET
+    found = graphs.questions_of(wish.data, name, 20 if wish.quick else 100)
+    asks = tuple(
+        Ask(q.id, q.text, q.answers, wish.output or 16, paths=tuple(p.steps for s in q.subgraphs for p in s.paths))
+        for q in entity_requests(found, wish.count, wish.seed)
+    )
+    return Workload(f"graph:{name}", asks)
+
+
+# --------------------------------------------------------------------------------------------- trace
+
+
+def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
+    """A trace's requests, their lengths times `scale`: each block of a prompt is a passage of its own text.
+
+    Without hashes (Azure) each request takes the passages that its length needs, drawn after Zipf.
+    """
+    pool = passages(wish)
+    words = [word for document in pool for word in document.text.split()]
+    drawn = _zipf(len(pool), wish.seed)
+    size = max(8, int(BLOCK_TOKENS * wish.scale / TOKENS_A_WORD))
+    documents: dict[str, Document] = {}
+    asks = []
+    for number, arrival in enumerate(trace[: wish.count]):
+        if arrival.blocks:
+            found = [_block(block, size, words) for block in arrival.blocks]
+        else:
+            need = max(1, round(arrival.prompt_tokens * wish.scale / (PASSAGE_WORDS * TOKENS_A_WORD)))
+            found = [pool[i] for i in dict.fromkeys(next(drawn) for _ in range(need))]
+        documents |= {document.id: document for document in found}
+        output = wish.output or max(1, round(arrival.output_tokens * wish.scale))
+        asks.append(Ask(f"{number}", "What is this about?", (), output, documents=tuple(d.id for d in found)))
+    return Workload("trace", tuple(asks), tuple(documents.values()))
+
+
+def _block(number: int, size: int, words: Sequence[str]) -> Document:
+    """The passage that stands for a block: words drawn with the block's number as seed."""
+    picked = np.random.default_rng(number).integers(len(words), size=size)
+    return Document(f"block-{number}", " ".join(words[i] for i in picked))
+
+
+WORKLOADS: dict[str, Any] = {"questions": questions, "zipf": zipf, "graph": graph}
+"""Those that are made of a wish alone."""

@@ -1,0 +1,138 @@
+"""A system under load, with a fake one: rows, errors, fairness, and runs that were stopped."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import pytest
+
+from benchmarks.common.envs import RivalError
+from benchmarks.common.samples import Samples
+from benchmarks.load.client import Delivery, closed_loop, open_loop
+from benchmarks.load.measure import Bench, Plan, Results
+from benchmarks.load.metric import COLUMNS, fairness, percentile, row_of
+from benchmarks.load.record import Load, Record
+from benchmarks.load.workload import Ask, Workload
+
+
+class Fake:
+    """Answers one request after the other, `seconds` to the first token and as long to each of the next."""
+
+    def __init__(self, seconds: float = 0.0, refuse: frozenset[str] = frozenset()):
+        self.name, self.versions = "fake", {"fake": "1"}
+        self.served: Mapping[str, Any] = {"strategy": "prefix", "policy": "lru"}
+        self.seconds, self.refuse = seconds, refuse
+        self.opened, self.answered, self.at_once, self.most = 0, 0, 0, 0
+
+    async def open(self) -> None:
+        self.opened += 1
+
+    async def close(self) -> None:
+        self.opened -= 1
+
+    async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
+        if ask.id in self.refuse:
+            raise RivalError("refused")
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        for _ in range(ask.output):
+            await asyncio.sleep(self.seconds)
+            yield Delivery()
+        self.answered += 1
+        self.at_once -= 1
+        yield Delivery(True, ask.output, 10, 4)
+
+
+def asks(count: int, output: int = 2) -> list[Ask]:
+    return [Ask(f"{n}", "?", (), output) for n in range(count)]
+
+
+def workload(count: int = 200) -> Workload:
+    return Workload("fake", tuple(asks(count)))
+
+
+def test_a_closed_loop_keeps_so_many_requests_running() -> None:
+    fake = Fake(0.001)
+    load = asyncio.run(closed_loop(fake, asks(12), 3))
+    assert fake.most == 3 and len(load.answered) == 12 and load.concurrency == 3
+
+
+def test_an_open_loop_sends_when_requests_arrive_whoever_waits() -> None:
+    fake = Fake(0.05)
+    load = asyncio.run(open_loop(fake, asks(4), [0.0, 0.01, 0.02, 0.03], rate=100.0))
+    assert fake.most == 4
+    assert [record.due for record in load.records] == [0.0, 0.01, 0.02, 0.03]
+    assert all(record.sent >= record.due and record.ttft_ms >= 50 for record in load.records)
+
+
+def test_latency_counts_from_the_arrival_and_not_from_the_sending() -> None:
+    assert Record("a", due=1.0, sent=3.0, times=[4.0, 4.5]).ttft_ms == 3000
+    assert Record("a", due=1.0, times=[4.0, 4.5]).gaps_ms == [500]
+
+
+def test_a_row_has_exactly_the_fields_that_it_must() -> None:
+    records = [Record(f"{n}", n, n, [n + 0.1, n + 0.3], n + 0.3, 2, 10, 4) for n in range(3)]
+    records.append(Record("3", 3.0, error="refused", done=3.0))
+    row = row_of("fake", "w", {"strategy": "full"}, Load(records, rate=1.0))
+    assert tuple(row) == COLUMNS
+    assert (row["requests"], row["errors"], row["found_share"]) == (4, 1, pytest.approx(0.4))
+    assert row["ttft_mean_ms"] == pytest.approx(100) and row["itl_p50_ms"] == pytest.approx(200)
+    assert row["requests_per_s"] == pytest.approx(3 / 3.0) and row["tokens_per_s"] == pytest.approx(2.0)
+    assert row["rate"] == 1.0 and row["concurrency"] is None and row["policy"] is None
+
+
+def test_percentiles_lie_between_neighbours() -> None:
+    assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5 and percentile([], 99) is None
+    assert percentile(list(range(101)), 99) == 99
+
+
+def test_fairness_is_one_where_all_are_served_alike_and_falls_where_one_waits() -> None:
+    alike = [Record(f"{n}", 0.0, 0.0, [1.0], 1.0, 1) for n in range(4)]
+    assert fairness(Load(alike))["jain"] == pytest.approx(1)
+    unlike = [*alike[:3], Record("3", 0.0, 0.0, [100.0], 100.0, 1)]
+    found = fairness(Load(unlike))
+    assert found["jain"] < 0.3 and found["longest_wait_ms"] == 100_000
+
+
+def test_warm_requests_are_not_counted_and_points_have_requests_of_their_own() -> None:
+    fake, results = Fake(), Results()
+    plan = Plan(requests=5, warm=3, clients=(1, 2))
+    bench = Bench(fake, workload(), plan, Samples("load", {}))
+    asyncio.run(bench.measure(results))
+    assert fake.answered == 13 and fake.opened == 0
+    assert [row["requests"] for row in results.rows] == [5, 5]
+    assert [row["concurrency"] for row in results.rows] == [1, 2]
+
+
+def test_a_stopped_run_goes_on_with_the_points_that_it_has() -> None:
+    plan = Plan(requests=4, warm=2, clients=(1,), rates=(500.0,))
+    results = Results()
+    asyncio.run(Bench(Fake(), workload(), plan, Samples("load", {"a": 1})).measure(results))
+    again, fake = Results(), Fake()
+    asyncio.run(Bench(fake, workload(), plan, Samples("load", {"a": 1})).measure(again))
+    assert fake.answered == 0 and fake.opened == 0 and again.rows == results.rows
+    more = Plan(requests=4, warm=2, clients=(1,), rates=(500.0, 600.0))
+    asyncio.run(Bench(fake, workload(), more, Samples("load", {"a": 1})).measure(Results()))
+    assert fake.answered == 2 + 4
+
+
+def test_rates_up_to_the_capacity_and_the_throughput() -> None:
+    results = Results()
+    plan = Plan(requests=6, warm=0, geometric=2, search=True)
+    asyncio.run(Bench(Fake(0.002), workload(), plan, Samples("load", {})).measure(results))
+    (found,) = results.throughput
+    capacity = results.rows[0]["requests_per_s"]
+    assert results.rows[0]["concurrency"] == 8
+    assert [row["rate"] for row in results.rows[1:3]] == [pytest.approx(0.2 * capacity), pytest.approx(capacity)]
+    assert found["throughput_per_s"] >= 0.2 * capacity
+
+
+def test_failed_requests_are_counted_and_a_system_that_answers_nothing_is_an_error() -> None:
+    results, plan = Results(), Plan(requests=4, warm=0, clients=(2,))
+    asyncio.run(Bench(Fake(refuse=frozenset("1")), workload(), plan, Samples("load", {})).measure(results))
+    assert results.rows[0]["errors"] == 1
+    nobody = Bench(Fake(refuse=frozenset("0123")), workload(), plan, Samples("load", {"b": 1}))
+    with pytest.raises(RivalError, match="answered nothing: RivalError: refused"):
+        asyncio.run(nobody.measure(Results()))

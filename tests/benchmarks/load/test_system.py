@@ -1,0 +1,123 @@
+"""Systems by name: what their engines are loaded with, and what the command line refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load import __main__ as command
+from benchmarks.load import figure
+from benchmarks.load.http import OwnServer
+from benchmarks.load.plot import figures
+from benchmarks.load.system import ENGINE_FIELDS, NEWER, OWN, base_settings, options_of, parse_setting, request_of
+from benchmarks.load.workload import Ask, Workload
+from ragjax.core import ConfigError
+from ragjax.serve.command import parse_options
+
+BASE = base_settings(dtype="float32", gigabytes=0.5, context=1024)
+
+
+def test_every_system_has_options_and_prefix_with_lru_has_no_tier_below() -> None:
+    made = {name: options_of(name, {}, BASE) for name in OWN}
+    assert made["prefix-lru"].storage.host_gb == 0 and made["prefix-lru"].storage.policy == "lru"
+    assert made["prefix-tiers"].storage.host_gb > 0 and made["contract"].quality_budget == "KL=0.1"
+    assert made["contract"].strategy is None
+    assert {one.max_context for one in made.values()} == {1024}
+
+
+def test_settings_of_all_and_of_one() -> None:
+    made = options_of("prefix-tiers:policy=lru:max_running=4", {"max_running": 2, "host_gb": 1.5}, BASE)
+    assert (made.storage.policy, made.max_running, made.storage.host_gb) == ("lru", 4, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("max_running=4", 4),
+        ("host_gb=2", 2.0),
+        ("disk=None", None),
+        ("strategy=full", "full"),
+        ("compile=false", False),
+    ],
+)
+def test_values_have_the_types_of_their_fields(text: str, value: object) -> None:
+    found = parse_setting(text)[1]
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["nope=1", "max_running=many", "max_running", "compile=maybe"])
+def test_what_the_engine_has_not_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_setting(text)
+
+
+def test_settings_that_an_engine_lacks_are_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    made = options_of("prefix-tiers", {}, BASE)
+    said = capsys.readouterr().err
+    for option in NEWER:
+        assert (f"no option {option!r}" in said) is (option not in ENGINE_FIELDS) is not hasattr(made, option)
+
+
+def test_the_server_takes_every_flag_that_it_is_started_with() -> None:
+    engine = options_of("prefix-tiers", {}, BASE)
+    server = OwnServer("http", engine, Workload("none", ()))
+    words = [str(word) for word in server.command(8123)[0]]
+    parsed = parse_options(words[words.index("ragjax.serve") + 1 :])
+    assert parsed.port == 8123
+    same = dataclasses.replace(parsed.engine, compile=engine.compile, progress=engine.progress)
+    assert dataclasses.replace(same, index_dir=engine.index_dir, storage=engine.storage) == engine
+    assert same.storage.policy == engine.storage.policy and same.storage.host_gb == engine.storage.host_gb
+
+
+def test_requests_by_kind_of_knowledge() -> None:
+    by_id = request_of(Ask("a", "?", (), 3, documents=("x",)), "base").rag
+    found = request_of(Ask("a", "?", (), 3, top_k=2), "base").rag
+    paths = request_of(Ask("a", "?", (), 3, paths=(("a", "b", "c"),)), None).rag
+    assert by_id is not None and by_id.documents == ("x",) and by_id.top_k is None
+    assert found is not None and (found.top_k, found.knowledge) == (2, "base")
+    assert paths is not None and paths.graph is not None and paths.graph.relation_paths == (("a", "b", "c"),)
+
+
+@pytest.mark.parametrize("name", figure.FIGURES)
+def test_a_figures_flags_are_flags_of_the_command(name: str, tmp_path: Path) -> None:
+    systems = figure.flags_of(name)["systems"]
+    known = [s for s in systems.split(",") if not NEWER.isdisjoint(part.split("=")[0] for part in s.split(":")[1:])]
+    if known and not ENGINE_FIELDS >= NEWER:
+        pytest.skip("this engine lacks the options that the figure compares")
+    chosen = command.options(["--data", str(tmp_path), "--figure", name])
+    assert chosen.systems == systems.split(",")
+    assert chosen.clients or chosen.rate or chosen.points or chosen.search
+
+
+def test_flags_that_are_given_go_before_a_figures(tmp_path: Path) -> None:
+    chosen = command.options(["--data", str(tmp_path), "--figure", "ragcache_13", "--sets", "nq_open", "--rate", "1,2"])
+    assert chosen.sets == ["nq_open"] and chosen.rate == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--data DIR is needed"),
+        (["--data", ".", "--systems", "vllm"], "unknown system 'vllm'"),
+        (["--data", ".", "--engine", "turbo=1"], "fields are"),
+        (["--data", ".", "--workload", "trace"], "needs --arrivals"),
+        (["--data", ".", "--requests", "1"], "whole number from 2"),
+    ],
+)
+def test_flags_that_cannot_work_are_errors_before_anything_is_measured(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_pictures_are_drawn_of_rows_by_rate_and_by_clients(tmp_path: Path) -> None:
+    from benchmarks.common.plot import draw
+
+    row = dict.fromkeys(("ttft_p99_ms", "itl_p99_ms", "ttft_mean_ms", "tokens_per_s", "requests_per_s"), 1.0)
+    row |= {"system": "full", "workload": "w", "found_share": None, "rate": 1.0, "concurrency": None}
+    draw([row, {**row, "rate": None, "concurrency": 8}], tmp_path, figures("load", "Under load"))
+    assert {file.name for file in tmp_path.iterdir()} == {"load.png", "load_clients.png"}

@@ -1,0 +1,89 @@
+"""Workloads of a small data folder: what is asked, over what, and in which tokens rivals get it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load.arrival import Arrival
+from benchmarks.load.workload import Wish, questions, traced, zipf
+from ragjax.core import ConfigError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for name in ("nq_open", "musique"):
+        folder = tmp_path / "text" / name
+        folder.mkdir(parents=True)
+        passages = [
+            {"id": f"{name}-{n}", "title": f"T{n}", "text": f"Passage {n} of {name}. " * 30, "is_supporting": n == 0}
+            for n in range(40)
+        ]
+        asked = [
+            {"id": f"{name}-q{n}", "question": f"What is {n}?", "answers": [f"{n}"], "passages": passages[n : n + 2]}
+            for n in range(10)
+        ]
+        (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, asked)))
+        (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, passages)))
+    folder = tmp_path / "text" / "mmlu"
+    folder.mkdir()
+    entry = {"id": "m-0", "question": "Which?", "choices": ["one", "two"], "answers": ["B"], "passages": []}
+    (folder / "questions.jsonl").write_text(json.dumps(entry))
+    return tmp_path
+
+
+def wish(data: Path, count: int = 50, **more: object) -> Wish:
+    return Wish(data, count, pool=20, together=5, **more)  # type: ignore[arg-type]
+
+
+def test_questions_are_asked_over_the_union_of_the_corpora(data: Path) -> None:
+    made = questions(wish(data, sets=("nq_open", "musique"), top_k=3))
+    assert len(made.asks) == 50 and len(made.documents) == 80
+    assert {ask.top_k for ask in made.asks} == {3} and {ask.output for ask in made.asks} == {32}
+    counts = Counter(ask.question for ask in made.asks).most_common()
+    assert counts[0][1] > 50 / 20  # Zipf: some are asked again and again
+
+
+def test_mmlu_has_its_choices_and_one_token_and_borrows_corpora(data: Path) -> None:
+    made = questions(wish(data, count=2, sets=("mmlu",)))
+    assert made.asks[0].question == "Which?\nA. one\nB. two" and made.asks[0].output == 1
+    assert len(made.documents) == 80
+
+
+def test_zipf_draws_passages_without_repetition_and_a_seed_is_a_workload(data: Path) -> None:
+    made = zipf(wish(data, seed=1))
+    assert all(len(set(ask.documents or ())) == 5 for ask in made.asks)
+    known = {document.id for document in made.documents}
+    assert len(known) == 20 and all(known.issuperset(ask.documents or ()) for ask in made.asks)
+    counts = Counter(name for ask in made.asks for name in ask.documents or ())
+    assert counts.most_common()[0][1] > 2 * 50 * 5 / 20
+    assert made.digest == zipf(wish(data, seed=1)).digest != zipf(wish(data, seed=2)).digest
+
+
+def test_passages_in_order_share_prefixes_more_often_than_shuffled_ones(data: Path) -> None:
+    def firsts(shuffled: bool) -> int:
+        made = zipf(wish(data, count=200, shuffled=shuffled))
+        return Counter((ask.documents or ())[:2] for ask in made.asks).most_common()[0][1]
+
+    assert firsts(False) > 2 * firsts(True)
+
+
+def test_equal_blocks_of_a_trace_are_equal_passages(data: Path) -> None:
+    trace = [Arrival(0.0, 1024, 80, (1, 2)), Arrival(1.0, 1024, 8, (1, 3))]
+    made = traced(wish(data, count=2, scale=0.125), trace)
+    assert [ask.documents for ask in made.asks] == [("block-1", "block-2"), ("block-1", "block-3")]
+    assert [ask.output for ask in made.asks] == [10, 1] and len(made.documents) == 3
+    assert len({document.text for document in made.documents}) == 3
+
+
+def test_a_trace_without_hashes_gets_passages_by_length(data: Path) -> None:
+    made = traced(wish(data, count=1, scale=1.0), [Arrival(0.0, 1000, 10)])
+    assert 1 <= len(made.asks[0].documents or ()) <= 7
+
+
+def test_a_pool_that_is_too_large_says_so(data: Path) -> None:
+    with pytest.raises(ConfigError, match="takes twice as many"):
+        zipf(Wish(data, 1, pool=1000))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,8 @@ from ragjax.core import (
     StorageOptions,
 )
 from ragjax.engine import Engine
+from ragjax.engine.preprocessing import preprocess
+from ragjax.reuse import PREPROCESSED
 
 Settings = Mapping[str, Any]
 """Fields of `EngineOptions`, and of its `storage`, by name."""
@@ -44,10 +45,6 @@ OWN: Mapping[str, Settings] = {
 }
 """Settings by name. `prefix-lru` is what vLLM and SGLang do: a prefix tree on the device, and no tier below."""
 
-NEWER = frozenset({"order", "speculate"})
-"""Settings that an engine may lack; it then serves without."""
-
-ENGINE_FIELDS = frozenset(f.name for f in dataclasses.fields(EngineOptions))
 STORAGE_FIELDS = frozenset(f.name for f in dataclasses.fields(StorageOptions))
 
 
@@ -98,11 +95,7 @@ def options_of(system: str, given: Settings, base: Settings) -> EngineOptions:
         ConfigError: if they cannot work together.
     """
     name, own = parse_system(system)
-    settings = {**base, **OWN[name]}
-    for option in NEWER & settings.keys() - ENGINE_FIELDS:
-        print(f"{name}: this engine has no option {option!r} and serves without", file=sys.stderr)
-        del settings[option]
-    settings |= {**given, **own}
+    settings = {**base, **OWN[name], **given, **own}
     storage = {option: value for option, value in settings.items() if option in STORAGE_FIELDS}
     engine = {option: value for option, value in settings.items() if option not in STORAGE_FIELDS}
     return EngineOptions(**engine, storage=StorageOptions(**storage))
@@ -110,8 +103,8 @@ def options_of(system: str, given: Settings, base: Settings) -> EngineOptions:
 
 def served(options: EngineOptions, strategy: str) -> dict[str, Any]:
     """How a row says that the system serves."""
-    order, speculate = getattr(options, "order", "fcfs"), getattr(options, "speculate", 0)
-    return {"strategy": strategy, "policy": options.storage.policy, "order": order, "speculate": speculate}
+    more = {"order": options.order, "speculate": options.speculate}
+    return {"strategy": strategy, "policy": options.storage.policy, **more}
 
 
 def base_settings(*, model: str = MODEL, dtype: str, gigabytes: float, context: int, top_k: int = 2) -> Settings:
@@ -139,10 +132,12 @@ class Own:
     engine: Engine | None = field(default=None, repr=False)
 
     async def open(self) -> None:
-        """Load the engine, and fill its knowledge base."""
+        """Load the engine, fill its knowledge base, and preprocess it for strategies that want so."""
         self.engine = Engine.load(self.options, progress=False)
         if self.workload.documents:
             self.engine.add_documents(self.workload.documents, self.knowledge)
+            if self.engine.default_strategy in PREPROCESSED:
+                preprocess(self.engine, self.knowledge, progress=False)
         if self.fixed:
             self.engine._preparation = replace(self.engine._preparation, eos_ids=frozenset())
 

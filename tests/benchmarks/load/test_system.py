@@ -11,7 +11,7 @@ from benchmarks.load import __main__ as command
 from benchmarks.load import figure
 from benchmarks.load.http import OwnServer
 from benchmarks.load.plot import figures
-from benchmarks.load.system import ENGINE_FIELDS, NEWER, OWN, base_settings, options_of, parse_setting, request_of
+from benchmarks.load.system import OWN, base_settings, options_of, parse_setting, request_of
 from benchmarks.load.workload import Ask, Workload
 from ragjax.core import ConfigError
 from ragjax.serve.command import parse_options
@@ -53,13 +53,6 @@ def test_what_the_engine_has_not_is_an_error(text: str) -> None:
         parse_setting(text)
 
 
-def test_settings_that_an_engine_lacks_are_left_out_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    made = options_of("prefix-tiers", {}, BASE)
-    said = capsys.readouterr().err
-    for option in NEWER:
-        assert (f"no option {option!r}" in said) is (option not in ENGINE_FIELDS) is not hasattr(made, option)
-
-
 def test_the_server_takes_every_flag_that_it_is_started_with() -> None:
     engine = options_of("prefix-tiers", {}, BASE)
     server = OwnServer("http", engine, Workload("none", ()))
@@ -83,9 +76,6 @@ def test_requests_by_kind_of_knowledge() -> None:
 @pytest.mark.parametrize("name", figure.FIGURES)
 def test_a_figures_flags_are_flags_of_the_command(name: str, tmp_path: Path) -> None:
     systems = figure.flags_of(name)["systems"]
-    known = [s for s in systems.split(",") if not NEWER.isdisjoint(part.split("=")[0] for part in s.split(":")[1:])]
-    if known and not ENGINE_FIELDS >= NEWER:
-        pytest.skip("this engine lacks the options that the figure compares")
     chosen = command.options(["--data", str(tmp_path), "--figure", name])
     assert chosen.systems == systems.split(",")
     assert chosen.clients or chosen.rate or chosen.points or chosen.search

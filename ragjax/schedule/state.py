@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,6 +144,7 @@ class RequestState:
     move: PendingMove | None = None
     paused: Paused | None = None
     decoded: list[int] = field(default_factory=list)
+    _exact_before: set[str | None] = field(default_factory=set)  # of plans whose tokens went out before a restart
     _reader: PassReader | None = None
     _prefill: Prefill | None = None
     _measures: frozenset[Measure] = frozenset()
@@ -225,6 +226,12 @@ class RequestState:
         """Whether all KV that its next rows read is on the device."""
         assert self.allocation is not None
         return self.allocation.ready and self.allocation.broken is None
+
+    @property
+    def exact_to(self) -> Literal["full", "dependency"] | None:
+        """What its answer is exact to: all of it, what it said before it was started again included."""
+        assert self.plan is not None
+        return self.plan.exact_to if self._exact_before <= {self.plan.exact_to} else None
 
     @property
     def reader(self) -> PassReader:
@@ -444,6 +451,8 @@ class RequestState:
         notice: why; empty if it only makes room for others, which may happen any number of times.
         """
         self.stop()
+        if self.plan is not None and len(self.generated):
+            self._exact_before.add(self.plan.exact_to)
         self.plan = self.times.waits_since = None
         if notice:
             self.restarts += 1

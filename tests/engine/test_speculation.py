@@ -276,11 +276,14 @@ def test_a_guess_that_fails_in_the_engine_is_computed_anew(
     with _engine() as engine:
         step = engine._runner.step
 
-        def fail_once(*args: Any) -> Any:
-            monkeypatch.setattr(engine._runner, "step", step)
-            raise RuntimeError("a defect")
+        failures = iter([True, True])  # it is started again once
 
-        monkeypatch.setattr(engine._runner, "step", fail_once)
+        def fail_twice(*args: Any) -> Any:
+            if next(failures, False):
+                raise RuntimeError("a defect")
+            return step(*args)
+
+        monkeypatch.setattr(engine._runner, "step", fail_twice)
         scripted(TWO, TWO, gate=lambda number: number and _until(lambda: engine._loop.counters.errors))
         assert engine.answer("Which?", max_tokens=2).tokens
         assert _counted(engine)[0] == 0 and _is_clean(engine)

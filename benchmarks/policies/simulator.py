@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.policies.workload import Request, Workload
+from ragjax.cache.outlook import Look
 from ragjax.cache.policy.base import Access, Policy, Victims
 from ragjax.core.tiers import Tier
+from ragjax.schedule.order.base import Order, Queue, Waiting
+from ragjax.schedule.order.fcfs import FCFS
 
 LOOKAHEAD = 32
 """Requests that wait behind the one being served."""
@@ -58,6 +62,13 @@ class Served:
     seconds: float
 
 
+@dataclass(eq=False)
+class Arrival(Waiting):
+    """A waiting request of a workload."""
+
+    number: int = -1
+
+
 class Simulator:
     """Serves requests of a workload one by one from `device` tokens, backed by `host` tokens."""
 
@@ -73,15 +84,47 @@ class Simulator:
         self._victims: dict[Tier, Any] = {tier: Victims(policy, tier) for tier in self._free}
         self._moved = 0
         self._announced = 0
+        self._ends = _ends(work)
+        self.sequence: list[int] = []
 
-    def run(self, lookahead: int = LOOKAHEAD) -> list[Served]:
-        """Serve all requests in order; at any time `lookahead` of them are known to wait."""
-        return [self.serve(at, lookahead) for at in range(len(self._work.requests))]
+    def run(self, lookahead: int = LOOKAHEAD, order: Order | None = None) -> list[Served]:
+        """Serve all requests; at any time `lookahead` of them are known to wait, and `order` chooses who is next.
+
+        Returns what became of each, in the order of their arrival; `sequence` has the numbers as they were served.
+        """
+        queue: Queue[Arrival] = Queue(order or FCFS())
+        served: dict[int, Served] = {}
+        while len(served) < len(self._work.requests):
+            begin = time.perf_counter()
+            for at in self._announce(min(len(served) + lookahead + 1, len(self._work.requests))):
+                queue.add(self._arrival(at))
+            chosen = queue.next()
+            assert chosen is not None
+            queue.start(chosen)
+            served[chosen.number] = self._serve(chosen.number, begin)
+        self.sequence = list(served)
+        return [served[at] for at in range(len(served))]
 
     def serve(self, at: int, lookahead: int = LOOKAHEAD) -> Served:
         """Serve request number `at`; they come in order."""
-        begin, moved = time.perf_counter(), self._moved
+        begin = time.perf_counter()
         self._announce(min(at + lookahead + 1, len(self._work.requests)))
+        return self._serve(at, begin)
+
+    def _arrival(self, at: int) -> Arrival:
+        nodes = self._work.requests[at].nodes
+        ends = {n: self._ends[n] for n in nodes}
+        return Arrival(self._work.totals[at], ends, partial(self._look, nodes), number=at)
+
+    def _look(self, nodes: tuple[int, ...]) -> Look:
+        kept: dict[bytes, int] = {}
+        missing: dict[bytes, int] = {}
+        for n in nodes:
+            (kept if n in self._blocks else missing)[self._keys[n]] = self._work.sizes[n]
+        return Look(kept, missing)
+
+    def _serve(self, at: int, begin: float) -> Served:
+        moved = self._moved
         for key in self._policy.on_start(str(at)):
             self._refresh(key)
         request = self._work.requests[at]
@@ -94,11 +137,14 @@ class Simulator:
         self._release(found + self._admit(request, Access(False, hit, new)))
         return Served(hit, documents, self._moved - moved, time.perf_counter() - begin)
 
-    def _announce(self, until: int) -> None:
-        for at in range(self._announced, until):
+    def _announce(self, until: int) -> range:
+        """Requests up to `until` wait; returns the numbers of those that did not before."""
+        new = range(self._announced, until)
+        for at in new:
             for key in self._policy.on_queue(str(at), [self._keys[n] for n in self._work.requests[at].nodes]):
                 self._refresh(key)
         self._announced = max(self._announced, until)
+        return new
 
     def _refresh(self, key: bytes) -> None:
         block = self._blocks.get(int.from_bytes(key, "little"))
@@ -231,6 +277,14 @@ class Simulator:
                 continue
             assert self._blocks.get(above.number) is above, f"block {block.number} hangs under nothing"
             assert above.there[Tier.DEVICE] or not block.there[Tier.DEVICE], f"block {block.number} is above its parent"
+
+
+def _ends(work: Workload) -> list[int]:
+    """Tokens up to the end of each node."""
+    ends: list[int] = []
+    for size, parent in zip(work.sizes, work.parents, strict=True):
+        ends.append(size + (ends[parent] if parent >= 0 else 0))
+    return ends
 
 
 def key_of(node: int) -> bytes:

@@ -8,8 +8,10 @@ before its children do (RAGCache, section 5.1): they are useless without it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 
 from ragjax.cache.admission import Admission, Path, Segment
 from ragjax.cache.audit import audit_holders, audit_pins, runs_of
@@ -143,6 +145,24 @@ class KnowledgeCache:
     def peek(self, outlook: Outlook) -> Look:
         """What a request would find now, on the device and in host memory; it pins, loads and counts nothing."""
         return outlook.look(self.tree)
+
+    @property
+    def tiered(self) -> bool:
+        """Whether there are tiers below the device."""
+        return self._hierarchy.storage is not None
+
+    @contextmanager
+    def looking_ahead(self, pages: int) -> Iterator[Callable[[], int]]:
+        """Within it, look-ups are for a request that still waits: nothing counts, and no policy hears of them.
+
+        pages: that what they load may take. Yields what says, within, how many it has taken.
+        """
+        loader, matcher = self._loader, self._matcher
+        loader.allowance, matcher.quiet = pages, True
+        try:
+            yield lambda: pages - int(loader.allowance)
+        finally:
+            loader.allowance, matcher.quiet = inf, False
 
     # ----------------------------------------------------------------------------------------- reserve
 

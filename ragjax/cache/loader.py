@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 from ragjax.cache.hierarchy import Hierarchy
 from ragjax.cache.keys import context_behind, context_of
@@ -45,6 +46,8 @@ class Loader:
         self._tree = hierarchy.tree
         self._pool = hierarchy.pool
         self._storage = hierarchy.storage
+        self.allowance: float = inf
+        """Pages that loads may still take, besides what the pool has."""
 
     def load(self, start: Node, steps: Steps, raw: bytes, tenant: str, method: str | None = None) -> Steps:
         """Have a path on the device, or on its way there; continued by what the disk has, shortened where no room is.
@@ -71,7 +74,7 @@ class Loader:
 
     def load_record(self, parent: Node, record: Record, tenant: str, behind: bytes = b"") -> Node | None:
         """Attach a keyed entry of the disk below the (pinned) node it was computed on; None if there is no room."""
-        if self._pool.pages_for(len(record)) > self._pool.reclaimable_pages:
+        if self._pool.pages_for(len(record)) > self._room:
             return None
         return self._load_records(parent, [_Find(record, 0, len(record), tenant)], behind)[0][0]
 
@@ -168,7 +171,7 @@ class Loader:
 
     def _fit(self, held: list[Node], records: list[_Find]) -> tuple[list[Node], list[_Find]]:
         """As much of both as there is room for."""
-        room = self._pool.reclaimable_pages
+        room = self._room
         while held and self._pool.pages_for(sum(map(len, held))) > room:
             held, records = held[:-1], []
         room -= self._pool.pages_for(sum(map(len, held)))
@@ -216,7 +219,12 @@ class Loader:
         self._start(Loading(nodes, Tier.DISK), run, copies)
         return [(node, len(node)) for node in nodes]
 
+    @property
+    def _room(self) -> float:
+        return min(self._pool.reclaimable_pages, self.allowance)
+
     def _allocate(self, tokens: int) -> Run:
+        self.allowance -= self._pool.pages_for(tokens)
         self._hierarchy.make_room(self._pool.pages_for(tokens))
         return self._pool.allocate(tokens)
 

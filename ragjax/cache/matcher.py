@@ -18,10 +18,11 @@ from ragjax.core.tiers import Record
 
 
 class Matcher:
-    """Finds and pins. `matches` are those that are not released yet."""
+    """Finds and pins. `matches` are those that are not released yet. While it is `quiet`, nothing counts."""
 
     def __init__(self, hierarchy: Hierarchy, loader: Loader, policy: Policy, metrics: Metrics, variants: Variants):
         self.matches: dict[Match, None] = {}
+        self.quiet = False
         self._hierarchy = hierarchy
         self._loader = loader
         self._policy = policy
@@ -46,8 +47,9 @@ class Matcher:
             match = self.match(context, tokens, candidate, cold)
             if match is not None:
                 return match
-        self._metrics.lookups += 1
-        self._metrics.missed_tokens += len(tokens)
+        if not self.quiet:
+            self._metrics.lookups += 1
+            self._metrics.missed_tokens += len(tokens)
         return None
 
     def match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
@@ -56,7 +58,7 @@ class Matcher:
         node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
         if node is None:
             return None
-        if candidate.variant:
+        if candidate.variant and not self.quiet:
             self._variants.use(node, candidate.cfo)
         return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, candidate.cfo)
 
@@ -146,7 +148,7 @@ class Matcher:
         exact: bool = True,
         quiet: bool = False,
     ) -> Match:
-        found = len(tokens)
+        found, quiet = len(tokens), quiet or self.quiet
         lossy, at = False, 0
         access = Access(True, found, asked - found, cfo)
         for node, used in steps:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, RequestError, SegmentReport, Span
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report
 
@@ -67,6 +68,10 @@ class Keeping(Strategy):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The other's."""
         return self._inner.keys(prompt, cache, tenant)
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The other's."""
+        return self._inner.outlook(prompt, cache, tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """As the other does."""

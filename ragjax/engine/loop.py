@@ -290,6 +290,7 @@ class Loop:
             for state in self._reserve.take(self._pool_size()):
                 self._arrive(state)
             self._admit()
+            self._admission.prefetch()
         self._move()
         self._refuse(self._pauses.make_room())
         batch = self._scheduler.next_batch()

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
+from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.keys import context_hasher, raw_of
@@ -14,8 +15,11 @@ from ragjax.reuse.base import Allocation
 from ragjax.schedule.computing import Computing
 from ragjax.schedule.order.base import Order, Queue, Waiting
 from ragjax.schedule.order.fcfs import FCFS
+from ragjax.schedule.prefetch import AHEAD, Prefetch, Preview
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
+
+A = TypeVar("A", bound=Allocation)
 
 BACKGROUND = 8
 """Background requests that run at a time."""
@@ -65,6 +69,7 @@ class Admission:
         self._scheduler = scheduler
         self._stages = stages
         self._max_running = max_running
+        self._prefetch = Prefetch(cache, self._preview)
 
     @property
     def waiting(self) -> list[RequestState]:
@@ -99,6 +104,7 @@ class Admission:
         entry = self._entries.pop(state, None)
         if entry is not None:
             self._queue.remove(entry)
+            self._prefetch.forget(state)
             self._cache.withdraw(state.id)
             self.blocked = False
 
@@ -115,6 +121,7 @@ class Admission:
                 self.awaited_tokens += sum(tokens for name, tokens in entry.awaited.items() if name not in missing)
                 self._queue.start(entry)
                 del self._entries[state]
+                self._prefetch.forget(state)
                 self._cache.withdraw(state.id)
                 self._computing.begin(state, entry.look().missing)
                 yield state, error
@@ -125,6 +132,11 @@ class Admission:
                 self.background.appendleft(state)
                 return
             yield state, error
+
+    def prefetch(self) -> None:
+        """Have KV of the requests that start next brought to the device while they wait."""
+        if self._cache.tiered and self._entries:
+            self._prefetch.run(entry.state for entry in self._queue.ahead(AHEAD))
 
     def _enter(self, state: RequestState) -> _Entry:
         entry = self._entries[state] = _Entry(state, self._cache)
@@ -183,7 +195,13 @@ class Admission:
 
     def allocation(self, state: RequestState) -> Allocation:
         """What a request will hold: nothing yet."""
-        return Allocation(
+        return self._made(Allocation, state)
+
+    def _preview(self, state: RequestState) -> Preview:
+        return self._made(Preview, state)
+
+    def _made(self, kind: type[A], state: RequestState) -> A:
+        return kind(
             self._cache,
             tenant=state.request.tenant,
             label=state.id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,9 @@ class Instant:
     def poll(self) -> Sequence[Done]:
         done, self._done = self._done, []
         return done
+
+    def arrived(self) -> Mapping[int, int]:
+        return {}
 
     def _finish(self, jobs: Sequence[Job], tokens: int) -> None:
         self.moved += tokens

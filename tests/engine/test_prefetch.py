@@ -1,0 +1,261 @@
+"""KV of waiting requests comes to the device while they queue."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragjax.core import Answer, Prompt
+from ragjax.core.limits import StepLimits
+from ragjax.core.tiers import Tier
+from ragjax.engine import Engine
+from ragjax.schedule.prefetch import PREFETCH, Prefetch, Preview
+from ragjax.store.disk import DiskStore
+from tests.support import tiny
+from tests.support.transfers import PAGE, Bench, FakeDiskIndex, tokens
+
+GIGA = 2**30
+A, B, C = ([n] * 8 for n in (1, 2, 3))
+
+
+# ------------------------------------------------------------------------------------------ the cache
+
+
+def state_of(bench: Bench) -> tuple[Any, ...]:
+    metrics = bench.cache.metrics
+    notes = {node.key: (node.note, node.hits) for node in bench.cache.tree.nodes()}
+    counts = metrics.lookups, metrics.exact_hit_tokens, metrics.missed_tokens, dict(metrics.tier_hit_tokens)
+    return notes, counts
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_look_ahead_loads_and_counts_nothing(tier: str) -> None:
+    disk = FakeDiskIndex() if tier == "disk" else None
+    bench = Bench(8, host_bytes=0 if disk is not None else 10**6, disk_index=disk, lag=True)
+    bench.put(A)
+    bench.squeeze()
+    bench.settle()
+    before = state_of(bench)[1]
+    with bench.cache.looking_ahead(2) as taken:
+        bench.cache.match_prefix(tokens(*A, 9)).release()
+        assert taken() == 2 and bench.cache.loading == 1
+    bench.settle()
+    assert state_of(bench)[1] == before
+    with bench.cache.match_prefix(tokens(*A)) as match:
+        assert match.ready and match.complete and match.tier() is Tier.DEVICE
+    bench.audit()
+
+
+def test_a_look_ahead_takes_no_more_pages_than_it_may() -> None:
+    bench = Bench(16, host_bytes=10**6, lag=True)
+    path = [*A, *B, *C]
+    bench.put(path, cuts=(8, 16))
+    bench.squeeze()
+    bench.settle()
+    with bench.cache.looking_ahead(3) as taken:
+        match = bench.cache.match_prefix(tokens(*path))
+        assert taken() == 2 and match.length == 8  # a second run would take two more
+        match.release()
+    with bench.cache.looking_ahead(0):
+        assert bench.cache.match_prefix(tokens(*path)).length == 8
+    bench.settle()
+
+
+def test_loads_of_a_look_ahead_are_given_up_for_their_pages() -> None:
+    bench = Bench(5, host_bytes=10**6, lag=True)
+    bench.put(A)
+    bench.squeeze()
+    bench.settle()
+    with bench.cache.looking_ahead(4):
+        bench.cache.match_prefix(tokens(*A)).release()
+    assert bench.pool.reclaimable_pages == 2
+    assert bench.cache.give_up() and bench.pool.reclaimable_pages == 4
+    bench.audit()
+    assert bench.cache.metrics.pages_used * PAGE == 0
+
+
+class Asks:
+    """A waiting request for a causal prompt, as far as a look ahead sees it."""
+
+    may_load, ratio = True, None
+
+    def __init__(self, ids: list[int]):
+        self.whole_prompt = tokens(*ids)
+        self.strategy = self
+
+    def prefill(self, prompt: Any, allocation: Preview, ratio: None) -> Iterator[None]:
+        allocation.prefix(prompt)
+        allocation.reserve(1)
+        yield
+
+
+def looking(bench: Bench) -> Prefetch:
+    def preview(state: object) -> Preview:
+        limits = StepLimits(64, PAGE)
+        return Preview(bench.cache, tenant="", label="ahead", decode_tokens=1, limits=limits, stages=(0, 1))
+
+    return Prefetch(bench.cache, preview)
+
+
+def test_what_a_nearer_request_needs_stays_while_a_farther_ones_is_brought() -> None:
+    """A is on the device, the rest of which is in use; B would take its place."""
+    bench = Bench(9, host_bytes=10**6, lag=True)
+    bench.put(B)
+    bench.squeeze()
+    bench.put(A)
+    bench.settle()
+    running = bench.reserve(6 * PAGE, "running")
+    prefetch = looking(bench)
+    near, far = Asks(A), Asks(B)
+    prefetch.run([near, far])  # type: ignore[list-item]
+    assert bench.cache.loading == 0 and bench.node(tokens(*A)).run is not None
+    bench.audit(["running"])
+    bench.cache.free(running)
+    prefetch.run([far])  # type: ignore[list-item]
+    assert bench.cache.loading == 0  # it was looked after once
+    prefetch.forget(far)  # type: ignore[arg-type]
+    prefetch.run([near, far])  # type: ignore[list-item]
+    assert bench.cache.loading == 1
+    bench.settle()
+    assert bench.node(tokens(*A)).run is not None and bench.node(tokens(*B)).run is not None
+    bench.audit()
+
+
+# ------------------------------------------------------------------------------------------ the engine
+
+
+class Gated:
+    """Stands before a disk: reads wait for the gate, or fail."""
+
+    def __init__(self, store: DiskStore):
+        self.store = store
+        self.failing = False
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def read_shares(self, *args: Any) -> Iterator[object]:
+        self.gate.wait(30)
+        if self.failing:
+            raise OSError("the disk is on fire")
+        yield from self.store.read_shares(*args)
+
+
+def disk(folder: Path) -> DiskStore:
+    return DiskStore.open(folder, b"tiny", about={}, max_bytes=GIGA)
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Iterator[Path]:
+    """A folder that holds the KV of prompts 0 to 3."""
+    with tiny.engine(disk=disk(tmp_path)) as engine:
+        for seed in range(4):
+            engine.answer_prompt(tiny.prompt(seed), max_tokens=1)
+    yield tmp_path
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
+
+
+def busy(engine: Engine) -> Any:
+    """A request that runs until it is cancelled."""
+    running = engine.begin_prompt(tiny.prompt(9), strategy="full", max_tokens=700)
+    until(lambda: engine.stats()["running"])
+    return running
+
+
+@pytest.mark.parametrize("strategy", ["prefix", "naive"])
+def test_who_waited_finds_its_kv_on_the_device(strategy: str, tmp_path: Path) -> None:
+    with tiny.engine(disk=disk(tmp_path)) as engine:
+        expected = engine.answer_prompt(tiny.prompt(0), strategy=strategy, max_tokens=3)
+    with tiny.engine(disk=disk(tmp_path), max_running=1) as engine:
+        running = busy(engine)
+        waiting = engine.begin_prompt(tiny.prompt(0), strategy=strategy, max_tokens=3)
+        until(lambda: engine.stats()["transfers_total"].get("load"))  # type: ignore[union-attr]
+        until(lambda: not engine._cache.loading)
+        assert not waiting.done() and engine.stats()["lookups_total"] == 0
+        running.cancel()
+        answer = waiting.result()
+        assert answer.tokens == expected.tokens
+        assert {report.tier for report in answer.segments if report.reused} == {"device"}
+        engine.audit()
+
+
+def test_no_more_is_loaded_than_a_share_of_the_pool(filled: Path) -> None:
+    """Four prompts of eleven pages wait; a quarter of the pool is 20, and holds parts of two."""
+    with tiny.engine(pages=81, disk=disk(filled), max_running=1) as engine:
+        running = busy(engine)
+        for seed in range(4):
+            engine.begin_prompt(tiny.prompt(seed), max_tokens=1)
+        until(lambda: engine.stats()["transfers_total"].get("load"))  # type: ignore[union-attr]
+        until(lambda: not engine._cache.loading)
+        prefetch = engine._loop._admission._prefetch
+        assert 0 < sum(prefetch._taken.values()) <= PREFETCH * 80
+        running.cancel()
+
+
+def test_a_load_that_fails_while_its_request_waits_costs_it_nothing_but_the_kv(filled: Path) -> None:
+    store = Gated(disk(filled))
+    with tiny.engine() as engine:
+        expected = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=3)
+    store.failing = True
+    with tiny.engine(disk=store, max_running=1) as engine:  # type: ignore[arg-type]
+        running = busy(engine)
+        waiting = engine.begin_prompt(tiny.prompt(1), max_tokens=3)
+        until(lambda: engine.stats()["transfer_failures_total"].get("load"))  # type: ignore[union-attr]
+        engine.audit()
+        running.cancel()
+        assert waiting.result().tokens == expected.tokens
+        engine.audit()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_arrivals_cancels_and_faults(filled: Path, seed: int) -> None:
+    """Answers stay those of full attention, and the books add up, whoever leaves while its KV is loaded."""
+    random = np.random.default_rng(seed)
+    prompts = [tiny.prompt(i) for i in range(6)]
+    with tiny.engine() as engine:
+        expected = [engine.answer_prompt(prompt, strategy="full", max_tokens=2).tokens for prompt in prompts]
+    store = Gated(disk(filled))
+    with tiny.engine(
+        pages=60, host_bytes=300_000, disk=store, max_running=2, order=str(random.choice(["fcfs", "ratio"])),  # type: ignore[arg-type]
+        load_timeout=0.2, max_queue=100,
+    ) as engine:  # fmt: skip
+        futures: list[tuple[int, Any]] = []
+        for _ in range(40):
+            number = int(random.integers(6))
+            act = random.random()
+            if act < 0.6:
+                futures.append((number, begin(engine, prompts[number])))
+            elif act < 0.75 and futures:
+                futures[int(random.integers(len(futures)))][1].cancel()
+            elif act < 0.85:
+                store.failing = not store.failing
+            else:
+                (store.gate.clear if store.gate.is_set() else store.gate.set)()
+            time.sleep(float(random.random()) * 0.01)
+        store.failing = False
+        store.gate.set()
+        for number, future in futures:
+            if not future.cancelled():
+                answer: Answer = future.result(60)
+                assert answer.tokens == expected[number] and answer.exact_to == "full"
+        until(lambda: not engine._cache.loading)
+        engine.audit()
+        assert engine.stats()["running"] == 0
+
+
+def begin(engine: Engine, prompt: Prompt) -> Any:
+    return engine.begin_prompt(prompt, max_tokens=2)

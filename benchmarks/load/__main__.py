@@ -182,7 +182,7 @@ def targets_of(chosen: argparse.Namespace, workload: Workload) -> list[Target]:
     """Who takes part, in the order named."""
     model = hub.resolve(chosen.model).path
     rivals = [name for name in chosen.systems if name in RIVALS]
-    tokens = Prompts(workload, model, f"load-{workload.digest[:12]}") if rivals else None
+    tokens = Prompts(workload, model) if rivals else None
     base = base_settings(
         model=chosen.model, dtype=chosen.dtype, gigabytes=chosen.device_cache_gb, context=chosen.context
     )

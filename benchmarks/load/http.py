@@ -43,7 +43,7 @@ class OwnServer(Server):
         """The documents as a file that the server reads; its name is the knowledge base's."""
         if not self._workload.documents:
             return "none"
-        file = STORE / f"load-{self._workload.digest[:12]}.jsonl"
+        file = STORE / f"{self._workload.knowledge}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({"id": d.id, "title": d.title, "text": d.text}) for d in self._workload.documents)
         file.write_text("\n".join(lines) + "\n")
@@ -53,7 +53,7 @@ class OwnServer(Server):
         """A streamed chat completion."""
         rag: dict[str, Any] = {}
         if ask.paths is not None:
-            rag["graph"] = {"relation_paths": [list(path) for path in ask.paths]}
+            rag |= {"graph": {"relation_paths": [list(path) for path in ask.paths]}, "strategy": self._options.strategy}
         elif ask.documents is not None:
             rag["documents"] = list(ask.documents)
         elif self._workload.documents:

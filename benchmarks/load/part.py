@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,8 +23,6 @@ LONG = 4096
 """Tokens of the prompt that is prefilled while others decode."""
 
 FILLER = "The lighthouse keeper wrote down the wind, the tide and every ship that passed the northern cape. "
-SPARE = 8
-"""First and last deliveries of a batch that do not count: not all have begun, or some have ended."""
 
 
 def prompt(number: int, tokens: int) -> Ask:
@@ -74,11 +71,6 @@ def _within(record: Record, began: float, ended: float) -> Record:
 def gap_p99(load: Load) -> float | None:
     """99th percentile of the gaps between deliveries, in milliseconds."""
     return percentile([gap for record in load.records for gap in record.gaps_ms], 99)
-
-
-def run(target: Target, part: str, context: int) -> list[tuple[str, Load]]:
-    """The loads of a part by workload name."""
-    return asyncio.run(batch(target, context) if part == "batch" else stall(target))
 
 
 def verdict(part: str, loads: Sequence[tuple[str, Load]]) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from ragjax.retrieval.path import RelationPath, subgraphs_of
 class Prompts:
     """Tokens by request, made ahead of time: rivals get retrieval for nothing."""
 
-    def __init__(self, workload: Workload, model: Path, knowledge: str):
-        """knowledge: name of the knowledge base of the workload, made if it is not kept yet."""
+    def __init__(self, workload: Workload, model: Path):
+        """Retrieval uses the workload's knowledge base, made if it is not kept yet."""
         self._tokenizer = Tokenizer.load(model)
         self._chunker = Chunker(partial(self._tokenizer.encode, special=False, continued=True))
         self._documents = {document.id: document for document in workload.documents}
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
-        base = self._open(knowledge, workload) if any(ask.top_k for ask in workload.asks) else None
+        base = self._open(workload) if any(ask.top_k for ask in workload.asks) else None
         self._tokens = {ask: self._prompt(ask, base) for ask in dict.fromkeys(workload.asks)}
         if base is not None:
             base.close()
@@ -35,8 +35,8 @@ class Prompts:
         """The tokens of a request's prompt."""
         return self._tokens[ask]
 
-    def _open(self, name: str, workload: Workload) -> KnowledgeBase:
-        base = knowledge_opener(self._tokenizer, "flat", STORE / "index", packaged_encoder)(name)
+    def _open(self, workload: Workload) -> KnowledgeBase:
+        base = knowledge_opener(self._tokenizer, "flat", STORE / "index", packaged_encoder)(workload.knowledge)
         base.add(workload.documents)
         return base
 

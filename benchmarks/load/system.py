@@ -135,16 +135,11 @@ class Own:
         """Load the engine, fill its knowledge base, and preprocess it for strategies that want so."""
         self.engine = Engine.load(self.options, progress=False)
         if self.workload.documents:
-            self.engine.add_documents(self.workload.documents, self.knowledge)
+            self.engine.add_documents(self.workload.documents, self.workload.knowledge)
             if self.engine.default_strategy in PREPROCESSED:
-                preprocess(self.engine, self.knowledge, progress=False)
+                preprocess(self.engine, self.workload.knowledge, progress=False)
         if self.fixed:
             self.engine._preparation = replace(self.engine._preparation, eos_ids=frozenset())
-
-    @property
-    def knowledge(self) -> str:
-        """The knowledge base; workloads have one each."""
-        return f"load-{self.workload.digest[:12]}"
 
     @property
     def served(self) -> dict[str, Any]:
@@ -155,16 +150,13 @@ class Own:
     async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
         """Through `Engine.submit`."""
         assert self.engine is not None
-        async for event in self.engine.submit(request_of(ask, self._named)):
+        named = self.workload.knowledge if self.workload.documents else None
+        async for event in self.engine.submit(request_of(ask, named, self.options.strategy)):
             if isinstance(event, Answer):
                 found = event.cached_tokens
                 yield Delivery(True, len(event.tokens), event.prompt_tokens, found)
             else:
                 yield Delivery()
-
-    @property
-    def _named(self) -> str | None:
-        return self.knowledge if self.workload.documents else None
 
     async def close(self) -> None:
         """End it."""
@@ -173,11 +165,11 @@ class Own:
             self.engine = None
 
 
-def request_of(ask: Ask, knowledge: str | None) -> Request:
-    """What is asked of the engine."""
+def request_of(ask: Ask, knowledge: str | None, strategy: str | None = None) -> Request:
+    """What is asked of the engine. strategy: for facts, which have a default of their own."""
     sampling, messages = Sampling(max_tokens=ask.output), (Message("user", ask.question),)
     if ask.paths is not None:
-        rag = Rag(graph=Graph(relation_paths=ask.paths))
+        rag = Rag(graph=Graph(relation_paths=ask.paths), strategy=strategy)
     elif ask.documents is not None:
         rag = Rag(knowledge, documents=ask.documents)
     else:

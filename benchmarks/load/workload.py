@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +60,18 @@ class Workload:
     asks: tuple[Ask, ...]
     documents: tuple[Document, ...] = field(default=(), repr=False)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Tells workloads apart."""
-        whole = hashlib.sha256(repr(self.asks).encode())
+        return hashlib.sha256(f"{self.knowledge}{self.asks!r}".encode()).hexdigest()
+
+    @cached_property
+    def knowledge(self) -> str:
+        """Name of the knowledge base; equal documents have one name, so that their index is made once."""
+        whole = hashlib.sha256()
         for document in self.documents:
-            whole.update(f"{document.id}\0{document.title}\0{document.text}".encode())
-        return whole.hexdigest()
+            whole.update(f"{document.id}\0{document.title}\0{document.text}\0".encode())
+        return f"load-{whole.hexdigest()[:12]}"
 
 
 @dataclass(frozen=True)

@@ -87,3 +87,9 @@ def test_a_trace_without_hashes_gets_passages_by_length(data: Path) -> None:
 def test_a_pool_that_is_too_large_says_so(data: Path) -> None:
     with pytest.raises(ConfigError, match="takes twice as many"):
         zipf(Wish(data, 1, pool=1000))
+
+
+def test_equal_documents_have_one_knowledge_base(data: Path) -> None:
+    first, second = zipf(wish(data, seed=1)), zipf(wish(data, count=3, seed=2))
+    assert first.knowledge == second.knowledge and first.digest != second.digest
+    assert first.knowledge != zipf(Wish(data, 3, pool=19, together=5)).knowledge

@@ -70,7 +70,8 @@ class Faults:
                 self._fail(state, self._deadline(state))
 
     def _deadline(self, state: RequestState) -> DeadlineError:
-        where = "since it was started again" if state.overdue else "while it waited to be started"
+        waited = "while others had its pages" if state.paused is not None else "while it waited to be started"
+        where = "since it was started again" if state.overdue else waited
         return DeadlineError(
             f"the request made no progress for {self._timeout:g} s {where}: send fewer requests at a time, "
             "try again later, or raise --request-timeout"

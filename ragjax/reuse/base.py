@@ -73,7 +73,7 @@ class Allocation:
 
     tenant: whose requests may use what it keeps. label: under which name the cache's books have it.
     decode_tokens: most slots that are needed behind the prompt, for generated tokens. forced: those of them that are
-    needed at once. spare: pages that must be left to others when the request starts.
+    needed at once. spare: pages that must be left to others when the request starts. alone: whether no others run.
     limits: what the spans of a pass may take.
     stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
     cold: whether it may use KV from below the device, which has to be waited for.
@@ -91,6 +91,7 @@ class Allocation:
         cold: bool = True,
         forced: int = 0,
         spare: int = 0,
+        alone: bool = False,
     ):
         self.cache = cache
         self.tenant = tenant
@@ -99,6 +100,7 @@ class Allocation:
         self.decode_tokens = decode_tokens
         self.forced = forced
         self.spare = spare
+        self.alone = alone
         self.cold = cold
         self.label = label
         self._matches: list[Match] = []
@@ -215,18 +217,21 @@ class Allocation:
         return Run((*tail.pages, *run.pages), tail.start, tail.length + more)
 
     def check_growth(self) -> None:
-        """Refuse to start with KV that lies on so many pages that the tail could not grow, even if nobody else ran.
+        """Refuse to start where the tail could not grow to its end even if nobody else ran.
+
+        KV that was matched may lie on many pages. What still holds pages though nobody runs will not give them back.
 
         Raises:
             OutOfPages: if it could not.
         """
         nodes = {node for match in self._matches for node in match.node.path()}
         read = {page for node in nodes if node.run is not None for page in node.run.pages}
-        held, capacity = len(read | self.own_pages), self.cache.pool.capacity
-        if held + self._later > capacity:
+        pool, held = self.cache.pool, len(read | self.own_pages)
+        room = min(pool.capacity - held, pool.reclaimable_pages if self.alone else pool.capacity)
+        if self._later > room:
             raise OutOfPages(
-                f"the request holds {held} pages and may need {self._later} more; the device cache has {capacity}: "
-                "ask for less, or give the device cache more memory"
+                f"the request holds {held} pages and may need {self._later} more; of the device cache's "
+                f"{pool.capacity} it can have {room}: lower max_tokens, or give the device cache more memory"
             )
 
     def free(self, run: Run) -> None:

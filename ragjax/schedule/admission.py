@@ -211,6 +211,7 @@ class Admission:
             cold=state.may_load,
             forced=min(state.forced_tokens, state.decode_tokens),
             spare=len(self._scheduler.in_front),
+            alone=not self._scheduler.in_front,
         )
 
     def stop_background(self) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ragjax.core import NEVER, Kind, OutOfPages, Run, Span
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.schedule.admission import Admission
-from ragjax.schedule.pause import Pauses
+from ragjax.schedule.pause import RECOMPUTED, Pauses
 from ragjax.schedule.table import PageTable
 from tests.schedule.test_scheduler import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
 from tests.support.states import Asked
@@ -166,18 +166,30 @@ def test_a_paused_request_goes_on_before_a_new_one_starts():
 
 
 def test_the_background_gives_way_first():
-    bench = Serving(12)
+    bench = Serving(17)
     background = bench.ask(simple(9, 1), Full(), limit=30, background=True)
-    for _ in range(3):
-        bench.iterate()
-    assert background.running
-    front = bench.ask(simple(9, 2), Full(), limit=25)
-    while front.id not in bench.ended:
+    bench.iterate()
+    front = [bench.ask(simple(9, 2 + i), Full(), limit=20) for i in range(2)]
+    bench.iterate()
+    assert background.running and all(state.running for state in front)
+    while not all(state.id in bench.ended for state in front):
         assert bench.iterate()
-    assert not front.times.pauses and not bench.pauses.paused and bench.pauses.stopped
+    assert not bench.pauses.paused and bench.pauses.stopped == 1
     while bench.iterate():
         pass
     assert background.id in bench.ended
+
+
+def test_the_background_gives_way_to_an_answer_that_may_need_its_room():
+    bench = Serving(12)
+    background = bench.ask(simple(9, 1), Full(), limit=30, background=True)
+    bench.iterate()
+    front = bench.ask(simple(9, 2), Full(), limit=25)
+    bench.iterate()
+    assert front.running and not background.running
+    while bench.iterate():
+        pass
+    assert len(bench.ended) == 2
 
 
 def test_who_is_still_in_its_prompt_starts_again():
@@ -198,22 +210,31 @@ def test_who_is_still_in_its_prompt_starts_again():
 
 def test_one_that_cannot_grow_though_it_is_alone_fails_and_says_why():
     bench = Serving(12)
-    held = bench.cache.reserve(5 * PAGE, "kept")
     state = bench.ask(simple(9, 1), Full(), limit=30)
-    state_error = None
-    for _ in range(40):
-        for failed, error in bench.pauses.make_room():
-            assert failed is state
-            state_error = error
-            bench.end(failed)
-        if state_error is not None:
-            break
-        for _, error in bench.admission.admit():
-            assert error is None
+    while not state.decoding:
+        bench.iterate()
+    held = bench.cache.reserve(bench.cache.pool.reclaimable_pages * PAGE, "kept")
+    while not (errors := [error for failed, error in bench.pauses.make_room() if failed is state]):
         bench.step()
-    assert "max_tokens" in str(state_error) and state_error.code == "context_length_exceeded"
+    assert "max_tokens" in str(errors[0]) and errors[0].code == "context_length_exceeded"
+    bench.end(state)
     bench.cache.free(held)
     bench.cache.audit(live=())
+
+
+def test_room_that_nobody_who_runs_holds_is_known_at_the_start():
+    """KV that outlives its request does not come back: an answer that needs its room is refused before it begins."""
+    bench = Serving(12)
+    held = bench.cache.reserve(5 * PAGE, "kept")
+    state = bench.ask(simple(9, 1), Full(), limit=30)
+    ((refused, error),) = list(bench.admission.admit())
+    assert refused is state and "lower max_tokens" in str(error)
+    bench.end(state)
+    bench.cache.free(held)
+    bench.ask(simple(9, 1), Full(), limit=30)
+    while bench.iterate():
+        pass
+    assert len(bench.ended) == 1
 
 
 def test_kv_on_too_many_pages_is_not_started_with():
@@ -231,6 +252,16 @@ def test_kv_on_too_many_pages_is_not_started_with():
     while bench.iterate():
         pass
     assert len(bench.ended) == 1 and not bench.failed
+
+
+def test_where_copies_have_no_room_the_youngest_is_computed_again(monkeypatch):
+    monkeypatch.setattr(Pauses, "pages", 1000)
+    bench = Serving(12)
+    old, young = bench.ask(simple(9, 1), Full(), limit=25), bench.ask(simple(9, 2), Full(), limit=25)
+    while bench.iterate():
+        pass
+    assert bench.ended == {old.id: 25, young.id: 25} and not bench.pauses.paused
+    assert young.notices == [RECOMPUTED] and not old.notices
 
 
 def test_a_paused_request_that_leaves_gives_everything_back():

@@ -50,6 +50,7 @@ def failing_on_poison(run: Callable[[Step], Any], step: Step) -> Any:
     return run(step)
 
 
+@pytest.mark.slow
 def test_the_request_at_fault_fails_alone() -> None:
     jobs = [(tiny.prompt(i, 20, (30,), 12 + i), {"strategy": NAMES[i], "max_tokens": 12}) for i in range(5)]
     alone = []
@@ -145,6 +146,7 @@ def test_one_that_goes_on_after_its_restart_says_so() -> None:
         assert answer.notices == ("no progress for 0.3 s; the request was computed again",)
 
 
+@pytest.mark.slow
 def test_waiting_in_the_queue_has_an_end_too() -> None:
     with tiny.engine(request_timeout=0.4, max_running=1) as engine:
 

@@ -17,6 +17,7 @@ def asked(i: int) -> Prompt:
     return tiny.prompt(i % 3, 20, (30, 35), 12 + i)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [False, True])
 def test_paused_requests_end_with_the_tokens_they_have_alone(sampled: bool) -> None:
     """Whatever their strategy measured: the KV that was approximate before the pause is the same after it."""

@@ -266,7 +266,7 @@ def run(chosen: argparse.Namespace, session: report.Session) -> list[dict[str, A
         session.tables["verdict"] = measure_part(chosen, samples, results)
         return results.rows
     session.add_versions(asyncio.run(measure(chosen, samples, results)))
-    session.tables |= {"fairness": results.fairness, "throughput": results.throughput}
+    session.tables |= {"details": results.details, "throughput": results.throughput}
     return results.rows
 
 

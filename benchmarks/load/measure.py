@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import Samples
 from benchmarks.load.arrival import Arrival, poisson, rescaled
 from benchmarks.load.client import Target, closed_loop, open_loop
-from benchmarks.load.metric import fairness, row_of
+from benchmarks.load.metric import details, row_of
 from benchmarks.load.record import Load
 from benchmarks.load.search import LOWEST, Throughput, geometric, throughput
 from benchmarks.load.workload import Ask, Workload
@@ -28,8 +28,8 @@ class Plan:
     """What is measured of every system.
 
     clients: closed loops. rates: open loops, requests a second. geometric: so many rates from a fifth of the capacity
-    to all of it, where no rates are given. search: find the throughput. warm: requests before the first point, which
-    are not counted. requests: of a point. trace: whose arrivals are used, stretched to the rate.
+    to all of it, where no rates are given. search: find the throughput. warm: requests before the first point, of one
+    token each, which are not counted. requests: of a point. trace: whose arrivals are used, stretched to the rate.
     """
 
     requests: int
@@ -58,7 +58,7 @@ class Results:
     """Rows, and what does not fit into them."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    fairness: list[dict[str, Any]] = field(default_factory=list)
+    details: list[dict[str, Any]] = field(default_factory=list)
     throughput: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -135,7 +135,7 @@ class Bench:
         row = row_of(self._target.name, self._workload.name, kept["served"], load)
         results.rows.append(row)
         names = ("system", "workload", "rate", "concurrency")
-        results.fairness.append({**{name: row[name] for name in names}, **fairness(load)})
+        results.details.append({**{name: row[name] for name in names}, **details(load)})
         self._target.versions |= kept["versions"]
         return row
 
@@ -153,4 +153,5 @@ class Bench:
         self._opened = True
         await self._target.open()
         if self._plan.warm:
-            await closed_loop(self._target, self._workload.asks[: self._plan.warm], CAPACITY_CLIENTS)
+            warm = [replace(ask, output=1) for ask in self._workload.asks[: self._plan.warm]]
+            await closed_loop(self._target, warm, CAPACITY_CLIENTS)

@@ -36,7 +36,7 @@ def row_of(system: str, workload: str, served: Mapping[str, Any], load: Load) ->
         "rate": load.rate,
         "concurrency": load.concurrency,
         "requests": len(load.records),
-        "ttft_mean_ms": float(np.mean(first)) if first else None,
+        "ttft_mean_ms": _mean(first),
         "ttft_p50_ms": percentile(first, 50),
         "ttft_p99_ms": percentile(first, 99),
         "itl_p50_ms": percentile(gaps, 50),
@@ -46,6 +46,10 @@ def row_of(system: str, workload: str, served: Mapping[str, Any], load: Load) ->
         "found_share": found_share(answered),
         "errors": len(load.records) - len(answered),
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
@@ -61,11 +65,12 @@ def found_share(records: Sequence[Record]) -> float | None:
     return sum(r.found_tokens or 0 for r in said) / sum(r.prompt_tokens or 0 for r in said)
 
 
-def fairness(load: Load) -> dict[str, Any]:
-    """How evenly requests were served.
+def details(load: Load) -> dict[str, Any]:
+    """How evenly requests were served, and how much work they were.
 
     jain: Jain's index of seconds a token of the answer took, 1 if all were served alike, 1/n if one got everything.
     longest_wait_ms: the longest time to a first token. late_ms: how late the client itself was, at most.
+    prompt_tokens, output_tokens: means, which tell whether systems did the same work.
     """
     answered = load.answered
     slow = np.array([r.total_s / max(1, r.output_tokens) for r in answered])
@@ -73,4 +78,6 @@ def fairness(load: Load) -> dict[str, Any]:
         "jain": float(slow.sum() ** 2 / (len(slow) * (slow**2).sum())) if len(slow) else None,
         "longest_wait_ms": max((r.ttft_ms for r in answered), default=None),
         "late_ms": max((1e3 * (r.sent - r.due) for r in load.records), default=None),
+        "prompt_tokens": _mean([r.prompt_tokens for r in answered if r.prompt_tokens is not None]),
+        "output_tokens": _mean([r.output_tokens for r in answered]),
     }

@@ -27,13 +27,13 @@ class Prompts:
         self._documents = {document.id: document for document in workload.documents}
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         base = self._open(workload) if any(ask.top_k for ask in workload.asks) else None
-        self._tokens = {ask: self._prompt(ask, base) for ask in dict.fromkeys(workload.asks)}
+        self._tokens = {ask.id: self._prompt(ask, base) for ask in workload.asks}
         if base is not None:
             base.close()
 
     def __call__(self, ask: Ask) -> list[int]:
         """The tokens of a request's prompt."""
-        return self._tokens[ask]
+        return self._tokens[ask.id]
 
     def _open(self, workload: Workload) -> KnowledgeBase:
         base = knowledge_opener(self._tokenizer, "flat", STORE / "index", packaged_encoder)(workload.knowledge)

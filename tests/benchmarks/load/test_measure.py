@@ -12,7 +12,7 @@ from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import Samples
 from benchmarks.load.client import Delivery, closed_loop, open_loop
 from benchmarks.load.measure import Bench, Plan, Results
-from benchmarks.load.metric import COLUMNS, fairness, percentile, row_of
+from benchmarks.load.metric import COLUMNS, details, percentile, row_of
 from benchmarks.load.record import Load, Record
 from benchmarks.load.workload import Ask, Workload
 
@@ -90,9 +90,9 @@ def test_percentiles_lie_between_neighbours() -> None:
 
 def test_fairness_is_one_where_all_are_served_alike_and_falls_where_one_waits() -> None:
     alike = [Record(f"{n}", 0.0, 0.0, [1.0], 1.0, 1) for n in range(4)]
-    assert fairness(Load(alike))["jain"] == pytest.approx(1)
+    assert details(Load(alike))["jain"] == pytest.approx(1)
     unlike = [*alike[:3], Record("3", 0.0, 0.0, [100.0], 100.0, 1)]
-    found = fairness(Load(unlike))
+    found = details(Load(unlike))
     assert found["jain"] < 0.3 and found["longest_wait_ms"] == 100_000
 
 

@@ -1,0 +1,292 @@
+"""What it is worth to begin answers before their search has ended (RAGCache, Figure 19 and Table 3).
+
+    python -m benchmarks.speculate --data DIR [--sets A,B] [--indexes flat,ivf,hnsw] [--stages N] [--stage-ms A,B]
+        [--top-k K] [--limit N] [--strategy NAME] [--index-dir DIR] [--model NAME_OR_PATH] [--dtype D] [--plot DIR]
+        [--quick] [--json FILE]
+
+Questions of DIR/text/SET are answered from one corpus, the passages of all sets in CORPORA together. The search sleeps
+for `--stage-ms` before each stage: it stands for a large index that other processors search. Questions come one at a
+time (the paper: 0.1 requests a second), each with and without speculation in turn, with nothing known beforehand.
+
+`search_ms` is the whole search, `exposed_ms` its part before the begin of the generation with the final chunks; medians
+over questions. `less` is the median exposed time without speculation over that with it, `faster` the same of the time
+to first token. `early_N` is the share of all questions for which stage N already has the final chunks, in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.common import plot, report
+from benchmarks.common.lines import read_lines
+from benchmarks.common.machine import ROOT
+from benchmarks.common.samples import Progress, Samples, weights_of
+from ragjax.commands.flags import integer
+from ragjax.core import ConfigError
+from ragjax.engine import Engine
+from ragjax.retrieval.chunk_store import open_index
+from ragjax.retrieval.document import Document
+from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.staged import Ids, Stage
+
+CORPORA = ("nq_open", "hotpotqa", "musique", "squad_xquad_en")
+STAGES = 4
+STAGE_MS = (12.5, 50.0, 112.5)
+"""With four stages a search takes 50, 200 or 450 ms, as in Table 3."""
+
+LIMIT, QUICK_LIMIT, QUICK_DOCUMENTS = 20, 4, 300
+PAUSE = 0.02
+"""Seconds before each question, in which what the last one left behind comes to an end."""
+
+COLUMNS = (
+    "set", "index", "documents", "search_ms", "n", "prompt_tokens", "exposed_ms_off", "exposed_ms", "less",
+    "ttft_ms_off", "ttft_ms", "faster", "early_1", "early_2", "early_3", "hit", "wrong", "wasted_tokens",
+)  # fmt: skip
+
+
+class Distant:
+    """A vector index whose search takes `stages` times `pause` seconds longer, asleep; all else is the index's."""
+
+    def __init__(self, index: VectorIndex, stages: int, pause: float):
+        self._index, self._stages, self._pause = index, stages, pause
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
+        """As the index, later."""
+        time.sleep(self._stages * self._pause)
+        return self._index.search(queries, k)
+
+    def stages(self, query: Vectors, k: int, n: int) -> Iterator[Stage]:
+        """As the index, each stage later."""
+        found = self._index.stages(query, k, n)
+        while True:
+            time.sleep(self._pause)
+            yield (stage := next(found))
+            if stage.final:
+                return
+
+
+def questions(data: Path, name: str) -> list[str]:
+    """The questions of a set, with their choices if they have any.
+
+    Raises:
+        ConfigError: if there is no such set.
+    """
+    path = data / "text" / name / "questions.jsonl"
+    if not path.is_file():
+        raise ConfigError(f"{data} has no set {name!r} (text/{name}/questions.jsonl)")
+    return ["\n".join([entry["question"], *entry.get("choices", ())]).strip() for entry in read_lines(path, "question")]
+
+
+def documents(data: Path, most: int | None) -> list[Document]:
+    """The passages of all corpora, by id. most: of each."""
+    found: dict[str, Document] = {}
+    for name in CORPORA:
+        path = data / "text" / name / "corpus.jsonl"
+        if path.is_file():
+            entries = list(read_lines(path, "id", "text"))[:most]
+            found |= {entry["id"]: Document(entry["id"], entry["text"], entry.get("title", "")) for entry in entries}
+    if not found:
+        raise ConfigError(f"{data} has none of text/{{{','.join(CORPORA)}}}/corpus.jsonl")
+    return list(found.values())
+
+
+def early(base: KnowledgeBase, asked: Sequence[str], k: int, stages: int) -> dict[str, float]:
+    """For each stage but the last, the share of questions for which it has the chunks of the last one, in order."""
+    same = [0] * (stages - 1)
+    for question in asked:
+        found = [[hit.chunk.id for hit in stage.hits] for stage in base.stages(question, k, stages)]
+        for number, ids in enumerate(found[:-1]):
+            same[number] += ids == found[-1]
+    return {f"early_{number}": count / len(asked) for number, count in enumerate(same, 1)}
+
+
+def ask(engine: Engine, question: str, strategy: str, k: int, stages: int) -> dict[str, Any]:
+    """One cold answer and what it took. stages: 0 for no speculation."""
+    engine.options = replace(engine.options, speculate=stages)
+    engine.clear_cache()
+    time.sleep(PAUSE)
+    before = engine.stats()
+    answer = engine.answer(question, strategy=strategy, top_k=k, max_tokens=1)
+    engine.clear_cache()  # the engine's thread has counted by now
+    counts = {name: _outcomes(engine.stats(), name) - _outcomes(before, name) for name in ("hit", "wrong")}
+    wasted = float(engine.stats()["speculative_wasted_tokens_total"]) - float(before["speculative_wasted_tokens_total"])  # type: ignore[arg-type]
+    timings = answer.timings
+    return {
+        "search_ms": timings.retrieve,
+        "exposed_ms": timings.search_exposed,
+        "ttft_ms": timings.ttft,
+        "prompt_tokens": answer.prompt_tokens,
+        "chunks": [report.id for report in answer.segments],
+        **counts,
+        "wasted_tokens": wasted,
+    }
+
+
+def _outcomes(stats: Mapping[str, Any], name: str) -> int:
+    return int(stats["speculations_total"].get(name, 0))
+
+
+def measure(
+    engine: Engine, base: KnowledgeBase, asked: Sequence[str], chosen: argparse.Namespace, samples: Samples, key: str
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """For each question its sample without speculation and that with it; the first runs twice, unmeasured at first.
+
+    Raises:
+        ConfigError: if the two do not have the same chunks, which is a defect.
+    """
+    found = []
+    progress = Progress(len(asked))
+    for number, question in enumerate([asked[0], *asked]):
+        name = f"{key}/{number}"
+        sample = samples.get(name)
+        if sample is None:
+            off = ask(engine, question, chosen.strategy, chosen.top_k, 0)
+            on = ask(engine, question, chosen.strategy, chosen.top_k, chosen.stages)
+            sample = {"off": off, "on": on}
+            samples.put(name, sample)
+        if sample["off"]["chunks"] != sample["on"]["chunks"]:
+            raise ConfigError(f"speculation has other chunks: {question!r}")
+        if number:
+            found.append((sample["off"], sample["on"]))
+            progress.step(name)
+    return found
+
+
+def row(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
+    """Medians of samples without and with speculation, and their ratios."""
+    off, on = zip(*pairs, strict=True)
+
+    def middle(samples: Sequence[Mapping[str, Any]], name: str) -> float:
+        return float(median(sample[name] for sample in samples))
+
+    exposed, ttft = (
+        (middle(off, "exposed_ms"), middle(on, "exposed_ms")),
+        (middle(off, "ttft_ms"), middle(on, "ttft_ms")),
+    )
+    return {
+        "n": len(pairs),
+        "prompt_tokens": middle(on, "prompt_tokens"),
+        "exposed_ms_off": exposed[0],
+        "exposed_ms": exposed[1],
+        "less": exposed[0] / exposed[1],
+        "ttft_ms_off": ttft[0],
+        "ttft_ms": ttft[1],
+        "faster": ttft[0] / ttft[1],
+        **{name: sum(sample[name] for sample in on) / len(on) for name in ("hit", "wrong", "wasted_tokens")},
+    }
+
+
+def rows(engine: Engine, chosen: argparse.Namespace, session: report.Session) -> Iterator[dict[str, Any]]:
+    """A row for each set, index and length of a stage."""
+    engine.add_documents(documents(chosen.data, QUICK_DOCUMENTS if chosen.quick else None))
+    base = engine.knowledge_base()
+    names = ("stages", "top_k", "strategy", "model", "dtype", "quick")
+    settings = {name: getattr(chosen, name) for name in names} | {"weights": weights_of(chosen.model)}
+    samples = session.samples({**settings, "data": str(chosen.data)})
+    for kind in chosen.indexes:
+        index = open_index(base._database, None, IndexKind.parse(kind), base._encoder.dim)
+        for name in chosen.sets:
+            asked = questions(chosen.data, name)
+            base._index = index
+            known = early(base, asked, chosen.top_k, chosen.stages)
+            for pause in chosen.stage_ms:
+                base._index = Distant(index, chosen.stages, pause / 1e3)  # type: ignore[assignment]
+                step = max(len(asked) // chosen.limit, 1)
+                pairs = measure(engine, base, asked[::step][: chosen.limit], chosen, samples, f"{kind}/{name}/{pause}")
+                where = {"set": name, "index": kind, "documents": len(engine.document_ids())}
+                yield {**where, "search_ms": pause * chosen.stages, **row(pairs), **known}
+
+
+# ------------------------------------------------------------------------------------------ figure
+
+
+def panels(rows: Sequence[report.Row]) -> Iterator[plot.Panel]:
+    """Exposed search time by the length of the search: a panel for each set, a pair of lines for each index."""
+    for name in dict.fromkeys(row["set"] for row in rows):
+        ours = [row for row in rows if row["set"] == name]
+        yield _panel(name, ours, "exposed_ms", "exposed search, ms")
+        yield _panel(name, ours, "ttft_ms", "time to first token, ms")
+
+
+def _panel(name: str, rows: Sequence[report.Row], what: str, label: str) -> plot.Panel:
+    def panel(axes: Any) -> None:
+        for number, kind in enumerate(dict.fromkeys(row["index"] for row in rows)):
+            line = [row for row in rows if row["index"] == kind]
+            x = [row["search_ms"] for row in line]
+            axes.plot(x, [row[what + "_off"] for row in line], "--", color=f"C{number}", label=f"{kind}, without")
+            axes.plot(x, [row[what] for row in line], "o-", color=f"C{number}", label=f"{kind}, with")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        plot.label(axes, name, "search, ms", label)
+
+    return panel
+
+
+FIGURES: plot.Figures = {"speculation": ("Answers that begin before their search has ended", panels)}
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def milliseconds(text: str) -> list[float]:
+    """Numbers above 0, separated by commas."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give milliseconds above 0, separated by commas")
+    return found
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    flags = report.parser("speculate", __doc__)
+    report.add_model(flags)
+    add = flags.add_argument
+    add("--data", type=report.existing_folder, required=True, metavar="DIR", help="a folder with text/SET")
+    add("--sets", type=lambda text: text.split(","), default=["nq_open", "mmlu"], metavar="A,B", help="question sets")
+    kinds = report.among(list(IndexKind), "index")
+    add("--indexes", type=kinds, default=[str(kind) for kind in IndexKind], metavar="A,B", help="flat, ivf, hnsw")
+    add("--stages", type=integer(2), default=STAGES, metavar="N", help="of a search (%(default)s)")
+    add("--stage-ms", type=milliseconds, default=list(STAGE_MS), metavar="A,B", help="sleep before each stage")
+    add("--top-k", type=integer(1), default=2, metavar="K", help="chunks of a prompt (%(default)s)")
+    add("--strategy", default="prefix", metavar="NAME", help="how KV is reused (%(default)s)")
+    add("--limit", type=integer(1), metavar="N", help=f"questions of a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
+    kept = ROOT / "build" / "benchmarks" / "union"
+    add("--index-dir", type=Path, default=kept, metavar="DIR", help="where the corpus is kept, embedded once")
+    add("--plot", type=Path, metavar="DIR", help="also draw the figure")
+    chosen = flags.parse_args(arguments)
+    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
+    if chosen.quick:
+        chosen.stage_ms, chosen.index_dir = chosen.stage_ms[-1:], chosen.index_dir / "quick"
+    return chosen
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+
+    def measured(session: report.Session) -> Iterator[dict[str, Any]]:
+        with Engine.load(chosen.model, dtype=chosen.dtype, index_dir=chosen.index_dir, progress=False) as engine:
+            yield from rows(engine, chosen, session)
+
+    return report.run("speculate", COLUMNS, chosen.json, measured, lambda made: plot.draw(made, chosen.plot, FIGURES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

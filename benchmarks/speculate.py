@@ -37,7 +37,7 @@ from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.staged import Ids, Stage
 
-CORPORA = ("nq_open", "hotpotqa", "musique", "squad_xquad_en")
+CORPORA = ("nq_open", "hotpotqa")
 STAGES = 4
 STAGE_MS = (12.5, 50.0, 112.5)
 """With four stages a search takes 50, 200 or 450 ms, as in Table 3."""

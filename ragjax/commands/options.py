@@ -46,6 +46,10 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "--top-k",
         {"type": integer(1), "help": "chunks retrieved, if a request says nothing (%(default)s)"},
     ),
+    "keep_top": (
+        "--keep-top",
+        {"type": integer(0), "metavar": "K", "help": "chunks of a prompt that prefix keeps KV of (default: all)"},
+    ),
     "dtype": ("--dtype", {"choices": DTYPES, "help": "weights and KV; auto suits the device (%(default)s)"}),
     "device_cache_gb": (
         "--device-cache-gb",

@@ -81,6 +81,7 @@ class EngineOptions:
     dtype: "bfloat16" or "float32", of weights and KV; "auto": bfloat16, with products that suit the CPU
     (docs/kernels.md, "CPUs").
     top_k: chunks retrieved for requests that say nothing else.
+    keep_top: of a prompt's chunks, in order, how many the strategy "prefix" keeps KV of (None: all).
     device_cache_gb: size of the page pool, in 2^30 bytes.
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
     order: which waiting request starts next, one of `ORDERS` (docs/http.md).
@@ -106,6 +107,7 @@ class EngineOptions:
     shadow_rate: float = 0.0
     dtype: str = "auto"
     top_k: int = 3
+    keep_top: int | None = None
     device_cache_gb: float = 0.5
     max_queue: int = 64
     max_running: int = 0
@@ -133,6 +135,8 @@ class EngineOptions:
         for name, least in fewest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
+        if self.keep_top is not None and self.keep_top < 0:
+            raise ConfigError(f"keep_top must be at least 0, not {self.keep_top!r}")
         if not 0.0 <= self.shadow_rate <= 1.0:
             raise ConfigError(f"shadow_rate must lie in [0, 1], not {self.shadow_rate!r}")
         if self.quality_budget is not None and (self.strategy is not None or self.recompute_ratio is not None):

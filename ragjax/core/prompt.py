@@ -88,9 +88,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Segments in pre-order. A token's index is its place in the concatenation."""
+    """Segments in pre-order. A token's index is its place in the concatenation.
+
+    keep_top: chunks up to which causal KV may be kept (RAGCache, section 8); None: all of the prompt.
+    """
 
     segments: tuple[Segment, ...]
+    keep_top: int | None = None
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -128,6 +132,12 @@ class Prompt:
         """Number of leading tokens whose KV may serve every tenant."""
         private = (i for i, segment in enumerate(self.segments) if not segment.public)
         return self.starts[next(private, len(self.segments))]
+
+    @cached_property
+    def kept(self) -> int:
+        """Number of leading tokens whose causal KV may be kept: up to the first chunk that is one too many."""
+        chunks = [start for start, s in zip(self.starts, self.segments, strict=False) if s.kind is Kind.CHUNK]
+        return len(self) if self.keep_top is None or self.keep_top >= len(chunks) else chunks[self.keep_top]
 
     @property
     def preprocessed(self) -> bool:

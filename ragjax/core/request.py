@@ -92,9 +92,11 @@ class Rag:
         the knowledge base, or a Document.
     recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy recomputes; None uses its own.
     graph: facts, used instead of chunks.
+    keep_top: of the chunks in the prompt, in order, how many the strategy "prefix" keeps KV of; None: the engine's
+        default. What comes behind them is kept for nobody.
 
     Raises:
-        RequestError: for fields that exclude each other, or a ratio that cannot be.
+        RequestError: for fields that exclude each other, or a number that cannot be.
     """
 
     knowledge: str | None = None
@@ -103,11 +105,14 @@ class Rag:
     documents: tuple[str | Document, ...] | None = None
     recompute_ratio: float | None = None
     graph: Graph | None = None
+    keep_top: int | None = None
 
     def __post_init__(self) -> None:
         texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
         _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
+        _check(self.graph is None or self.keep_top is None, "give graph or keep_top, not both", "rag.keep_top")
         _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
+        _check(self.keep_top is None or self.keep_top >= 0, "keep_top must be at least 0", "rag.keep_top")
         ratio = self.recompute_ratio
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
 

@@ -105,6 +105,7 @@ class Engine:
             context_length=parts.context_length,
             eos_ids=frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids),
             top_k=options.top_k,
+            keep_top=options.keep_top,
             share=options.storage.share_knowledge,
         )
 
@@ -291,6 +292,7 @@ class Engine:
         top_k: int | None = None,
         documents: Sequence[str | Document] | None = None,
         graph: Graph | str | None = None,
+        keep_top: int | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -307,7 +309,8 @@ class Engine:
         messages = (Message("user", question),) if isinstance(question, str) else tuple(question)
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
         asked = Graph(graph) if isinstance(graph, str) else graph
-        rag = Rag(knowledge, top_k, strategy, None if documents is None else tuple(documents), recompute_ratio, asked)
+        given = None if documents is None else tuple(documents)
+        rag = Rag(knowledge, top_k, strategy, given, recompute_ratio, asked, keep_top)
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
         self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()

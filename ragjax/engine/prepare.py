@@ -31,9 +31,9 @@ class Preparation:
     """What requests are prepared with. Any thread may call it.
 
     context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
-    eos_ids: tokens that end an answer. top_k: chunks for requests that say nothing else. share: whether tenants share
-    the KV of the knowledge bases. check: called at each step of a loop over what a request brings; an error of it ends
-    the work.
+    eos_ids: tokens that end an answer. top_k, keep_top: chunks retrieved, and kept (None: all), for requests that say
+    nothing else. share: whether tenants share the KV of the knowledge bases. check: called at each step of a loop over
+    what a request brings; an error of it ends the work.
     """
 
     tokenizer: Tokenizer
@@ -47,6 +47,7 @@ class Preparation:
     context_length: int
     eos_ids: frozenset[int]
     top_k: int
+    keep_top: int | None
     share: bool
     check: Callable[[], None] = lambda: None
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -108,6 +109,12 @@ class Preparation:
         """
         rag = request.rag or Rag()
         strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag, prompt.preprocessed)
+        if strategy.trims:
+            asked = (most for most in (rag.keep_top, prompt.keep_top, self.keep_top) if most is not None)
+            prompt = replace(prompt, keep_top=next(asked, None))
+        elif rag.keep_top is not None:
+            reason = f"the strategy {strategy.name} takes no keep_top; prefix does"
+            raise RequestError(reason, param="rag.keep_top", code="invalid_value")
         room, raw = self.context_length - len(prompt), request.prompt is not None
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"

@@ -30,6 +30,7 @@ class Strategy(ABC):
     measures: all that its passes may measure. early_end: layers after which a pass of its may end before the last one
     (0: none does). The programs behind both are compiled at start-up.
     selective: whether it recomputes a share of the tokens that a request may name.
+    trims: whether it keeps no more of a prompt than its `keep_top` says.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
     """
 
@@ -37,6 +38,7 @@ class Strategy(ABC):
     measures: frozenset[Measure] = LOGITS
     early_end: int = 0
     selective: bool = False
+    trims: bool = False
     steady: bool = True
 
     @abstractmethod

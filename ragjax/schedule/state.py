@@ -207,7 +207,8 @@ class RequestState:
         """The prompt, and after it what was generated before the request was started again."""
         if not len(self.generated):
             return self.prompt
-        return Prompt((*self.prompt.segments, Segment("continued", Kind.QUERY, self.generated)))
+        said = Segment("continued", Kind.QUERY, self.generated)
+        return Prompt((*self.prompt.segments, said), self.prompt.keep_top)
 
     # ------------------------------------------------------------------------------------- its progress
 

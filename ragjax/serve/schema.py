@@ -134,13 +134,16 @@ class ChatRag(TextRag):
     knowledge: Name | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     documents: Annotated[list[Passage], Field(fail_fast=True)] | None = None
+    keep_top: Annotated[int, Field(ge=0)] | None = None
     graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:
         """The same for the engine."""
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
         graph = None if self.graph is None else self.graph.to_core()
-        return core.Rag(self.knowledge, self.top_k, self.strategy, documents, self.recompute_ratio, graph)
+        return core.Rag(
+            self.knowledge, self.top_k, self.strategy, documents, self.recompute_ratio, graph, self.keep_top
+        )
 
 
 def _passage(document: str | InlineDocument) -> str | core.Document:

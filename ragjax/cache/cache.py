@@ -187,8 +187,10 @@ class KnowledgeCache:
         self._reserved[run] = label
         return run
 
-    def free(self, run: Run) -> None:
+    def free(self, run: Run, *, clear: bool = False) -> None:
         """Give a reservation back; pages that the tree refers to stay.
+
+        clear: it may hold what is not finite, which must not stay in its pages.
 
         Raises:
             ValueError: if `run` is not an outstanding reservation.
@@ -197,6 +199,10 @@ class KnowledgeCache:
             raise ValueError(f"{run} is not reserved, or was freed before")
         self.pool.unpin(run)
         self.pool.release(run)
+        storage = self._hierarchy.storage
+        if clear and storage is not None:
+            counts = self.pool.counts
+            storage.transfer.clear([page for page in run.pages if not counts[page]])
 
     def clear(self) -> None:
         """Drop everything that no match pins, on the device and in host memory."""

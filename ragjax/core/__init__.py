@@ -32,7 +32,7 @@ from ragjax.core.request import (
     Timings,
     TokenLogprob,
 )
-from ragjax.core.step import Grid, RowShape, Step, StepMeasure
+from ragjax.core.step import Grid, Residual, RowShape, Step, StepMeasure
 from ragjax.core.tokens import NEVER, Tokens, is_unicode
 from ragjax.core.visibility import Visibility
 
@@ -69,6 +69,7 @@ __all__ = [
     "RagjaxError",
     "Request",
     "RequestError",
+    "Residual",
     "Results",
     "RowShape",
     "Run",

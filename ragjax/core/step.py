@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,6 +131,18 @@ class StepMeasure:
     segments: int = 0
 
 
+class Residual(Protocol):
+    """What a step left of its rows after its last layer; it stays on the device until somebody reads it."""
+
+    def __len__(self) -> int:
+        """Rows of the step."""
+        ...
+
+    def read(self) -> NDArray[np.float32]:
+        """Residual rows on the host, float32 [T, E]."""
+        ...
+
+
 @dataclass(frozen=True)
 class Step:
     """Host arrays of one step over a batch of requests, int32, padded to buckets of the grid.
@@ -140,7 +152,8 @@ class Step:
     page, offset, request: one per entry [S]; request -1 is unused.
     index, hide_from, hide_until: one per slot [S, C].
     layers: half-open range to run, from the first layer of a stage on (None: all).
-    residual_TE: what the rows bring from the layers before, if these are not the first.
+    residual_TE: what the rows bring from the layers before, if these are not the first: an array, or what a step of as
+        many rows left, if each row is where it was in that step.
     measure: what is measured, if anything.
     """
 
@@ -156,5 +169,5 @@ class Step:
     hide_from_SC: NDArray[np.int32]
     hide_until_SC: NDArray[np.int32]
     layers: tuple[int, int] | None = None
-    residual_TE: NDArray[np.float32] | None = None
+    residual_TE: NDArray[np.float32] | Residual | None = None
     measure: StepMeasure | None = None

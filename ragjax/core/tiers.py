@@ -155,6 +155,10 @@ class TransferEngine(Protocol):
         """Jobs finished since the last call. A load is finished when later steps see its bytes in the pool."""
         ...
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Put zeros into pages, none twice, before any later step of the pool."""
+        ...
+
     def arrived(self) -> Mapping[int, int]:
         """Of loads under way, by number: the leading stages that later steps see in the pool, as of the last `poll`.
 

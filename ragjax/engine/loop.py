@@ -408,8 +408,7 @@ class Loop:
     def _move(self) -> None:
         """Carry out the moves of requests whose KV has arrived, until each has rows to compute."""
         for state in self._scheduler.moving():
-            while state.move is not None and state.ready:
-                move = state.move
+            while state.can_move and (move := state.move) is not None:
                 try:
                     self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
                 except Exception as error:
@@ -431,11 +430,13 @@ class Loop:
                 return
             self.faults.step_failed(batch.states, error)
             return
-        elapsed_ms = (time.perf_counter() - began) * 1e3
+        elapsed = time.perf_counter() - began
         self.counters.steps += 1
         note_progress(batch.states)
+        self._scheduler.preload.note(batch, elapsed)
         for state in batch.states:
-            state.times.compute_ms += elapsed_ms
+            state.times.stop_waiting(began)  # for a stage; if it waits for the next one, that is noted later
+            state.times.compute_ms += elapsed * 1e3
         for state in batch.deliver(logits, outcome.measured, outcome.residual):
             self._guarded(state, self._advance)
 

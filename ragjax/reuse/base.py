@@ -58,8 +58,8 @@ class Strategy(ABC):
 
         ratio: share of the chunks' tokens to recompute, if the strategy is selective; None: its own choice.
 
-        Matching and reserving come before the first pass: `OutOfPages` there means the request waits. What was
-        matched below the device has arrived when the first pass runs.
+        Matching and reserving come before the first pass: `OutOfPages` there means the request waits. A pass runs when
+        the layers that it reads of all matches have arrived, be they matched below the device.
         """
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
@@ -124,6 +124,12 @@ class Allocation:
         """How many stages of layers, the first ones, are on the device of all that was matched."""
         waits = (progress for match in self._matches for progress in match.waits.values())
         return min((progress.stages for progress in waits), default=len(self.stages) - 1)
+
+    @property
+    def unchecked(self) -> bool:
+        """Whether KV of the request's own may have been computed on KV that was not checked, or proved damaged."""
+        begun = any(progress.stages for match in self._matches for progress in match.waits.values())
+        return begun or self.broken is not None
 
     @property
     def load_seconds(self) -> float | None:
@@ -243,7 +249,7 @@ class Allocation:
             ValueError: if they are not its own.
         """
         self._runs.remove(run)
-        self.cache.free(run)
+        self.cache.free(run, clear=self.unchecked)
 
     def hand_over(self) -> Allocation:
         """All that it holds, in an allocation that outlives the request; it holds nothing any more."""
@@ -253,8 +259,9 @@ class Allocation:
 
     def close(self) -> None:
         """Give everything back; admitted parts stay in the cache."""
+        unchecked = self.unchecked
         while self._runs:
-            self.cache.free(self._runs.pop())
+            self.cache.free(self._runs.pop(), clear=unchecked)
         while self._matches:
             self._matches.pop().release()
 

@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import Grid, Measure, Step, StepMeasure
+from ragjax.core import Grid, Measure, Residual, Step, StepMeasure
 from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
@@ -49,8 +49,24 @@ class Outcome:
     x_TE: jax.Array
     measured: NDArray[np.float32] | None = None
 
-    def residual(self) -> NDArray[np.float32]:
-        """`x_TE` on the host, for a step that goes on where this one ended."""
+    @property
+    def residual(self) -> Left:
+        """`x_TE`, for a step that goes on where this one ended."""
+        return Left(self.x_TE)
+
+
+@dataclass(frozen=True)
+class Left:
+    """Residual rows on the device (`core.Residual`), float32 [T, E]."""
+
+    x_TE: jax.Array
+
+    def __len__(self) -> int:
+        """Rows of the step that left them."""
+        return int(self.x_TE.shape[0])
+
+    def read(self) -> NDArray[np.float32]:
+        """The rows on the host."""
         return np.asarray(self.x_TE)
 
 
@@ -240,8 +256,10 @@ class Runner(PagePool):
                 parts.append(np.asarray(found_L)[low:high])
         return np.concatenate(parts)
 
-    def _upload(self, residual_TE: NDArray[np.float32]) -> jax.Array:
+    def _upload(self, residual_TE: NDArray[np.float32] | Residual) -> jax.Array:
         """A copy of its own: the first stage takes it over."""
+        if isinstance(residual_TE, Left):
+            return jnp.copy(residual_TE.x_TE)
         copy_TE: jax.Array = jax.device_put(jnp.array(residual_TE, jnp.float32), self._replicated)
         return copy_TE
 
@@ -263,6 +281,8 @@ class Runner(PagePool):
             raise ValueError(f"step.layers is {begin, end}; a step begins at one of {self.stages[:-1]}")
         if (step.residual_TE is None) != (begin == 0):
             raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
+        if isinstance(step.residual_TE, Left) and len(step.residual_TE.x_TE) != len(step.token_T):
+            raise ValueError(f"step.residual_TE is of {len(step.residual_TE.x_TE)} rows, not {len(step.token_T)}")
         if step.measure is not None:
             self._check_measure(step.measure, begin, end)
         at = 0

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Grid, RowShape, Step, StepMeasure
-from ragjax.schedule.rows import PendingRows, Placed, Residual
+from ragjax.core import NEVER, Grid, Residual, RowShape, Step, StepMeasure
+from ragjax.schedule.rows import PendingRows, Placed
 from ragjax.schedule.state import RequestState
 from ragjax.schedule.table import PageTable
 
@@ -55,23 +55,23 @@ class Batch:
         Args:
             logits: float32 [n, V] of `logit_rows`.
             measured: what the step's measure asked for, float32 [layers, ...].
-            residual: gives what the step left of its rows.
+            residual: what the step left of its rows.
         """
         done, taken = [], 0
         for part in self.parts:
             rows, placed = rows_of(part.state), part.placed
             for row in range(placed.begin, placed.end):
-                if row in rows.logits_at:
+                if row in rows.logits_now:
                     assert logits is not None
                     rows.logits[rows.logits_at[row]] = logits[taken]
                     taken += 1
-            if rows.measure is not None:
+            if rows.measure_now is not None:
                 assert measured is not None and self.step.measure is not None
                 rows.take_measured(measured, placed, self.step.measure.layers[0])
             if residual is not None and rows.layers[1] < part.state.reader.all_layers[1]:
                 rows.ended.append((placed, residual))
             rows.done = placed.end
-            if not rows.left:
+            if not rows.left and not rows.go_on():
                 done.append(part.state)
         return done
 
@@ -95,9 +95,27 @@ def pack(single: Takes, many: Takes, shape: RowShape, grid: Grid, page_size: int
         placed = Placed(one.done, one.done + take, row, entry)
         _fill(step, one, request, placed)
         scheduled.append(ScheduledRows(state, placed))
-        logit_rows += [row + i - placed.begin for i in range(placed.begin, placed.end) if i in one.logits_at]
+        logit_rows += [row + i - placed.begin for i in range(placed.begin, placed.end) if i in one.logits_now]
         entry += len(one.table)
-    return Batch(tuple(scheduled), step, tuple(logit_rows))
+    return Batch(tuple(scheduled), _carry(step, scheduled), tuple(logit_rows))
+
+
+def _carry(step: Step, scheduled: Sequence[ScheduledRows]) -> Step:
+    """The step with what its rows bring from the layers before: as it lies on the device, if they stay in their places.
+
+    Otherwise it is brought to the host, and put together anew.
+    """
+    parts = [(part.placed, carried) for part in scheduled if (carried := rows_of(part.state).residual) is not None]
+    if not parts:
+        return step
+    steps = [carried.at(placed.begin, placed.end, placed.row) for placed, carried in parts]
+    if steps[0] is not None and all(one is steps[0] for one in steps) and len(steps[0]) == len(step.token_T):
+        return replace(step, residual_TE=steps[0])
+    arrays = [carried.read(placed.begin, placed.end) for placed, carried in parts]
+    residual_TE = np.zeros((len(step.token_T), arrays[0].shape[1]), np.float32)
+    for (placed, _), x_NE in zip(parts, arrays, strict=True):
+        residual_TE[placed.row : placed.row + len(x_NE)] = x_NE
+    return replace(step, residual_TE=residual_TE)
 
 
 def _places(single: Takes, many: Takes, shape: RowShape) -> Iterator[tuple[RequestState, int, int]]:
@@ -146,14 +164,10 @@ def put_table(step: Step, entry: int, request: int, table: PageTable) -> None:
 
 def _empty_step(rows: int, entries: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
     """A step for rows of one kind, as yet without them."""
-    residual_TE = measure = None
     first = pending[-1]  # decoding tokens come first, and have no say
-    if first.residual is not None:
-        residual_TE = np.zeros((rows, first.residual.shape[1]), np.float32)
-    measured = [one.measure for one in pending if one.measure is not None]
-    if measured:
-        measure = _together(measured, rows, entries, page_size, grid)
-    return replace(empty_step(rows, entries, page_size), layers=first.layers, residual_TE=residual_TE, measure=measure)
+    measured = [measure for one in pending if (measure := one.measure_now) is not None]
+    measure = _together(measured, rows, entries, page_size, grid) if measured else None
+    return replace(empty_step(rows, entries, page_size), layers=first.layers, measure=measure)
 
 
 def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_size: int, grid: Grid) -> StepMeasure:
@@ -176,10 +190,8 @@ def _fill(step: Step, pending: PendingRows, request: int, placed: Placed) -> Non
     step.slot_T[rows] = pending.slot[taken]
     step.request_T[rows] = request
     put_table(step, placed.entry, request, pending.table)
-    if step.residual_TE is not None and pending.residual is not None:
-        step.residual_TE[rows] = pending.residual[taken]
-    if step.measure is not None and pending.measure is not None:
-        for name, x in pending.measure.arrays.items():
+    if step.measure is not None and (measure := pending.measure_now) is not None:
+        for name, x in measure.arrays.items():
             if name.endswith("_SC"):
                 step.measure.arrays[name][entries] = x
             else:

@@ -5,18 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Measure, Move, Pass, Prompt, Results, Span, StepMeasure
+from ragjax.core import Measure, Move, Pass, Prompt, Residual, Results, Span, StepMeasure
 from ragjax.reuse.base import Allocation
 from ragjax.schedule.table import PageTable, slots_of
-
-Residual = Callable[[], NDArray[np.float32]]
-"""Gives a step's residual rows, float32 [T, E]: asked only by a pass that goes on where the step ended."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +42,45 @@ class Placed:
     entry: int
 
 
+@dataclass(frozen=True)
+class Carried:
+    """What rows bring from earlier layers: each is a row of a step that ended there.
+
+    steps: what these left. step_N, row_N: of each row the number of the step, and its place there, int32 [n].
+    """
+
+    steps: tuple[Residual, ...]
+    step_N: NDArray[np.int32]
+    row_N: NDArray[np.int32]
+
+    def pick(self, chosen_N: NDArray[np.int32]) -> Carried:
+        """That of some of the rows."""
+        return Carried(self.steps, self.step_N[chosen_N], self.row_N[chosen_N])
+
+    def at(self, begin: int, end: int, row: int) -> Residual | None:
+        """The step in which rows [begin, end) were where they are to be again, from `row` on; None: there is none."""
+        step_N, places_N = self.step_N[begin:end], np.arange(row, row + end - begin)
+        if (step_N != step_N[0]).any() or (self.row_N[begin:end] != places_N).any():
+            return None
+        return self.steps[int(step_N[0])]
+
+    def read(self, begin: int, end: int) -> NDArray[np.float32]:
+        """Rows [begin, end) on the host, float32 [n, E]."""
+        step_N, row_N = self.step_N[begin:end], self.row_N[begin:end]
+        arrays = {number: self.steps[number].read() for number in np.unique(step_N)}
+        return np.stack([arrays[number][row] for number, row in zip(step_N, row_N, strict=True)])
+
+
 @dataclass
 class PendingRows:
     """Rows that wait to be computed, and what has come back so far.
 
     token, index, position, slot: int32 [n]. logits_at: row -> number of its result. context: token indices in use.
-    layers: those to run, half-open. residual: what the rows bring from earlier layers, float32 [n, E], if these are not
-    the first. measure: what is measured, its arrays those of the rows, [n], and of the table, [S, C]; segments as the
-    prompt has. measured: per layer of the measure, by token index, [..., context], or by row. ended: which rows each
-    step computed and what it left, if layers are left. done: rows computed. logits: results by number, float32 [V]
-    each.
+    layers: those to run, half-open. last: the layer that the pass ends with, if it is cut and ends later than these
+    (`cut`). residual: what the rows bring from earlier layers, if these are not the first. measure: what is measured,
+    its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has. measured: per layer of the
+    measure, by token index, [..., context], or by row. ended: which rows each step computed and what it left, if layers
+    are left. done: rows computed. logits: results by number, float32 [V] each.
     """
 
     token: NDArray[np.int32]
@@ -65,12 +91,47 @@ class PendingRows:
     logits_at: Mapping[int, int]
     context: int
     layers: tuple[int, int]
-    residual: NDArray[np.float32] | None = None
+    residual: Carried | None = None
     measure: StepMeasure | None = None
     measured: NDArray[np.float32] | None = None
+    last: int | None = None
     ended: list[tuple[Placed, Residual]] = field(default_factory=list)
     done: int = 0
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    _measured: list[NDArray[np.float32]] = field(default_factory=list)  # in layers before these
+
+    @property
+    def end(self) -> int:
+        """Layer that the pass ends with."""
+        return self.layers[1] if self.last is None else self.last
+
+    @property
+    def logits_now(self) -> Mapping[int, int]:
+        """`logits_at`, if the pass ends with the layers that run next."""
+        return self.logits_at if self.layers[1] == self.end else {}
+
+    @property
+    def measure_now(self) -> StepMeasure | None:
+        """What is measured in the layers that run next."""
+        if self.measure is None:
+            return None
+        low, high = (min(max(layer, self.layers[0]), self.layers[1]) for layer in self.measure.layers)
+        return replace(self.measure, layers=(low, high)) if low < high else None
+
+    def cut(self, end: int) -> None:
+        """Run the layers up to this one first, and those after it later; no row may have been computed."""
+        assert not self.done and self.layers[0] < end <= self.end
+        self.last, self.layers = self.end, (self.layers[0], end)
+
+    def go_on(self) -> bool:
+        """Whether there are layers left to run after these, whose rows are all computed; they are next then."""
+        if self.layers[1] == self.end:
+            return False
+        self.residual, self.layers = self.carried(), (self.layers[1], self.end)
+        if self.measured is not None:
+            self._measured.append(self.measured)
+        self.ended, self.measured, self.done = [], None, 0
+        return True
 
     @property
     def left(self) -> int:
@@ -81,7 +142,8 @@ class PendingRows:
         """Whether both can be computed in one step: through the same layers, measuring the same, or one nothing."""
         if self.layers != other.layers:
             return False
-        return self.measure is None or other.measure is None or self.measure.what is other.measure.what
+        mine, theirs = self.measure_now, other.measure_now
+        return mine is None or theirs is None or mine.what is theirs.what
 
     def relocate(self, moved: Mapping[int, int], page_size: int) -> None:
         """Read and write pages under their new numbers."""
@@ -94,13 +156,14 @@ class PendingRows:
 
         measured: of the whole batch, float32 [layers, ...], from layer `first` on.
         """
-        assert self.measure is not None
-        low, high = self.measure.layers
+        measure = self.measure_now
+        assert measure is not None
+        low, high = measure.layers
         measured = measured[low - first : high - first]
         rows = slice(placed.row, placed.row + placed.end - placed.begin)
-        if self.measure.what is Measure.SEGMENT_SCORE:
-            part, axis = measured[:, rows, : self.measure.segments], 1
-        elif self.measure.what is Measure.DEVIATION:
+        if measure.what is Measure.SEGMENT_SCORE:
+            part, axis = measured[:, rows, : measure.segments], 1
+        elif measure.what is Measure.DEVIATION:
             part, axis = measured[..., rows], 2
         else:
             part = self.table.by_index(measured[..., placed.entry : placed.entry + len(self.table), :], self.context)
@@ -108,10 +171,12 @@ class PendingRows:
             return
         self.measured = part if self.measured is None else np.concatenate([self.measured, part], axis)
 
-    def residual_after(self) -> NDArray[np.float32]:
-        """What all rows bring from the steps that computed them, float32 [n, E]."""
-        parts = [(residual(), placed) for placed, residual in self.ended]
-        return np.concatenate([x_TE[at.row : at.row + at.end - at.begin] for x_TE, at in parts])
+    def carried(self) -> Carried:
+        """What all rows bring from the steps that computed them."""
+        sizes = [at.end - at.begin for at, _ in self.ended]
+        rows = [np.arange(at.row, at.row + at.end - at.begin, dtype=np.int32) for at, _ in self.ended]
+        numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        return Carried(tuple(residual for _, residual in self.ended), numbers, np.concatenate(rows))
 
     def results(self, measures: frozenset[Measure]) -> Results:
         """What a pass with these measures gets, once all rows are computed."""
@@ -119,8 +184,8 @@ class PendingRows:
         if self.logits_at:
             found[Measure.LOGITS] = np.stack([self.logits[i] for i in range(len(self.logits_at))])
         if self.measure is not None:
-            assert self.measured is not None
-            found |= _by_measure(self.measure.what, self.measured)
+            measured = [*self._measured, *([] if self.measured is None else [self.measured])]
+            found |= _by_measure(self.measure.what, np.concatenate(measured))
         return {what: value for what, value in found.items() if what in measures or what is Measure.LOGITS}
 
 
@@ -198,14 +263,14 @@ class PassReader:
         low, high = asked.measured or layers
         self._expect(begin <= low < high <= end, f"measures layers {asked.measured} of a pass over {layers}")
 
-    def _residual(self, rows: NDArray[np.int32], begin: int, before: PendingRows | None) -> NDArray[np.float32] | None:
+    def _residual(self, rows: NDArray[np.int32], begin: int, before: PendingRows | None) -> Carried | None:
         """What the rows bring from the pass before."""
         if begin == 0:
             return None
         if before is None or before.layers[1] != begin:
             raise ValueError(f"{self.strategy} goes on at layer {begin}, where no pass ended before")
         self._expect(np.isin(rows, before.index).all(), "goes on with rows that the pass before did not have")
-        return before.residual_after()[np.searchsorted(before.index, rows)]
+        return before.carried().pick(np.searchsorted(before.index, rows).astype(np.int32))
 
     def _measure(self, asked: Pass, layers: tuple[int, int], table: PageTable) -> StepMeasure | None:
         measures = asked.measures - {Measure.LOGITS}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ragjax.core import Grid, RowShape, StepLimits
 from ragjax.schedule.batch import Batch, pack, rows_of
 from ragjax.schedule.budget import StepBudget
+from ragjax.schedule.preload import Preload
 from ragjax.schedule.state import RequestState
 
 DECODE_ROWS = 8
@@ -29,12 +30,14 @@ class Scheduler:
 
     grid: shapes of steps. budget: of a step in which requests decode.
 
-    running: requests that were started, in the order in which their turn comes.
+    running: requests that were started, in the order in which their turn comes. preload: which of them begin before all
+    KV that they read has arrived.
     """
 
     def __init__(self, grid: Grid, page_size: int, budget: StepBudget | None = None):
         self.grid = grid
         self.budget = budget or StepBudget()
+        self.preload = Preload(self.budget.keys)
         self.limits = StepLimits(grid.entries[-1], page_size)
         self.running: list[RequestState] = []
         self._decoded_last = self._suspected_last = False
@@ -72,8 +75,8 @@ class Scheduler:
         Requests decode and prefill in one step. They take turns only where no shape of the grid holds both, and for a
         prefill that leaves layers out.
         """
-        waiting = [s for s in self._active() if s.rows is not None and s.rows.left and (s.decoding or s.ready)]
-        waiting = self._apart(waiting)
+        waiting = [s for s in self._active() if s.rows is not None and s.rows.left]
+        waiting = self._apart([state for state in waiting if state.decoding or self.preload.may_run(state)])
         decoding = [state for state in waiting if state.decoding and rows_of(state).left <= self._most]
         prefilling = [state for state in waiting if state not in decoding]
         if not prefilling:
@@ -97,7 +100,7 @@ class Scheduler:
 
     def moving(self) -> list[RequestState]:
         """Requests whose next step is a move, of KV that is on the device."""
-        return [state for state in self._active() if state.move is not None and state.ready]
+        return [state for state in self._active() if state.can_move]
 
     def _decode_batch(self, states: list[RequestState]) -> Batch:
         widest = self._alone[-1] if self._alone else self.grid.rows[0]

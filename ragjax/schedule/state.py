@@ -226,7 +226,18 @@ class RequestState:
     def ready(self) -> bool:
         """Whether all KV that its next rows read is on the device."""
         assert self.allocation is not None
-        return self.allocation.ready and self.allocation.broken is None
+        return self.stages_ready == len(self.allocation.stages) - 1
+
+    @property
+    def stages_ready(self) -> int:
+        """How many stages of layers, the first ones, are on the device of all KV that it reads; 0 if some is lost."""
+        assert self.allocation is not None
+        return 0 if self.allocation.broken is not None else self.allocation.stages_ready
+
+    @property
+    def can_move(self) -> bool:
+        """Whether a move is next, of KV that is on the device."""
+        return self.move is not None and self.reader.allocation.stages[self.stages_ready] >= self.move.layers[1]
 
     @property
     def exact_to(self) -> Literal["full", "dependency"] | None:

@@ -128,14 +128,15 @@ class Source:
 class Arrivals:
     """Makes excerpts for the device out of what loads name.
 
-    codec: of all layers. readers: threads that do parts of one load side by side. retries: further reads after one from
-    disk failed.
+    codec: of all layers. readers: threads that read the entries of one load side by side. fillers: threads that bring
+    the parts of a stage to the device, while readers may wait for the disk. retries: further reads after one failed.
     """
 
     device: Device
     codec: Codec
     disk: Disk | None
     readers: Executor
+    fillers: Executor
     meter: TrafficMeter
     retries: int
 
@@ -206,8 +207,8 @@ class Arrivals:
             staging.put(stage, end - piece.length, kv_LKTD)
 
         try:
-            list(self.readers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
-            uploaded = self.readers.map(lambda part: self.device.upload(*part), staging.parts[stage])
+            list(self.fillers.map(fill, job.pieces, accumulate(piece.length for piece in job.pieces)))
+            uploaded = self.fillers.map(lambda part: self.device.upload(*part), staging.parts[stage])
             return list(chain.from_iterable(uploaded))
         except Exception:
             self.meter.add("host_to_device", Traffic(failures=1))

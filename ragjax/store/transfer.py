@@ -8,6 +8,7 @@ queued once the entries that it needs are there.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,8 @@ from ragjax.store.device import Excerpt
 from ragjax.store.host import Entry, HostStore
 from ragjax.store.pages import Snapshot, nbytes
 from ragjax.store.traffic import Direction, Traffic, TrafficMeter
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class KVTransfer(TransferEngine):
         self._writers = ThreadPoolExecutor(1, "ragjax-write")
         self._loaders = ThreadPoolExecutor(workers, "ragjax-load")
         self._readers = ThreadPoolExecutor(workers, "ragjax-read")  # parts of one load are done side by side
+        self._fillers = ThreadPoolExecutor(workers, "ragjax-fill")
         self._meter = TrafficMeter()
         self._change = Condition()  # guards the counters and all below
         self._outstanding = 0
@@ -110,7 +114,7 @@ class KVTransfer(TransferEngine):
         self._loading: dict[int, _Begun] = {}
         self._closed = False
         self._ready: list[tuple[_Begun, _Outcome | _Stage | str]] = []
-        self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._meter, retries)
+        self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers, self._meter, retries)
 
     def size(self, tokens: int) -> int:
         """Bytes that an entry of so many tokens takes at rest."""
@@ -184,6 +188,13 @@ class KVTransfer(TransferEngine):
         begun.given_up = True
         self._take_back(begun)
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Put zeros into pages, none twice; nothing happens if the pool is lost, which is made anew."""
+        try:
+            self._device.clear(np.asarray(pages, np.int32))
+        except Exception:
+            _log.warning("pages could not be cleared", exc_info=True)
+
     def forget(self, entries: Iterable[int]) -> None:
         """Free host entries, each once the jobs begun before have finished.
 
@@ -221,7 +232,7 @@ class KVTransfer(TransferEngine):
         with self._change:
             self._closed = True
             self._change.notify_all()
-        for threads in (self._loaders, self._readers, self._savers, self._writers):
+        for threads in (self._loaders, self._readers, self._fillers, self._savers, self._writers):
             threads.shutdown(wait=wait, cancel_futures=True)
 
     # ------------------------------------------------------------------------------ in the owner's thread
@@ -287,10 +298,7 @@ class KVTransfer(TransferEngine):
         """Leave nothing of a load that was not checked in pages that others will have."""
         assert isinstance(begun.job, Load)
         if begun.stages and any(isinstance(piece.entry, bytes) for piece in begun.job.pieces):
-            try:
-                self._device.clear(np.asarray(begun.job.run.pages, np.int32))
-            except Exception as error:  # the pool is lost, and will be made anew
-                begun.error = _message(error)
+            self.clear(begun.job.run.pages)
 
     def _settle(self, begun: _Begun, outcome: _Outcome | str) -> Done:
         if isinstance(begun.job, Load):

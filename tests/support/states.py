@@ -35,9 +35,9 @@ class Asked(RequestState):
         self.held = False
 
     @property
-    def ready(self) -> bool:
+    def stages_ready(self) -> int:
         """Whether all KV that its next rows read is on the device."""
-        return not self.held and super().ready
+        return 0 if self.held else super().stages_ready
 
     @property
     def decode_tokens(self) -> int:

@@ -184,6 +184,11 @@ class FakeCarrier:
         done, self._done = self._done, []
         return done
 
+    def clear(self, pages):
+        if any(self._pool.counts[page] for page in pages):
+            raise Misuse(f"{pages} are in use, and cleared")
+        self._slots.reshape(-1, self._pool.page_size)[list(pages)] = GARBAGE
+
     def arrived(self):
         numbers = {job.number for job in self.pending if isinstance(job, Load)}
         return {number: stages for number, stages in self.stages.items() if number in numbers}

@@ -1,0 +1,278 @@
+"""Passes that begin before all KV has arrived: same answers, nothing read too early, and failures in between."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ragjax.runner.weights
+from ragjax.core import Answer, Step
+from ragjax.core.tiers import Load, Record
+from ragjax.engine import Engine
+from ragjax.runner.runner import Outcome, Runner
+from ragjax.schedule.preload import Preload
+from ragjax.store.disk import DiskStore
+from ragjax.store.transfer import KVTransfer
+from tests.support import tiny
+
+STAGES = tiny.CONFIG.num_layers
+"""Of the runner below: a layer each."""
+
+STRATEGIES = ("prefix", "naive", "blend", "fusion", "craft-focus")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragjax.runner.weights, "STAGE_LAYERS", 1)
+        return Runner(tiny.decoder("float32"), pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
+    """Pages of a load hold what is not a number until its bytes come."""
+    true_load = KVTransfer.load
+
+    def load(self: KVTransfer, jobs: list[Load]) -> None:
+        for job in jobs:
+            shape = (STAGES, len(job.run.pages), tiny.CONFIG.num_kv_heads, tiny.PAGE, tiny.CONFIG.head_dim)
+            nothing = np.full(shape, np.nan, np.float32)
+            runner.insert(np.asarray(job.run.pages, np.int32), runner.upload(nothing, nothing))
+        true_load(self, jobs)
+
+    monkeypatch.setattr(KVTransfer, "load", load)
+
+
+class Paced:
+    """Stands before a disk: before each share of an entry something is done, which may fail."""
+
+    def __init__(self, store: DiskStore, before: Callable[[int], None]):
+        self.store = store
+        self.before = before
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[object]:
+        for number, share in enumerate(self.store.read_shares(key, count, expected)):
+            self.before(number)
+            yield share
+
+
+def disk(folder: Path) -> DiskStore:
+    return DiskStore.open(folder, b"tiny", about={}, max_bytes=1 << 30)
+
+
+def ask(engine: Engine, strategy: str = "prefix") -> Answer:
+    return engine.answer_prompt(tiny.prompt(0), strategy=strategy, max_tokens=4, want_logits=True)
+
+
+def opened(runner: Runner, folder: Path, before: Callable[[int], None] = lambda number: None, **options: Any) -> Engine:
+    return tiny.engine(runner, disk=Paced(disk(folder), before), **options)  # type: ignore[arg-type]
+
+
+def lead(monkeypatch: pytest.MonkeyPatch, choose: Callable[[], int]) -> None:
+    monkeypatch.setattr(Preload, "_lead", lambda self, state: choose())
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> list[tuple[tuple[int, int] | None, bool]]:
+    """Layers of each step, and whether its residuals came from the device."""
+    seen: list[tuple[tuple[int, int] | None, bool]] = []
+    true_step = runner.step
+
+    def step(step: Step) -> Outcome:
+        on_device = step.residual_TE is not None and not isinstance(step.residual_TE, np.ndarray)
+        seen.append((step.layers, on_device))
+        return true_step(step)
+
+    monkeypatch.setattr(runner, "step", step)
+    return seen
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_answers_are_those_of_whole_loads(
+    runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """The loads are as slow, and the passes as hasty, as chance has it."""
+    with opened(runner, tmp_path) as engine:
+        ask(engine, strategy)
+    lead(monkeypatch, lambda: STAGES)
+    with opened(runner, tmp_path) as engine:
+        expected = ask(engine, strategy)
+        assert any(report.tier == "disk" for report in expected.segments)
+    random = np.random.default_rng(0)
+    lead(monkeypatch, lambda: int(random.integers(1, STAGES + 1)))
+    for _ in range(3):
+        with opened(runner, tmp_path, lambda number: time.sleep(random.choice([0, 0.002, 0.01]))) as engine:
+            answer = ask(engine, strategy)
+            engine.audit()
+        assert answer.tokens == expected.tokens and answer.notices == ()
+        assert [report.reused for report in answer.segments] == [report.reused for report in expected.segments]
+        assert answer.logits is not None and expected.logits is not None
+        assert np.abs(answer.logits - expected.logits).max() < 1e-5
+
+
+class Gates:
+    """Lets stages through one at a time, of all entries on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self.through = threading.Semaphore(0)
+        self.failing = False
+        self.entries = len(list(folder.rglob("*.safetensors")))
+
+    def let(self, stages: int = 1) -> None:
+        self.through.release(stages * self.entries)
+
+    def __call__(self, number: int) -> None:
+        assert self.through.acquire(timeout=30)
+        if self.failing:
+            raise OSError("the disk is on fire")
+
+
+@pytest.fixture
+def kept(runner: Runner, tmp_path: Path) -> Answer:
+    """Prompt 0 is on disk."""
+    with opened(runner, tmp_path) as engine:
+        return ask(engine)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def in_background(engine: Engine) -> tuple[threading.Thread, list[Answer]]:
+    answers: list[Answer] = []
+    thread = threading.Thread(target=lambda: answers.append(ask(engine)))
+    thread.start()
+    return thread, answers
+
+
+def test_each_stage_runs_when_it_has_arrived(
+    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
+) -> None:
+    lead(monkeypatch, lambda: 1)
+    gates = Gates(tmp_path)
+    with opened(runner, tmp_path, gates) as engine:
+        thread, answers = in_background(engine)
+        for stage in range(STAGES):
+            assert [layers for layers, _ in ran] == [(i, i + 1) for i in range(stage)]
+            gates.let()
+            wait_for(lambda: len(ran) > stage)  # noqa: B023
+        thread.join()
+        engine.audit()
+    assert answers[0].tokens == kept.tokens
+    assert [on_device for _, on_device in ran[:STAGES]] == [False] + [True] * (STAGES - 1)
+    assert answers[0].timings.load > 0
+
+
+def test_nothing_is_cut_when_all_is_there(
+    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
+) -> None:
+    lead(monkeypatch, lambda: 1)
+    with opened(runner, tmp_path) as engine:
+        ask(engine)
+        ran.clear()
+        ask(engine)
+    assert ran[0] == ((0, STAGES), False)
+
+
+def test_a_pace_that_is_not_known_waits_for_all(runner: Runner, tmp_path: Path, kept: Answer, ran: list[Any]) -> None:
+    with opened(runner, tmp_path, lambda number: time.sleep(0.005)) as engine:
+        ask(engine)
+    assert ran[0] == ((0, STAGES), False)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_later_stage_that_fails_begins_the_request_anew(
+    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any], after: int
+) -> None:
+    lead(monkeypatch, lambda: 1)
+    gates = Gates(tmp_path)
+    with opened(runner, tmp_path, gates) as engine:
+        thread, answers = in_background(engine)
+        gates.let(after)
+        wait_for(lambda: len(ran) >= after)
+        gates.failing = True
+        gates.let(100)
+        thread.join()
+        engine.audit()
+        assert engine.stats()["load_fallbacks_total"] == {"failed": 1}
+    assert answers[0].tokens == kept.tokens and "on fire" in answers[0].notices[0]
+    assert answers[0].cached_tokens == 0
+
+
+def test_damage_found_at_the_end_leaves_nothing_in_any_page(
+    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
+) -> None:
+    """The first stage holds what is not a number; the pass has begun on it when the checksum is seen to be wrong."""
+    for path in tmp_path.rglob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        begin = 8 + int.from_bytes(data[:8], "little")
+        data[begin : begin + 4000] = np.full(1000, np.nan, np.float32).tobytes()
+        path.write_bytes(data)
+    lead(monkeypatch, lambda: 1)
+    with opened(runner, tmp_path, lambda number: time.sleep(0.02)) as engine:
+        answer = ask(engine)
+        assert ran[0][0] == (0, 1)  # it had begun
+        assert answer.tokens == kept.tokens and "checksum" in answer.notices[0]
+        engine.audit()
+        slots = np.arange(200 * tiny.PAGE, dtype=np.int32)
+        assert all(np.isfinite(x).all() for x in runner.read(slots))
+
+
+def test_a_client_leaves_between_two_stages(
+    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
+) -> None:
+    lead(monkeypatch, lambda: 1)
+    gates = Gates(tmp_path)
+    with opened(runner, tmp_path, gates) as engine:
+        pending = engine.begin_prompt(tiny.prompt(0), strategy="prefix", max_tokens=4)
+        gates.let()
+        wait_for(lambda: ran)
+        [state] = engine._loop.states()
+        engine._loop.cancel(state)
+        wait_for(lambda: state.ended)
+        del pending
+        gates.let(100)
+        wait_for(lambda: not engine._cache.loading)
+        ran.clear()
+        assert ask(engine).tokens == kept.tokens
+        engine.audit()
+        assert ran[0] == ((0, STAGES), False)
+
+
+def test_the_device_is_lost_between_two_stages(
+    runner: Runner, tmp_path: Path, kept: Answer, monkeypatch: pytest.MonkeyPatch, ran: list[Any]
+) -> None:
+    lead(monkeypatch, lambda: 1)
+    gates = Gates(tmp_path)
+    with opened(runner, tmp_path, gates) as engine:
+        thread, answers = in_background(engine)
+        gates.let()
+        wait_for(lambda: ran)
+        spied, left = runner.step, [1]
+
+        def lost(step: Step) -> Outcome:
+            if left:
+                left.pop()
+                for pool in runner._pools:
+                    pool.k_LPKCD.delete()
+                raise RuntimeError("the device is gone")
+            return spied(step)
+
+        monkeypatch.setattr(runner, "step", lost)
+        gates.let(100)
+        thread.join()
+        engine.audit()
+        assert engine.stats()["device_losses_total"] == 1
+    assert answers[0].tokens == kept.tokens

@@ -2,6 +2,7 @@
 
     python -m benchmarks.policies --data DIR [--quick] [--limit N] [--profile FILE] [--plot FILE.png] [--json FILE]
     python -m benchmarks.policies --trace FILE [...]
+    python -m benchmarks.policies --data DIR --orders [...]
     python -m benchmarks.policies --storage [--json FILE]
 
 Workloads: graph entities under three access patterns (DepCache, section 6.1), repeated questions over documents at
@@ -9,6 +10,8 @@ top-k of 1 to 5, and 3 kept of 5 (RAGCache, sections 7 and 8), Mooncake's traces
 10, 20 and 40% of the data's distinct tokens (documents: 5% too), or token counts for Mooncake. Each is served by the
 device alone, and by a device of a fifth with host memory of the other four. `bound` is the highest token hit rate that
 single tokens allow, `min` that of Belady's MIN; `belady` is a policy that knows all that will be asked, in the tree.
+
+`--orders` serves from a queue of 32 waiting requests in every order that the server has, under some of the policies.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ import numpy as np
 
 from benchmarks.common import plot, report
 from benchmarks.common.samples import Progress, Samples
-from benchmarks.policies import storage
-from benchmarks.policies.cell import Cell, cells, workloads
+from benchmarks.policies import orders, storage
+from benchmarks.policies.cell import Cell, cells, effort, workloads
 from benchmarks.policies.serve import NAMES, Bounds, modelled, serve
 from benchmarks.policies.simulator import LOOKAHEAD
 from benchmarks.policies.workload import PATTERNS
@@ -123,6 +126,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     what("--data", type=report.existing_folder, metavar="DIR", help="a folder with kg/, text/ and traces/, or some")
     what("--trace", type=report.existing_file, metavar="FILE", help="replay a trace that the server recorded")
     what("--storage", action="store_true", help="FusionRAG's storage simulation (section 5.3.3) instead")
+    add("--orders", action="store_true", help="every order under some policies, not every policy in order of arrival")
     add("--limit", type=integer(1), metavar="N", help="at most N questions a text set, N requests a workload")
     add("--profile", type=Path, metavar="FILE", help="a measured cost profile; modelled without")
     add("--plot", type=report.writable, metavar="FILE.png", help="also draw hit rates by capacity")
@@ -137,18 +141,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def measured(session: report.Session) -> list[dict[str, Any]]:
         profile = modelled() if chosen.profile is None else Profile.load(chosen.profile)
-        planned = list(cells(workloads(chosen)))
+        much = (orders.effort if chosen.orders else effort)(chosen.quick, chosen.limit)
+        planned = list(cells(workloads(chosen, much)))
         print(f"costs: {profile.measured_on or chosen.profile}; lookahead {LOOKAHEAD}")
         asked = {"data": str(chosen.data or chosen.trace), "limit": chosen.limit, "quick": chosen.quick}
-        return list(measure(planned, profile, session.samples({**asked, "profile": asdict(profile)})))
+        asked |= {"orders": chosen.orders, "profile": asdict(profile)}
+        return list((orders.measure if chosen.orders else measure)(planned, profile, session.samples(asked)))
 
     def show(rows: Sequence[Mapping[str, Any]]) -> None:
-        columns = ("workload", "policy", "figure", "mean", "of_min", "lacr_gain", "pgdsf_gain")
-        print("\n" + report.table(means(rows), columns))
+        found = orders.gains(rows) if chosen.orders else means(rows)
+        print("\n" + report.table(found, tuple(found[0]) if found else ()))
         if chosen.plot is not None:
-            draw(rows, chosen.plot)
+            (orders.draw if chosen.orders else draw)(rows, chosen.plot)
 
-    return report.run("policies", COLUMNS, chosen.json, measured, show)
+    columns = orders.COLUMNS if chosen.orders else COLUMNS
+    return report.run("orders" if chosen.orders else "policies", columns, chosen.json, measured, show)
 
 
 if __name__ == "__main__":

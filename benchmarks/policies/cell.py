@@ -111,13 +111,12 @@ def cells(workloads: Iterable[tuple[Workload, Sequence[int]]]) -> Iterator[Cell]
                 yield Cell(work, capacity, host)
 
 
-def workloads(chosen: argparse.Namespace) -> list[tuple[Workload, Sequence[int]]]:
+def workloads(chosen: argparse.Namespace, much: Effort) -> list[tuple[Workload, Sequence[int]]]:
     """What the command line asks for.
 
     Raises:
         ConfigError: if there is nothing to serve.
     """
-    much = effort(chosen.quick, chosen.limit)
     if chosen.trace is not None:
         work = source.recorded(chosen.trace).limited(chosen.limit)
         found: list[tuple[Workload, Sequence[int]]] = [(work, _parts(work, much.shares))]

@@ -16,7 +16,7 @@ AtRest = Literal["raw", "int8", "float8"]
 DTYPES = ("auto", "bfloat16", "float32")
 """Of weights and KV; "auto" suits the device (`runner.device.precision`)."""
 
-ORDERS = ("fcfs", "ratio", "lpm", "lsp")
+ORDERS = ("fcfs", "ratio", "lpm", "lsp", "joint")
 """In which waiting requests may start."""
 
 

@@ -115,6 +115,8 @@ class Admission:
         """
         while not self.blocked and self._has_turn() and (entry := self._next()) is not None:
             state, missing = entry.state, entry.look().missing if entry.awaited else {}
+            if (plan := self._queue.plan(entry)) is not None:
+                self._cache.plan([waiting.state.id for waiting in plan])
             started, error = self._try(state)
             self.blocked = not (started or error)
             if not self.blocked:

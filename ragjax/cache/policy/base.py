@@ -7,7 +7,7 @@ subclass of `Policy` that overrides what it needs, its source in the docstring, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ragjax.cache.node import Node
@@ -83,6 +83,10 @@ class Policy:
 
         Returns the keys whose scores fell.
         """
+        return ()
+
+    def on_plan(self, requests: Sequence[str]) -> Iterable[bytes]:
+        """Waiting requests will start in this order as far as is known now; returns the keys whose scores fell."""
         return ()
 
     def on_start(self, request: str) -> Iterable[bytes]:

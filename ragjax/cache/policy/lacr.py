@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf, log2
 
@@ -144,6 +144,20 @@ class LACR(Policy):
         for demand in waiting.demands:
             demand.count += 1
             demand.slots += waiting.slot
+
+    def on_plan(self, requests: Sequence[str]) -> Iterable[bytes]:
+        """Those of the window take the places that the plan gives them; any score may fall."""
+        place = {request: i for i, request in enumerate(requests)}
+        self._window.sort(key=lambda request: place.get(request, len(place)))
+        for rank, request in enumerate(self._window):
+            waiting = self._waiting[request]
+            moved = self._left + rank - waiting.slot
+            if not moved:
+                continue
+            waiting.slot += moved
+            for demand in waiting.demands:
+                demand.slots += moved
+        return list(self._demands)
 
     def on_start(self, request: str) -> Iterable[bytes]:
         """The request leaves the queue; those behind it move up. Returns the keys that it wanted.

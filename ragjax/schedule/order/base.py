@@ -5,9 +5,10 @@ To add an order: one file with a class that has `pick`, its source in the docstr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ragjax.cache.outlook import Look
 
@@ -40,15 +41,22 @@ class Waiting:
 W = TypeVar("W", bound=Waiting)
 
 
-class Order(Protocol):
+class Order(ABC):
     """Chooses who starts next."""
 
+    @abstractmethod
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
         """One of the requests, of which there is at least one; they come in the order of their arrival.
 
         last: the one that started last.
         """
-        ...
+
+    def plan(self, queue: Sequence[W], first: W) -> Sequence[W] | None:
+        """The requests as they will start, if `first` does now; None if the order does not think so far.
+
+        Replacement policies that look at who waits take these places for those of arrival.
+        """
+        return None
 
 
 class Queue(Generic[W]):
@@ -108,6 +116,10 @@ class Queue(Generic[W]):
             return self._waiting[0]
         able = [waiting for waiting in self._waiting[:SIGHT] if may(waiting)]
         return self._order.pick(able, self._last) if able else None
+
+    def plan(self, first: W) -> Sequence[W] | None:
+        """Who starts when, if `first` does now; None if the order makes no plans."""
+        return self._order.plan([*self._returned, *self._waiting], first)
 
     def ahead(self, count: int) -> list[W]:
         """The first `count` in the order in which they would start if the cache stayed as it is."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragjax.schedule.order.base import W, Waiting
+from ragjax.schedule.order.base import Order, W, Waiting
 
 
-class FCFS:
+class FCFS(Order):
     """The oldest."""
 
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragjax.schedule.order.base import W, Waiting
+from ragjax.schedule.order.base import Order, W, Waiting
 
 
-class LPM:
+class LPM(Order):
     """Most cached tokens; of equals the oldest."""
 
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from ragjax.schedule.order.base import W, Waiting
+from ragjax.schedule.order.base import Order, W, Waiting
 
 
-class LSP:
+class LSP(Order):
     """The one that shares the longest prefix with another; of equals the oldest."""
 
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:

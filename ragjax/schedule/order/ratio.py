@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragjax.schedule.order.base import W, Waiting
+from ragjax.schedule.order.base import Order, W, Waiting
 
 
-class Ratio:
+class Ratio(Order):
     """Most cached for each token that is computed; of equals the oldest."""
 
     def pick(self, queue: Sequence[W], last: Waiting | None) -> W:

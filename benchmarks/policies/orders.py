@@ -1,0 +1,125 @@
+"""Every order with some policies: what reordering the queue adds to replacement (DepCache, Figure 13; RAGCache, 18)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import plot, report
+from benchmarks.common.samples import Progress, Samples
+from benchmarks.policies import bound
+from benchmarks.policies.cell import Cell, Effort
+from benchmarks.policies.serve import policy_of
+from benchmarks.policies.simulator import Simulator
+from ragjax.cache.profile import Profile
+from ragjax.core import ORDERS
+from ragjax.schedule.order import order_of
+
+POLICIES = ("lru", "lacr")
+COLUMNS = (
+    "workload", "top_k", "capacity_tokens", "policy", "order", "token_hit_rate", "found_share", "served_min",
+    "recomputed_tokens", "prefill_s", "decision_us",
+)  # fmt: skip
+
+
+def effort(quick: bool, limit: int | None) -> Effort:
+    """Two capacities of each workload: one that holds what the queue wants, and one that does not."""
+    if quick:
+        return Effort((0.2,), (0.2,), (2_000_000,), (2,), queries=100, repeats=500, questions=50, limit=500)
+    chosen = Effort((0.02, 0.2), (0.05, 0.2), (500_000, 2_000_000), (2,), queries=250, limit=2500)
+    if limit is None:
+        return chosen
+    return replace(
+        chosen, queries=min(limit, chosen.queries), repeats=min(limit, chosen.repeats), questions=limit, limit=limit
+    )
+
+
+def serve(cell: Cell, policy: str, order: str, profile: Profile) -> dict[str, Any]:
+    """One row, of the device alone.
+
+    found_share: of all tokens, those that were found. served_min: token hit rate of Belady's MIN on the requests in the
+    order in which they were served: what replacement leaves.
+    """
+    work = cell.work
+    simulator = Simulator(work, policy_of(policy, work, profile), cell.capacity)
+    served = simulator.run(order=order_of(order))
+    new = [total - one.hit for total, one in zip(work.totals, served, strict=True)]
+    sequence = replace(work, requests=tuple(work.requests[at] for at in simulator.sequence))
+    return {
+        "workload": work.name,
+        "top_k": work.top_k,
+        "capacity_tokens": cell.capacity,
+        "policy": policy,
+        "order": order,
+        "requests": len(served),
+        "token_hit_rate": bound.mean_rate([one.hit for one in served], work.totals),
+        "found_share": sum(one.hit for one in served) / sum(work.totals),
+        "served_min": bound.mean_rate(bound.minimum(sequence, cell.capacity), sequence.totals),
+        "recomputed_tokens": sum(new),
+        "prefill_s": sum(profile.cost(one.hit, n) for one, n in zip(served, new, strict=True)),
+        "decision_us": float(np.median([one.seconds for one in served])) * 1e6,
+    }
+
+
+def measure(planned: Sequence[Cell], profile: Profile, samples: Samples) -> Iterator[dict[str, Any]]:
+    """All rows, those of an unfinished run first."""
+    alone = [cell for cell in planned if not cell.host]
+    progress = Progress(len(alone) * len(POLICIES) * len(ORDERS))
+    for cell in alone:
+        for policy in POLICIES:
+            for order in ORDERS:
+                key = f"{cell.name} policy={policy} order={order}"
+                if samples.get(key) is not None:
+                    progress.skip()
+                else:
+                    samples.put(key, serve(cell, policy, order, profile))
+                    progress.step(key)
+                yield samples.get(key) or {}
+
+
+def gains(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
+    """Tokens found by each policy and order, over those of the same policy, and of `lacr`, in order of arrival."""
+    cells: dict[tuple[Any, ...], list[report.Row]] = defaultdict(list)
+    for row in rows:
+        cells[row["workload"], row["capacity_tokens"]].append(row)
+    found: list[dict[str, Any]] = []
+    for (workload, capacity), members in cells.items():
+        share = {(row["policy"], row["order"]): row["found_share"] for row in members}
+        best = max(share[policy, order] for policy, order in share if policy != "lacr" and order != "fcfs")
+        for (policy, order), value in share.items():
+            row = {"workload": workload, "capacity_tokens": capacity, "policy": policy, "order": order}
+            row["found_share"] = value
+            row["over_same_policy"] = _gain(value, share[policy, "fcfs"])
+            row["over_lacr"] = _gain(value, share["lacr", "fcfs"])
+            row["over_best_order"] = _gain(value, best)
+            found.append(row)
+    return found
+
+
+def _gain(value: float, base: float) -> float | None:
+    return value / base - 1 if base else None
+
+
+def draw(rows: Sequence[report.Row], file: Path) -> None:
+    """Tokens found, a panel for each workload and capacity, a group of bars for each policy."""
+    cells = list(dict.fromkeys((row["workload"], row["capacity_tokens"]) for row in rows))
+
+    def bars(cell: tuple[str, int]) -> plot.Panel:
+        members = [row for row in rows if (row["workload"], row["capacity_tokens"]) == cell]
+
+        def panel(axes: Any) -> None:
+            width = 0.8 / len(ORDERS)
+            for i, order in enumerate(ORDERS):
+                heights = [row["found_share"] for row in members if row["order"] == order]
+                axes.bar(np.arange(len(POLICIES)) + i * width, heights, width, label=order)
+            axes.set_xticks(np.arange(len(POLICIES)) + 0.4 - width / 2, POLICIES)
+            plot.label(axes, f"{cell[0]}, {cell[1]:,} tokens", "policy", "found_share")
+
+        return panel
+
+    plot.save([bars(cell) for cell in cells], file)

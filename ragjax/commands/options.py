@@ -103,6 +103,13 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"type": integer(0), "help": "requests that run at a time, 0: as many as have room (%(default)s)"},
     ),
     "order": ("--order", {"choices": ORDERS, "help": "which waiting request starts next (%(default)s; docs/http.md)"}),
+    "lookup": (
+        "--lookup",
+        {
+            "type": integer(0),
+            "help": "tokens that prompt lookup proposes a step, 0: none (%(default)s; docs/serving.md)",
+        },
+    ),
     "step_tokens": (
         "--step-tokens",
         {"type": integer(0), "help": "tokens of a step while requests decode, 0: measured at start (docs/serving.md)"},

@@ -13,6 +13,9 @@ AtRest = Literal["raw", "int8", "float8"]
 """How KV is encoded below the device."""
 
 
+MOST_LOOKUP = 6
+"""Tokens that prompt lookup proposes in a step, at most."""
+
 DTYPES = ("auto", "bfloat16", "float32")
 """Of weights and KV; "auto" suits the device (`runner.device.precision`)."""
 
@@ -88,6 +91,7 @@ class EngineOptions:
     step_tokens: rows of a step, prefill and decoding tokens together, while requests decode (0: measured at start).
     speculate: stages of a search, after each of which a generation may begin with the chunks known so far (0: none
     begins before the search has ended).
+    lookup: tokens that prompt lookup proposes in a step (0: none).
     max_context: longest prompt and answer together, in tokens (None: the model's context length).
     index: "flat", "ivf" or "hnsw". index_dir: where chunks and index are kept (None: in memory). graph_dir: where
     graphs are kept between starts (None: in memory).
@@ -114,6 +118,7 @@ class EngineOptions:
     request_timeout: float = 0.0
     order: str = "fcfs"
     step_tokens: int = 0
+    lookup: int = 6
     speculate: int = 0
     max_context: int | None = None
     index: str = "flat"
@@ -131,12 +136,22 @@ class EngineOptions:
             raise ConfigError(f"unknown order {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.quality_fallback not in ("refuse", "full"):
             raise ConfigError(f"unknown quality_fallback {self.quality_fallback!r}; choose refuse or full")
-        fewest = {"top_k": 0, "max_queue": 0, "max_running": 0, "request_timeout": 0, "step_tokens": 0, "speculate": 0}
+        fewest = {
+            "top_k": 0,
+            "max_queue": 0,
+            "max_running": 0,
+            "request_timeout": 0,
+            "step_tokens": 0,
+            "speculate": 0,
+            "lookup": 0,
+        }
         for name, least in fewest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
         if self.keep_top is not None and self.keep_top < 0:
             raise ConfigError(f"keep_top must be at least 0, not {self.keep_top!r}")
+        if self.lookup > MOST_LOOKUP:
+            raise ConfigError(f"lookup must be at most {MOST_LOOKUP}, not {self.lookup!r}")
         if not 0.0 <= self.shadow_rate <= 1.0:
             raise ConfigError(f"shadow_rate must lie in [0, 1], not {self.shadow_rate!r}")
         if self.quality_budget is not None and (self.strategy is not None or self.recompute_ratio is not None):

@@ -50,7 +50,7 @@ class Grid:
     """
 
     rows: tuple[RowShape, ...] = (
-        *(RowShape(2, 2), RowShape(8, 1), RowShape(16, 1), RowShape(48, 1)),
+        *(RowShape(2, 2), RowShape(4, 4), RowShape(7, 7), RowShape(8, 1), RowShape(16, 1), RowShape(36, 4)),
         *(RowShape(8 + 16, 16, 8), RowShape(8 + 32, 32, 8), RowShape(16 + 64, 32, 16)),
         *(RowShape(32, 32), RowShape(128, 32), RowShape(336, 112), RowShape(512, 128)),
     )
@@ -85,9 +85,10 @@ class Grid:
 
     def entries_of(self, shape: RowShape) -> tuple[int, ...]:
         """Entries that steps of a shape are compiled for, ascending."""
-        if self.wide <= self.entries[-1] or (shape.block > 1 and not shape.mixed):
+        requests = shape.single or shape.rows // shape.block
+        if self.wide <= self.entries[-1] or requests == 1 or (shape.block >= 8 and not shape.mixed):
             return self.entries
-        return (self.entries[-1], self.wide) if shape.mixed or shape.rows > 8 else (*self.entries, self.wide)
+        return (*self.entries, self.wide) if requests <= 8 and not shape.mixed else (self.entries[-1], self.wide)
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:

@@ -44,7 +44,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         recompute_ratio=state.ratio,
         predicted=contract.predicted(state.setting, state.exact_to == "full", state.chunks, state.prompt.preprocessed),
         scores=state.scores,
-        figures={**plan.figures, **({"pauses": float(state.times.pauses)} if state.times.pauses else {})},
+        figures={**plan.figures, **_figures(state)},
         facts=state.facts,
     )
 
@@ -64,3 +64,21 @@ def _timings(state: RequestState) -> Timings:
 def _by_setting(state: RequestState, contract: Contract) -> bool:
     """Whether the contract's setting served a request: those for a graph have a default of their own."""
     return state.by_default and (contract.faulted or not state.has_graph)
+
+
+def _decoding(state: RequestState) -> dict[str, float]:
+    """What prompt lookup did for a request, if it proposed anything."""
+    lookup = state.lookup
+    if lookup is None or not lookup.proposed:
+        return {}
+    return {"tokens_per_step": len(state.generated) / max(lookup.steps, 1)}
+
+
+def _figures(state: RequestState) -> dict[str, float]:
+    """What there is to tell of its decoding: pauses, and tokens of a step if any were proposed."""
+    found, lookup = {}, state.lookup
+    if state.times.pauses:
+        found["pauses"] = float(state.times.pauses)
+    if lookup is not None and lookup.proposed:
+        found["tokens_per_step"] = len(state.generated) / lookup.steps
+    return found

@@ -107,6 +107,7 @@ class Engine:
             top_k=options.top_k,
             keep_top=options.keep_top,
             share=options.storage.share_knowledge,
+            lookup=options.lookup,
         )
 
     @classmethod

@@ -444,7 +444,9 @@ class Loop:
         """A pass, a move or a decode step of the request is done."""
         if state.plan is not None:
             state.suspect = False  # it is past the place where a step failed
-            self._push(state, state.next_logits())
+            for logits in state.next_logits():
+                if not self._push(state, logits):
+                    break
             return
         state.advance()
         if state.plan is not None:
@@ -465,8 +467,8 @@ class Loop:
         ttft_ms = (times.first_token - times.arrival) * 1e3
         self.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
 
-    def _push(self, state: RequestState, logits: NDArray[np.float32]) -> None:
-        """Choose the next token by these logits [V], and go on or end."""
+    def _push(self, state: RequestState, logits: NDArray[np.float32]) -> bool:
+        """Choose the next token by these logits [V], and go on or end; whether its own logits are there already."""
         assert state.generation is not None
         if state.shadowed is not None and len(state.shadowed) < STEPS:
             state.shadowed.append(logits)
@@ -474,8 +476,11 @@ class Loop:
         if delta is not None:
             state.sink(delta)
         if state.generation.finish_reason is None:
-            state.decode(state.generation.tokens[-1])
-            return
+            token = state.generation.tokens[-1]
+            if state.rows is not None and state.accept(token):
+                return True
+            state.decode(token)
+            return False
         answer = make_answer(state, self._contract, self._runner.fallbacks)
         state.keep()
         if state.speculative:
@@ -483,6 +488,7 @@ class Loop:
             self._end(state, answer)
         else:
             self._settle(state, answer)
+        return False
 
     def _settle(self, state: RequestState, answer: Answer) -> None:
         """Count a request that has its answer, end it, and have it replayed if it was drawn."""

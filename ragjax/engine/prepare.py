@@ -19,6 +19,7 @@ from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Strategy
+from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.sampling import Generation
 from ragjax.schedule.state import RequestState, Sink, Times
 
@@ -32,8 +33,8 @@ class Preparation:
 
     context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
     eos_ids: tokens that end an answer. top_k, keep_top: chunks retrieved, and kept (None: all), for requests that say
-    nothing else. share: whether tenants share the KV of the knowledge bases. check: called at each step of a loop over
-    what a request brings; an error of it ends the work.
+    nothing else. share: whether tenants share the KV of the knowledge bases. lookup: tokens that prompt lookup proposes
+    in a step. check: called at each step of a loop over what a request brings; an error of it ends the work.
     """
 
     tokenizer: Tokenizer
@@ -49,6 +50,7 @@ class Preparation:
     top_k: int
     keep_top: int | None
     share: bool
+    lookup: int = 0
     check: Callable[[], None] = lambda: None
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -119,6 +121,8 @@ class Preparation:
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"
         state = RequestState(name, request, prompt, strategy, ratio, generation, sink, times)
+        if self.lookup:
+            state.lookup = Lookup(self.lookup)
         self._check_length(state)
         if not request.background and self.contract.draws():
             state.shadowed = []

@@ -44,6 +44,10 @@ def _requests(loop: Loop) -> Stats:
         "awaited_tokens_total": loop.awaits[1],
         "device_losses_total": counters.device_losses,
         "speculations_total": dict(counters.speculations),
+        "lookup_tokens_total": {
+            "proposed": counters.lookup_tokens["proposed"],
+            "accepted": counters.lookup_tokens["accepted"],
+        },
         "speculative_wasted_tokens_total": counters.speculative_wasted_tokens,
         "overhead_ms_last": counters.overhead_ms_last,
         "queue_depth": loop.waiting,

@@ -138,6 +138,16 @@ class PendingRows:
         """Rows not yet computed."""
         return len(self.token) - self.done
 
+    def cut(self, n: int) -> None:
+        """Leave out all rows but the first n; only before any was computed."""
+        if self.left <= n:
+            return
+        assert not self.done and self.measure is None and self.residual is None
+        self.token, self.index, self.position, self.slot = (
+            x[:n] for x in (self.token, self.index, self.position, self.slot)
+        )
+        self.logits_at = {row: at for row, at in self.logits_at.items() if row < n}
+
     def shares(self, other: PendingRows) -> bool:
         """Whether both can be computed in one step: through the same layers, measuring the same, or one nothing."""
         if self.layers != other.layers:

@@ -15,8 +15,11 @@ from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.preload import Preload
 from ragjax.schedule.state import RequestState
 
-DECODE_ROWS = 8
-"""Most rows that a decoding request brings to a step; more are computed as prefill is."""
+FEW = 8
+"""Decoding requests bring fewer rows than this to a step, in blocks smaller than this; more rows are prefilled."""
+
+DECODE_KEYS = 64
+"""Keys whose attention, by a block of few rows, takes as long as the rest of a row."""
 
 STEP_ROWS = 35
 """Rows that would take as long to compute as a step costs at any size."""
@@ -41,11 +44,9 @@ class Scheduler:
         self.limits = StepLimits(grid.entries[-1], page_size)
         self.running: list[RequestState] = []
         self._decoded_last = self._suspected_last = False
-        self._alone = [shape for shape in grid.rows if shape.block == 1]
+        self._alone = [shape for shape in grid.rows if shape.block < FEW and not shape.mixed]
         self._mixed = [shape for shape in grid.rows if shape.mixed]
-        widths = [max(shape.rows for shape in self._alone)] if self._alone else [1]
-        widths += [max(shape.single for shape in self._mixed)] if self._mixed else []
-        self._most = min(DECODE_ROWS, *widths)
+        self._most = max((min(shape.rows, FEW - 1) for shape in self._alone), default=1)
 
     def add(self, state: RequestState) -> None:
         """Take a started request in."""
@@ -103,17 +104,33 @@ class Scheduler:
         return [state for state in self._active() if state.can_move]
 
     def _decode_batch(self, states: list[RequestState]) -> Batch:
-        widest = self._alone[-1] if self._alone else self.grid.rows[0]
-        width = widest.rows if self._alone else 1
-        chosen = self._take_turns(states, width, self.grid.entries_of(widest)[-1])
-        rows = sum(rows_of(state).left for state in chosen)
-        fitting = next((shape for shape in self._alone if shape.rows >= rows), widest)
-        return self._pack([], _whole(chosen), self.grid.rows[0] if rows == 1 else fitting)
+        """The step of the least cost for as many requests as one can have; proposed tokens must not keep any out."""
+        if not self._alone:
+            chosen = self._take_turns(states, 1, self.limits.entries)
+            return self._pack([], _whole(chosen), self.grid.rows[0])
+        widest = max(self._alone, key=lambda shape: shape.rows // shape.block)
+        chosen = self._take_turns(states, widest.rows // widest.block, self.grid.entries_of(widest)[-1])
+        fitting = [shape for shape in self._alone if self._has_room(shape, chosen)]
+        if not fitting:
+            for state in chosen:
+                rows_of(state).cut(1)
+            fitting = [shape for shape in self._alone if self._has_room(shape, chosen)]
+        return self._pack([], _whole(chosen), min(fitting, key=lambda shape: self._cost(shape, chosen)))
+
+    def _has_room(self, shape: RowShape, states: Sequence[RequestState]) -> bool:
+        blocks = sum(-(-rows_of(state).left // shape.block) for state in states)
+        entries = sum(len(rows_of(state).table) for state in states)
+        return blocks * shape.block <= shape.rows and entries <= self.grid.entries_of(shape)[-1]
+
+    def _cost(self, shape: RowShape, states: Sequence[RequestState]) -> float:
+        """Of a decode step, in rows: each block reads the keys of its request once."""
+        entries = sum(-(-rows_of(state).left // shape.block) * len(rows_of(state).table) for state in states)
+        return shape.rows + entries * self.limits.page_size / DECODE_KEYS
 
     def _prefill_batch(self, states: list[RequestState], *, bounded: bool = False) -> Batch:
         states = self._within(states, self.limits.entries)
         lefts = self._bounded(0, states) if bounded else [rows_of(state).left for state in states]
-        shapes = [shape for shape in self.grid.rows if shape.block > 1 and not shape.mixed]
+        shapes = [s for s in self.grid.rows if not s.mixed and (s.block >= FEW or s.rows == s.block > 1)]
         return self._pack([], *self._fill(states, lefts, shapes))
 
     def _mixed_batch(self, decoding: list[RequestState], prefilling: list[RequestState]) -> Batch | None:
@@ -128,7 +145,9 @@ class Scheduler:
         chosen = self._take_turns(decoding, max(shape.single for shape in self._mixed), beside)
         if not chosen:
             return None
-        rows = sum(rows_of(state).left for state in chosen)
+        for state in chosen:  # the budget is that of one token a request
+            rows_of(state).cut(1)
+        rows = len(chosen)
         states = self._within(prefilling, entries - sum(len(rows_of(state).table) for state in chosen))
         fitting = [shape for shape in self._mixed if shape.single >= rows]
         return self._pack(_whole(chosen), *self._fill(states, self._bounded(rows, states), fitting))
@@ -147,11 +166,14 @@ class Scheduler:
         return list(zip(states, _takes(lefts, shape), strict=False)), shape
 
     def _take_turns(self, states: Sequence[RequestState], rows: int, entries: int) -> list[RequestState]:
-        """The first of the decoding requests, as many as have room; they go to the back, so that all get their turn."""
+        """The first of the decoding requests, as many as have room with a row each.
+
+        They go to the back, so that all get their turn.
+        """
         chosen: list[RequestState] = []
         for state in states:
             pending = rows_of(state)
-            rows, entries = rows - pending.left, entries - len(pending.table)
+            rows, entries = rows - 1, entries - len(pending.table)
             if rows < 0 or entries < 0:
                 break
             chosen.append(state)

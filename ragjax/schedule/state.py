@@ -31,6 +31,7 @@ from ragjax.core import (
 )
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
+from ragjax.schedule.lookup import Lookup, propose
 from ragjax.schedule.rows import PassReader, PendingMove, PendingRows
 from ragjax.schedule.table import PageTable
 
@@ -108,7 +109,7 @@ class RequestState:
     decoded (tokens generated since it was started). may_load: whether it may use KV that must be loaded; a request that
     waited in vain computes it. restarts: how often it was started again. suspect: a step that it was in failed, so it
     runs alone until it is past that place. overdue: it was started again because it made no progress. paused: its KV,
-    while others have its pages.
+    while others have its pages. lookup: what it proposes beside each token that it decodes (None: nothing).
 
     Begun before its search had ended: speculative (its documents are not confirmed yet), answer (what it ended with
     while they were not). passed: rows of its finished passes that began at the first layer.
@@ -143,6 +144,7 @@ class RequestState:
     rows: PendingRows | None = None
     move: PendingMove | None = None
     paused: Paused | None = None
+    lookup: Lookup | None = None
     decoded: list[int] = field(default_factory=list)
     _exact_before: set[str | None] = field(default_factory=set)  # of plans whose tokens went out before a restart
     _reader: PassReader | None = None
@@ -295,15 +297,48 @@ class RequestState:
     def decode(self, token: int) -> None:
         """Have a generated token computed, which yields the next one's logits as `rows.logits[0]`.
 
+        Tokens that may follow it are proposed and computed with it: `rows.logits[i]` holds if the first i of them are
+        accepted.
+
         Raises:
             OutOfPages: if the tail has no slot for it, and no page can be had; `grow` sees to both beforehand.
         """
+        self._note_proposal()
         self.grow()
         table = self._open_tail() if self.rows is None else self.rows.table
         number = len(self.decoded)
         self.decoded.append(token)
-        table.show(number, len(self.reader.prompt) + number)
-        self.rows = self._tail_rows(table, np.array([token], np.int32), number)
+        tokens = np.concatenate([np.array([token], np.int32), self._proposal(number + 1)])
+        for i in range(number, number + len(tokens)):  # no earlier row sees a later index, so none has to be hidden
+            table.show(i, len(self.reader.prompt) + i)
+        self.rows = self._tail_rows(table, tokens, number)
+
+    def accept(self, token: int) -> bool:
+        """Whether the token just generated is the next one proposed, so that its KV and its logits exist."""
+        assert self.rows is not None
+        at = self._accepted + 1
+        if at >= len(self.rows.token) or self.rows.token[at] != token:
+            return False
+        self.decoded.append(token)
+        return True
+
+    @property
+    def _accepted(self) -> int:
+        """How many of the proposed tokens in `rows` were accepted so far."""
+        assert self.rows is not None
+        return len(self.reader.prompt) + len(self.decoded) - 1 - int(self.rows.index[0])
+
+    def _proposal(self, number: int) -> Tokens:
+        """Tokens that may follow, from generated token `number` on: as many as have slots and may be generated."""
+        if self.lookup is None or self.plan is None:
+            return np.zeros(0, np.int32)
+        room = min(self.plan.tail.length - number, self.decode_tokens - 1)
+        tokens = np.concatenate([self.prompt.tokens, self.generated])
+        return propose(tokens, min(self.lookup.size(), room))
+
+    def _note_proposal(self) -> None:
+        if self.lookup is not None and self.rows is not None:
+            self.lookup.note(len(self.rows.token) - 1, self._accepted)
 
     def grow(self, tokens: int = 1) -> None:
         """Have slots for so many tokens behind those decoded, or for all that it may still generate if these are fewer.
@@ -382,13 +417,13 @@ class RequestState:
         self.scores = np.stack([self.plan.logits, *rows])
         self.rows = None
 
-    def next_logits(self) -> NDArray[np.float32]:
-        """Logits [V] of the next token, once the rows are computed."""
+    def next_logits(self) -> list[NDArray[np.float32]]:
+        """Logits [V] of the next token, and behind each proposed one, once the rows are computed."""
         assert self.plan is not None and self.rows is not None
         if self.wants_scores:
             self.take_scores()
-            return self.plan.logits
-        return self.rows.logits[0]
+            return [self.plan.logits]
+        return [self.rows.logits[i] for i in range(len(self.rows.logits))]
 
     # --------------------------------------------------------------------------------- pause and resume
 

@@ -1,0 +1,76 @@
+"""Prompt lookup: answers copy their passages, so what followed the last tokens before is proposed as what follows now.
+
+The proposed tokens are computed in the step of the last token, one row each, and kept as far as they are the tokens
+that would have been chosen anyway: the answer is the same, greedy or sampled. Source: inference with reference (LLMA,
+arXiv 2304.04487), with the prompt as the reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ragjax.core import Tokens
+
+SIZES = (3, 2)
+"""Last tokens that have to stand in the prompt or the answer before, longest first."""
+
+MEMORY = 0.8
+"""Weight of what was seen before in the accepted share, at each proposal."""
+
+RETRY = 16
+"""Steps without a proposal after which a request whose proposals fail gets another one."""
+
+
+def propose(tokens: Tokens, most: int) -> Tokens:
+    """Up to `most` tokens that may follow: those that followed the last time that the text ended alike, int32 [n].
+
+    tokens: prompt and answer so far, int32 [n].
+    """
+    n = len(tokens)
+    for size in SIZES:
+        if n <= size or most <= 0:
+            continue
+        alike = np.ones(n - size, bool)
+        for back in range(1, size + 1):
+            alike &= tokens[size - back : n - back] == tokens[n - back]
+        found = np.flatnonzero(alike)
+        if len(found):
+            begin = int(found[-1]) + size
+            return tokens[begin : begin + most]
+    return tokens[:0]
+
+
+@dataclass
+class Lookup:
+    """How many tokens to propose for a request, by how many of those before were accepted.
+
+    most: tokens that are proposed at most. share: of proposed tokens that are accepted, as seen lately.
+    steps: decode steps. proposed, accepted: tokens so far.
+    """
+
+    most: int
+    share: float = 0.5
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    _idle: int = 0
+
+    def size(self) -> int:
+        """Tokens to propose now: all that are allowed, half as many, or none where few are accepted."""
+        if self.share >= 0.4:
+            return self.most
+        if self.share >= 0.15:
+            return -(-self.most // 2)
+        self._idle += 1
+        return -(-self.most // 2) if self._idle % RETRY == 0 else 0
+
+    def note(self, proposed: int, accepted: int) -> None:
+        """A step is done: so many tokens of its proposal were accepted."""
+        self.steps += 1
+        if not proposed:
+            return
+        self.proposed += proposed
+        self.accepted += accepted
+        self.share = MEMORY * self.share + (1 - MEMORY) * accepted / proposed

@@ -1,0 +1,103 @@
+"""Prompt lookup in the engine: answers are those without it, in fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ragjax.core import Answer, Grid, Kind, Prompt, Segment
+from ragjax.engine import Engine
+from ragjax.models.decoder import Decoder
+from ragjax.runner.runner import Runner
+from tests.support import tiny
+
+TOKENS = 60
+GRID = Grid(
+    rows=((2, 2), (4, 4), (7, 7), (8, 1), (12, 8, 4), (20, 4), (16, 8), (64, 16)), entries=(320,), wide=640
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[tuple[Engine, Engine]]:
+    other = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    with tiny.engine(lookup=0) as plain, tiny.engine(other, lookup=6) as fast:
+        yield plain, fast
+        plain.audit()
+        fast.audit()
+
+
+def same(one: Answer, other: Answer) -> None:
+    assert one.tokens == other.tokens and one.text == other.text
+    assert one.finish_reason == other.finish_reason
+    assert [t.id for t in one.logprobs] == [t.id for t in other.logprobs]
+    np.testing.assert_allclose([t.logprob for t in one.logprobs], [t.logprob for t in other.logprobs], atol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["full", "prefix", "naive", "fusion"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}, {"logprobs": 2}])
+def test_the_answer_is_the_same(engines: tuple[Engine, Engine], strategy: str, sampling: dict[str, float]) -> None:
+    for seed in range(3):
+        prompt = tiny.prompt(seed)
+        options = {"strategy": strategy, "max_tokens": TOKENS, **sampling}
+        same(*(engine.answer_prompt(prompt, **options) for engine in engines))
+
+
+def forgetful() -> Decoder:
+    """A model without attention: its next token follows from the last one alone, so greedy text ends in a loop."""
+    decoder = tiny.decoder()
+    for layer in decoder.layers:
+        layer.out.set_value(layer.out[...] * 0)
+    return decoder
+
+
+def test_what_repeats_itself_takes_fewer_steps() -> None:
+    took, answers = [], []
+    for lookup in (0, 6):
+        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+        with tiny.engine(runner, lookup=lookup) as engine:
+            answers.append([engine.answer_prompt(tiny.prompt(n), strategy="full", max_tokens=300) for n in range(3)])
+            took.append(engine._loop.counters.steps)
+            counted = engine._loop.counters.lookup_tokens
+            assert (0 < counted["accepted"] <= counted["proposed"]) if lookup else not counted
+    for one, other in zip(*answers, strict=True):
+        same(one, other)
+    longest = max(answers[1], key=lambda answer: len(answer.tokens))
+    assert longest.figures["tokens_per_step"] > 1.5
+    assert all("tokens_per_step" not in answer.figures for answer in answers[0])
+    assert took[1] < took[0] / 1.5
+
+
+@pytest.mark.parametrize("stop_at", [3, 17, 41])
+def test_stop_strings_and_limits_end_it_at_the_same_token(engines: tuple[Engine, Engine], stop_at: int) -> None:
+    prompt = tiny.prompt(6)
+    whole = engines[0].answer_prompt(prompt, strategy="full", max_tokens=TOKENS)
+    stop = whole.text[stop_at : stop_at + 3]
+    if stop:
+        same(*(engine.answer_prompt(prompt, strategy="full", max_tokens=TOKENS, stop=(stop,)) for engine in engines))
+    same(*(engine.answer_prompt(prompt, strategy="full", max_tokens=stop_at) for engine in engines))
+
+
+def test_kept_answers_are_those_of_accepted_tokens(engines: tuple[Engine, Engine]) -> None:
+    """`prefix` keeps the answer's KV: what was proposed and rejected is no part of it."""
+    prompt = tiny.prompt(7)
+    found = []
+    for engine in engines:
+        engine.clear_cache()
+        first = engine.answer_prompt(prompt, strategy="prefix", max_tokens=TOKENS)
+        said = Segment("said", Kind.QUERY, np.array(first.tokens, np.int32))
+        again = engine.answer_prompt(Prompt((*prompt.segments, said)), strategy="prefix", max_tokens=8)
+        cold = engine.answer_prompt(Prompt((*prompt.segments, said)), strategy="full", max_tokens=8)
+        assert again.tokens == cold.tokens
+        found.append(again.cached_tokens)
+        engine.audit()
+    assert found[0] == found[1] >= len(prompt) + TOKENS - 2
+
+
+def test_many_at_once(engines: tuple[Engine, Engine]) -> None:
+    prompts = [tiny.prompt(seed) for seed in range(12)]
+    alone = [engines[0].answer_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
+    futures = [engines[1].begin_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
+    for one, future in zip(alone, futures, strict=True):
+        same(one, future.result(60))

@@ -80,7 +80,8 @@ class PendingRows:
     (`cut`). residual: what the rows bring from earlier layers, if these are not the first. measure: what is measured,
     its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has. measured: per layer of the
     measure, by token index, [..., context], or by row. ended: which rows each step computed and what it left, if layers
-    are left. done: rows computed. logits: results by number, float32 [V] each.
+    are left. done: rows computed. proposed: how many of the last rows are only proposed. logits: results by number,
+    float32 [V] each.
     """
 
     token: NDArray[np.int32]
@@ -97,6 +98,7 @@ class PendingRows:
     last: int | None = None
     ended: list[tuple[Placed, Residual]] = field(default_factory=list)
     done: int = 0
+    proposed: int = 0
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
     _measured: list[NDArray[np.float32]] = field(default_factory=list)  # in layers before these
 
@@ -138,14 +140,12 @@ class PendingRows:
         """Rows not yet computed."""
         return len(self.token) - self.done
 
-    def cut(self, n: int) -> None:
-        """Leave out all rows but the first n; only before any was computed."""
-        if self.left <= n:
-            return
+    def shorten(self) -> None:
+        """Leave out the proposed rows; only before any row was computed."""
         assert not self.done and self.measure is None and self.residual is None
-        self.token, self.index, self.position, self.slot = (
-            x[:n] for x in (self.token, self.index, self.position, self.slot)
-        )
+        n, self.proposed = len(self.token) - self.proposed, 0
+        arrays = (self.token, self.index, self.position, self.slot)
+        self.token, self.index, self.position, self.slot = (x_N[:n] for x_N in arrays)
         self.logits_at = {row: at for row, at in self.logits_at.items() if row < n}
 
     def shares(self, other: PendingRows) -> bool:

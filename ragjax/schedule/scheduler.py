@@ -13,6 +13,7 @@ from ragjax.core import Grid, RowShape, StepLimits
 from ragjax.schedule.batch import Batch, pack, rows_of
 from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.preload import Preload
+from ragjax.schedule.rows import PendingRows
 from ragjax.schedule.state import RequestState
 
 FEW = 8
@@ -78,7 +79,7 @@ class Scheduler:
         """
         waiting = [s for s in self._active() if s.rows is not None and s.rows.left]
         waiting = self._apart([state for state in waiting if state.decoding or self.preload.may_run(state)])
-        decoding = [state for state in waiting if state.decoding and rows_of(state).left <= self._most]
+        decoding = [state for state in waiting if state.decoding and self._decodes(rows_of(state))]
         prefilling = [state for state in waiting if state not in decoding]
         if not prefilling:
             return self._decode_batch(decoding) if decoding else None
@@ -91,6 +92,10 @@ class Scheduler:
             return batch
         self._decoded_last = not self._decoded_last
         return self._decode_batch(decoding) if self._decoded_last else self._prefill_batch(prefilling, bounded=True)
+
+    def _decodes(self, rows: PendingRows) -> bool:
+        """Whether these are a generated token, and tokens proposed behind it, rather than many that were given."""
+        return rows.left - rows.proposed == 1 and rows.left <= self._most
 
     def _apart(self, states: list[RequestState]) -> list[RequestState]:
         """Whose rows may share the next step: one request of a failed step alone, in turns with all the others."""
@@ -113,7 +118,7 @@ class Scheduler:
         fitting = [shape for shape in self._alone if self._has_room(shape, chosen)]
         if not fitting:
             for state in chosen:
-                rows_of(state).cut(1)
+                rows_of(state).shorten()
             fitting = [shape for shape in self._alone if self._has_room(shape, chosen)]
         return self._pack([], _whole(chosen), min(fitting, key=lambda shape: self._cost(shape, chosen)))
 
@@ -146,7 +151,7 @@ class Scheduler:
         if not chosen:
             return None
         for state in chosen:  # the budget is that of one token a request
-            rows_of(state).cut(1)
+            rows_of(state).shorten()
         rows = len(chosen)
         states = self._within(prefilling, entries - sum(len(rows_of(state).table) for state in chosen))
         fitting = [shape for shape in self._mixed if shape.single >= rows]

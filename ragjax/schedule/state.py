@@ -312,6 +312,7 @@ class RequestState:
         for i in range(number, number + len(tokens)):  # no earlier row sees a later index, so none has to be hidden
             table.show(i, len(self.reader.prompt) + i)
         self.rows = self._tail_rows(table, tokens, number)
+        self.rows.proposed = len(tokens) - 1
 
     def accept(self, token: int) -> bool:
         """Whether the token just generated is the next one proposed, so that its KV and its logits exist."""

@@ -748,7 +748,8 @@ def test_the_budget_bounds_prefill_beside_decoding_tokens(budget, lefts, count):
 def test_rows_and_entries_of_a_mixed_step_have_room(decoding, entries):
     scheduler = Scheduler(MIXED, PAGE)
     for rows, read in decoding:
-        fixed_tasks(scheduler, [min(rows, 4)], entries=read, decoding=True)
+        (task,) = fixed_tasks(scheduler, [min(rows, 4)], entries=read, decoding=True)
+        task.rows.proposed = task.rows.left - 1
     fixed_tasks(scheduler, [40, 3], entries=entries)
     _, batches = run_fixed(scheduler, dict.fromkeys((2, 4, 8, 12, 24, 16, 64), 1))
     for batch in batches:

@@ -33,6 +33,9 @@ SKEW = 1.0
 TOKENS_A_WORD = 1.4
 """Tokens of an English word, about."""
 
+MOST_TOKENS = 3072
+"""Of a trace's prompts, whose longest are cut: the context is 4096 unless the command line says otherwise."""
+
 GRAPH_SET = "metaqa"
 
 
@@ -195,7 +198,8 @@ def graph(wish: Wish) -> Workload:
 def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
     """A trace's requests, their lengths times `scale`: each block of a prompt is a passage of its own text.
 
-    Without hashes (Azure) each request takes the passages that its length needs, drawn after Zipf.
+    Prompts are cut at `MOST_TOKENS`. Without hashes (Azure) each request takes the passages that its length needs,
+    drawn after Zipf.
     """
     pool = passages(wish)
     words = [word for document in pool for word in document.text.split()]
@@ -205,7 +209,8 @@ def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
     asks = []
     for number, arrival in enumerate(trace[: wish.count]):
         if arrival.blocks:
-            found = [_block(block, size, words) for block in arrival.blocks]
+            most = max(1, int(MOST_TOKENS / (BLOCK_TOKENS * wish.scale)))
+            found = [_block(block, size, words) for block in arrival.blocks[:most]]
         else:
             need = max(1, round(arrival.prompt_tokens * wish.scale / (PASSAGE_WORDS * TOKENS_A_WORD)))
             found = [pool[i] for i in dict.fromkeys(next(drawn) for _ in range(need))]

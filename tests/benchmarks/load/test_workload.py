@@ -79,6 +79,11 @@ def test_equal_blocks_of_a_trace_are_equal_passages(data: Path) -> None:
     assert len({document.text for document in made.documents}) == 3
 
 
+def test_a_traces_longest_prompts_are_cut(data: Path) -> None:
+    made = traced(wish(data, count=1, scale=0.125), [Arrival(0.0, 100_000, 8, tuple(range(200)))])
+    assert len(made.asks[0].documents or ()) == 3072 // 64
+
+
 def test_a_trace_without_hashes_gets_passages_by_length(data: Path) -> None:
     made = traced(wish(data, count=1, scale=1.0), [Arrival(0.0, 1000, 10)])
     assert 1 <= len(made.asks[0].documents or ()) <= 7

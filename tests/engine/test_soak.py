@@ -3,7 +3,9 @@
 Nothing leaks, every request gets exactly one last event, and every answer that claims `exact_to == "full"` has the
 tokens that full attention gives, computed cold in an engine of its own.
 
-    SOAK_SECONDS=1800 python -m pytest -m "" tests/engine/test_soak.py
+    SOAK_SECONDS=300 SOAK_SEED=7 python -m pytest -s -m long tests/engine/test_soak.py
+
+The seed chooses policy, order and limits; without one it is the time.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ MOST = 100
 """Tokens of the longest answer."""
 STRATEGIES = ("full", "prefix", "naive", "blend", "craft", "fusion", "set-cache")
 TENANTS = ("", "", "a", "b")
+ORDERS = ("fcfs", "ratio", "lpm", "lsp")
+POLICIES = ("lacr", "lru", "pgdsf", "s3fifo")
 INJECTED = "injected"
 
 
@@ -207,7 +211,9 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
         disk=disk,
         load_timeout=0.05,
         max_queue=24,
-        policy="lacr",  # type: ignore[arg-type]
+        policy=POLICIES[seed % 4],  # type: ignore[arg-type]
+        order=ORDERS[seed // 4 % 4],
+        max_running=(0, 0, 5)[seed % 3],
     ) as engine:
         books.watch(engine)
         monkeypatch.setattr(runner, "step", device)
@@ -251,8 +257,9 @@ def soak(seconds: float, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatc
     lost = sum(count == 0 for count in books.finals.values())
     assert lost <= books.outcomes["cancelled"], "all others were told how they ended"
     print(
+        f"seed {seed}:",
         f"{dict(books.outcomes)}, {books.exact} exact, steps {stats['steps_total']}, pauses {stats['pauses_total']}, "
-        f"failed steps {device.failed}, lost devices {device.lost}, failed reads {disk.failed}, memory {memory}"
+        f"failed steps {device.failed}, lost devices {device.lost}, failed reads {disk.failed}, memory {memory}",
     )
     for happened in (device.failed, disk.failed, stats["pauses_total"], books.outcomes["cancelled"]):
         assert happened, (books.outcomes, stats)
@@ -312,4 +319,9 @@ def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(3600)
 def test_a_long_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty minutes of it, or SOAK_SECONDS."""
-    soak(float(os.environ.get("SOAK_SECONDS", "1800")), tmp_path, int(time.time()), monkeypatch)
+    soak(
+        float(os.environ.get("SOAK_SECONDS", "1800")),
+        tmp_path,
+        int(os.environ.get("SOAK_SEED", time.time())),
+        monkeypatch,
+    )

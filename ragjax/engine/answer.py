@@ -66,19 +66,11 @@ def _by_setting(state: RequestState, contract: Contract) -> bool:
     return state.by_default and (contract.faulted or not state.has_graph)
 
 
-def _decoding(state: RequestState) -> dict[str, float]:
-    """What prompt lookup did for a request, if it proposed anything."""
-    lookup = state.lookup
-    if lookup is None or not lookup.proposed:
-        return {}
-    return {"tokens_per_step": len(state.generated) / max(lookup.steps, 1)}
-
-
 def _figures(state: RequestState) -> dict[str, float]:
     """What there is to tell of its decoding: pauses, and tokens of a step if any were proposed."""
     found, lookup = {}, state.lookup
     if state.times.pauses:
         found["pauses"] = float(state.times.pauses)
     if lookup is not None and lookup.proposed:
-        found["tokens_per_step"] = len(state.generated) / lookup.steps
+        found["tokens_per_step"] = len(state.generated) / max(lookup.steps, 1)
     return found

@@ -80,11 +80,16 @@ class Pauses:
                 self._give_way(victim)
 
     def _grown(self, state: RequestState, tokens: int) -> bool:
+        """Whether it has the slots; it gives up what it proposed before anybody gives way for it."""
+        rows = state.rows
         try:
-            state.grow(tokens)
+            state.grow(tokens + (0 if rows is None else rows.proposed))  # all of them may be accepted
+            return True
         except OutOfPages:
-            return False
-        return True
+            if rows is None or not rows.proposed:
+                return False
+        rows.shorten()
+        return self._grown(state, tokens)
 
     def _give_way(self, state: RequestState) -> None:
         """Take back all that a request holds."""

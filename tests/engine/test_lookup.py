@@ -52,6 +52,20 @@ def forgetful() -> Decoder:
     return decoder
 
 
+def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
+    """A step may give several tokens at once, behind which there must be a slot; proposals never pause anybody."""
+    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    prompts = [tiny.prompt(n, 20, (30,), 10 + n) for n in range(5)]
+    with tiny.engine(runner, lookup=6) as engine:
+        alone = [engine.answer_prompt(prompt, strategy="full", max_tokens=90).tokens for prompt in prompts]
+    with tiny.engine(runner, pages=24, lookup=6) as engine:
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=90) for prompt in prompts]
+        assert [future.result().tokens for future in futures] == alone
+        stats = engine.stats()
+        engine.audit()
+    assert stats["pauses_total"] and not stats["errors_total"]
+
+
 def test_what_repeats_itself_takes_fewer_steps() -> None:
     took, answers = [], []
     for lookup in (0, 6):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ def resident_mb(pid: int) -> float:
 
 
 class OtherLoad:
-    """Measures how many cores other processes keep busy while one works."""
+    """Measures how many cores other processes keep busy while one, and those that it started, work."""
 
     def __init__(self, pid: int):
         """Begin."""
@@ -50,5 +51,9 @@ class OtherLoad:
         return float(times.user + times.nice + times.system)
 
     def _own_busy(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+        busy = 0.0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                times = process.cpu_times()
+                busy += times.user + times.system
+        return busy

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,6 +43,7 @@ from typing import Any
 from benchmarks.common import report
 from benchmarks.common.plot import draw
 from benchmarks.common.samples import Samples, weights_of
+from benchmarks.latency.load import OtherLoad
 from benchmarks.load import figure, part, rival
 from benchmarks.load.arrival import Arrival, read_trace
 from benchmarks.load.client import Target
@@ -246,10 +248,10 @@ def _part(own: Own, chosen: argparse.Namespace) -> dict[str, Any]:
     async def all_of_it() -> dict[str, Any]:
         await own.open()
         try:
-            batch = chosen.part == "batch"
+            batch, others = chosen.part == "batch", OtherLoad(os.getpid())
             loads = await (part.batch(own, int(chosen.part_context)) if batch else part.stall(own))
             rows = [row_of(own.name, what, own.served, load) for what, load in loads]
-            return {"rows": rows, "verdict": part.verdict(chosen.part, loads)}
+            return {"rows": rows, "verdict": {**part.verdict(chosen.part, loads), "other_load": others.so_far()}}
         finally:
             await own.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import Samples
+from benchmarks.latency.load import OtherLoad
 from benchmarks.load.arrival import Arrival, poisson, rescaled
 from benchmarks.load.client import Target, closed_loop, open_loop
 from benchmarks.load.metric import details, row_of
@@ -121,6 +123,7 @@ class Bench:
         kept = self._samples.get(key)
         if kept is None:
             await self._ready()
+            others = OtherLoad(os.getpid())
             if clients is not None:
                 load = await closed_loop(self._target, asks, clients)
             else:
@@ -129,13 +132,16 @@ class Bench:
             if not load.answered:
                 raise RivalError(f"{self._target.name} answered nothing: {load.records[0].error}")
             kept = {"load": load.to_json(), "served": dict(self._target.served), "versions": self._target.versions}
+            kept["other_load"] = others.so_far()
             self._samples.put(key, kept)
             print(f"{self._target.name}, {self._workload.name}: {what} measured", file=sys.stderr)
         load = Load.from_json(kept["load"])
         row = row_of(self._target.name, self._workload.name, kept["served"], load)
         results.rows.append(row)
         names = ("system", "workload", "rate", "concurrency")
-        results.details.append({**{name: row[name] for name in names}, **details(load)})
+        results.details.append(
+            {**{name: row[name] for name in names}, **details(load), "other_load": kept["other_load"]}
+        )
         self._target.versions |= kept["versions"]
         return row
 

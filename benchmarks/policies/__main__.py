@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             (orders.draw if chosen.orders else draw)(rows, chosen.plot)
 
     columns = orders.COLUMNS if chosen.orders else COLUMNS
-    return report.run("orders" if chosen.orders else "policies", columns, chosen.json, measured, show)
+    return report.run("policies", columns, chosen.json, measured, show)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class Look:
     kept: Mapping[bytes, int] = field(default_factory=dict)
     missing: Mapping[bytes, int] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def found(self) -> int:
         """Tokens that are kept."""
         return sum(self.kept.values())

@@ -3,7 +3,7 @@
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.blend import Deviation, Gradual
-from ragjax.reuse.craft import Craft, without_beta, without_cci
+from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.full import Full
 from ragjax.reuse.fusion import Fused, QueryGuided
@@ -11,6 +11,7 @@ from ragjax.reuse.heavy_hitter import HeavyHitters, Recorded
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.prefix import Prefix
 from ragjax.reuse.random import Random
+from ragjax.reuse.ranking import without_beta, without_cci
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.setcache import SetCache
 from ragjax.reuse.stitch import Isolated

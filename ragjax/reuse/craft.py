@@ -19,7 +19,7 @@ behind the layer that tells which chunks the question looks at; from there the o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Candidate, Match, Totals
-from ragjax.cache.outlook import Keyed, Look, Outlook, Part
-from ragjax.cache.tree import PUBLIC, KnowledgeTree, Node, Provenance
+from ragjax.cache.outlook import Keyed, Outlook, Part
+from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
     Kind,
@@ -47,11 +47,11 @@ from ragjax.core import (
     Span,
     Tokens,
 )
-from ragjax.core.tiers import Record
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
+from ragjax.reuse.ranking import VARIANT, ChunkVariants, Overhead, rank
 from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length, system_part
 
 TAU = 1.0
@@ -59,12 +59,6 @@ TAU = 1.0
 
 CCI is at least 0.5: below that no chunk is reused in a prefix that shares nothing with those of its variants.
 """
-
-Overhead = Callable[[Influence, Sequence[bytes]], float]
-"""What mending a variant takes, before alpha, where these segments stand before it."""
-
-VARIANT = "craft"
-"""Method under which variants are kept, whichever of the strategies made them."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +199,7 @@ class Craft(Strategy):
             owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
             name = cache.key_of(head, segment.tokens, Provenance.APPROXIMATE, VARIANT, owner, behind)
             serving = partial(self._serving, cache, segment.tokens, tenant, head, prior)
-            parts.append(_Variants(Keyed(fused, name, len(segment)), name, len(segment), serving))
+            parts.append(ChunkVariants(Keyed(fused, name, len(segment)), name, len(segment), serving))
         return Outlook(parts)
 
     def _serving(
@@ -262,55 +256,6 @@ class Craft(Strategy):
             return dict(zip(reused, quotas(overheads, lengths, _ceil(ratio * sum(lengths))), strict=True))
         shares = (min(1.0, self.alpha * overhead) for overhead in overheads)
         return {i: _ceil(share * n) for i, share, n in zip(reused, shares, lengths, strict=True)}
-
-
-@dataclass(frozen=True)
-class _Variants:
-    """A part of an outlook: a chunk, preprocessed or as a variant; one that is missing is computed under `name`."""
-
-    fused: Keyed
-    name: bytes
-    tokens: int
-    serving: Callable[[], bool]
-
-    def look(self, tree: KnowledgeTree) -> Look:
-        """Part of `Part`."""
-        look = self.fused.look(tree)
-        return Look({self.name: self.tokens}) if look.missing and self.serving() else look
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A variant of a chunk: its key, what it was computed behind, and what mending it would take before alpha."""
-
-    key: bytes
-    behind: bytes
-    overhead: float
-
-
-def rank(
-    kept: Iterable[Node | Record], prior: Sequence[bytes], overhead: Overhead = Influence.mismatch, tau: float = 1.0
-) -> list[Variant]:
-    """A chunk's variants that serve here, that which takes the least mending first.
-
-    kept: oldest first. prior: digests of the segments that stand before the chunk now. tau: a variant that was computed
-    behind others serves up to this overhead.
-    """
-    here = variant_digest(prior)
-    read = ((each.key, Influence.decode(each.meta)) for each in kept)
-    found = [Variant(key, variant_digest(i.before), overhead(i, prior)) for key, i in read if i is not None]
-    serving = (variant for variant in found if variant.overhead <= tau or variant.behind == here)
-    return sorted(serving, key=lambda variant: (variant.overhead, variant.behind != here))
-
-
-def without_beta(influence: Influence, prior: Sequence[bytes]) -> float:
-    """CCI alone: what stands before the chunk makes no difference (Cache-Craft, Figure 26)."""
-    return influence.cci
-
-
-def without_cci(influence: Influence, prior: Sequence[bytes]) -> float:
-    """1 - adjusted overlap alone: every chunk counts as shaped by its context alike (Cache-Craft, Figure 26)."""
-    return influence.novelty(prior)
 
 
 def _fused_chunk(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Match | None:

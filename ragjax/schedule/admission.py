@@ -70,6 +70,7 @@ class Admission:
         self._stages = stages
         self._max_running = max_running
         self._prefetch = Prefetch(cache, self._preview)
+        self._foreseen = (0, 0)  # changes of queue and tree at the last look ahead
 
     @property
     def waiting(self) -> list[RequestState]:
@@ -137,7 +138,9 @@ class Admission:
 
     def prefetch(self) -> None:
         """Have KV of the requests that start next brought to the device while they wait."""
-        if self._cache.tiered and self._entries:
+        seen = self._queue.changes, self._cache.tree.generation
+        if self._cache.tiered and self._entries and seen != self._foreseen:
+            self._foreseen = seen
             self._prefetch.run(entry.state for entry in self._queue.ahead(AHEAD))
 
     def _enter(self, state: RequestState) -> _Entry:

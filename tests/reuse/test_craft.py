@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import neighbours_digest
 from ragjax.core import Answer, Kind, Measure, Move, OutOfPages, Pass, Prompt, RequestError, Segment
 from ragjax.reuse import strategies
-from ragjax.reuse.craft import VARIANT, Craft
+from ragjax.reuse.craft import Craft
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.influence import Influence, before, digest, disorder, quotas, record
 from ragjax.reuse.preprocessing import Fuse
+from ragjax.reuse.ranking import VARIANT
 from tests.support import tiny
 from tests.support.disks import open_store
 from tests.support.executor import Array, Done, Executor, Model, model, softmax

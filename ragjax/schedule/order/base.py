@@ -63,7 +63,7 @@ class Queue(Generic[W]):
     """Waiting requests in the order of their arrival, and who of them starts next.
 
     Nobody is overtaken more than `window` times: then the oldest starts, whatever the order says. Requests that ran
-    before (`put_back`) start before all others.
+    before (`put_back`) start before all others. `changes` counts arrivals and departures.
     """
 
     def __init__(self, order: Order, window: int = WINDOW):
@@ -74,6 +74,7 @@ class Queue(Generic[W]):
         self._waiting: list[W] = []
         self._returned: list[W] = []
         self._last: W | None = None
+        self.changes = 0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._returned)
@@ -83,19 +84,23 @@ class Queue(Generic[W]):
 
     def add(self, waiting: W) -> None:
         """A request arrives."""
+        self.changes += 1
         self._waiting.append(waiting)
 
     def put_back(self, waiting: W) -> None:
         """A request that had started waits again, before all others."""
+        self.changes += 1
         self._returned.insert(0, waiting)
 
     def remove(self, waiting: W) -> None:
         """A request waits no more and did not start."""
+        self.changes += 1
         (self._returned if waiting in self._returned else self._waiting).remove(waiting)
 
     def start(self, waiting: W) -> None:
         """A request starts; the older ones are overtaken, unless it started before."""
         self._last = waiting
+        self.changes += 1
         if waiting in self._returned:
             self._returned.remove(waiting)
             return
@@ -119,7 +124,7 @@ class Queue(Generic[W]):
 
     def plan(self, first: W) -> Sequence[W] | None:
         """Who starts when, if `first` does now; None if the order makes no plans."""
-        return self._order.plan([*self._returned, *self._waiting], first)
+        return self._order.plan([*self._returned, *self._waiting[:SIGHT]], first)
 
     def ahead(self, count: int) -> list[W]:
         """The first `count` in the order in which they would start if the cache stayed as it is."""

@@ -1,0 +1,248 @@
+"""Time to first token while KV arrives: passes that wait for all of it, and passes that begin with its first stages.
+
+    python -m benchmarks.preload [--quick] [--contexts N,N,...] [--new N] [--tiers host,disk]
+        [--throttle MB_S,...] [--rounds N] [--plot DIR] [--json FILE]
+
+Cache-Craft, Fig. 29. A context lies in host memory or on disk; a request reuses it and computes a question behind it.
+`whole` waits for all of the context, `layers` is what ragjax does. Both are asked in turns, so that their ratio is one
+run's; `device` is the same question with nothing to load. A throttled disk is an ordinary one whose reads are held up.
+`cut`, with nothing to load, runs the pass a stage at a time: what the cuts alone cost.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import report
+from benchmarks.common.plot import Panel, draw
+from benchmarks.common.report import Row
+from ragjax.commands.flags import integer
+from ragjax.core import Kind, Prompt, Segment, StorageOptions
+from ragjax.core.tiers import Record
+from ragjax.engine import Engine
+from ragjax.schedule.batch import rows_of
+from ragjax.schedule.preload import Preload
+from ragjax.schedule.state import RequestState
+from ragjax.store.arrival import Disk
+from ragjax.store.codec import Arrays
+
+COLUMNS = ("tier", "disk_mb_s", "context_tokens", "new_tokens", "rounds", "device_ms", "whole_ms", "layers_ms",
+           "load_ms", "faster", "exposed_less", "slowest_pair")  # fmt: skip
+WARM = 2
+"""Rounds that are not counted: the first loads say how fast loads are."""
+
+
+class Whole(Preload):
+    """Waits for all stages."""
+
+    def _lead(self, state: RequestState) -> int:
+        return len(state.reader.allocation.stages) - 1
+
+
+class Cut(Preload):
+    """Runs a stage at a time, whether anything is loaded or not."""
+
+    def may_run(self, state: RequestState) -> bool:
+        """As for others, and never more than one stage."""
+        may, rows = super().may_run(state), rows_of(state)
+        if may and not rows.done:
+            rows.cut(next(layer for layer in state.reader.allocation.stages if layer > rows.layers[0]))
+        return may
+
+
+@dataclass
+class Throttled:
+    """A disk that is no faster than so many 10^6 bytes a second."""
+
+    disk: Disk
+    mb_s: float
+
+    def write(self, record: Record, arrays: Mapping[str, Any]) -> int:
+        """As the disk."""
+        return self.disk.write(record, arrays)
+
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[Arrays]:
+        """As the disk, not faster than it is held up."""
+        due = time.monotonic()
+        for share in self.disk.read_shares(key, count, expected):
+            due += sum(x.nbytes for x in share.values()) / self.mb_s / 1e6
+            time.sleep(max(0.0, due - time.monotonic()))
+            yield share
+
+
+def prompt(context: int, new: int, question: int) -> Prompt:
+    """A context that all questions share, and a question of its own."""
+
+    def segment(name: str, kind: Kind, tokens: int, seed: int) -> Segment:
+        return Segment(name, kind, np.random.default_rng(seed).integers(1000, 40_000, tokens).astype(np.int32))
+
+    shared = segment("context", Kind.SYSTEM, context, context)
+    return Prompt((shared, segment("question", Kind.QUERY, new, 10**6 + question)))
+
+
+class Server:
+    """An engine in which a context lies in one tier, and the modes of serving it."""
+
+    def __init__(self, engine: Engine, new: int):
+        self._engine = engine
+        self.new = new
+        self._asked = 0
+        scheduler = engine._loop._scheduler
+        ours = scheduler.preload
+        # all learn the pace of prefill from the same steps
+        self._modes = {"layers": ours, "whole": Whole(ours.keys), "device": ours, "cut": Cut(ours.keys)}
+        assert engine._transfer is not None
+        self._transfer = engine._transfer
+        self._disk = self._transfer._arrivals.disk
+
+    def hold_up(self, mb_s: float) -> None:
+        """Let the disk be no faster than so many 10^6 bytes a second (0: as fast as it is)."""
+        assert self._disk is not None
+        disk = Throttled(self._disk, mb_s) if mb_s else self._disk
+        self._transfer._arrivals = replace(self._transfer._arrivals, disk=disk)
+
+    def ask(self, context: int, mode: str) -> tuple[float, float]:
+        """Milliseconds to the first token, and of waiting for KV; the context is in the tier below unless on device."""
+        if mode in ("whole", "layers"):
+            self._engine.vacate_device()
+        self._settle()
+        self._engine._loop._scheduler.preload = self._modes[mode]
+        self._asked += 1
+        answer = self._engine.answer_prompt(prompt(context, self.new, self._asked), strategy="prefix", max_tokens=1)
+        if answer.notices:
+            raise RuntimeError(f"not as meant: {answer.notices}")
+        return answer.timings.ttft, answer.timings.load
+
+    def _settle(self) -> None:
+        """Saves and writes that were ordered are done, and the machine is quiet."""
+        self._transfer.flush()
+        time.sleep(0.2)
+
+
+def measure(server: Server, where: Mapping[str, Any], context: int, rounds: int) -> dict[str, Any]:
+    """One row: the modes in turns."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for number in range(WARM + rounds):
+        modes = ("whole", "layers") if number % 2 else ("layers", "whole")
+        for mode in (*modes, "device"):
+            times = server.ask(context, mode)
+            if number >= WARM:
+                found.setdefault(mode, []).append(times)
+    middle = {mode: median(ttft for ttft, _ in times) for mode, times in found.items()}
+    exposed = {mode: max(middle[mode] - middle["device"], 0.1) for mode in ("whole", "layers")}
+    pairs = [one / other for (one, _), (other, _) in zip(found["whole"], found["layers"], strict=True)]
+    return {
+        **where,
+        "context_tokens": context,
+        "new_tokens": server.new,
+        "rounds": rounds,
+        **{f"{mode}_ms": ttft for mode, ttft in middle.items()},
+        "load_ms": median(load for _, load in found["whole"]),
+        "faster": middle["whole"] / middle["layers"],
+        "exposed_less": exposed["whole"] / exposed["layers"],
+        "slowest_pair": min(pairs),
+    }
+
+
+def cuts(server: Server, context: int, rounds: int) -> dict[str, Any]:
+    """What it costs to run a pass a stage at a time."""
+    times: dict[str, list[float]] = {"device": [], "cut": []}
+    for number in range(WARM + rounds):
+        for mode, kept in times.items():
+            ttft, _ = server.ask(context, mode)
+            if number >= WARM:
+                kept.append(ttft)
+    plain, cut = median(times["device"]), median(times["cut"])
+    return {
+        "context_tokens": context,
+        "new_tokens": server.new,
+        "device_ms": plain,
+        "cut_ms": cut,
+        "cost": cut / plain - 1,
+    }
+
+
+def opened(**storage: Any) -> Engine:
+    """An engine of the packaged model; a shape is compiled when it first runs, in rounds that are not counted."""
+    return Engine.load(report.MODEL, storage=StorageOptions(**storage), progress=False, step_tokens=64, compile=False)
+
+
+def panels(rows: Sequence[Row]) -> Iterator[Panel]:
+    """One for each tier: time to first token by context."""
+    for tier, speed in dict.fromkeys((row["tier"], row["disk_mb_s"]) for row in rows):
+        group = [row for row in rows if (row["tier"], row["disk_mb_s"]) == (tier, speed)]
+
+        def panel(
+            axes: Any, group: Sequence[Row] = group, title: str = f"{tier}, {speed} MB/s" if speed else tier
+        ) -> None:
+            width = 0.27
+            for i, mode in enumerate(("device", "whole", "layers")):
+                heights = [row[f"{mode}_ms"] for row in group]
+                axes.bar([x + (i - 1) * width for x in range(len(group))], heights, width, label=mode)
+            axes.set_xticks(range(len(group)), [str(row["context_tokens"]) for row in group])
+            axes.set_title(title, fontsize=9)
+            axes.set_xlabel("context, tokens")
+            axes.set_ylabel("time to first token, ms")
+            axes.legend(fontsize=7)
+
+        yield panel
+
+
+FIGURES = {"preload": ("Whole loads and layer-wise loads (Cache-Craft, Fig. 29)", panels)}
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers from 1, separated by commas."""
+    return [integer(1)(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    flags = report.parser("preload", __doc__)
+    add = flags.add_argument
+    add("--contexts", type=numbers, default=[2048, 4096, 7680], metavar="N,...", help="tokens reused (%(default)s)")
+    add("--new", type=integer(1), default=256, metavar="N", help="tokens to compute (%(default)s)")
+    tiers = ["host", "disk"]
+    add(
+        "--tiers",
+        type=report.among(tiers, "tier"),
+        default=tiers,
+        metavar="T,...",
+        help="where the context lies (both)",
+    )
+    add("--throttle", type=numbers, default=[400, 150], metavar="MB_S,...", help="held-up disks' speeds (%(default)s)")
+    add("--rounds", type=integer(1), default=7, metavar="N", help="of each mode (%(default)s; 3 with --quick)")
+    add("--plot", type=Path, metavar="DIR", help="also draw the paper's figure")
+    chosen = flags.parse_args(arguments)
+    contexts, rounds = (chosen.contexts[:1], 3) if chosen.quick else (chosen.contexts, chosen.rounds)
+    made: list[dict[str, Any]] = []
+
+    def run(session: report.Session) -> list[dict[str, Any]]:
+        if "host" in chosen.tiers:
+            with opened(host_gb=2.0) as engine:
+                server = Server(engine, chosen.new)
+                made.extend(measure(server, {"tier": "host", "disk_mb_s": None}, n, rounds) for n in contexts)
+                session.tables["cuts"] = [cuts(server, n, rounds) for n in contexts]
+        if "disk" in chosen.tiers:
+            with tempfile.TemporaryDirectory() as folder, opened(disk=folder) as engine:
+                server = Server(engine, chosen.new)
+                for speed in (0, *chosen.throttle):
+                    server.hold_up(speed)
+                    where = {"tier": "disk", "disk_mb_s": speed or None}
+                    made.extend(measure(server, where, n, rounds) for n in contexts)
+        return made
+
+    return report.run("preload", COLUMNS, chosen.json, run, lambda rows: draw(rows, chosen.plot, FIGURES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Tails that grow page by page, and requests that give way to older ones: a simulated device checks every row.
 
-`test_scheduler.Device` proves that each row sees the tokens before it, and nothing else; here requests are moved
+`bench.Device` proves that each row sees the tokens before it, and nothing else; here requests are moved
 off the device and back to other pages meanwhile.
 """
 
@@ -16,7 +16,7 @@ from ragjax.reuse import Full, Naive, Prefix
 from ragjax.schedule.admission import Admission
 from ragjax.schedule.pause import RECOMPUTED, Pauses
 from ragjax.schedule.table import PageTable
-from tests.schedule.test_scheduler import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
+from tests.support.bench import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
 from tests.support.states import Asked
 
 

@@ -72,5 +72,5 @@ def _figures(state: RequestState) -> dict[str, float]:
     if state.times.pauses:
         found["pauses"] = float(state.times.pauses)
     if lookup is not None and lookup.proposed:
-        found["tokens_per_step"] = len(state.generated) / max(lookup.steps, 1)
+        found["tokens_per_step"] = lookup.per_step
     return found

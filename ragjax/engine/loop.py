@@ -481,6 +481,7 @@ class Loop:
                 return True
             state.decode(token)
             return False
+        state.note_proposal()
         answer = make_answer(state, self._contract, self._runner.fallbacks)
         state.keep()
         if state.speculative:

@@ -57,6 +57,11 @@ class Lookup:
     accepted: int = 0
     _idle: int = 0
 
+    @property
+    def per_step(self) -> float:
+        """Tokens that a decode step brought, mean: those accepted, and the one behind them."""
+        return 1 + self.accepted / max(self.steps, 1)
+
     def size(self) -> int:
         """Tokens to propose now: all that are allowed, half as many, or none where few are accepted."""
         if self.share >= 0.4:

@@ -303,7 +303,7 @@ class RequestState:
         Raises:
             OutOfPages: if the tail has no slot for it, and no page can be had; `grow` sees to both beforehand.
         """
-        self._note_proposal()
+        self.note_proposal()
         self.grow()
         table = self._open_tail() if self.rows is None else self.rows.table
         number = len(self.decoded)
@@ -337,7 +337,8 @@ class RequestState:
         tokens = np.concatenate([self.prompt.tokens, self.generated])
         return propose(tokens, min(self.lookup.size(), room))
 
-    def _note_proposal(self) -> None:
+    def note_proposal(self) -> None:
+        """A decode step is done, if one was: count how much of its proposal was accepted. Once a step."""
         if self.lookup is not None and self.rows is not None:
             self.lookup.note(len(self.rows.token) - 1, self._accepted)
 

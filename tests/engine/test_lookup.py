@@ -83,6 +83,21 @@ def test_what_repeats_itself_takes_fewer_steps() -> None:
     assert took[1] < took[0] / 1.5
 
 
+@pytest.mark.parametrize("tokens", [2, 12, 40])
+def test_tokens_per_step_counts_every_decode_step(tokens: int) -> None:
+    """The last step counts too; the first token is the prompt's and belongs to no decode step."""
+    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    with tiny.engine(runner, lookup=6) as engine:
+        counters, took, said = engine._loop.counters, list[int](), list[Answer]()
+        for most in (1, tokens):
+            before = counters.steps
+            said.append(engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=most))
+            took.append(counters.steps - before)
+    steps = took[1] - took[0]
+    assert len(said[1].tokens) == tokens
+    assert said[1].figures.get("tokens_per_step", 1.0) == pytest.approx((tokens - 1) / steps)
+
+
 @pytest.mark.parametrize("stop_at", [3, 17, 41])
 def test_stop_strings_and_limits_end_it_at_the_same_token(engines: tuple[Engine, Engine], stop_at: int) -> None:
     prompt = tiny.prompt(6)

@@ -25,7 +25,15 @@ class Message:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. temperature 0 is greedy; top_k 0 means no limit."""
+    """How the next token is chosen. temperature 0 is greedy; top_k 0 means no limit.
+
+    logit_bias: what is added to the logits of tokens, by id. presence_penalty, frequency_penalty: what is taken off the
+    logit of a generated token, once and for each time. repetition_penalty: what the logits of tokens of the prompt and
+    the answer are divided by if above 0, and multiplied by otherwise.
+
+    Raises:
+        RequestError: for a value out of its range.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -35,6 +43,10 @@ class Sampling:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     """Number of alternatives to report per token (0: the chosen token alone; None: no report)."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 1, "max_tokens must be at least 1", "max_tokens")
@@ -43,6 +55,13 @@ class Sampling:
         _check(self.top_k >= 0, "top_k must be at least 0 (0: no limit)", "top_k")
         _check(len(self.stop) <= 4 and all(self.stop), "stop takes at most 4 non-empty strings", "stop")
         _check(self.logprobs is None or 0 <= self.logprobs <= 20, "top_logprobs must lie in [0, 20]", "top_logprobs")
+        biases = self.logit_bias.items()
+        _check(all(token >= 0 for token, _ in biases), "ids of logit_bias must be at least 0", "logit_bias")
+        _check(all(-100 <= x <= 100 for _, x in biases), "values of logit_bias must lie in [-100, 100]", "logit_bias")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(-2.0 <= getattr(self, name) <= 2.0, f"{name} must lie in [-2, 2]", name)
+        repetition = 0.0 < self.repetition_penalty < float("inf")
+        _check(repetition, "repetition_penalty must be above 0, and finite", "repetition_penalty")
 
 
 def _check(ok: bool, message: str, param: str) -> None:

@@ -118,7 +118,10 @@ class Preparation:
             reason = f"the strategy {strategy.name} takes no keep_top; prefix does"
             raise RequestError(reason, param="rag.keep_top", code="invalid_value")
         room, raw = self.context_length - len(prompt), request.prompt is not None
-        generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
+        self._check_bias(request)
+        generation = Generation(
+            request.sampling, self.tokenizer, self.eos_ids, room, continued=raw, prompt=prompt.tokens
+        )
         name = f"request-{next(self._numbers)}"
         state = RequestState(name, request, prompt, strategy, ratio, generation, sink, times)
         if self.lookup:
@@ -127,6 +130,12 @@ class Preparation:
         if not request.background and self.contract.draws():
             state.shadowed = []
         return state
+
+    def _check_bias(self, request: Request) -> None:
+        unknown = [token for token in request.sampling.logit_bias if token >= self.tokenizer.vocab_size]
+        if unknown:
+            reason = f"logit_bias names token {unknown[0]}; the model's tokens are 0 to {self.tokenizer.vocab_size - 1}"
+            raise RequestError(reason, param="logit_bias", code="invalid_value")
 
     def strategy_of(self, rag: Rag | None) -> str:
         """Name of the strategy that serves a request, as it says or leaves open."""

@@ -1,11 +1,13 @@
 """From logits to text: sampling, log-probabilities, stop strings. NumPy only.
 
-Sampling order is the usual one: temperature, then top-k, then top-p (nucleus, arXiv 1904.09751). Log-probabilities are
-those of the model (temperature 1, nothing cut), as OpenAI's API reports them.
+Sampling order is the usual one: repetition penalty (CTRL, arXiv 1909.05858), logit bias, presence and frequency
+penalties (OpenAI's API reference), temperature, then top-k, then top-p (nucleus, arXiv 1904.09751). Log-probabilities
+are those of the model (temperature 1, nothing cut), as OpenAI's API reports them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,21 +15,48 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Delta, Sampling, TokenLogprob
+from ragjax.core import Delta, Sampling, TokenLogprob, Tokens
 from ragjax.models.tokenizer import Stream, Tokenizer
 
 FinishReason = Literal["stop", "length"]
 
 
 class Sampler:
-    """Chooses tokens for one request; a seed makes it repeatable."""
+    """Chooses tokens for one request; a seed makes it repeatable.
 
-    def __init__(self, sampling: Sampling):
+    prompt: its tokens, int32 [n]; the repetition penalty counts them.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Tokens | None = None):
         self._sampling = sampling
+        self._chosen: Counter[int] = Counter()
+        self._prompt = frozenset(() if prompt is None or sampling.repetition_penalty == 1.0 else prompt.tolist())
         self._random = np.random.default_rng(sampling.seed)
 
     def choose(self, logits_V: NDArray[np.float32]) -> int:
-        """The next token of float32 logits [V]."""
+        """The next token of float32 logits [V]; penalties count it from then on."""
+        token = self._draw(self._penalized(logits_V))
+        self._chosen[token] += 1
+        return token
+
+    def _penalized(self, logits_V: NDArray[np.float32]) -> NDArray[np.floating]:
+        """The logits with bias and penalties, float64 [V]; as they are if the request has none."""
+        asked = self._sampling
+        penalized = asked.presence_penalty or asked.frequency_penalty or asked.repetition_penalty != 1.0
+        if not (asked.logit_bias or penalized):
+            return logits_V
+        out_V = logits_V.astype(np.float64)
+        if asked.repetition_penalty != 1.0:
+            seen = np.array(sorted(self._prompt | self._chosen.keys()), np.intp)
+            x = out_V[seen]
+            out_V[seen] = np.where(x > 0, x / asked.repetition_penalty, x * asked.repetition_penalty)
+        for token, bias in asked.logit_bias.items():
+            out_V[token] += bias
+        for token, count in self._chosen.items():
+            out_V[token] -= asked.presence_penalty + count * asked.frequency_penalty
+        return out_V
+
+    def _draw(self, logits_V: NDArray[np.floating]) -> int:
         if self._sampling.temperature == 0.0:
             return int(np.argmax(logits_V))
         with np.errstate(over="ignore"):  # a tiny temperature makes all but the likeliest -inf, which is right
@@ -76,6 +105,7 @@ class Generation:
     """The text of one request as it grows. Text that could be the start of a stop string is held back.
 
     continued: it goes on from a raw prompt's text, and keeps the space that it may begin with.
+    prompt: tokens that the repetition penalty counts, int32 [n].
     """
 
     def __init__(
@@ -86,6 +116,7 @@ class Generation:
         limit: int,
         *,
         continued: bool = False,
+        prompt: Tokens | None = None,
     ):
         self.tokens: list[int] = []
         self.text = ""
@@ -95,7 +126,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_ids)
         self.limit = min(limit, sampling.max_tokens)
-        self._sampler = Sampler(sampling)
+        self._sampler = Sampler(sampling, prompt)
         self._stream = Stream(tokenizer, continued=continued)
         self._pending = ""
         self._held: list[_Held] = []

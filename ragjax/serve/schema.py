@@ -42,9 +42,9 @@ Filled = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(min_length=0, max_length=NAME_CHARS)]
 FilledName = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
 Count = Annotated[int, Field(ge=1)]
-# Literal[1] would take true and 1.0, and Literal[False] 0, which are values of another type.
+# Literal[1] would take true and 1.0, which are values of another type.
 One = Annotated[int, Field(ge=1, le=1)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
 
 class _Body(BaseModel):
@@ -175,8 +175,9 @@ class _Generation(_Body):
     stream_options: StreamOptions | None = None
     stop: Annotated[tuple[Name, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
+    logit_bias: Annotated[dict[TokenId, float], Field(fail_fast=True)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     user: Text | None = None
 
     @property
@@ -187,7 +188,9 @@ class _Generation(_Body):
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
         if self.stream_options is not None and not self.stream:
             raise core.RequestError("stream_options needs stream: true", param="stream_options")
-        given = self.model_dump(include={"temperature", "top_p", "top_k", "seed", "stop"}, exclude_none=True)
+        names = {"temperature", "top_p", "top_k", "seed", "stop", "presence_penalty", "frequency_penalty"}
+        given = self.model_dump(include=names, exclude_none=True)
+        given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         if max_tokens is not None:
             given["max_tokens"] = max_tokens
         return core.Sampling(**given, logprobs=logprobs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, Grid, Kind, Prompt, Segment
+from ragjax.core import Answer, Grid, Kind, Prompt, RequestError, Sampling, Segment
 from ragjax.engine import Engine
 from ragjax.models.decoder import Decoder
 from ragjax.runner.runner import Runner
@@ -130,3 +130,31 @@ def test_many_at_once(engines: tuple[Engine, Engine]) -> None:
     futures = [engines[1].begin_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
     for one, future in zip(alone, futures, strict=True):
         same(one, future.result(60))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_penalties_count_accepted_tokens(temperature: float) -> None:
+    """Few tokens are left to choose from, and penalties have them take turns, so that proposals are right."""
+    asked: dict[str, object] = {
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.05,
+        "temperature": temperature,
+    }
+    asked["logit_bias"] = dict.fromkeys(range(65, 68), 100.0)
+    answers = []
+    for lookup in (0, 6):
+        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+        with tiny.engine(runner, lookup=lookup) as engine:
+            options = {"strategy": "full", "max_tokens": 120, "seed": 4, **asked}
+            answers.append([engine.answer_prompt(tiny.prompt(n), **options) for n in range(3)])
+            accepted = engine._loop.counters.lookup_tokens["accepted"] if lookup else 0
+    assert accepted > 0
+    for one, other in zip(*answers, strict=True):
+        same(one, other)
+
+
+def test_a_bias_on_an_unknown_token_is_refused(engines: tuple[Engine, Engine]) -> None:
+    with pytest.raises(RequestError) as caught:
+        engines[0].answer("Hi", sampling=Sampling(logit_bias={10**8: 1.0}))
+    assert caught.value.param == "logit_bias"

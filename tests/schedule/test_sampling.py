@@ -2,13 +2,14 @@
 
 import codecs
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragjax.core import Sampling
+from ragjax.core import RequestError, Sampling
 from ragjax.schedule.sampling import Generation, Sampler, token_logprob
 from tests.support import tiny
 
@@ -139,6 +140,72 @@ def test_choosing_leaves_the_logits_alone():
     logits = known_logits()
     Sampler(Sampling(temperature=0.3, top_k=2, top_p=0.9, seed=0)).choose(logits)
     assert np.array_equal(logits, known_logits())
+
+
+# ------------------------------------------------------------------------------ bias and penalties
+
+
+def penalized(logits, prompt, said, bias, presence, frequency, repetition):
+    """The published formulas, one token at a time."""
+    found = []
+    for token, logit in enumerate(float(x) for x in logits):
+        if token in prompt or token in said:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        count = list(said).count(token)
+        found.append(logit + bias.get(token, 0.0) - count * frequency - (count > 0) * presence)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.dictionaries(st.integers(0, 11), st.floats(-100, 100), max_size=4),
+    st.sampled_from([0.0, 0.4, 2.0, -2.0]),
+    st.sampled_from([0.0, 0.3, 2.0, -2.0]),
+    st.sampled_from([1.0, 1.3, 3.0, 0.5]),
+)
+def test_bias_and_penalties_are_their_formulas(seed, bias, presence, frequency, repetition):
+    random = np.random.default_rng(seed)
+    prompt = random.integers(0, 12, 4).astype(np.int32)
+    penalties = {"presence_penalty": presence, "frequency_penalty": frequency, "repetition_penalty": repetition}
+    greedy = Sampler(Sampling(logit_bias=bias, **penalties), prompt)
+    drawn = Sampler(Sampling(logit_bias=bias, temperature=0.7, top_p=0.9, seed=seed, **penalties), prompt)
+    plain = Sampler(Sampling(temperature=0.7, top_p=0.9, seed=seed))
+    said, drawn_said = [], []
+    for _ in range(12):
+        logits = random.standard_normal(12).astype(np.float32)
+        expected = penalized(logits, prompt, said, bias, presence, frequency, repetition)
+        said.append(greedy.choose(logits))
+        assert said[-1] == int(np.argmax(expected))
+        expected = penalized(logits, prompt, drawn_said, bias, presence, frequency, repetition)
+        drawn_said.append(drawn.choose(logits))
+        assert drawn_said[-1] == plain.choose(np.array(expected))
+
+
+def test_logprobs_do_not_know_of_bias_and_penalties():
+    logits = np.random.default_rng(0).standard_normal(VOCAB).astype(np.float32)
+    made = generation(logit_bias={65: 100.0}, presence_penalty=2.0, repetition_penalty=2.0, logprobs=2)
+    for _ in range(2):
+        (found,) = made.push(logits).logprobs
+        assert replace(found, begin=0) == token_logprob(logits, 65, 2, TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: math.nan}),
+        ("logit_bias", {-1: 1.0}),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+    ],
+)
+def test_a_bad_value_names_its_field(field, value):
+    with pytest.raises(RequestError) as caught:
+        Sampling(**{field: value})
+    assert caught.value.param == field
 
 
 # ------------------------------------------------------------------------------- log-probabilities

@@ -31,12 +31,13 @@ def test_sampling_reaches_engine(caught: Caught) -> None:
         logprobs=True,
         top_logprobs=5,
         n=1,
-        presence_penalty=0.0,
-        frequency_penalty=0,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"65": -100, "7": 2.5},
         response_format={"type": "text"},
         user="someone",
     )
-    assert request.sampling == core.Sampling(3, 1.0, 0.5, 4, 7, ("\n",), 5)
+    assert request.sampling == core.Sampling(3, 1.0, 0.5, 4, 7, ("\n",), 5, {65: -100.0, 7: 2.5}, 0.5, -1.0)
 
 
 def test_nulls_count_as_absent(caught: Caught) -> None:
@@ -159,8 +160,10 @@ def test_unknown_field_at_each_level(shared: Served, path: str, param: str) -> N
         ("stop", [1], "stop[0]"),
         ("logprobs", 3, "logprobs"),
         ("top_logprobs", 2, "top_logprobs"),
-        ("presence_penalty", 0.5, "presence_penalty"),
-        ("frequency_penalty", -1, "frequency_penalty"),
+        ("presence_penalty", 2.5, "presence_penalty"),
+        ("frequency_penalty", -3, "frequency_penalty"),
+        ("logit_bias", {"5": 101}, "logit_bias"),
+        ("logit_bias", {"5": "1"}, "logit_bias.5"),
         ("response_format", {"type": "json_object"}, "response_format.type"),
         ("response_format", {"type": "text", "x": 1}, "response_format.x"),
         ("response_format", {}, "response_format.type"),

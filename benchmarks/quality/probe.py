@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.outlook import Outlook
 from ragjax.core import NEVER, Kind, Move, Pass, Plan, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import Allocation, Strategy
 
@@ -36,7 +37,7 @@ class Lap:
         return isinstance(self.item, Pass) and (self.item.layers is None or self.item.layers[0] == 0)
 
 
-class Probe:
+class Probe(Strategy):
     """Wraps a strategy for one request at a time.
 
     laps: passes and moves of the last request. recomputed: orders of chunk tokens that it computed itself, int32 [n],
@@ -48,6 +49,7 @@ class Probe:
         """read: how KV is read when decoding has ended; then inv_freq_R, the model's RoPE frequencies, are needed."""
         self._inner, self._read, self._inv_freq_R = inner, read, inv_freq_R
         self.name, self.measures, self.selective = inner.name, inner.measures, inner.selective
+        self.early_end, self.trims, self.steady = inner.early_end, inner.trims, inner.steady
         self.laps: list[Lap] = []
         self.recomputed: NDArray[np.int32] = np.zeros(0, np.int32)
         self.kv: tuple[Floats, Floats] | None = None
@@ -55,6 +57,10 @@ class Probe:
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The strategy's."""
         return self._inner.keys(prompt, cache, tenant)
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The strategy's."""
+        return self._inner.outlook(prompt, cache, tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """The strategy's conversation, timed."""

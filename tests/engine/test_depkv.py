@@ -33,7 +33,7 @@ PROMPT = DepPrompt(
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    with tiny.engine() as made:
+    with tiny.engine(lookup=0) as made:
         yield made
         made.audit()
 

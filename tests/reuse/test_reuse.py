@@ -15,7 +15,7 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import NEVER, Answer, Kind, Measure, Pass, Plan, Prefill, Prompt, Segment, Span, Tokens
 from ragjax.engine import Engine
 from ragjax.reuse import strategies
-from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
+from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
 from ragjax.reuse.naive import Naive
 from tests.support import tiny
 from tests.support.executor import Executor, model, softmax
@@ -23,7 +23,7 @@ from tests.support.executor import Executor, model, softmax
 TOLERANCE = 2e-4
 
 
-class Repair:
+class Repair(Strategy):
     """Two passes, for tests: naive with the question's attention measured, then the likeliest share recomputed."""
 
     name = "repair"

@@ -8,27 +8,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.core import Answer, ClosedError, Event, OverloadError, RequestError, StepLimits
-from ragjax.engine.answer import make_answer, reports_of
+from ragjax.core import Answer, ClosedError, Event, RequestError, StepLimits
+from ragjax.engine.answer import reports_of
 from ragjax.engine.counters import Counters
 from ragjax.engine.depkv import DepKV
-from ragjax.engine.fault import RESTARTS, Faults, note_progress
+from ragjax.engine.execution import Execution
+from ragjax.engine.fault import RESTARTS, Faults
+from ragjax.engine.guess import Guesses
 from ragjax.engine.loads import LoadWatch
-from ragjax.engine.overload import Overload
+from ragjax.engine.queue import Queue
 from ragjax.engine.trace import Recorder
-from ragjax.quality.contract import STEPS, Contract
+from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
-from ragjax.schedule.batch import Batch
 from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.order.base import Order
 from ragjax.schedule.pause import Failed, Pauses
 from ragjax.schedule.scheduler import Scheduler
-from ragjax.schedule.speculation import Reserve
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
 
@@ -78,20 +75,27 @@ class Loop:
         self.kept: dict[str, DepKV] = {}
         self._runner = runner
         self._cache = cache
-        self._contract = contract
         self._replay = replay
-        self._max_queue = max_queue
         self._transfer = transfer
         self._recorder = recorder
         self._scheduler = Scheduler(runner.grid, runner.page_size, budget)
         self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running, order=order)
         self._pauses = Pauses(cache, self._scheduler, self._admission, runner)
         self.faults = Faults(request_timeout, self._restart, self._fail)
-        self._overload = Overload()
+        self._guesses = Guesses(self.counters, self._arrive, self._settle, lambda state: self._end(state, None))
+        self._queue = Queue(max_queue)
+        self._execution = Execution(
+            runner,
+            self._scheduler,
+            contract,
+            self.counters,
+            self.faults,
+            recover=self._recover,
+            fail=self._fail,
+            answer=self._answered,
+        )
         self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._counted: set[RequestState] = set()  # those that `max_queue` is about, waiting and running
-        self._reserve: Reserve[RequestState] = Reserve()
         self._lock = threading.Lock()
         self._closed = False
         if transfer is not None:
@@ -145,7 +149,7 @@ class Loop:
         with self._lock:
             self._check_open()
             if not state.background:
-                self._count_in(state)
+                self._queue.add(state)
             self._inbox.put(lambda: self._arrive(state))
 
     def check_room(self) -> None:
@@ -157,7 +161,7 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            self._check_queue()
+            self._queue.check()
 
     def speculate(self, state: RequestState) -> None:
         """Have a request begun whose documents may turn out wrong, when there is room; it is in no queue until then.
@@ -170,7 +174,7 @@ class Loop:
         with self._lock:
             self._check_open()
             state.speculative = True
-            self._inbox.put(lambda: self._reserve.add(state))
+            self._inbox.put(lambda: self._guesses.add(state))
 
     def confirm(self, state: RequestState) -> None:
         """The documents of a speculation are right: it is a request like any other, and starts if it has not.
@@ -182,12 +186,12 @@ class Loop:
         with self._lock:
             self._check_open()
             if not state.ended:
-                self._count_in(state)
-            self._inbox.put(lambda: self._confirmed(state))
+                self._queue.add(state)
+            self._inbox.put(lambda: self._guesses.confirm(state))
 
     def refute(self, state: RequestState) -> None:
         """The documents of a speculation are wrong: end it before the next step."""
-        self._inbox.put(lambda: self._refuted(state))
+        self._inbox.put(lambda: self._guesses.refute(state))
 
     def cancel(self, state: RequestState) -> None:
         """End a request before the next step, without a word to its owner; nothing happens if it has ended."""
@@ -223,21 +227,6 @@ class Loop:
             self._inbox.put(None)
         self._thread.join()
 
-    def _count_in(self, state: RequestState) -> None:
-        if not state.running:
-            self._check_queue()
-        if state not in self._counted:
-            self._counted.add(state)
-            self._overload.begin(time.perf_counter())
-
-    def _check_queue(self) -> None:
-        # while none runs, one of those that wait is about to
-        waiting = len(self._counted) - max(sum(other.running for other in self._counted), 1)
-        if waiting >= self._max_queue:
-            seconds = self._overload.retry_after(time.perf_counter())
-            message = f"the queue is full: {waiting} requests wait; try again in {seconds:.0f} s or later"
-            raise OverloadError(message, retry_after=seconds)
-
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
@@ -250,7 +239,7 @@ class Loop:
 
     def states(self) -> list[RequestState]:
         """Requests of every kind, waiting and running."""
-        offered, paused = self._reserve.waiting, self._pauses.waiting
+        offered, paused = self._guesses.waiting, self._pauses.waiting
         waiting = (*offered, *paused, *self._admission.waiting, *self._admission.background)
         return [*waiting, *self._scheduler.running]
 
@@ -287,15 +276,14 @@ class Loop:
             self._admission.blocked = False
         self._refuse(self._pauses.resume())
         if not self._pauses.waiting:
-            for state in self._reserve.take(self._pool_size()):
-                self._arrive(state)
+            self._guesses.start(self._pool_size())
             self._admit()
             self._admission.prefetch()
-        self._move()
+        self._execution.move()
         self._refuse(self._pauses.make_room())
         batch = self._scheduler.next_batch()
         if batch is not None:
-            self._step(batch)
+            self._execution.step(batch)
         # copies ahead of need take turns with steps only if steps do not end
         copied = (batch is None or self.counters.steps % REPLICATE_STEPS == 0) and self._cache.replicate()
         return moved or copied or batch is not None
@@ -344,36 +332,12 @@ class Loop:
         """Requests in front whose prompts are not computed (RAGCache, Algorithm 2: `pool.size`)."""
         return self._admission.depth + sum(not state.decoding for state in self._scheduler.in_front)
 
-    def _confirmed(self, state: RequestState) -> None:
-        waited = self._reserve.remove(state)
-        self.counters.speculations["skipped" if waited else "hit"] += 1
-        state.speculative = False
-        if waited and not state.ended:
-            self._arrive(state)
-        elif state.answer is not None:
-            self._settle(state, state.answer)
-
-    def _refuted(self, state: RequestState) -> None:
-        if self._reserve.remove(state):
-            self.counters.speculations["skipped"] += 1
-        else:
-            self.counters.speculations["wrong"] += 1
-            self.counters.speculative_wasted_tokens += state.computed
-        self._end(state, None)
-
     def _admit(self) -> None:
         for state, error in self._admission.admit():
             if error is not None:
                 self._fail(state, error)
             elif state.plan is not None:
-                self._guarded(state, self._prompt_done)
-
-    def _guarded(self, state: RequestState, work: Callable[[RequestState], None]) -> None:
-        """Do something for one request; an error ends it alone."""
-        try:
-            work(state)
-        except Exception as error:
-            self._fail(state, error)
+                self._execution.begin_decoding(state)
 
     # ------------------------------------------------------------------------------------------ restarts
 
@@ -403,93 +367,14 @@ class Loop:
             time.sleep(TICK)
         self._cache.lose_device()
 
-    # -------------------------------------------------------------------------------------------- steps
+    # -------------------------------------------------------------------------------------------- ends
 
-    def _move(self) -> None:
-        """Carry out the moves of requests whose KV has arrived, until each has rows to compute."""
-        for state in self._scheduler.moving():
-            while state.can_move and (move := state.move) is not None:
-                try:
-                    self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-                except Exception as error:
-                    if self._runner.lost:
-                        self._recover(error)
-                        return
-                    self.faults.step_failed([state], error)
-                    break
-                self._guarded(state, self._advance)
-
-    def _step(self, batch: Batch) -> None:
-        began = time.perf_counter()
-        try:
-            outcome = self._runner.step(batch.step)
-            logits = self._runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
-        except Exception as error:
-            if self._runner.lost:
-                self._recover(error)
-                return
-            self.faults.step_failed(batch.states, error)
-            return
-        elapsed = time.perf_counter() - began
-        self.counters.steps += 1
-        note_progress(batch.states)
-        self._scheduler.preload.note(batch, elapsed)
-        for state in batch.states:
-            state.times.stop_waiting(began)  # for a stage; if it waits for the next one, that is noted later
-            state.times.compute_ms += elapsed * 1e3
-        for state in batch.deliver(logits, outcome.measured, outcome.residual):
-            self._guarded(state, self._advance)
-
-    def _advance(self, state: RequestState) -> None:
-        """A pass, a move or a decode step of the request is done."""
-        if state.plan is not None:
-            state.suspect = False  # it is past the place where a step failed
-            for logits in state.next_logits():
-                if not self._push(state, logits):
-                    break
-            return
-        state.advance()
-        if state.plan is not None:
-            self._prompt_done(state)
-
-    def _prompt_done(self, state: RequestState) -> None:
-        """The prompt's KV and last logits are there."""
-        assert state.plan is not None
-        if not state.times.first_token:
-            self._note_first_token(state)
-            state.logits = state.plan.logits
-        if not state.score():
-            self._push(state, state.plan.logits)
-
-    def _note_first_token(self, state: RequestState) -> None:
-        times = state.times
-        times.first_token = time.perf_counter()
-        ttft_ms = (times.first_token - times.arrival) * 1e3
-        self.counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
-
-    def _push(self, state: RequestState, logits: NDArray[np.float32]) -> bool:
-        """Choose the next token by these logits [V], and go on or end; whether its own logits are there already."""
-        assert state.generation is not None
-        if state.shadowed is not None and len(state.shadowed) < STEPS:
-            state.shadowed.append(logits)
-        delta = state.generation.push(logits)
-        if delta is not None:
-            state.sink(delta)
-        if state.generation.finish_reason is None:
-            token = state.generation.tokens[-1]
-            if state.rows is not None and state.accept(token):
-                return True
-            state.decode(token)
-            return False
-        state.note_proposal()
-        answer = make_answer(state, self._contract, self._runner.fallbacks)
-        state.keep()
+    def _answered(self, state: RequestState, answer: Answer) -> None:
         if state.speculative:
             state.answer = answer
             self._end(state, answer)
         else:
             self._settle(state, answer)
-        return False
 
     def _settle(self, state: RequestState, answer: Answer) -> None:
         """Count a request that has its answer, end it, and have it replayed if it was drawn."""
@@ -518,15 +403,13 @@ class Loop:
             return
         with self._lock:
             state.ended = True
-            if state in self._counted:
-                self._counted.discard(state)
-                self._overload.end(time.perf_counter())
+            self._queue.remove(state)
         if state.running:
             self._admission.blocked = False
         state.stop()
         self._scheduler.remove(state)
         self._admission.remove(state)
         self._pauses.remove(state)
-        self._reserve.remove(state)
+        self._guesses.remove(state)
         if last is not None:
             state.sink(last)

@@ -9,30 +9,20 @@ order; its preempted requests are computed again, or swapped out as here: Kwon e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import OutOfPages, RequestError
+from ragjax.schedule import decoding, suspension
 from ragjax.schedule.admission import Admission
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
+from ragjax.schedule.suspension import Copier
 
 RECOMPUTED = "its KV made room for older requests and was computed again"
 """Notice of a request that was stopped while the copies of paused requests had no room."""
 
 Failed = tuple[RequestState, RequestError]
 """A request that can never have the pages it needs, and what to tell its owner."""
-
-
-class Copier(Protocol):
-    """Whoever owns the pool's arrays."""
-
-    def download(self, pages: NDArray[np.int32]) -> object: ...  # noqa: D102
-
-    def restore(self, pages: NDArray[np.int32], copies: Any) -> None: ...  # noqa: D102
 
 
 class Pauses:
@@ -83,7 +73,7 @@ class Pauses:
         """Whether it has the slots; it gives up what it proposed before anybody gives way for it."""
         rows = state.rows
         try:
-            state.grow(tokens + (0 if rows is None else rows.proposed))  # all of them may be accepted
+            decoding.grow(state, tokens + (0 if rows is None else rows.proposed))  # all of them may be accepted
             return True
         except OutOfPages:
             if rows is None or not rows.proposed:
@@ -99,7 +89,7 @@ class Pauses:
         elif self.pages >= self._cache.pool.capacity:
             self._stop(state, RECOMPUTED)
         else:
-            state.pause(self._copier.download)
+            suspension.pause(state, self._copier)
             self._scheduler.remove(state)
             self.waiting = sorted([*self.waiting, state], key=age)
             self.paused += 1
@@ -119,7 +109,7 @@ class Pauses:
         while self.waiting:
             state = self.waiting[0]
             try:
-                state.resume(self._admission.allocation(state), self._copier.restore)
+                suspension.resume(state, self._admission.allocation(state), self._copier)
             except OutOfPages:
                 if self._admission.stop_background():
                     continue

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import (
-    NEVER,
     Answer,
     Event,
     FactReport,
@@ -24,29 +23,19 @@ from ragjax.core import (
     Prompt,
     Request,
     Results,
-    Run,
     Segment,
-    Span,
     Tokens,
 )
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.schedule.lookup import Lookup, propose
+from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.rows import PassReader, PendingMove, PendingRows
-from ragjax.schedule.table import PageTable
 
 if TYPE_CHECKING:
     from ragjax.schedule.sampling import Generation
 
 Sink = Callable[[Event | BaseException], None]
 """Where a request's events go: deltas, then one answer or one error."""
-
-
-Download = Callable[[NDArray[np.int32]], object]
-"""Copies pages, int32 [P], to host memory."""
-
-Restore = Callable[[NDArray[np.int32], Any], None]
-"""Puts such copies into pages, int32 [P]."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +95,11 @@ class RequestState:
     facts (relation paths of the prompt).
 
     What it holds while it runs: allocation, plan (once the prompt is computed), rows or move (what waits for a step),
-    decoded (tokens generated since it was started). may_load: whether it may use KV that must be loaded; a request that
-    waited in vain computes it. restarts: how often it was started again. suspect: a step that it was in failed, so it
-    runs alone until it is past that place. overdue: it was started again because it made no progress. paused: its KV,
-    while others have its pages. lookup: what it proposes beside each token that it decodes (None: nothing).
+    decoded (tokens generated since it was started), tail_N (their slots, int32, once there may be any). may_load:
+    whether it may use KV that must be loaded; a request that waited in vain computes it. restarts: how often it was
+    started again. suspect: a step that it was in failed, so it runs alone until it is past that place. overdue: it was
+    started again because it made no progress. paused: its KV, while others have its pages. lookup: what it proposes
+    beside each token that it decodes (None: nothing).
 
     Begun before its search had ended: speculative (its documents are not confirmed yet), answer (what it ended with
     while they were not). passed: rows of its finished passes that began at the first layer.
@@ -146,12 +136,12 @@ class RequestState:
     paused: Paused | None = None
     lookup: Lookup | None = None
     decoded: list[int] = field(default_factory=list)
+    tail_N: NDArray[np.int32] | None = None
     _exact_before: set[str | None] = field(default_factory=set)  # of plans whose tokens went out before a restart
     _reader: PassReader | None = None
     _prefill: Prefill | None = None
     _measures: frozenset[Measure] = frozenset()
     _before: PendingRows | None = None
-    _tail_N: NDArray[np.int32] | None = None  # slots of generated tokens, once there may be any
 
     # ------------------------------------------------------------------------------------ what is asked
 
@@ -197,6 +187,11 @@ class RequestState:
         """Slots needed after the prompt at once: tokens of the continuation that are still to be computed."""
         continuation = self.request.continuation
         return len(continuation) if continuation is not None and self.wants_scores else 0
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether its continuation is to be computed before anything is generated."""
+        return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
 
     @property
     def computed(self) -> int:
@@ -261,7 +256,7 @@ class RequestState:
         """
         prompt = self.whole_prompt
         self.allocation, self._reader = allocation, PassReader(prompt, allocation, self.strategy.name)
-        self.plan, self.decoded, self._tail_N = None, [], None
+        self.plan, self.decoded, self.tail_N = None, [], None
         self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
         try:
             try:
@@ -272,6 +267,11 @@ class RequestState:
         except OutOfPages:
             self.stop()
             raise
+
+    def adopt(self, allocation: Allocation) -> None:
+        """Hold this from now on; nothing was held before."""
+        assert self.allocation is None
+        self.allocation, self._reader = allocation, replace(self.reader, allocation=allocation)
 
     def advance(self) -> None:
         """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan."""
@@ -293,188 +293,6 @@ class RequestState:
             self.rows, self.move = None, self.reader.move(asked)
         else:
             self.rows, self.move, self._measures = self.reader.rows(asked, self._before), None, asked.measures
-
-    def decode(self, token: int) -> None:
-        """Have a generated token computed, which yields the next one's logits as `rows.logits[0]`.
-
-        Tokens that may follow it are proposed and computed with it: `rows.logits[i]` holds if the first i of them are
-        accepted.
-
-        Raises:
-            OutOfPages: if the tail has no slot for it, and no page can be had; `grow` sees to both beforehand.
-        """
-        self.note_proposal()
-        self.grow()
-        table = self._open_tail() if self.rows is None else self.rows.table
-        number = len(self.decoded)
-        self.decoded.append(token)
-        tokens = np.concatenate([np.array([token], np.int32), self._proposal(number + 1)])
-        for i in range(number, number + len(tokens)):  # no earlier row sees a later index, so none has to be hidden
-            table.show(i, len(self.reader.prompt) + i)
-        self.rows = self._tail_rows(table, tokens, number)
-        self.rows.proposed = len(tokens) - 1
-
-    def accept(self, token: int) -> bool:
-        """Whether the token just generated is the next one proposed, so that its KV and its logits exist."""
-        assert self.rows is not None
-        at = self._accepted + 1
-        if at >= len(self.rows.token) or self.rows.token[at] != token:
-            return False
-        self.decoded.append(token)
-        return True
-
-    @property
-    def _accepted(self) -> int:
-        """How many of the proposed tokens in `rows` were accepted so far."""
-        assert self.rows is not None
-        return len(self.reader.prompt) + len(self.decoded) - 1 - int(self.rows.index[0])
-
-    def _proposal(self, number: int) -> Tokens:
-        """Tokens that may follow, from generated token `number` on: as many as have slots and may be generated."""
-        if self.lookup is None or self.plan is None:
-            return np.zeros(0, np.int32)
-        room = min(self.plan.tail.length - number, self.decode_tokens - 1)
-        tokens = np.concatenate([self.prompt.tokens, self.generated])
-        return propose(tokens, min(self.lookup.size(), room))
-
-    def note_proposal(self) -> None:
-        """A decode step is done, if one was: count how much of its proposal was accepted. Once a step."""
-        if self.lookup is not None and self.rows is not None:
-            self.lookup.note(len(self.rows.token) - 1, self._accepted)
-
-    def grow(self, tokens: int = 1) -> None:
-        """Have slots for so many tokens behind those decoded, or for all that it may still generate if these are fewer.
-
-        Raises:
-            OutOfPages: if no page can be had without evicting what is in use; nothing changes then.
-        """
-        assert self.plan is not None and self.allocation is not None
-        tail, needed = self.plan.tail, min(len(self.decoded) + tokens, self.allocation.decode_tokens)
-        if needed <= tail.length:
-            return
-        grown = self.allocation.extend(tail, needed)
-        self.plan = replace(self.plan, tail=grown)
-        self._tail_N = grown.slots(self.allocation.page_size)
-        if self.rows is not None:
-            self.rows.table.grow(Run(grown.pages[len(tail.pages) :], 0, grown.length - tail.length))
-
-    def force(self, tokens: Tokens) -> None:
-        """Have given tokens, int32 [n], computed after the prompt, before anything is decoded.
-
-        `rows.logits[i]` are the logits after token i. Set `rows` to None then, and decoding starts as if nothing had
-        been computed: it writes over these tokens.
-
-        Raises:
-            ValueError: if there are none, or more than slots for generated tokens.
-        """
-        assert self.plan is not None and self.rows is None
-        if not 0 < len(tokens) <= self.plan.tail.length:
-            raise ValueError(f"{len(tokens)} tokens were given; there are slots for {self.plan.tail.length}")
-        table, size = self._open_tail(), len(self.reader.prompt)
-        for number in range(len(tokens)):
-            table.show(number, size + number)
-        self.rows = self._tail_rows(table, np.asarray(tokens, np.int32), 0)
-
-    def _tail_rows(self, table: PageTable, tokens: Tokens, first: int) -> PendingRows:
-        """Rows of tokens after the prompt, generated or given; `first` is the number of the first of them."""
-        assert self._tail_N is not None
-        n, begin = len(tokens), len(self.reader.prompt) + first
-        index, slot = np.arange(begin, begin + n, dtype=np.int32), self._tail_N[first : first + n]
-        logits_at = {i: i for i in range(n)}
-        return PendingRows(tokens, index, index, slot, table, logits_at, begin + n, self.reader.all_layers)
-
-    def _open_tail(self) -> PageTable:
-        """The prompt's keys as generated tokens see them, and these, hidden as yet."""
-        assert self.plan is not None
-        tail = self.plan.tail
-        self._tail_N = tail.slots(self.reader.allocation.page_size)
-        table = self.reader.table((*self.plan.spans, Span(np.full(tail.length, NEVER), tail)))
-        allocation = self.reader.allocation  # what cannot be read to its end is refused before anything is sent
-        later = -(-max(0, allocation.decode_tokens - tail.length) // allocation.page_size)
-        allocation.limits.check(len(table) + later)
-        return table
-
-    # -------------------------------------------------------------------------- scores of a continuation
-
-    @property
-    def wants_scores(self) -> bool:
-        """Whether its continuation is to be computed before anything is generated."""
-        return self.request.continuation is not None and len(self.request.continuation) > 0 and self.scores is None
-
-    def score(self) -> bool:
-        """Have the continuation computed, now that the prompt is; False if there is none or nothing to compute."""
-        if not self.wants_scores:
-            return False
-        assert self.request.continuation is not None
-        if len(self.request.continuation) == 1:
-            self.take_scores()
-            return False
-        self.force(self.request.continuation[:-1])
-        return True
-
-    def take_scores(self) -> None:
-        """Keep the logits that predict the continuation; what was computed for them is generated over."""
-        assert self.plan is not None
-        rows = [] if self.rows is None else [self.rows.logits[i] for i in range(len(self.rows.logits))]
-        self.scores = np.stack([self.plan.logits, *rows])
-        self.rows = None
-
-    def next_logits(self) -> list[NDArray[np.float32]]:
-        """Logits [V] of the next token, and behind each proposed one, once the rows are computed."""
-        assert self.plan is not None and self.rows is not None
-        if self.wants_scores:
-            self.take_scores()
-            return [self.plan.logits]
-        return [self.rows.logits[i] for i in range(len(self.rows.logits))]
-
-    # --------------------------------------------------------------------------------- pause and resume
-
-    def pause(self, download: Download) -> None:
-        """Copy all KV that its next tokens read to host memory, bit for bit, and give every page back.
-
-        Only between two steps, once its prompt is computed. `resume` or `stop` comes next.
-        """
-        assert self.plan is not None and self.allocation is not None
-        spans = (*self.plan.spans, Span(np.zeros(0, np.int32), self.plan.tail))
-        pages = np.unique(np.array([page for span in spans for page in span.run.pages], np.int32))
-        self.paused = Paused(pages, download(pages), self.allocation.decode_tokens)
-        self.allocation.close()
-        self.allocation = None
-        self.times.pauses += 1
-
-    def resume(self, allocation: Allocation, restore: Restore) -> None:
-        """Have pages of its own that hold the same bits, and go on as if nothing had been.
-
-        What it read from the cache is its own copy now; its next tokens are the same, whatever its strategy measured.
-
-        Raises:
-            OutOfPages: if there is no room now; it stays paused.
-        """
-        assert self.paused is not None and self.plan is not None
-        paused = self.paused
-        try:
-            run = allocation.reserve(len(paused.pages) * allocation.page_size, allocation.spare)
-            restore(np.array(run.pages, np.int32), paused.copies)
-        except BaseException:
-            allocation.close()
-            raise
-        self.paused, self.allocation = None, allocation
-        allocation.decode_tokens, allocation.cold = paused.decode_tokens, False
-        self._reader = replace(self.reader, allocation=allocation)
-        self._relocate(dict(zip(paused.pages.tolist(), run.pages, strict=True)))
-
-    def _relocate(self, moved: Mapping[int, int]) -> None:
-        """Read and write pages under their new numbers."""
-        assert self.plan is not None
-
-        def relocated(run: Run) -> Run:
-            return replace(run, pages=tuple(moved[page] for page in run.pages))
-
-        spans = tuple(replace(span, run=relocated(span.run)) for span in self.plan.spans)
-        self.plan = replace(self.plan, spans=spans, tail=relocated(self.plan.tail))
-        self._tail_N = self.plan.tail.slots(self.reader.allocation.page_size)
-        if self.rows is not None:
-            self.rows.relocate(moved, self.reader.allocation.page_size)
 
     # ------------------------------------------------------------------------------------------ its end
 

@@ -98,7 +98,7 @@ def _counted(engine: Engine) -> tuple[int, int, int]:
 
 def _is_clean(engine: Engine) -> bool:
     loop = engine._loop
-    _until(lambda: not loop.states() and not loop._counted and not loop._reserve.waiting)
+    _until(lambda: not loop.states() and not loop._queue.counted and not loop._guesses.waiting)
     engine.audit()
     return True
 
@@ -126,7 +126,7 @@ def test_answers_are_those_without_speculation(kind: index.IndexKind, monkeypatc
 
         def slow(base: KnowledgeBase, question: str, k: int, n: int) -> Iterator[SearchStage]:
             for stage in whole(base, question, k, n):
-                _until(lambda: not engine._loop._reserve.waiting)
+                _until(lambda: not engine._loop._guesses.waiting)
                 yield stage
                 time.sleep(0.003)
 
@@ -339,10 +339,10 @@ def test_a_guess_begins_when_the_pool_has_room(scripted: Callable[..., Script]) 
 
         def room(number: int) -> None:
             if number == 1:
-                _until(lambda: engine._loop._reserve.waiting)
+                _until(lambda: engine._loop._guesses.waiting)
                 for future in busy:
                     future.cancel()
-                _until(lambda: engine._loop.running and not engine._loop._reserve.waiting)
+                _until(lambda: engine._loop.running and not engine._loop._guesses.waiting)
 
         scripted(TWO, TWO, gate=room)
         assert engine.answer("Which?", max_tokens=2).tokens and _counted(engine) == (1, 0, 0)
@@ -359,7 +359,7 @@ def test_a_guess_is_in_no_queue_until_it_is_confirmed(scripted: Callable[..., Sc
             _until(lambda: engine._loop.running)
             second = pool.submit(engine.answer, "Which other?", max_tokens=400)
             _until(lambda: engine._loop.waiting)
-            assert not engine._loop._counted
+            assert not engine._loop._queue.counted
             engine._loop._inbox.put(lambda: held.wait(20) and None)
             others = [engine.begin_prompt(tiny.prompt(i), max_tokens=1) for i in range(2)]
             with pytest.raises(OverloadError):

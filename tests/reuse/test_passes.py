@@ -36,6 +36,7 @@ from ragjax.core import (
 from ragjax.reuse.base import Allocation, indices
 from ragjax.runner.runner import Runner
 from ragjax.runner.stages import OUTSIDE
+from ragjax.schedule import decoding
 from ragjax.schedule.scheduler import Scheduler
 from tests.support import tiny
 from tests.support.executor import Executor, model
@@ -234,7 +235,7 @@ class Bench:
         """Logits behind each token, decoded one by one."""
         found = []
         for token in tokens:
-            task.decode(int(token))
+            decoding.decode(task, int(token))
             self.run()
             assert task.rows is not None
             found.append(task.rows.logits[0])
@@ -435,7 +436,7 @@ def test_given_tokens_are_as_if_decoded_one_by_one() -> None:
     bench.run()
     given = []
     for task in tasks:
-        task.force(tokens)
+        decoding.force(task, tokens)
     bench.run()
     for task in tasks:
         assert task.rows is not None and not task.rows.left and not task.decoded
@@ -458,7 +459,7 @@ def test_tokens_that_have_no_slots_are_refused(count: int) -> None:
     task = bench.start(Script(measuring(set())), prompts()[0])
     bench.run()
     with pytest.raises(ValueError, match=f"{count} tokens were given; there are slots for 8"):
-        task.force(np.zeros(count, np.int32))
+        decoding.force(task, np.zeros(count, np.int32))
 
 
 # ------------------------------------------------------------------------------------------ passes refused

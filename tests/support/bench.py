@@ -11,6 +11,7 @@ from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.core import NEVER, Grid, Kind, Prompt, Segment
 from ragjax.reuse.base import Allocation
+from ragjax.schedule import decoding
 from ragjax.schedule.scheduler import Scheduler
 from tests.support.states import Started
 
@@ -169,7 +170,7 @@ class Bench:
             task.keep()
             self.stop(task)
             return
-        task.decode(int(self.random.integers(1000, 2000)))
+        decoding.decode(task, int(self.random.integers(1000, 2000)))
 
     def stop(self, task):
         task.stop()

@@ -1,0 +1,54 @@
+"""Which requests `max_queue` is about, and when a client that is refused should come again."""
+
+from __future__ import annotations
+
+import time
+
+from ragjax.core import OverloadError
+from ragjax.engine.overload import Overload
+from ragjax.schedule.state import RequestState
+
+
+class Queue:
+    """Counts requests between their arrival and their end; not safe to call from several threads at once.
+
+    most: requests that may wait.
+
+    counted: those that wait and those that run.
+    """
+
+    def __init__(self, most: int):
+        self.counted: set[RequestState] = set()
+        self._most = most
+        self._overload = Overload()
+
+    def add(self, state: RequestState) -> None:
+        """Count a request.
+
+        Raises:
+            OverloadError: if it waits, and the queue is full.
+        """
+        if not state.running:
+            self.check()
+        if state not in self.counted:
+            self.counted.add(state)
+            self._overload.begin(time.perf_counter())
+
+    def remove(self, state: RequestState) -> None:
+        """A request ended; nothing happens if it was not counted."""
+        if state in self.counted:
+            self.counted.discard(state)
+            self._overload.end(time.perf_counter())
+
+    def check(self) -> None:
+        """Whether there is room for one more.
+
+        Raises:
+            OverloadError: if the queue is full.
+        """
+        # while none runs, one of those that wait is about to
+        waiting = len(self.counted) - max(sum(other.running for other in self.counted), 1)
+        if waiting >= self._most:
+            seconds = self._overload.retry_after(time.perf_counter())
+            message = f"the queue is full: {waiting} requests wait; try again in {seconds:.0f} s or later"
+            raise OverloadError(message, retry_after=seconds)

@@ -1,0 +1,153 @@
+"""What a request computes behind its prompt: generated tokens, proposed ones with them, and given continuations.
+
+All functions change the request (`RequestState`): its plan's tail, its rows, and the tokens decoded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import NEVER, Run, Span, Tokens
+from ragjax.schedule.lookup import propose
+from ragjax.schedule.rows import PendingRows
+from ragjax.schedule.state import RequestState
+from ragjax.schedule.table import PageTable
+
+
+def decode(state: RequestState, token: int) -> None:
+    """Have a generated token computed, which yields the next one's logits as `rows.logits[0]`.
+
+    Tokens that may follow it are proposed and computed with it: `rows.logits[i]` holds if the first i of them are
+    accepted.
+
+    Raises:
+        OutOfPages: if the tail has no slot for it, and no page can be had; `grow` sees to both beforehand.
+    """
+    note_proposal(state)
+    grow(state)
+    table = _open_tail(state) if state.rows is None else state.rows.table
+    number = len(state.decoded)
+    state.decoded.append(token)
+    tokens = np.concatenate([np.array([token], np.int32), _proposal(state, number + 1)])
+    for i in range(number, number + len(tokens)):  # no earlier row sees a later index, so none has to be hidden
+        table.show(i, len(state.reader.prompt) + i)
+    state.rows = _tail_rows(state, table, tokens, number)
+    state.rows.proposed = len(tokens) - 1
+
+
+def accept(state: RequestState, token: int) -> bool:
+    """Whether the token just generated is the next one proposed, so that its KV and its logits exist."""
+    assert state.rows is not None
+    at = _accepted(state, state.rows) + 1
+    if at >= len(state.rows.token) or state.rows.token[at] != token:
+        return False
+    state.decoded.append(token)
+    return True
+
+
+def note_proposal(state: RequestState) -> None:
+    """A decode step is done, if one was: count how much of its proposal was accepted. Once a step."""
+    if state.lookup is not None and state.rows is not None:
+        state.lookup.note(len(state.rows.token) - 1, _accepted(state, state.rows))
+
+
+def grow(state: RequestState, tokens: int = 1) -> None:
+    """Have slots for so many tokens behind those decoded, or for all that it may still generate if these are fewer.
+
+    Raises:
+        OutOfPages: if no page can be had without evicting what is in use; nothing changes then.
+    """
+    assert state.plan is not None and state.allocation is not None
+    tail, needed = state.plan.tail, min(len(state.decoded) + tokens, state.allocation.decode_tokens)
+    if needed <= tail.length:
+        return
+    grown = state.allocation.extend(tail, needed)
+    state.plan = replace(state.plan, tail=grown)
+    state.tail_N = grown.slots(state.allocation.page_size)
+    if state.rows is not None:
+        state.rows.table.grow(Run(grown.pages[len(tail.pages) :], 0, grown.length - tail.length))
+
+
+def force(state: RequestState, tokens: Tokens) -> None:
+    """Have given tokens, int32 [n], computed after the prompt, before anything is decoded.
+
+    `rows.logits[i]` are the logits after token i. Set `rows` to None then, and decoding starts as if nothing had
+    been computed: it writes over these tokens.
+
+    Raises:
+        ValueError: if there are none, or more than slots for generated tokens.
+    """
+    assert state.plan is not None and state.rows is None
+    if not 0 < len(tokens) <= state.plan.tail.length:
+        raise ValueError(f"{len(tokens)} tokens were given; there are slots for {state.plan.tail.length}")
+    table, size = _open_tail(state), len(state.reader.prompt)
+    for number in range(len(tokens)):
+        table.show(number, size + number)
+    state.rows = _tail_rows(state, table, np.asarray(tokens, np.int32), 0)
+
+
+def score(state: RequestState) -> bool:
+    """Have the continuation computed, now that the prompt is; False if there is none or nothing to compute."""
+    if not state.wants_scores:
+        return False
+    assert state.request.continuation is not None
+    if len(state.request.continuation) == 1:
+        take_scores(state)
+        return False
+    force(state, state.request.continuation[:-1])
+    return True
+
+
+def take_scores(state: RequestState) -> None:
+    """Keep the logits that predict the continuation; what was computed for them is generated over."""
+    assert state.plan is not None
+    rows = [] if state.rows is None else [state.rows.logits[i] for i in range(len(state.rows.logits))]
+    state.scores = np.stack([state.plan.logits, *rows])
+    state.rows = None
+
+
+def next_logits(state: RequestState) -> list[NDArray[np.float32]]:
+    """Logits [V] of the next token, and behind each proposed one, once the rows are computed."""
+    assert state.plan is not None and state.rows is not None
+    if state.wants_scores:
+        take_scores(state)
+        return [state.plan.logits]
+    return [state.rows.logits[i] for i in range(len(state.rows.logits))]
+
+
+def _accepted(state: RequestState, rows: PendingRows) -> int:
+    """How many of the proposed tokens in `rows` were accepted so far."""
+    return len(state.reader.prompt) + len(state.decoded) - 1 - int(rows.index[0])
+
+
+def _proposal(state: RequestState, number: int) -> Tokens:
+    """Tokens that may follow, from generated token `number` on: as many as have slots and may be generated."""
+    if state.lookup is None or state.plan is None:
+        return np.zeros(0, np.int32)
+    room = min(state.plan.tail.length - number, state.decode_tokens - 1)
+    tokens = np.concatenate([state.prompt.tokens, state.generated])
+    return propose(tokens, min(state.lookup.size(), room))
+
+
+def _tail_rows(state: RequestState, table: PageTable, tokens: Tokens, first: int) -> PendingRows:
+    """Rows of tokens after the prompt, generated or given; `first` is the number of the first of them."""
+    assert state.tail_N is not None
+    n, begin = len(tokens), len(state.reader.prompt) + first
+    index, slot = np.arange(begin, begin + n, dtype=np.int32), state.tail_N[first : first + n]
+    logits_at = {i: i for i in range(n)}
+    return PendingRows(tokens, index, index, slot, table, logits_at, begin + n, state.reader.all_layers)
+
+
+def _open_tail(state: RequestState) -> PageTable:
+    """The prompt's keys as generated tokens see them, and these, hidden as yet."""
+    assert state.plan is not None
+    tail, allocation = state.plan.tail, state.reader.allocation
+    state.tail_N = tail.slots(allocation.page_size)
+    table = state.reader.table((*state.plan.spans, Span(np.full(tail.length, NEVER), tail)))
+    # what cannot be read to its end is refused before anything is sent
+    later = -(-max(0, allocation.decode_tokens - tail.length) // allocation.page_size)
+    allocation.limits.check(len(table) + later)
+    return table

@@ -4,6 +4,7 @@ A prompt is a chain of segments with a tree of dependencies; a pass is one sweep
 goes in and events come out (docs/architecture.md walks one through).
 """
 
+from ragjax.core.draw import Adjusted, Chosen, Draw
 from ragjax.core.errors import (
     ClosedError,
     ConfigError,
@@ -40,8 +41,10 @@ __all__ = [
     "DTYPES",
     "NEVER",
     "ORDERS",
+    "Adjusted",
     "Answer",
     "AtRest",
+    "Chosen",
     "Chunk",
     "ClosedError",
     "ConfigError",
@@ -49,6 +52,7 @@ __all__ = [
     "Delta",
     "Divergence",
     "Document",
+    "Draw",
     "EngineOptions",
     "Event",
     "FactReport",

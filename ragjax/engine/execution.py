@@ -1,23 +1,42 @@
-"""Steps on the device, and what their results mean for the requests that have rows in them."""
+"""Steps on the device, and what their results mean for the requests that have rows in them.
+
+A step is launched without waiting for it. While the device works, the engine's thread does all else, text included.
+Then the step lands: its tokens are waited for, and become the rows of the next step.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Answer
+from ragjax.core import Answer, Chosen, Draw, Plan
 from ragjax.engine.answer import make_answer
 from ragjax.engine.counters import Counters
 from ragjax.engine.fault import Faults, note_progress
-from ragjax.quality.contract import STEPS, Contract
-from ragjax.runner.runner import Runner
+from ragjax.quality.contract import Contract
+from ragjax.runner.runner import Outcome, Runner
+from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule import decoding
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that was launched. logits: of `batch.logit_rows`; wanted: which of them are wanted on the host."""
+
+    batch: Batch
+    began: float
+    outcome: Outcome
+    logits: Logits | None = None
+    wanted: Sequence[bool] = ()
+    sampled: Sampled | None = None
 
 
 class Execution:
@@ -46,6 +65,9 @@ class Execution:
         self._recover = recover
         self._fail = fail
         self._answer = answer
+        self._flight: Flight | None = None
+        self._untold: list[RequestState] = []  # those with tokens whose text is not made yet
+        self._first: list[RequestState] = []  # those whose first token is to be chosen
 
     def move(self) -> None:
         """Carry out the moves of requests whose KV has arrived, until each has rows to compute."""
@@ -54,40 +76,98 @@ class Execution:
                 try:
                     self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
                 except Exception as error:
-                    if self._runner.lost:
-                        self._recover(error)
+                    if self._failed([state], error):
                         return
-                    self._faults.step_failed([state], error)
                     break
                 self._guarded(state, self._advance)
 
-    def step(self, batch: Batch) -> None:
-        """Compute a batch, and have its requests go on."""
+    def launch(self, batch: Batch) -> None:
+        """Have the device compute a batch, and choose its tokens."""
+        assert self._flight is None
         began = time.perf_counter()
         try:
             outcome = self._runner.step(batch.step)
-            logits = self._runner.logits(outcome, batch.logit_rows) if batch.logit_rows else None
+            self._flight = Flight(batch, began, outcome, *self._choose(batch, outcome))
         except Exception as error:
-            if self._runner.lost:
-                self._recover(error)
-                return
-            self._faults.step_failed(batch.states, error)
-            return
-        elapsed = time.perf_counter() - began
+            self._failed(batch.states, error)
+
+    def _choose(self, batch: Batch, outcome: Outcome) -> tuple[Logits | None, Sequence[bool], Sampled | None]:
+        """Logits of the batch's rows, which of them are wanted on the host, and the tokens chosen by them."""
+        if not batch.logit_rows:
+            return None, (), None
+        logits = self._runner.predict(outcome, batch.logit_rows)
+        draws = decoding.draws(batch)
+        wanted = [part.state.wants_logits or not part.rows.sampled for part in batch.parts for _ in part.logit_rows]
+        sampled = None
+        if any(draw is not None for draw in draws):
+            sampled = self._runner.sample(logits, [draw or Draw() for draw in draws])
+        return logits, wanted, sampled
+
+    def land(self) -> bool:
+        """Wait for the step that was launched, and have its requests go on; whether one was."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return False
+        batch = flight.batch
+        try:
+            measured = flight.outcome.measured
+            logits = None if flight.logits is None else flight.logits.read(flight.wanted)
+            chosen = None if flight.sampled is None else flight.sampled.read()
+        except Exception as error:
+            self._failed(batch.states, error)
+            return True
+        elapsed = time.perf_counter() - flight.began
         self._counters.steps += 1
         note_progress(batch.states)
         self._scheduler.preload.note(batch, elapsed)
         for state in batch.states:
-            state.times.stop_waiting(began)  # for a stage; if it waits for the next one, that is noted later
+            state.times.stop_waiting(flight.began)  # for a stage; if it waits for the next one, that is noted later
             state.times.compute_ms += elapsed * 1e3
-        for state in batch.deliver(logits, outcome.measured, outcome.residual):
+        for state in batch.deliver(logits, measured, flight.outcome.residual, chosen):
             self._guarded(state, self._advance)
+        return True
 
     def begin_decoding(self, state: RequestState) -> None:
         """A request was started whose prompt needs no pass, or no further one."""
         self._guarded(state, self._prompt_done)
 
-    def _guarded(self, state: RequestState, work: Callable[[RequestState], None]) -> None:
+    def choose_first(self) -> bool:
+        """Have the first token chosen of requests whose prompts are done: their logits are on the host.
+
+        Whether there were any.
+        """
+        first = [state for state in self._first if state.running and state.plan is not None and state.rows is None]
+        self._first = [state for state in self._first if state.paused is not None]
+        if not first:
+            return False
+        plans = [_plan_of(state) for state in first]
+        try:
+            logits = self._runner.upload_logits([plan.logits for plan in plans])
+            chosen = self._runner.sample(logits, [decoding.first_draw(state) for state in first]).read()
+        except Exception as error:
+            self._failed(first, error)
+            return True
+        for state, plan, one in zip(first, plans, chosen, strict=True):
+            self._guarded(state, partial(self._take, chosen=one, logits_V=plan.logits))
+        return True
+
+    def tell(self) -> None:
+        """Make the text of tokens that have none yet, and let it out."""
+        untold, self._untold = self._untold, []
+        for state in untold:
+            if not state.ended:
+                self._guarded(state, self._tell)
+
+    def _failed(self, states: Sequence[RequestState], error: Exception) -> bool:
+        """A step of some requests failed; whether the device's memory is lost."""
+        if self._runner.lost:
+            self._recover(error)
+            return True
+        if states:
+            self._faults.step_failed(states, error)
+        return False
+
+    def _guarded(self, state: RequestState, work: Callable[[RequestState], object]) -> None:
         """Do something for one request; an error ends it alone."""
         try:
             work(state)
@@ -96,24 +176,65 @@ class Execution:
 
     def _advance(self, state: RequestState) -> None:
         """A pass, a move or a decode step of the request is done."""
-        if state.plan is not None:
-            state.suspect = False  # it is past the place where a step failed
-            for logits in decoding.next_logits(state):
-                if not self._push(state, logits):
-                    break
+        if state.plan is None:
+            state.advance()
+            if state.plan is not None:
+                self._prompt_done(state)
             return
-        state.advance()
-        if state.plan is not None:
-            self._prompt_done(state)
+        state.suspect = False  # it is past the place where a step failed
+        if state.wants_scores:
+            decoding.take_scores(state)
+            self._await_first(state)
+            return
+        assert state.rows is not None
+        rows = state.rows
+        for i in range(len(rows.chosen)):
+            if not self._take(state, rows.chosen[i], rows.logits.get(i)):
+                break
 
     def _prompt_done(self, state: RequestState) -> None:
         """The prompt's KV and last logits are there."""
         assert state.plan is not None
-        if not state.times.first_token:
-            self._note_first_token(state)
+        if state.logits is None:
             state.logits = state.plan.logits
         if not decoding.score(state):
-            self._push(state, state.plan.logits)
+            self._await_first(state)
+
+    def _await_first(self, state: RequestState) -> None:
+        """Its first token is chosen before the next step."""
+        if state not in self._first:
+            self._first.append(state)
+
+    def _take(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32] | None) -> bool:
+        """Go on with the next token, or end; whether the one behind it is there already."""
+        assert state.generation is not None
+        if state.wants_logits and state.shadowed is not None:
+            assert logits_V is not None
+            state.shadowed.append(logits_V)
+        state.generation.push(chosen)
+        if state.generation.over:
+            self._finish(state)
+            return False
+        self._untold.append(state)
+        if state.rows is not None and decoding.accept(state, chosen.token):
+            return True
+        decoding.decode(state, chosen.token)
+        return False
+
+    def _finish(self, state: RequestState) -> None:
+        """The last token was chosen."""
+        self._tell(state)
+        decoding.note_proposal(state)
+        answer = make_answer(state, self._contract, self._runner.fallbacks)
+        state.keep()
+        self._answer(state, answer)
+
+    def _tell(self, state: RequestState) -> None:
+        assert state.generation is not None
+        for delta in state.generation.deltas():
+            state.sink(delta)
+        if not state.times.first_token:
+            self._note_first_token(state)
 
     def _note_first_token(self, state: RequestState) -> None:
         times = state.times
@@ -121,22 +242,7 @@ class Execution:
         ttft_ms = (times.first_token - times.arrival) * 1e3
         self._counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
 
-    def _push(self, state: RequestState, logits: NDArray[np.float32]) -> bool:
-        """Choose the next token by these logits [V], and go on or end; whether its own logits are there already."""
-        assert state.generation is not None
-        if state.shadowed is not None and len(state.shadowed) < STEPS:
-            state.shadowed.append(logits)
-        delta = state.generation.push(logits)
-        if delta is not None:
-            state.sink(delta)
-        if state.generation.finish_reason is None:
-            token = state.generation.tokens[-1]
-            if state.rows is not None and decoding.accept(state, token):
-                return True
-            decoding.decode(state, token)
-            return False
-        decoding.note_proposal(state)
-        answer = make_answer(state, self._contract, self._runner.fallbacks)
-        state.keep()
-        self._answer(state, answer)
-        return False
+
+def _plan_of(state: RequestState) -> Plan:
+    assert state.plan is not None
+    return state.plan

@@ -98,6 +98,7 @@ class Loop:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
+        self._freed = False  # whether a request that ran has ended while the last step landed
         if transfer is not None:
             transfer.notify = self._wake
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
@@ -263,7 +264,25 @@ class Loop:
         self._put_away()
 
     def _iterate(self) -> bool:
-        """One iteration: cancel, look after loads, admit, move, and run one step; whether anything was done."""
+        """One iteration, while the device computes the last step, and then the next; whether anything was done."""
+        self._execution.tell()
+        moved = self._look_after()
+        self._freed = False
+        landed = self._execution.land()
+        self._execution.move()
+        if self._freed:
+            self._start()
+        begun = self._execution.choose_first()
+        self._refuse(self._pauses.make_room())
+        batch = self._scheduler.next_batch()
+        if batch is not None:
+            self._execution.launch(batch)
+        # copies ahead of need take turns with steps only if steps do not end
+        copied = (batch is None or (self.counters.steps + 1) % REPLICATE_STEPS == 0) and self._cache.replicate()
+        return moved or landed or begun or copied or batch is not None
+
+    def _look_after(self) -> bool:
+        """Whatever needs no result of the step that runs: cancel, look after loads, admit; whether KV was moved."""
         for state in [state for state in self.states() if state.cancelled]:
             self.counters.cancelled += not state.speculative  # nobody had asked for it yet
             self._end(state, None)
@@ -274,19 +293,17 @@ class Loop:
         self.faults.check(self.states, time.perf_counter())
         if self._loads.check_stall(bool(self._scheduler.running), bool(self.states())):
             self._admission.blocked = False
+        self._start()
+        if not self._pauses.waiting:
+            self._admission.prefetch()
+        return moved
+
+    def _start(self) -> None:
+        """Have paused requests go on, and then new ones start, as many as there is room for."""
         self._refuse(self._pauses.resume())
         if not self._pauses.waiting:
             self._guesses.start(self._pool_size())
             self._admit()
-            self._admission.prefetch()
-        self._execution.move()
-        self._refuse(self._pauses.make_room())
-        batch = self._scheduler.next_batch()
-        if batch is not None:
-            self._execution.step(batch)
-        # copies ahead of need take turns with steps only if steps do not end
-        copied = (batch is None or self.counters.steps % REPLICATE_STEPS == 0) and self._cache.replicate()
-        return moved or copied or batch is not None
 
     def _drain_inbox(self, busy: bool) -> bool:
         """Run what other threads asked for; sleeps while there is nothing to do. False: stop."""
@@ -405,7 +422,7 @@ class Loop:
             state.ended = True
             self._queue.remove(state)
         if state.running:
-            self._admission.blocked = False
+            self._admission.blocked, self._freed = False, True
         state.stop()
         self._scheduler.remove(state)
         self._admission.remove(state)

@@ -19,8 +19,9 @@ from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Strategy
+from ragjax.schedule.generation import Generation
 from ragjax.schedule.lookup import Lookup
-from ragjax.schedule.sampling import Generation
+from ragjax.schedule.sampling import Sampler
 from ragjax.schedule.state import RequestState, Sink, Times
 
 PATH_CHARS = 64
@@ -119,11 +120,10 @@ class Preparation:
             raise RequestError(reason, param="rag.keep_top", code="invalid_value")
         room, raw = self.context_length - len(prompt), request.prompt is not None
         self._check_bias(request)
-        generation = Generation(
-            request.sampling, self.tokenizer, self.eos_ids, room, continued=raw, prompt=prompt.tokens
-        )
+        generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"
         state = RequestState(name, request, prompt, strategy, ratio, generation, sink, times)
+        state.sampler = Sampler(request.sampling, prompt.tokens)
         if self.lookup:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)

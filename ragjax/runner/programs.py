@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from ragjax.core import NEVER, Grid, Measure
+from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import Choice, choose
 from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages, move_slots
@@ -32,7 +33,8 @@ log = logging.getLogger(__name__)
 
 Name = tuple[Any, ...]
 """A kind and what it is compiled for: begin (rows, entries), stage (rows, entries, layers, and the measure and its
-segments if it measures), end (rows, logits), move (slots), extract (pages), insert (pages)."""
+segments if it measures), end (rows, logits), sample (logits, tokens of a row whose logits are adjusted), logprobs
+(logits), move (slots), extract (pages), insert (pages)."""
 
 
 class Programs:
@@ -85,6 +87,8 @@ class Programs:
             *(("begin", rows, entries) for rows, entries in pairs),
             *(("stage", rows, entries, *kind) for rows, entries in pairs for kind in kinds),
             *(("end", shape.rows, n) for shape in self._grid.rows for n in self._grid.logits if n <= shape.rows),
+            *(("sample", n, 0) for n in self._grid.logits),
+            *(("logprobs", n) for n in self._grid.logits),
             *((kind, n) for kind in ("extract", "insert") for n in page_store.BUCKETS),
         ]
 
@@ -129,6 +133,8 @@ class Programs:
             "begin": self._begin,
             "stage": self._stage,
             "end": self._end,
+            "sample": self._sample,
+            "logprobs": self._logprobs,
             "move": self._move,
             "extract": self._extract,
             "insert": self._insert,
@@ -153,7 +159,16 @@ class Programs:
     def _end(self, rows: int, n: int) -> Any:
         x_TE = jax.ShapeDtypeStruct((rows, self._config.hidden_size), jnp.float32)
         arrays = self._replicated((x_TE, jax.ShapeDtypeStruct((n,), jnp.int32)))
-        return jax.jit(partial(stages.end, self._spec)).lower(self._weights.ends, *arrays).compile()
+        jitted = jax.jit(partial(stages.end, self._spec), out_shardings=NamedSharding(self._spec.mesh, P()))
+        return jitted.lower(self._weights.ends, *arrays).compile()
+
+    def _sample(self, n: int, adjusted: int) -> Any:
+        shapes = stages.sample_shapes(n, self._config.vocab_size, adjusted)
+        return jax.jit(stages.sample).lower(*self._replicated(shapes)).compile()
+
+    def _logprobs(self, n: int) -> Any:
+        logits_NV = jax.ShapeDtypeStruct((n, self._config.vocab_size), jnp.float32)
+        return jax.jit(sampling.logprobs).lower(*self._replicated((logits_NV, self._indices(n)))).compile()
 
     def _move(self, n: int) -> Any:
         jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)

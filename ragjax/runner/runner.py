@@ -24,13 +24,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import Grid, Measure, Residual, Step, StepMeasure
+from ragjax.core import Draw, Grid, Measure, Residual, Step, StepMeasure
 from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
+from ragjax.runner import sampling
 from ragjax.runner.pool import PagePool
 from ragjax.runner.programs import Name, Programs
+from ragjax.runner.sampling import Logits, Sampled
 from ragjax.runner.stages import POOL, STEP_ARRAYS, Spec
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
@@ -43,11 +45,18 @@ class Outcome:
     """What a step made.
 
     x_TE: residual rows after the last layer that ran, float32 [T, E].
-    measured: what its `StepMeasure` asks for, float32 [layers, ...] (`kernels.reductions.measure`).
+    found: of each stage that measured what it found, [layers, ...], and which layers of it count.
     """
 
     x_TE: jax.Array
-    measured: NDArray[np.float32] | None = None
+    found: tuple[tuple[jax.Array, slice], ...] | None = None
+
+    @property
+    def measured(self) -> NDArray[np.float32] | None:
+        """What its `StepMeasure` asks for, float32 [layers, ...] (`kernels.reductions.measure`). Waits for it."""
+        if self.found is None:
+            return None
+        return np.concatenate([np.asarray(found_L)[layers] for found_L, layers in self.found])
 
     @property
     def residual(self) -> Left:
@@ -188,6 +197,10 @@ class Runner(PagePool):
             rows, n = sizes
             x_TE = self._upload(np.zeros((rows, self.config.hidden_size), np.float32))
             return program(self._weights.ends, x_TE, np.zeros(n, np.int32))
+        if kind in ("sample", "logprobs"):
+            zeros_V = np.zeros(self.config.vocab_size, np.float32)
+            draws = [Draw(1.0, logprobs=kind == "logprobs")] * sizes[0]
+            return [part[1:] for part in self.sample(self.upload_logits([zeros_V] * sizes[0]), draws).parts]
         rows, entries, *stage = sizes
         step = self._programs.padding(STEP_ARRAYS, rows, entries)
         x_TE, inputs = self._programs.get("begin", rows, entries)(self._weights.ends, self._rotation, step)
@@ -229,7 +242,7 @@ class Runner(PagePool):
             measured.append(found_L)
         for choice in self._programs.choices(rows, entries):
             self._count(choice, end - begin)
-        return Outcome(x_TE, self._measured(step.measure, begin, measured))
+        return Outcome(x_TE, self._found(step.measure, begin, measured))
 
     def _stage_program(
         self, step: Step, first: int, count: int
@@ -243,9 +256,9 @@ class Runner(PagePool):
             return self._programs.get(*key), chosen_L[:0], {}
         return self._programs.get(*key, step.measure.what, step.measure.segments), chosen_L, step.measure.arrays
 
-    def _measured(
+    def _found(
         self, measure: StepMeasure | None, begin: int, found: Sequence[jax.Array]
-    ) -> NDArray[np.float32] | None:
+    ) -> tuple[tuple[jax.Array, slice], ...] | None:
         """What was measured in the layers that `measure` names, out of what the stages from `begin` on found."""
         if measure is None:
             return None
@@ -253,8 +266,8 @@ class Runner(PagePool):
         for i, found_L in enumerate(found):
             if found_L.shape[0]:
                 low, high = (max(0, layer - begin - i * self._depth) for layer in measure.layers)
-                parts.append(np.asarray(found_L)[low:high])
-        return np.concatenate(parts)
+                parts.append((found_L, slice(low, high)))
+        return tuple(parts)
 
     def _upload(self, residual_TE: NDArray[np.float32] | Residual) -> jax.Array:
         """A copy of its own: the first stage takes it over."""
@@ -264,7 +277,11 @@ class Runner(PagePool):
         return copy_TE
 
     def logits(self, outcome: Outcome, rows: Sequence[int]) -> NDArray[np.float32]:
-        """Next-token logits of the step's rows at these indices, float32 [len(rows), V]."""
+        """Next-token logits of the step's rows at these indices on the host, float32 [len(rows), V]."""
+        return np.stack(list(self.predict(outcome, rows).read().values()))
+
+    def predict(self, outcome: Outcome, rows: Sequence[int]) -> Logits:
+        """Next-token logits of the step's rows at these indices; they stay on the device. Waits for nothing."""
         total = outcome.x_TE.shape[0]
         widest = max(n for n in self.grid.logits if n <= total)
         parts = []
@@ -272,9 +289,22 @@ class Runner(PagePool):
             part = np.asarray(rows[begin : begin + widest], np.int32)
             n = Grid.fit(self.grid.logits, len(part))
             index_N = np.concatenate([part, np.zeros(n - len(part), np.int32)])
-            logits_NV = self._programs.get("end", total, n)(self._weights.ends, outcome.x_TE, index_N)
-            parts.append(np.asarray(logits_NV)[: len(part)])
-        return np.concatenate(parts)
+            parts.append((len(part), self._programs.get("end", total, n)(self._weights.ends, outcome.x_TE, index_N)))
+        return Logits(tuple(parts))
+
+    def upload_logits(self, rows: Sequence[NDArray[np.float32]]) -> Logits:
+        """Logits of the host, [V] each, on the device."""
+        widest, parts = self.grid.logits[-1], []
+        for begin in range(0, len(rows), widest):
+            part = rows[begin : begin + widest]
+            logits_NV = np.zeros((Grid.fit(self.grid.logits, len(part)), self.config.vocab_size), np.float32)
+            logits_NV[: len(part)] = part
+            parts.append((len(part), jax.device_put(logits_NV, self._replicated)))
+        return Logits(tuple(parts))
+
+    def sample(self, logits: Logits, draws: Sequence[Draw]) -> Sampled:
+        """Have a token chosen for each row of logits, on the device. Waits for nothing."""
+        return sampling.sample(self._programs, logits, draws)
 
     def _check(self, step: Step, begin: int, end: int) -> None:
         if begin not in self.stages[:-1] or not begin < end <= self.config.num_layers:

@@ -1,4 +1,4 @@
-"""The traced functions of a step: `begin`, `stage` for some layers, and `end`; each is compiled per bucket of rows."""
+"""The traced functions of a step: `begin`, `stage` for some layers, `end` and `sample`; each is compiled per bucket."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ragjax.core import Measure
+from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.pages import Pages, write_pages
@@ -210,6 +211,33 @@ def _sharded_attention(
 def end(spec: Spec, ends: Parameters, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
     """Logits [N, V] of the rows with these indices."""
     return nnx.merge(spec.ends, ends).unembed(x_TE[index_N])
+
+
+def sample(
+    logits_NV: jax.Array,
+    temperature_N: jax.Array,
+    top_k_N: jax.Array,
+    top_p_N: jax.Array,
+    uniform_N: jax.Array,
+    token_NA: jax.Array,
+    factor_NA: jax.Array,
+    add_NA: jax.Array,
+) -> jax.Array:
+    """The next token of each row, int32 [N] (`kernels.sampling`); A may be 0."""
+    if token_NA.shape[1]:
+        logits_NV = sampling.adjust(logits_NV, token_NA, factor_NA, add_NA)
+    return sampling.choose(logits_NV, temperature_N, top_k_N, top_p_N, uniform_N)
+
+
+def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What `sample` takes."""
+
+    def shape(dtype: Any, *size: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((n, *size), dtype)
+
+    number, index = jnp.float32, jnp.int32
+    by_row = (shape(number), shape(index), shape(number), shape(number))
+    return shape(number, vocabulary), *by_row, *(shape(dtype, adjusted) for dtype in (index, number, number))
 
 
 def _places(parts: Parts) -> list[tuple[slice, int]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Grid, Residual, RowShape, Step, StepMeasure
+from ragjax.core import NEVER, Chosen, Grid, Residual, RowShape, Step, StepMeasure
 from ragjax.schedule.rows import PendingRows, Placed
 from ragjax.schedule.state import RequestState
 from ragjax.schedule.table import PageTable
@@ -29,6 +29,17 @@ class ScheduledRows:
 
     state: RequestState
     placed: Placed
+    rows: PendingRows
+
+    @property
+    def live(self) -> bool:
+        """Whether the request still waits for them: it has neither ended nor been started again."""
+        return self.rows is self.state.rows
+
+    @property
+    def logit_rows(self) -> list[int]:
+        """Those of its rows whose logits are wanted."""
+        return [row for row in range(self.placed.begin, self.placed.end) if row in self.rows.logits_now]
 
 
 @dataclass(frozen=True)
@@ -41,30 +52,36 @@ class Batch:
 
     @property
     def states(self) -> list[RequestState]:
-        """The requests that have rows in it."""
-        return [part.state for part in self.parts]
+        """The requests that have rows in it, and still wait for them."""
+        return [part.state for part in self.parts if part.live]
 
     def deliver(
         self,
-        logits: NDArray[np.float32] | None,
+        logits: NDArray[np.float32] | Mapping[int, NDArray[np.float32]] | None,
         measured: NDArray[np.float32] | None = None,
         residual: Residual | None = None,
+        chosen: Sequence[Chosen] | None = None,
     ) -> list[RequestState]:
         """Hand results to the rows; return the requests whose rows are all computed.
 
         Args:
-            logits: float32 [n, V] of `logit_rows`.
+            logits: float32 [n, V] of `logit_rows`, or [V] of some of them by number.
             measured: what the step's measure asked for, float32 [layers, ...].
             residual: what the step left of its rows.
+            chosen: tokens for `logit_rows`; they count where rows are sampled.
         """
         done, taken = [], 0
         for part in self.parts:
-            rows, placed = rows_of(part.state), part.placed
-            for row in range(placed.begin, placed.end):
-                if row in rows.logits_now:
-                    assert logits is not None
-                    rows.logits[rows.logits_at[row]] = logits[taken]
-                    taken += 1
+            first, taken = taken, taken + len(part.logit_rows)
+            if not part.live:
+                continue
+            rows, placed = part.rows, part.placed
+            for at, row in enumerate(part.logit_rows, first):
+                number = rows.logits_at[row]
+                if logits is not None and (not isinstance(logits, Mapping) or at in logits):
+                    rows.logits[number] = logits[at]
+                if chosen is not None and rows.sampled:
+                    rows.chosen[number] = chosen[at]
             if rows.measure_now is not None:
                 assert measured is not None and self.step.measure is not None
                 rows.take_measured(measured, placed, self.step.measure.layers[0])
@@ -94,8 +111,8 @@ def pack(single: Takes, many: Takes, shape: RowShape, grid: Grid, page_size: int
         one = rows_of(state)
         placed = Placed(one.done, one.done + take, row, entry)
         _fill(step, one, request, placed)
-        scheduled.append(ScheduledRows(state, placed))
-        logit_rows += [row + i - placed.begin for i in range(placed.begin, placed.end) if i in one.logits_now]
+        scheduled.append(ScheduledRows(state, placed, one))
+        logit_rows += [row + i - placed.begin for i in scheduled[-1].logit_rows]
         entry += len(one.table)
     return Batch(tuple(scheduled), _carry(step, scheduled), tuple(logit_rows))
 

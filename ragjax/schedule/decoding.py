@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Run, Span, Tokens
+from ragjax.core import NEVER, Draw, Run, Span, Tokens
+from ragjax.schedule.batch import Batch
 from ragjax.schedule.lookup import propose
 from ragjax.schedule.rows import PendingRows
 from ragjax.schedule.state import RequestState
@@ -18,9 +18,9 @@ from ragjax.schedule.table import PageTable
 
 
 def decode(state: RequestState, token: int) -> None:
-    """Have a generated token computed, which yields the next one's logits as `rows.logits[0]`.
+    """Have a generated token computed, which yields the next one as `rows.chosen[0]` (or its logits, `rows.logits[0]`).
 
-    Tokens that may follow it are proposed and computed with it: `rows.logits[i]` holds if the first i of them are
+    Tokens that may follow it are proposed and computed with it: `rows.chosen[i]` holds if the first i of them are
     accepted.
 
     Raises:
@@ -35,7 +35,7 @@ def decode(state: RequestState, token: int) -> None:
     for i in range(number, number + len(tokens)):  # no earlier row sees a later index, so none has to be hidden
         table.show(i, len(state.reader.prompt) + i)
     state.rows = _tail_rows(state, table, tokens, number)
-    state.rows.proposed = len(tokens) - 1
+    state.rows.proposed, state.rows.sampled = len(tokens) - 1, True
 
 
 def accept(state: RequestState, token: int) -> bool:
@@ -109,13 +109,26 @@ def take_scores(state: RequestState) -> None:
     state.rows = None
 
 
-def next_logits(state: RequestState) -> list[NDArray[np.float32]]:
-    """Logits [V] of the next token, and behind each proposed one, once the rows are computed."""
-    assert state.plan is not None and state.rows is not None
-    if state.wants_scores:
-        take_scores(state)
-        return [state.plan.logits]
-    return [state.rows.logits[i] for i in range(len(state.rows.logits))]
+def draws(batch: Batch) -> list[Draw | None]:
+    """How a token is chosen by each row of logits; None where it is not."""
+    found: list[Draw | None] = []
+    for part in batch.parts:
+        if not part.rows.sampled:
+            found += [None] * len(part.logit_rows)
+            continue
+        of_rows = _draws(part.state, part.rows.token[1:])
+        found += [of_rows[row] for row in part.logit_rows]
+    return found
+
+
+def first_draw(state: RequestState) -> Draw:
+    """How the token behind the prompt is chosen."""
+    return _draws(state, np.zeros(0, np.int32))[0]
+
+
+def _draws(state: RequestState, proposed: Tokens) -> list[Draw]:
+    assert state.sampler is not None and state.generation is not None
+    return state.sampler.draws(state.generation.tokens, proposed.tolist())
 
 
 def _accepted(state: RequestState, rows: PendingRows) -> int:

@@ -57,7 +57,7 @@ class Preload:
         units = sum(
             self._cost(part.state, part.placed.end - part.placed.begin)
             for part in batch.parts
-            if not part.state.decoding and batch.step.layers == part.state.reader.all_layers
+            if part.live and not part.state.decoding and batch.step.layers == part.state.reader.all_layers
         )
         if units and batch.logit_rows:
             self._units, self._seconds = FADES * self._units + units, FADES * self._seconds + seconds

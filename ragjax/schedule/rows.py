@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Measure, Move, Pass, Prompt, Residual, Results, Span, StepMeasure
+from ragjax.core import Chosen, Measure, Move, Pass, Prompt, Residual, Results, Span, StepMeasure
 from ragjax.reuse.base import Allocation
 from ragjax.schedule.table import PageTable, slots_of
 
@@ -80,8 +80,9 @@ class PendingRows:
     (`cut`). residual: what the rows bring from earlier layers, if these are not the first. measure: what is measured,
     its arrays those of the rows, [n], and of the table, [S, C]; segments as the prompt has. measured: per layer of the
     measure, by token index, [..., context], or by row. ended: which rows each step computed and what it left, if layers
-    are left. done: rows computed. proposed: how many of the last rows are only proposed. logits: results by number,
-    float32 [V] each.
+    are left. done: rows computed. proposed: how many of the last rows are only proposed. sampled: the results are
+    tokens, chosen on the device; logits then come only where they are wanted. logits, chosen: results by number,
+    float32 [V] and tokens.
     """
 
     token: NDArray[np.int32]
@@ -99,7 +100,9 @@ class PendingRows:
     ended: list[tuple[Placed, Residual]] = field(default_factory=list)
     done: int = 0
     proposed: int = 0
+    sampled: bool = False
     logits: dict[int, NDArray[np.float32]] = field(default_factory=dict)
+    chosen: dict[int, Chosen] = field(default_factory=dict)
     _measured: list[NDArray[np.float32]] = field(default_factory=list)  # in layers before these
 
     @property

@@ -26,13 +26,15 @@ from ragjax.core import (
     Segment,
     Tokens,
 )
+from ragjax.quality.contract import STEPS
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.rows import PassReader, PendingMove, PendingRows
 
 if TYPE_CHECKING:
-    from ragjax.schedule.sampling import Generation
+    from ragjax.schedule.generation import Generation
+    from ragjax.schedule.sampling import Sampler
 
 Sink = Callable[[Event | BaseException], None]
 """Where a request's events go: deltas, then one answer or one error."""
@@ -99,7 +101,7 @@ class RequestState:
     whether it may use KV that must be loaded; a request that waited in vain computes it. restarts: how often it was
     started again. suspect: a step that it was in failed, so it runs alone until it is past that place. overdue: it was
     started again because it made no progress. paused: its KV, while others have its pages. lookup: what it proposes
-    beside each token that it decodes (None: nothing).
+    beside each token that it decodes (None: nothing). sampler: how its tokens are chosen.
 
     Begun before its search had ended: speculative (its documents are not confirmed yet), answer (what it ended with
     while they were not). passed: rows of its finished passes that began at the first layer.
@@ -135,6 +137,7 @@ class RequestState:
     move: PendingMove | None = None
     paused: Paused | None = None
     lookup: Lookup | None = None
+    sampler: Sampler | None = None
     decoded: list[int] = field(default_factory=list)
     tail_N: NDArray[np.int32] | None = None
     _exact_before: set[str | None] = field(default_factory=set)  # of plans whose tokens went out before a restart
@@ -187,6 +190,11 @@ class RequestState:
         """Slots needed after the prompt at once: tokens of the continuation that are still to be computed."""
         continuation = self.request.continuation
         return len(continuation) if continuation is not None and self.wants_scores else 0
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits that its next token is chosen by are kept, for a replay to be compared with."""
+        return self.shadowed is not None and len(self.shadowed) < STEPS
 
     @property
     def wants_scores(self) -> bool:

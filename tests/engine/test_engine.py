@@ -36,7 +36,7 @@ from ragjax.reuse import strategies
 from ragjax.reuse.full import Full
 from ragjax.reuse.prefix import Prefix
 from ragjax.runner.runner import Runner
-from ragjax.schedule.sampling import Sampler
+from ragjax.schedule.generation import Generation
 from tests.support import tiny
 
 DOCUMENTS = [
@@ -253,7 +253,8 @@ def test_a_long_raw_prompt_is_named_as_such(engine: Engine) -> None:
 def test_what_goes_on_from_a_raw_prompt_keeps_its_first_space(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokenizers that put a space in front of a text leave it out where an answer begins, not within a text."""
     monkeypatch.setattr(engine.tokenizer._form, "strips_space", True)
-    monkeypatch.setattr(Sampler, "choose", lambda self, logits_V: ord(" "))
+    push = Generation.push
+    monkeypatch.setattr(Generation, "push", lambda self, chosen: push(self, replace(chosen, token=ord(" "))))
     assert asyncio.run(collect(engine, Request(prompt="The sea is", sampling=Sampling(2))))[0] == "  "
     assert asyncio.run(collect(engine, ask("How is the sea?", max_tokens=2)))[0] == " "
 

@@ -173,7 +173,7 @@ def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypa
     after: list[bool] = []  # of each step that began since: whether anything was held for it
 
     with tiny.engine(pages=26, max_running=1 if where == "queued" else 0) as engine:
-        step = engine._loop._execution.step
+        step = engine._loop._execution.launch
         other = engine.begin_prompt(tiny.prompt(0), strategy="full", max_tokens=200 if where != "paused" else 150)
         while not engine.stats()["running"]:
             time.sleep(0.001)
@@ -208,7 +208,7 @@ def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypa
                 time.sleep(0.002)
                 step(batch)
 
-            monkeypatch.setattr(loop._execution, "step", watched)
+            monkeypatch.setattr(loop._execution, "launch", watched)
             monkeypatch.setattr(loop, "cancel", told)
             first.cancel()
             with suppress(asyncio.CancelledError):

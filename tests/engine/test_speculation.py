@@ -289,7 +289,13 @@ async def _read(engine: Engine, request: Request) -> Answer:
 
 def test_a_guess_that_cannot_be_served_does_no_harm(scripted: Callable[..., Script]) -> None:
     with _engine() as engine:
-        scripted(LONG, TWO, TWO)
+
+        def begun(number: int) -> None:
+            if number == 2:
+                engine._loop.call(lambda: None)
+                _until(lambda: not engine._loop._guesses.waiting)
+
+        scripted(LONG, TWO, TWO, gate=begun)
         assert engine.answer("Which?", max_tokens=2).tokens and _counted(engine) == (1, 0, 0)
         scripted(TWO, LONG)
         with pytest.raises(RequestError, match="context"):

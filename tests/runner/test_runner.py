@@ -325,7 +325,7 @@ def test_compile_compiles_everything() -> None:
     names: list[str] = []
     measures = {Measure.LOGITS, Measure.KEY_SCORE}
     made.compile(measures, progress=names.append)
-    assert len(names) == len(made.programs(measures)) == 2 + 4 + 2 + 2 * len(BUCKETS)
+    assert len(names) == len(made.programs(measures)) == 2 + 4 + 2 + 2 + 2 * len(BUCKETS)
     before = set(made._programs.compiled)
     tokens = tokens_of(21, 4)
     for begin, rows in ((0, 2), (2, 2)):

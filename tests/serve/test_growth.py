@@ -7,14 +7,14 @@ import sys
 import numpy as np
 import pytest
 
-from ragjax.core import Chunk, Document, Hit, Message, Sampling
+from ragjax.core import Chosen, Chunk, Document, Hit, Message, Sampling
 from ragjax.core.depprompt import merge
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.prompting.facts import ground
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.lexicon import Lexicon
 from ragjax.retrieval.path import RelationPath, serialize, subgraphs_of
-from ragjax.schedule.sampling import Generation
+from ragjax.schedule.generation import Generation
 from ragjax.serve.schema import ChatBody
 from tests.support import tiny
 from tests.support.growth import assert_linear, calls
@@ -123,9 +123,7 @@ def test_length_of_a_stop_string() -> None:
 
     def cost(size: int) -> int:
         generation = Generation(Sampling(max_tokens=40, stop=("a" * size + "b",)), TOKENIZER, (), 40)
-        logits = np.zeros(TOKENIZER.vocab_size, np.float32)
-        logits[ord("a")] = 1.0
-        return calls(lambda: [generation.push(logits) for _ in range(20)])
+        return calls(lambda: [generation.push(Chosen(ord("a"))) for _ in range(20)])
 
     assert_linear(cost, 20)
 

@@ -1,0 +1,140 @@
+"""From tokens to text: detokenizing, log-probabilities, stop strings, and the end of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from ragjax.core import Chosen, Delta, Sampling, TokenLogprob
+from ragjax.models.tokenizer import Stream, Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass
+class _Held:
+    """A token whose text is not yet out: where its text begins and ends, counted from the answer's start."""
+
+    begin: int
+    end: int
+    logprob: TokenLogprob | None
+
+
+class Generation:
+    """The text of one request as it grows. Text that could be the start of a stop string is held back.
+
+    A token is taken at once (`push`), so that it can be computed; its text may be made later (`deltas`), while the
+    device works. If stop strings may end the answer, the text is made at once.
+
+    continued: it goes on from a raw prompt's text, and keeps the space that it may begin with.
+
+    tokens: those generated, without an end of text. finish_reason: set once all text is made.
+    """
+
+    def __init__(
+        self, sampling: Sampling, tokenizer: Tokenizer, eos_ids: Collection[int], limit: int, *, continued: bool = False
+    ):
+        self.tokens: list[int] = []
+        self.text = ""
+        self.logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_ids)
+        self.limit = min(limit, sampling.max_tokens)
+        self._stream = Stream(tokenizer, continued=continued)
+        self._pending = ""
+        self._held: list[_Held] = []
+        self._ended = False  # by an end of text
+        self._unread: list[Chosen] = []
+        self._deltas: list[Delta] = []
+
+    @property
+    def over(self) -> bool:
+        """Whether no token comes after those that were pushed."""
+        return self._ended or len(self.tokens) >= self.limit or self.finish_reason is not None
+
+    def push(self, chosen: Chosen) -> None:
+        """Take the next token."""
+        if chosen.token in self._eos:
+            self._ended = True
+        else:
+            self.tokens.append(chosen.token)
+            self._unread.append(chosen)
+        if self._sampling.stop:
+            self._read()
+
+    def deltas(self) -> list[Delta]:
+        """The text that is out with the tokens pushed since the last call; sets `finish_reason` at the end."""
+        self._read()
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _read(self) -> None:
+        """Make the text of tokens that have none yet."""
+        unread, self._unread = self._unread, []
+        made = [self._add(chosen, last=self.over and chosen is unread[-1] and not self._ended) for chosen in unread]
+        if self._ended and self.finish_reason is None:
+            made.append(self._finish("stop"))
+        self._deltas += [delta for delta in made if delta is not None]
+
+    def _add(self, chosen: Chosen, last: bool) -> Delta | None:
+        """Text that is out with one more token."""
+        begin = len(self.text) + len(self._pending)
+        logprob = self._logprob(chosen, begin)
+        self._pending += self._stream.push(chosen.token)
+        # the bytes of an unfinished character belong to one that is yet to come
+        end = len(self.text) + len(self._pending) + self._stream.unfinished
+        self._held.append(_Held(begin, end, logprob))
+        cut = _first_stop(self._pending, self._sampling.stop)
+        if cut is not None:
+            self._pending = self._pending[:cut]
+            return self._finish("stop", cut=True)
+        if last:
+            return self._finish("length")
+        return self._emit(len(self._pending) - _stop_overlap(self._pending, self._sampling.stop))
+
+    def _logprob(self, chosen: Chosen, begin: int) -> TokenLogprob | None:
+        if self._sampling.logprobs is None or chosen.logprob is None:
+            return None
+        text = self._tokenizer.id_to_text
+        top = tuple((text(token), token, logprob) for token, logprob in chosen.top[: self._sampling.logprobs])
+        return TokenLogprob(text(chosen.token), chosen.token, chosen.logprob, top, begin)
+
+    def _finish(self, reason: FinishReason, cut: bool = False) -> Delta | None:
+        self.finish_reason = reason
+        if not cut:
+            self._pending += self._stream.finish()
+            stop = _first_stop(self._pending, self._sampling.stop)
+            if stop is not None:
+                self._pending, self.finish_reason, cut = self._pending[:stop], "stop", True
+        end = len(self.text) + len(self._pending)
+        if cut:  # tokens that are stop text alone are not reported
+            self._held = [held for held in self._held if held.begin < end]
+        for held in self._held:
+            held.end = min(held.end, end)
+        return self._emit(len(self._pending))
+
+    def _emit(self, length: int) -> Delta | None:
+        out, self._pending = self._pending[:length], self._pending[length:]
+        self.text += out
+        done = [held for held in self._held if held.end <= len(self.text)]
+        self._held = self._held[len(done) :]
+        logprobs = tuple(held.logprob for held in done if held.logprob is not None)
+        self.logprobs += logprobs
+        return Delta(out, logprobs) if out or logprobs else None
+
+
+def _first_stop(text: str, stops: tuple[str, ...]) -> int | None:
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return min(found) if found else None
+
+
+def _stop_overlap(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of the text that a stop string begins with."""
+    longest = max((len(stop) - 1 for stop in stops), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-length:]) for stop in stops):
+            return length
+    return 0

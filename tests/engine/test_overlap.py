@@ -1,0 +1,225 @@
+"""The engine's thread works while the device does, and the tokens are those of taking turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ragjax.runner.runner import Runner
+from ragjax.runner.sampling import Logits, Sampled
+from tests.support import tiny
+
+SAMPLED: dict[str, Any] = {
+    **{"temperature": 0.9, "top_p": 0.95, "top_k": 60, "seed": 11},
+    **{"presence_penalty": 0.3, "repetition_penalty": 1.1, "logit_bias": {257: -9.0}},
+}
+
+
+def prompts(n: int) -> list[Any]:
+    return [tiny.prompt(seed, 20, (30,), 12 + seed) for seed in range(n)]
+
+
+def alone(n: int, **options: Any) -> list[tuple[int, ...]]:
+    with tiny.engine() as engine:
+        return [engine.answer_prompt(prompt, strategy="full", **options).tokens for prompt in prompts(n)]
+
+
+@contextmanager
+def reading(monkeypatch: pytest.MonkeyPatch, before: Callable[[], None]) -> Iterator[None]:
+    """Something happens before each time that tokens are waited for."""
+    read = Sampled.read
+
+    def watched(sampled: Sampled) -> Any:
+        before()
+        return read(sampled)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampled, "read", watched)
+        yield
+
+
+def test_text_goes_out_while_the_device_computes_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[bool] = []
+    with tiny.engine() as engine:
+        execution = engine._loop._execution
+        tell = execution._tell
+
+        def told(state: Any) -> None:
+            under_way.append(execution._flight is not None)
+            tell(state)
+
+        monkeypatch.setattr(execution, "_tell", told)
+        answer = engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=12)
+    assert len(answer.tokens) == 12 and under_way == [True] * 11 + [False]
+
+
+def test_tokens_alone_cross_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits do for a prompt's last token, which the strategy gets; not for those behind it."""
+    fetched: list[int] = []
+    read = Logits.read
+
+    def watched(logits: Logits, wanted: Any = None) -> Any:
+        found = read(logits, wanted)
+        fetched.append(len(found))
+        return found
+
+    monkeypatch.setattr(Logits, "read", watched)
+    with tiny.engine() as engine:
+        answer = engine.answer_prompt(tiny.prompt(0), strategy="full", max_tokens=20, logprobs=3)
+    assert len(answer.tokens) == len(answer.logprobs) > 5
+    assert sum(fetched) == 1 and len(fetched) >= len(answer.tokens)
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_batch_says_what_each_says_alone(options: dict[str, Any]) -> None:
+    expected = alone(4, max_tokens=24, **options)
+    with tiny.engine() as engine:
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(4)]
+        assert [future.result().tokens for future in futures] == expected
+        engine.audit()
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_an_error_that_shows_when_tokens_are_waited_for(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The members of the step start again, and end with the tokens they would have had."""
+    expected = alone(3, max_tokens=24, **options)
+    count = 0
+
+    def now_and_then() -> None:
+        nonlocal count
+        count += 1
+        if count in (6, 17):
+            raise RuntimeError("the step failed")
+
+    with tiny.engine() as engine, reading(monkeypatch, now_and_then):
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
+        answers = [future.result() for future in futures]
+        assert [answer.tokens for answer in answers] == expected
+        assert engine.stats()["step_failures_total"] == 2
+        engine.audit()
+    assert any("a step failed" in notice for answer in answers for notice in answer.notices)
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_device_that_is_lost_while_its_tokens_are_waited_for(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = alone(3, max_tokens=24, **options)
+    count, lost = 0, False
+
+    def once() -> None:
+        nonlocal count, lost
+        count += 1
+        if count == 12:
+            lost = True
+            raise RuntimeError("the device is gone")
+
+    def reset(self: Any) -> None:
+        nonlocal lost
+        lost = False
+        restored(self)
+
+    restored = Runner.reset
+    with tiny.engine() as engine, reading(monkeypatch, once):
+        monkeypatch.setattr(Runner, "lost", property(lambda self: lost))
+        monkeypatch.setattr(Runner, "reset", reset)
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
+        assert [future.result().tokens for future in futures] == expected
+        assert engine.stats()["device_losses_total"] == 1
+        engine.audit()
+
+
+@pytest.mark.parametrize("how", ["cancel", "restart"])
+def test_who_leaves_while_the_device_computes_is_left_out(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, or is started again, between the launch of a step and its landing; the others never notice."""
+    expected = alone(3, max_tokens=24, **SAMPLED)
+    with tiny.engine() as engine:
+        loop, execution = engine._loop, engine._loop._execution
+        land, steps = execution.land, 0
+
+        def landed() -> bool:
+            nonlocal steps
+            steps += execution._flight is not None
+            if steps == 12 and execution._flight is not None:
+                state = next(s for s in loop._scheduler.running if s.decoding)
+                if how == "cancel":
+                    loop._end(state, RuntimeError("it left"))
+                else:
+                    loop._restart(state, "")
+            return land()
+
+        monkeypatch.setattr(execution, "land", landed)
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **SAMPLED) for prompt in prompts(3)]
+        found: list[Any] = []
+        for future in futures:
+            error = future.exception()
+            found.append(str(error) if error else future.result().tokens)
+        engine.audit()
+    assert found.count("it left") == (how == "cancel")
+    assert all(one == other for one, other in zip(found, expected, strict=True) if one != "it left")
+
+
+def test_stop_strings_end_an_answer_before_its_next_token_is_computed() -> None:
+    with tiny.engine() as engine:
+        whole = engine.answer_prompt(tiny.prompt(6), strategy="full", max_tokens=40)
+        before = engine.stats()["steps_total"]
+        stop = whole.text[5:7]
+        cut = engine.answer_prompt(tiny.prompt(6), strategy="full", max_tokens=40, stop=(stop,))
+        took = int(engine.stats()["steps_total"]) - int(before)  # type: ignore[call-overload]
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    assert took <= len(cut.tokens) + 4  # those of the prompt, and of each token but the last
+
+
+def test_the_first_token_s_time_is_that_of_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow tokenizer delays what the client sees."""
+    with tiny.engine() as engine:
+        engine.answer_prompt(tiny.prompt(0), max_tokens=2)
+        execution = engine._loop._execution
+        tell = execution._tell
+
+        def slow(state: Any) -> None:
+            time.sleep(0.2)
+            tell(state)
+
+        monkeypatch.setattr(execution, "_tell", slow)
+        answer = engine.answer_prompt(tiny.prompt(1), max_tokens=3)
+    assert answer.timings.ttft >= 200
+
+
+def test_nobody_sleeps_while_a_request_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[int] = []
+    with tiny.engine(max_running=1) as engine:
+        loop = engine._loop
+        drain = loop._drain_inbox
+
+        def drained(busy: bool) -> bool:
+            if not busy:
+                slept.append(len(loop.states()))
+            return drain(busy)
+
+        monkeypatch.setattr(loop, "_drain_inbox", drained)
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=3) for prompt in prompts(6)]
+        assert all(len(future.result().tokens) == 3 for future in futures)
+        engine.audit()
+    assert not any(slept)
+
+
+def test_what_is_called_in_the_engine_s_thread_finds_all_in_order() -> None:
+    """Also while a step is under way: pages, pins and labels add up."""
+    under_way: list[bool] = []
+    with tiny.engine() as engine:
+
+        def audit() -> None:
+            under_way.append(engine._loop._execution._flight is not None)
+            engine._cache.audit(engine._loop.holders())
+
+        futures = [engine.begin_prompt(prompt, strategy="prefix", max_tokens=60) for prompt in prompts(3)]
+        while not all(future.done() for future in futures):
+            engine._loop.call(audit)
+    assert any(under_way)

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from ragjax.core.passes import Measure
 
+SHARING_ROWS = 16
+"""Most rows of a block that look at shared keys together: the least rows that a GPU's matrix product takes."""
+
 
 class RowShape(NamedTuple):
     """Rows of a compiled step. A block holds rows of one request.
@@ -28,6 +31,19 @@ class RowShape(NamedTuple):
         """Rows, and rows of a block, of each part of the step that has blocks of its own size."""
         rest = (self.rows - self.single, self.block)
         return ((self.single, 1), rest) if self.single else (rest,)
+
+    @property
+    def ones(self) -> int:
+        """Leading rows in blocks of one."""
+        return self.rows if self.block == 1 else self.single
+
+    @property
+    def sharing(self) -> tuple[int, int]:
+        """Places for rows in blocks of one that look at keys which they share, and places of a block; (0, 1): none."""
+        if self.ones < 2:
+            return 0, 1
+        block = min(self.ones, SHARING_ROWS)
+        return -(-self.ones // block) * block, block
 
     @property
     def mixed(self) -> bool:
@@ -82,6 +98,10 @@ class Grid:
             KeyError: if there is none.
         """
         return {shape.rows: shape for shape in self.rows}[rows]
+
+    def sharing(self, rows: int) -> tuple[int, int]:
+        """`RowShape.sharing` of a step with so many rows."""
+        return self.shape(rows).sharing
 
     def entries_of(self, shape: RowShape) -> tuple[int, ...]:
         """Entries that steps of a shape are compiled for, ascending."""
@@ -152,6 +172,8 @@ class Step:
         row's KV is written (padding: page 0, which nobody reads).
     page, offset, request: one per entry [S]; request -1 is unused.
     index, hide_from, hide_until: one per slot [S, C].
+    sharer: rows in blocks of one that look at shared keys too, one per place [O]; -1 is none (`RowShape.sharing`).
+        Block n of places looks at the entries of request T + n.
     layers: half-open range to run, from the first layer of a stage on (None: all).
     residual_TE: what the rows bring from the layers before, if these are not the first: an array, or what a step of as
         many rows left, if each row is where it was in that step.
@@ -169,6 +191,7 @@ class Step:
     index_SC: NDArray[np.int32]
     hide_from_SC: NDArray[np.int32]
     hide_until_SC: NDArray[np.int32]
+    sharer_O: NDArray[np.int32]
     layers: tuple[int, int] | None = None
     residual_TE: NDArray[np.float32] | Residual | None = None
     measure: StepMeasure | None = None

@@ -109,15 +109,19 @@ class Programs:
 
     def padding(self, names: Collection[str], rows: int, entries: int) -> dict[str, NDArray[np.int32]]:
         """Arrays of a step, by name, that holds no row of a request and no key."""
-        fill = {"index_T": -1, "request_S": -1, "index_SC": NEVER, "segment_SC": -1, "segment_T": -1, "stale_T": -1}
+        none = dict.fromkeys(("index_T", "request_S", "sharer_O", "segment_SC", "segment_T", "stale_T"), -1)
+        fill = {**none, "index_SC": int(NEVER)}
         shapes = self._shapes(names, rows, entries)
         return {name: np.full(shape.shape, fill.get(name, 0), np.int32) for name, shape in shapes.items()}
 
     def choices(self, rows: int, entries: int) -> tuple[Choice, ...]:
-        """For each part of a step, the backend of attention and those that refused it."""
+        """For each part of a step, and for shared keys, the backend of attention and those that refused it."""
         if (rows, entries) not in self._choices:
             _, inputs = self._begin_shapes(rows, entries)
-            parts = zip(self._grid.shape(rows).parts, inputs.blocks, strict=True)
+            shape = self._grid.shape(rows)
+            parts = list(zip(shape.parts, inputs.blocks, strict=True))
+            if inputs.sharing is not None:
+                parts.append((shape.sharing, inputs.sharing.blocks))
             self._choices[rows, entries] = tuple(self._choice(*part, inputs.entries, blocks) for part, blocks in parts)
         return self._choices[rows, entries]
 
@@ -142,14 +146,14 @@ class Programs:
         return compilers[kind](*sizes)
 
     def _begin(self, rows: int, entries: int) -> Any:
-        function = partial(stages.begin, self._spec, self._grid.shape(rows).parts)
+        function = partial(stages.begin, self._spec, self._grid.shape(rows))
         return jax.jit(function).lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
     def _stage(self, rows: int, entries: int, layers: int, what: Measure | None = None, segments: int = 0) -> Any:
         measure = None if what is None else (what, segments)
         names = () if what is None else reductions.ARRAYS[what]
         backends = tuple(choice.backend for choice in self.choices(rows, entries))
-        function = partial(stages.stage, self._spec, self._grid.shape(rows).parts, backends, layers, measure)
+        function = partial(stages.stage, self._spec, self._grid.shape(rows), backends, layers, measure)
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
         measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries)))
@@ -189,7 +193,7 @@ class Programs:
         return self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))
 
     def _begin_shapes(self, rows: int, entries: int) -> tuple[Any, Any]:
-        begin = partial(stages.begin, self._spec, self._grid.shape(rows).parts)
+        begin = partial(stages.begin, self._spec, self._grid.shape(rows))
         step = self._step_shapes(rows, entries)
         shapes: tuple[Any, Any] = jax.eval_shape(begin, self._weights.ends, self._rotation, step)
         return shapes
@@ -200,7 +204,8 @@ class Programs:
 
     def _shapes(self, names: Collection[str], rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Of int32 arrays by their suffix."""
-        sizes = {"T": (rows,), "S": (entries,), "SC": (entries, self._pool.page_size)}
+        places, _ = self._grid.sharing(rows)
+        sizes = {"T": (rows,), "S": (entries,), "SC": (entries, self._pool.page_size), "O": (places,)}
         return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
 
     def _replicated(self, tree: Any) -> Any:

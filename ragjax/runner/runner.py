@@ -329,6 +329,10 @@ class Runner(PagePool):
                 positions=self._rotation.cos_NR.shape[0],
                 block_rows=block,
             )
+        places, _ = self.grid.sharing(len(step.token_T))
+        ones = self.grid.shape(len(step.token_T)).ones
+        if step.sharer_O.shape != (places,) or (step.sharer_O >= ones).any():
+            raise ValueError(f"step.sharer_O holds {step.sharer_O}: not {places} rows of the {ones} in blocks of one")
         slots = self._pages * self.page_size
         if step.slot_T.min() < 0 or step.slot_T.max() >= slots:
             raise ValueError(f"step.slot_T holds slots outside of the {slots} of the pool")

@@ -14,9 +14,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ragjax.core import Measure
+from ragjax.core import Measure, RowShape
 from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import paged_interval_attention
+from ragjax.kernels.attention.split import merge_states
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.pages import Pages, write_pages
 from ragjax.kernels.reductions import measure as reductions
@@ -35,11 +36,9 @@ POOL = P(None, None, "kv_heads", None, None)
 STEP_ARRAYS = (
     *("token_T", "index_T", "position_T", "request_T", "slot_T"),
     *("page_S", "offset_S", "request_S", "index_SC", "hide_from_SC", "hide_until_SC"),
+    "sharer_O",
 )
 """The arrays of a `Step` that every step has."""
-
-Parts = tuple[tuple[int, int], ...]
-"""Rows, and rows of a block, of each part of a step (`core.RowShape.parts`)."""
 
 Measured = tuple[Measure, int]
 """What a stage measures, and how many segments its program serves."""
@@ -63,10 +62,24 @@ class Spec:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Sharing:
+    """Rows in blocks of one that look at keys which they share, once more and together.
+
+    sharer: which row stands at each place, int32 [O]; -1 for none. rows: of the places; their request is that of the
+    entries that the block shares. blocks: what blocks of places visit.
+    """
+
+    sharer_O: jax.Array
+    rows: Rows
+    blocks: Blocks
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Inputs:
     """What `begin` hands to every stage: RoPE angles [T, R] and the slot [T] of each row, and what its keys are.
 
-    blocks: lists of each part of the step.
+    blocks: lists of each part of the step. sharing: of a step that has rows in blocks of one.
     """
 
     cos_TR: jax.Array
@@ -75,16 +88,17 @@ class Inputs:
     rows: Rows
     entries: PageTable
     blocks: tuple[Blocks, ...]
+    sharing: Sharing | None
 
 
 def begin(
-    spec: Spec, parts: Parts, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
+    spec: Spec, shape: RowShape, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
 ) -> tuple[jax.Array, Inputs]:
     """Residual rows before the first layer, float32 [T, E], and what all stages need.
 
     Args:
         spec: of the model.
-        parts: of the step.
+        shape: of the step.
         ends: embedding, norm and head.
         rotation: RoPE table.
         step: the arrays `STEP_ARRAYS`, int32.
@@ -97,13 +111,22 @@ def begin(
     # padding rows write nowhere: each gets a slot of its own beyond the pool
     nowhere_T = OUTSIDE + jnp.arange(len(rows.index_T), dtype=jnp.int32)
     slot_T = jnp.where(rows.index_T >= 0, step["slot_T"], nowhere_T)
-    blocks = tuple(visible_blocks(_part(rows, at), entries, block) for at, block in _places(parts))
-    return x_TE, Inputs(cos_TR, sin_TR, slot_T, rows, entries, blocks)
+    blocks = tuple(visible_blocks(_part(rows, at), entries, block) for at, block in _places(shape))
+    sharing = _sharing(shape, rows, entries, step["sharer_O"]) if shape.sharing[0] else None
+    return x_TE, Inputs(cos_TR, sin_TR, slot_T, rows, entries, blocks, sharing)
+
+
+def _sharing(shape: RowShape, rows: Rows, entries: PageTable, sharer_O: jax.Array) -> Sharing:
+    places, block = shape.sharing
+    index_O = jnp.where(sharer_O >= 0, rows.index_T[sharer_O], -1)
+    request_O = shape.rows + jnp.arange(places, dtype=jnp.int32) // block
+    together = Rows(index_O, rows.position_T[sharer_O], request_O)
+    return Sharing(sharer_O, together, visible_blocks(together, entries, block))
 
 
 def stage(
     spec: Spec,
-    parts: Parts,
+    shape: RowShape,
     backends: tuple[str, ...],
     layers: int,
     measure: Measured | None,
@@ -119,8 +142,8 @@ def stage(
 
     Args:
         spec: of the model.
-        parts: of the step.
-        backends: of attention, of each part.
+        shape: of the step.
+        backends: of attention, of each part, and of shared keys if the step has places for them.
         layers: how many of the stage's layers run.
         measure: what the chosen layers measure of the rows of the last part, if anything.
         weights: of the stage.
@@ -134,7 +157,7 @@ def stage(
     Returns:
         Residual rows behind these layers, the pool, and per layer what is measured (zeros of those not chosen).
     """
-    attend = _sharded_attention(spec, parts, backends, measure)
+    attend = _sharded_attention(spec, shape, backends, measure)
 
     def layer(x_TE: jax.Array, pool: Pages, state: Parameters, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)
@@ -163,7 +186,7 @@ def stage(
 
 
 def _sharded_attention(
-    spec: Spec, parts: Parts, backends: tuple[str, ...], measure: Measured | None
+    spec: Spec, shape: RowShape, backends: tuple[str, ...], measure: Measured | None
 ) -> Callable[..., tuple[jax.Array, Pages, jax.Array]]:
     """Write the rows' KV, attend, and measure, each device on its own KV heads."""
 
@@ -180,11 +203,20 @@ def _sharded_attention(
     ) -> tuple[jax.Array, Pages, jax.Array]:
         pool = write_pages(pool, layer, inputs.slot_T, k_TKD, v_TKD)
         found_parts = []
-        for (at, block_rows), blocks, backend in zip(_places(parts), inputs.blocks, backends, strict=True):
-            rows = _part(inputs.rows, at)
-            view = View(rows, pool, layer, inputs.entries, rotation, blocks, spec.scale, block_rows, spec.widen)
+
+        def look(rows: Rows, blocks: Blocks, block_rows: int) -> View:
+            return View(rows, pool, layer, inputs.entries, rotation, blocks, spec.scale, block_rows, spec.widen)
+
+        for (at, block_rows), blocks, backend in zip(_places(shape), inputs.blocks, backends, strict=False):
+            view = look(_part(inputs.rows, at), blocks, block_rows)
             found_parts.append(paged_interval_attention(q_THD[at], view, backend=backend))
-        out_THD = found_parts[0][0] if len(parts) == 1 else jnp.concatenate([out_THD for out_THD, _ in found_parts])
+        if inputs.sharing is not None:
+            shared = inputs.sharing
+            together = look(shared.rows, shared.blocks, shape.sharing[1])
+            q_OHD = q_THD[shared.sharer_O]
+            out_OHD, lse_OH = paged_interval_attention(q_OHD, together, backend=backends[-1])
+            found_parts[0] = _merge(*found_parts[0], shared.sharer_O, out_OHD, lse_OH)
+        out_THD = found_parts[0][0] if len(found_parts) == 1 else jnp.concatenate([out for out, _ in found_parts])
         if measure is None:
             return out_THD, pool, jnp.zeros(0)
         what, segments = measure
@@ -206,6 +238,19 @@ def _sharded_attention(
         check_vma=False,
     )
     return jax.jit(sharded, inline=True)  # traced once for all layers of a stage
+
+
+def _merge(
+    out_THD: jax.Array, lse_TH: jax.Array, sharer_O: jax.Array, out_OHD: jax.Array, lse_OH: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over keys of their own and over shared ones, as one softmax over both.
+
+    Source: Hydragen (arXiv 2402.05099), section 3.2; exact.
+    """
+    to_O = jnp.where(sharer_O >= 0, sharer_O, len(out_THD))
+    shared_THD = jnp.zeros_like(out_THD).at[to_O].set(out_OHD, mode="drop")
+    shared_TH = jnp.full_like(lse_TH, -jnp.inf).at[to_O].set(lse_OH, mode="drop")
+    return merge_states(out_THD, lse_TH, shared_THD, shared_TH)
 
 
 def end(spec: Spec, ends: Parameters, x_TE: jax.Array, index_N: jax.Array) -> jax.Array:
@@ -240,10 +285,10 @@ def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtyp
     return shape(number, vocabulary), *by_row, *(shape(dtype, adjusted) for dtype in (index, number, number))
 
 
-def _places(parts: Parts) -> list[tuple[slice, int]]:
+def _places(shape: RowShape) -> list[tuple[slice, int]]:
     """Which rows each part has, and the rows of its blocks."""
-    ends = list(itertools.accumulate(rows for rows, _ in parts))
-    return [(slice(end - rows, end), block) for end, (rows, block) in zip(ends, parts, strict=True)]
+    ends = list(itertools.accumulate(rows for rows, _ in shape.parts))
+    return [(slice(end - rows, end), block) for end, (rows, block) in zip(ends, shape.parts, strict=True)]
 
 
 def _part(rows: Rows, at: slice) -> Rows:

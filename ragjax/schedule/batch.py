@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import NEVER, Chosen, Grid, Residual, RowShape, Step, StepMeasure
 from ragjax.schedule.rows import PendingRows, Placed
+from ragjax.schedule.sharing import Group
 from ragjax.schedule.state import RequestState
 from ragjax.schedule.table import PageTable
 
@@ -97,23 +98,28 @@ Takes = Sequence[tuple[RequestState, int]]
 """Requests, and how many of their next rows a step takes."""
 
 
-def pack(single: Takes, many: Takes, shape: RowShape, grid: Grid, page_size: int) -> Batch:
+def pack(
+    single: Takes, many: Takes, shape: RowShape, grid: Grid, page_size: int, groups: Sequence[Group] = ()
+) -> Batch:
     """One step of a shape, from the next rows of requests.
 
     single: whose rows go in front, in blocks of one; none unless the shape is mixed. many: whose rows go behind; each
-    request's begin in a block of their own.
+    request's begin in a block of their own. groups: which requests, counted from the first, share keys, of those whose
+    rows are in blocks of one.
     """
     pending = [rows_of(state) for state, _ in (*single, *many)]
-    entries = Grid.fit(grid.entries_of(shape), sum(len(one.table) for one in pending))
-    step = _empty_step(shape.rows, entries, page_size, pending, grid)
+    shared = {member: group.entries for group in groups for member in group.members}
+    listed = sum(len(one.table) - shared.get(i, 0) for i, one in enumerate(pending))
+    step = _empty_step(shape, listed + sum(group.listed for group in groups), page_size, pending, grid)
     scheduled, logit_rows, entry = [], [], 0
     for request, (state, take, row) in enumerate(_places(single, many, shape)):
         one = rows_of(state)
         placed = Placed(one.done, one.done + take, row, entry)
-        _fill(step, one, request, placed)
+        _fill(step, one, request, placed, shared.get(request, 0))
         scheduled.append(ScheduledRows(state, placed, one))
         logit_rows += [row + i - placed.begin for i in scheduled[-1].logit_rows]
-        entry += len(one.table)
+        entry += len(one.table) - shared.get(request, 0)
+    _share(step, groups, scheduled, shape, entry)
     return Batch(tuple(scheduled), _carry(step, scheduled), tuple(logit_rows))
 
 
@@ -147,8 +153,24 @@ def _places(single: Takes, many: Takes, shape: RowShape) -> Iterator[tuple[Reque
         row += -(-take // shape.block) * shape.block
 
 
-def empty_step(rows: int, entries: int, page_size: int) -> Step:
+def _share(
+    step: Step, groups: Sequence[Group], scheduled: Sequence[ScheduledRows], shape: RowShape, entry: int
+) -> None:
+    """Place the rows of groups, and list the keys that they share, from an entry on."""
+    block, number = shape.sharing[1], 0
+    for group in groups:
+        members = [scheduled[member] for member in group.members]
+        rows = [row for part in members for row in range(part.placed.row, part.placed.row + part.placed.count)]
+        for begin in range(0, len(rows), block):
+            chosen = rows[begin : begin + block]
+            step.sharer_O[number * block : number * block + len(chosen)] = chosen
+            put_table(step, entry, shape.rows + number, rows_of(members[0].state).table, 0, group.entries)
+            number, entry = number + 1, entry + group.entries
+
+
+def empty_step(shape: RowShape, entries: int, page_size: int) -> Step:
     """A step of padding alone."""
+    rows = shape.rows
 
     def filled(value: int, *shape: int) -> NDArray[np.int32]:
         return np.full(shape, value, np.int32)
@@ -165,26 +187,28 @@ def empty_step(rows: int, entries: int, page_size: int) -> Step:
         index_SC=filled(int(NEVER), entries, page_size),
         hide_from_SC=filled(0, entries, page_size),
         hide_until_SC=filled(0, entries, page_size),
+        sharer_O=filled(-1, shape.sharing[0]),
     )
 
 
-def put_table(step: Step, entry: int, request: int, table: PageTable) -> None:
-    """Write a request's page table into the step, from an entry on."""
-    at = slice(entry, entry + len(table))
-    step.page_S[at] = table.page_S
-    step.offset_S[at] = table.offset_S
+def put_table(step: Step, entry: int, request: int, table: PageTable, begin: int, end: int) -> None:
+    """Write entries [begin, end) of a page table into the step, as a request's, from an entry on."""
+    at, taken = slice(entry, entry + end - begin), slice(begin, end)
+    step.page_S[at] = table.page_S[taken]
+    step.offset_S[at] = table.offset_S[taken]
     step.request_S[at] = request
-    step.index_SC[at] = table.index_SC
-    step.hide_from_SC[at] = table.hide_from_SC
-    step.hide_until_SC[at] = table.hide_until_SC
+    step.index_SC[at] = table.index_SC[taken]
+    step.hide_from_SC[at] = table.hide_from_SC[taken]
+    step.hide_until_SC[at] = table.hide_until_SC[taken]
 
 
-def _empty_step(rows: int, entries: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
-    """A step for rows of one kind, as yet without them."""
+def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
+    """A step for rows of one kind that need so many entries, as yet without them."""
+    rows, entries = shape.rows, Grid.fit(grid.entries_of(shape), need)
     first = pending[-1]  # decoding tokens come first, and have no say
     measured = [measure for one in pending if (measure := one.measure_now) is not None]
     measure = _together(measured, rows, entries, page_size, grid) if measured else None
-    return replace(empty_step(rows, entries, page_size), layers=first.layers, measure=measure)
+    return replace(empty_step(shape, entries, page_size), layers=first.layers, measure=measure)
 
 
 def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_size: int, grid: Grid) -> StepMeasure:
@@ -197,16 +221,17 @@ def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_siz
     return StepMeasure(first.what, layers, arrays, segments)
 
 
-def _fill(step: Step, pending: PendingRows, request: int, placed: Placed) -> None:
+def _fill(step: Step, pending: PendingRows, request: int, placed: Placed, shared: int) -> None:
+    """Write a request's rows, and its page table but for the first entries, which it shares."""
     taken = slice(placed.begin, placed.end)
     rows = slice(placed.row, placed.row + placed.end - placed.begin)
-    entries = slice(placed.entry, placed.entry + len(pending.table))
+    entries = slice(placed.entry, placed.entry + len(pending.table) - shared)
     step.token_T[rows] = pending.token[taken]
     step.index_T[rows] = pending.index[taken]
     step.position_T[rows] = pending.position[taken]
     step.slot_T[rows] = pending.slot[taken]
     step.request_T[rows] = request
-    put_table(step, placed.entry, request, pending.table)
+    put_table(step, placed.entry, request, pending.table, shared, len(pending.table))
     if step.measure is not None and (measure := pending.measure_now) is not None:
         for name, x in measure.arrays.items():
             if name.endswith("_SC"):

@@ -41,6 +41,11 @@ class Placed:
     row: int
     entry: int
 
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.end - self.begin
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -160,7 +165,7 @@ class PendingRows:
 
     def relocate(self, moved: Mapping[int, int], page_size: int) -> None:
         """Read and write pages under their new numbers."""
-        self.table.page_S = np.array([moved[page] for page in self.table.page_S.tolist()], np.int32)
+        self.table.relocate(moved)
         page, at = np.divmod(self.slot, page_size)
         self.slot = np.array([moved[one] for one in page.tolist()], np.int32) * np.int32(page_size) + at
 

@@ -14,6 +14,7 @@ from ragjax.schedule.batch import Batch, pack, rows_of
 from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.preload import Preload
 from ragjax.schedule.rows import PendingRows
+from ragjax.schedule.sharing import Group, find_groups
 from ragjax.schedule.state import RequestState
 
 FEW = 8
@@ -128,9 +129,17 @@ class Scheduler:
         return blocks * shape.block <= shape.rows and entries <= self.grid.entries_of(shape)[-1]
 
     def _cost(self, shape: RowShape, states: Sequence[RequestState]) -> float:
-        """Of a decode step, in rows: each block reads the keys of its request once."""
+        """Of a decode step, in rows: each block reads the keys of its request once, but for those that are shared."""
         entries = sum(-(-rows_of(state).left // shape.block) * len(rows_of(state).table) for state in states)
-        return shape.rows + entries * self.limits.page_size / DECODE_KEYS
+        saved = sum(group.saved for group in self._groups(shape, states))
+        return shape.rows + (entries - saved) * self.limits.page_size / DECODE_KEYS
+
+    def _groups(self, shape: RowShape, states: Sequence[RequestState]) -> list[Group]:
+        """Which of the requests share keys; their rows are in blocks of one."""
+        pending = [rows_of(state) for state in states]
+        if any(rows.measure_now is not None for rows in pending):
+            return []
+        return find_groups([rows.table for rows in pending], [rows.left for rows in pending], shape.sharing)
 
     def _prefill_batch(self, states: list[RequestState], *, bounded: bool = False) -> Batch:
         states = self._within(states, self.limits.entries)
@@ -196,7 +205,8 @@ class Scheduler:
     def _pack(
         self, single: Sequence[tuple[RequestState, int]], many: Sequence[tuple[RequestState, int]], shape: RowShape
     ) -> Batch:
-        return pack(single, many, shape, self.grid, self.limits.page_size)
+        ones = [state for state, _ in (many if shape.block == 1 else single)]
+        return pack(single, many, shape, self.grid, self.limits.page_size, self._groups(shape, ones))
 
 
 def _sharing(states: Sequence[RequestState]) -> list[RequestState]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,26 @@ class PageTable:
                 self.hide_from_SC.reshape(-1)[slot] = span.hidden[0]
                 self.hide_until_SC.reshape(-1)[slot] = span.hidden[1]
         self._last = slots[-1] if slots else np.zeros(0, np.intp)
+        self._lasting: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.page_S)
+
+    @property
+    def lasting(self) -> NDArray[np.int64]:
+        """The entries before those of the last span, as hashes: equal where entries are equal in all arrays."""
+        if self._lasting is None:
+            end = int(self._last.min()) // self.index_SC.shape[1] if len(self._last) else len(self)
+            arrays = (self.index_SC, self.hide_from_SC, self.hide_until_SC)
+            places = zip(self.page_S[:end].tolist(), self.offset_S[:end].tolist(), strict=True)
+            slots = zip(*([x_C.tobytes() for x_C in x_SC[:end]] for x_SC in arrays), strict=True)
+            self._lasting = np.array([hash(entry) for entry in zip(places, slots, strict=True)], np.int64)
+        return self._lasting
+
+    def relocate(self, moved: Mapping[int, int]) -> None:
+        """Read pages under their new numbers."""
+        self.page_S = np.array([moved[page] for page in self.page_S.tolist()], np.int32)
+        self._lasting = None
 
     def show(self, index: int, order: int) -> None:
         """Give the last span's token `index` an order."""

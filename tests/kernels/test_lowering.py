@@ -153,6 +153,7 @@ def test_stage_of_a_model_lowers(
     step = {f"{n}_T": shape((rows,)) for n in ("token", "index", "position", "request", "slot")}
     step |= {f"{n}_S": shape((entries,)) for n in ("page", "offset", "request")}
     step |= {f"{n}_SC": shape((entries, slots)) for n in ("index", "hide_from", "hide_until")}
+    step["sharer_O"] = shape(row_shape.sharing[:1])
     table = Rotation(*[jax.ShapeDtypeStruct((config.context_length, 64), jnp.float32)] * 2)  # type: ignore[arg-type]
     pool = Pages(*[jax.ShapeDtypeStruct((layers, 4096, config.num_kv_heads, slots, 128), jnp.bfloat16)] * 2)  # type: ignore[arg-type]
     decoder = Decoder.abstract(config)
@@ -160,13 +161,14 @@ def test_stage_of_a_model_lowers(
     ends_def, ends = nnx.split(without_layers(decoder))
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), states[0])
     spec = stages.Spec(layer, ends_def, hopper_mesh(), True, config.head_dim**-0.5)  # type: ignore[arg-type]
-    begin = partial(stages.begin, spec, row_shape.parts)
+    begin = partial(stages.begin, spec, row_shape)
     lower(begin, ends, table, step)
     x_TE, inputs = jax.eval_shape(begin, ends, table, step)
     measure = None if what is None else (what, 16)
+    attentions = len(row_shape.parts) + bool(row_shape.sharing[0])
     sizes = {"T": (rows,), "S": (entries,), "SC": (entries, slots)}
     probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[what] if what else ())}
     chosen_L = jax.ShapeDtypeStruct((layers if what else 0,), jnp.bool_)
-    whole = partial(stages.stage, spec, row_shape.parts, ("triton",) * len(row_shape.parts), layers, measure)
+    whole = partial(stages.stage, spec, row_shape, ("triton",) * attentions, layers, measure)
     stage = lower(whole, weights, pool, x_TE, inputs, table, chosen_L, probe)
-    assert [one.name for one in kernels(stage)] == ["paged_interval_attention"] * len(row_shape.parts) + kernel
+    assert [one.name for one in kernels(stage)] == ["paged_interval_attention"] * attentions + kernel

@@ -57,6 +57,7 @@ class Device:
         self.token = np.full(pages * PAGE, -1, np.int64)
         self.position = np.full(pages * PAGE, -1, np.int64)
         self.computed = Counter()
+        self.shared = 0  # rows that read keys together with others
 
     def run(self, batch):
         """(logits, mass) of a batch: a logits row is (token, order); mass counts the rows that see each key."""
@@ -69,7 +70,7 @@ class Device:
         score_SC = np.zeros(step.index_SC.shape, np.float32)
         for row in live:
             order = step.index_T[row]
-            seen = (step.request_S[:, None] == step.request_T[row]) & (step.index_SC <= order)
+            seen = np.isin(step.request_S, self._requests(step, row))[:, None] & (step.index_SC <= order)
             seen &= ~((step.hide_from_SC <= order) & (order < step.hide_until_SC))
             score_SC += seen
             task = batch.parts[step.request_T[row]].state
@@ -78,6 +79,14 @@ class Device:
             self._check_row(task, step, row, step.index_SC[seen], slot_SC[seen], offset)
         logits = np.stack([step.token_T, step.index_T], 1).astype(np.float32)[list(batch.logit_rows)]
         return logits if batch.logit_rows else None, np.stack([score_SC, 2 * score_SC]) if step.measure else None
+
+    def _requests(self, step, row):
+        """The requests whose entries a row looks at: its own, and that of its block of places, if it has a place."""
+        places = np.flatnonzero(step.sharer_O == row)
+        assert len(places) <= 1
+        self.shared += len(places)
+        block = self.grid.sharing(len(step.index_T))[1]
+        return [step.request_T[row], *(len(step.index_T) + places // block)]
 
     def _check_row(self, task, step, row, order, slot, offset):
         sequence = np.concatenate([task.prompt.tokens, np.asarray(task.decoded, np.int32)])
@@ -103,6 +112,8 @@ class Device:
         assert (step.slot_T[~padding] >= PAGE).all()
         assert len(set(step.slot_T[~padding].tolist())) == (~padding).sum(), "two rows write one slot"
         assert (step.request_T[~padding] >= 0).all()
+        assert step.sharer_O.shape == shape.sharing[:1]
+        assert not padding[step.sharer_O[step.sharer_O >= 0]].any(), "padding has a place"
         unused = step.request_S < 0
         assert (step.index_SC[unused] == NEVER).all() and (step.page_S[unused] == 0).all()
         assert (~padding).sum() == sum(piece.placed.end - piece.placed.begin for piece in batch.parts)

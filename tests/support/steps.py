@@ -93,6 +93,7 @@ def step_of(parts: Sequence[Part], rows: int, *, entries: int = 16, grid: Grid =
     named = (
         {f"{n}_T": x for n, x in t.items()} | {f"{n}_S": x for n, x in s.items()} | {f"{n}_SC": x for n, x in c.items()}
     )
+    named["sharer_O"] = np.full(shape.sharing[0], -1)
     measure = StepMeasure(Measure.KEY_SCORE, (0, score), {"asking_T": np.ones(rows, np.int32)}) if score else None
     return Step(**{name: x.astype(np.int32) for name, x in named.items()}, measure=measure)
 

@@ -1,0 +1,45 @@
+"""Decoding requests over the same pages read them together, and say what each says alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ragjax.core import Grid
+from ragjax.engine import Engine
+from ragjax.runner.runner import Runner
+from ragjax.schedule.batch import Batch
+from tests.support import tiny
+
+GRID = Grid(rows=((2, 2), (4, 1), (8, 1), (12, 8, 4), (16, 8), (64, 16)), entries=(96,), wide=320)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    runner = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    with tiny.engine(runner, lookup=0) as engine:
+        yield engine
+        engine.audit()
+
+
+@pytest.mark.parametrize("strategy", ["prefix", "naive", "fusion"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
+def test_answers_are_those_of_requests_alone(
+    engine: Engine, strategy: str, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared: list[int] = []
+    step = engine._loop._scheduler._pack
+
+    def pack(*args: object) -> Batch:
+        batch = step(*args)  # type: ignore[arg-type]
+        shared.append(int((batch.step.sharer_O >= 0).sum()))
+        return batch
+
+    monkeypatch.setattr(engine._loop._scheduler, "_pack", pack)
+    prompts = [tiny.prompt(7, 40, (30, 20), 5 + i % 3) for i in range(6)]
+    alone = [engine.answer_prompt(prompt, strategy=strategy, max_tokens=24, **sampling).tokens for prompt in prompts]
+    assert not any(shared)
+    futures = [engine.begin_prompt(prompt, strategy=strategy, max_tokens=24, **sampling) for prompt in prompts]
+    assert [future.result().tokens for future in futures] == alone
+    assert max(shared) >= 3

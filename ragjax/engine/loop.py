@@ -14,10 +14,11 @@ from ragjax.engine.answer import reports_of
 from ragjax.engine.counters import Counters
 from ragjax.engine.depkv import DepKV
 from ragjax.engine.execution import Execution
-from ragjax.engine.fault import RESTARTS, Faults
+from ragjax.engine.fault import Faults
 from ragjax.engine.guess import Guesses
 from ragjax.engine.loads import LoadWatch
 from ragjax.engine.queue import Queue
+from ragjax.engine.recovery import renew, restart_all
 from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
@@ -364,25 +365,12 @@ class Loop:
         self._admission.put_back(state)
 
     def _recover(self, error: Exception) -> None:
-        """The device's pool is gone: start requests again with what host memory and disk hold (RAGCache, section 6).
-
-        Requests before their first token are computed again; others continue after the tokens that went out.
-        """
+        """The device's memory is gone, and with it what was kept: requests start again."""
         self.counters.device_losses += 1
-        _log.error("the device's memory was lost; running requests start again", exc_info=error)
-        for state in sorted(self._scheduler.running, key=lambda state: state.times.admitted, reverse=True):
-            if state.restarts >= RESTARTS:
-                self._fail(state, error)
-            else:
-                self._restart(state, "the device's memory was lost; the request was computed again")
+        restart_all(self._scheduler.running, error, self._restart, self._fail)
         for kv in list(self.kept.values()):
             self.drop(kv, "the KV was lost with the device's memory: compute it again")
-        self._runner.reset()
-        self._cache.give_up()
-        while self._cache.loading:
-            self._cache.poll()
-            time.sleep(TICK)
-        self._cache.lose_device()
+        renew(self._runner, self._cache)
 
     # -------------------------------------------------------------------------------------------- ends
 

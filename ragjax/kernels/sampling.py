@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-BLOCK = 512
+BLOCK = 128
 """Tokens of a block of the vocabulary."""
 
 ALTERNATIVES = 20
@@ -51,8 +51,10 @@ def choose(
         top_p_N: mass that the likeliest of these reach together, float32; 1 for no limit.
         uniform_N: where in the distribution to draw, float32 in [0, 1).
     """
-    greedy_N = _first(logits_NV == logits_NV.max(-1, keepdims=True))
-    greedy_N = jnp.where(greedy_N < logits_NV.shape[1], greedy_N, 0)  # no number at all
+    vocabulary = logits_NV.shape[1]
+    logits_NV = jnp.pad(logits_NV, ((0, 0), (0, -vocabulary % BLOCK)), constant_values=-jnp.inf)
+    greedy_N = _likeliest_one(logits_NV)
+    top_k_N = jnp.where(top_k_N < vocabulary, top_k_N, 0)
     drawn_N: jax.Array = lax.cond(
         (temperature_N > 0).any(),
         lambda: _draw(logits_NV, temperature_N, top_k_N, top_p_N, uniform_N, greedy_N),
@@ -85,12 +87,10 @@ def _draw(
     uniform_N: jax.Array,
     greedy_N: jax.Array,
 ) -> jax.Array:
-    vocabulary = logits_NV.shape[1]
-    logits_NV = jnp.pad(logits_NV, ((0, 0), (0, -vocabulary % BLOCK)), constant_values=-jnp.inf)
     scale_N1 = jnp.where(temperature_N > 0, temperature_N, 1.0)[:, None]
     weight_NV = jnp.exp((logits_NV - logits_NV.max(-1, keepdims=True)) / scale_N1)
     rank_NV = _ordered(logits_NV)
-    cuts_k_N, cuts_p_N = (top_k_N > 0) & (top_k_N < vocabulary), top_p_N < 1.0
+    cuts_k_N, cuts_p_N = top_k_N > 0, top_p_N < 1.0
     weight_NV = lax.cond(
         cuts_k_N.any(),
         lambda: jnp.where(cuts_k_N[:, None], _likeliest(weight_NV, rank_NV, top_k_N), weight_NV),
@@ -102,7 +102,18 @@ def _draw(
         lambda: weight_NV,
     )
     token_N = _at_mass(weight_NV, uniform_N * _sum(weight_NV))
-    return jnp.where(token_N < vocabulary, token_N, greedy_N)
+    return jnp.where(token_N < logits_NV.shape[1], token_N, greedy_N)
+
+
+def _likeliest_one(logits_NV: jax.Array) -> jax.Array:
+    """The token of the largest logit, int32 [N]: the first of equal ones, and 0 if a logit is no number."""
+    logits_NOW = _blocks(logits_NV)
+    max_NO = logits_NOW.max(-1)
+    max_N1 = max_NO.max(-1, keepdims=True)
+    block_N = _first(max_NO == max_N1)
+    found_N = block_N < max_NO.shape[1]
+    logits_NW = jnp.take_along_axis(logits_NOW, jnp.where(found_N, block_N, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where(found_N, block_N * BLOCK + _first(logits_NW == max_N1), 0)
 
 
 def _likeliest(weight_NV: jax.Array, rank_NV: jax.Array, top_k_N: jax.Array) -> jax.Array:

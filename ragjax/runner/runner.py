@@ -222,6 +222,8 @@ class Runner(PagePool):
     def step(self, step: Step) -> Outcome:
         """Run layers for one batch of rows (arrays as in `core.Step`): their KV is in the pool afterwards.
 
+        Waits for nothing. The arrays must not change any more: the device may read them later.
+
         Raises:
             ValueError: before anything is computed, if a page, slot, position, offset or layer is out of range.
         """

@@ -107,14 +107,14 @@ class _Changes:
         self._count_A[self._place[token]] += 1
 
     def now(self) -> Adjusted | None:
-        """What changes, in arrays of their own."""
+        """What changes now."""
         if not len(self._token_A):
             return None
         asked = self._sampling
         repetition = min(max(asked.repetition_penalty, LEAST_FACTOR), MOST_FACTOR)
         penalty_A = asked.presence_penalty * (self._count_A > 0) + asked.frequency_penalty * self._count_A
         return Adjusted(
-            self._token_A.copy(),
+            self._token_A,
             np.where(self._seen_A, repetition, 1.0).astype(np.float32),
             (self._bias_A - penalty_A).astype(np.float32),
         )

@@ -11,6 +11,7 @@ import pytest
 
 from ragjax.runner.runner import Runner
 from ragjax.runner.sampling import Logits, Sampled
+from ragjax.schedule.state import RequestState
 from tests.support import tiny
 
 SAMPLED: dict[str, Any] = {
@@ -135,23 +136,27 @@ def test_a_device_that_is_lost_while_its_tokens_are_waited_for(
         engine.audit()
 
 
-@pytest.mark.parametrize("how", ["cancel", "restart"])
-def test_who_leaves_while_the_device_computes_is_left_out(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["end", "restart"])
+@pytest.mark.parametrize("decoding", [True, False])
+def test_who_leaves_while_the_device_computes_is_left_out(
+    how: str, decoding: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends, or is started again, between the launch of a step and its landing; the others never notice."""
     expected = alone(3, max_tokens=24, **SAMPLED)
     with tiny.engine() as engine:
         loop, execution = engine._loop, engine._loop._execution
-        land, steps = execution.land, 0
+        land, left = execution.land, list[RequestState]()
 
         def landed() -> bool:
-            nonlocal steps
-            steps += execution._flight is not None
-            if steps == 12 and execution._flight is not None:
-                state = next(s for s in loop._scheduler.running if s.decoding)
-                if how == "cancel":
-                    loop._end(state, RuntimeError("it left"))
-                else:
-                    loop._restart(state, "")
+            flight = execution._flight
+            if flight is not None and not left and flight.batch.logit_rows and loop.counters.steps > 1:
+                found = [part.state for part in flight.batch.parts if part.state.decoding is decoding]
+                for state in found[:1]:
+                    left.append(state)
+                    if how == "end":
+                        loop._end(state, RuntimeError("it left"))
+                    else:
+                        loop._restart(state, "")
             return land()
 
         monkeypatch.setattr(execution, "land", landed)
@@ -161,7 +166,7 @@ def test_who_leaves_while_the_device_computes_is_left_out(how: str, monkeypatch:
             error = future.exception()
             found.append(str(error) if error else future.result().tokens)
         engine.audit()
-    assert found.count("it left") == (how == "cancel")
+    assert len(left) == 1 and found.count("it left") == (how == "end")
     assert all(one == other for one, other in zip(found, expected, strict=True) if one != "it left")
 
 
@@ -192,7 +197,8 @@ def test_the_first_token_s_time_is_that_of_its_text(monkeypatch: pytest.MonkeyPa
     assert answer.timings.ttft >= 200
 
 
-def test_nobody_sleeps_while_a_request_waits_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_nobody_sleeps_while_a_request_waits_for_a_place(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[int] = []
     with tiny.engine(max_running=1) as engine:
         loop = engine._loop
@@ -204,10 +210,28 @@ def test_nobody_sleeps_while_a_request_waits_for_a_place(monkeypatch: pytest.Mon
             return drain(busy)
 
         monkeypatch.setattr(loop, "_drain_inbox", drained)
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=3) for prompt in prompts(6)]
-        assert all(len(future.result().tokens) == 3 for future in futures)
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=tokens) for prompt in prompts(6)]
+        assert all(len(future.result().tokens) == tokens for future in futures)
         engine.audit()
     assert not any(slept)
+
+
+def test_a_place_that_is_free_is_taken_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle: list[int] = []
+    with tiny.engine(max_running=1) as engine:
+        scheduler = engine._loop._scheduler
+        following = scheduler.next_batch
+
+        def watched() -> Any:
+            batch = following()
+            if batch is None:
+                idle.append(engine._loop.waiting)
+            return batch
+
+        monkeypatch.setattr(scheduler, "next_batch", watched)
+        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=3) for prompt in prompts(6)]
+        assert all(len(future.result().tokens) == 3 for future in futures)
+    assert not any(idle)
 
 
 def test_what_is_called_in_the_engine_s_thread_finds_all_in_order() -> None:

@@ -34,6 +34,11 @@ def test_the_least_temperature_takes_the_likeliest(temperature, options):
     assert {sampler.choose(known_logits(50.0)) for _ in range(20)} == {3}
 
 
+def test_the_least_temperature_draws_among_equals():
+    logits = np.array([0.0, 1.0, 1.0, 0.999], np.float32)
+    assert set(OnDevice(Sampling(temperature=1e-300, seed=0)).many(logits, 100)) == {1, 2}
+
+
 def test_a_seed_repeats_and_another_differs():
     def draws(seed):
         sampler = OnDevice(Sampling(temperature=1.0, seed=seed))

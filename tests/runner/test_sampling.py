@@ -1,0 +1,103 @@
+"""Tokens chosen by the runner's programs, for any number of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ragjax.core import Adjusted, Draw, Sampling
+from ragjax.runner.runner import Runner
+from tests.support import sampler as oracle
+from tests.support.devices import assert_agreement
+from tests.support.steps import CONFIG, make_runner, step_of, tokens_of, whole
+
+ROWS = 20
+
+
+@pytest.fixture(scope="module")
+def runner() -> Runner:
+    return make_runner(CONFIG)
+
+
+def adjusted(random: np.random.Generator, size: int) -> Adjusted | None:
+    if not size:
+        return None
+    token_A = random.permutation(CONFIG.vocab_size)[:size].astype(np.int32)
+    add_A = random.uniform(-2, 2, len(token_A)).astype(np.float32)
+    return Adjusted(token_A, np.full(len(token_A), 1.3, np.float32), add_A)
+
+
+def changed(logits_V: np.ndarray, by: Adjusted | None) -> np.ndarray:
+    out_V = logits_V.astype(np.float64)
+    if by is not None:
+        x = out_V[by.token_A]
+        out_V[by.token_A] = np.where(x > 0, x / by.factor_A, x * by.factor_A) + by.add_A
+    return out_V
+
+
+@pytest.mark.parametrize("uploaded", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_row_is_drawn_as_it_asks(runner: Runner, seed: int, uploaded: bool) -> None:
+    """More rows than a bucket holds, in any order; with lists of every length, or none; log-probabilities for some."""
+    random = np.random.default_rng(seed)
+    order = random.permutation(ROWS)
+    logits = runner.predict(runner.step(step_of([whole(tokens_of(22, ROWS), 2)], 24)), order.tolist())
+    logits_NV = np.stack(list(logits.read().values()))
+    assert len(logits.parts) > 1
+    draws = [
+        Draw(
+            temperature=float(random.choice([0.0, 0.6, 1.0])),
+            top_k=int(random.choice([0, 3, 10**6])),
+            top_p=float(random.choice([0.7, 1.0])),
+            uniform=float(random.random()),
+            adjusted=adjusted(random, int(random.choice([0, 0, 5, CONFIG.vocab_size]))),
+            logprobs=bool(random.random() < 0.2),
+        )
+        for _ in range(ROWS)
+    ]
+    found = runner.sample(runner.upload_logits(list(logits_NV)) if uploaded else logits, draws).read()
+    assert len(found) == ROWS
+    for draw, one, logits_V in zip(draws, found, logits_NV, strict=True):
+        asked = Sampling(temperature=draw.temperature, top_k=draw.top_k, top_p=draw.top_p)
+        assert oracle.near(changed(logits_V, draw.adjusted), asked, draw.uniform, one.token)
+        log_V = logits_V.astype(np.float64) - np.logaddexp.reduce(logits_V.astype(np.float64))
+        assert one.logprob is not None or not draw.logprobs
+        if one.logprob is not None:
+            assert one.logprob == pytest.approx(log_V[one.token], abs=1e-5)
+            assert [token for token, _ in one.top] == np.argsort(-log_V, kind="stable")[:20].tolist()
+            assert [value for _, value in one.top] == pytest.approx(np.sort(log_V)[::-1][:20].tolist(), abs=1e-5)
+
+
+def test_only_the_logits_that_are_wanted_are_fetched(runner: Runner) -> None:
+    logits = runner.predict(runner.step(step_of([whole(tokens_of(22, ROWS), 2)], 24)), range(ROWS))
+    wanted = [row in (0, 13) for row in range(ROWS)]
+    every, some = logits.read(), logits.read(wanted)
+    assert list(some) == [0, 13] and list(every) == [*range(ROWS)]
+    assert all(np.array_equal(some[row], every[row]) for row in some)
+    assert logits.read([False] * ROWS) == {}
+
+
+SHARDED = """
+import jax
+from jax.sharding import AxisType
+from dataclasses import replace
+from ragjax.core import Draw
+from tests.support import steps as t
+
+config = replace(t.CONFIG, num_layers=2, num_heads=16, num_kv_heads=8)
+found = []
+for devices in (1, 8):
+    mesh = jax.make_mesh((devices,), ("kv_heads",), axis_types=(AxisType.Auto,))
+    made = t.make_runner(config, mesh=mesh)
+    logits = made.predict(made.step(t.step_of([t.whole(t.tokens_of(3, 8), 1)], 24)), range(8))
+    draws = [Draw(0.8, 5, 0.9, i / 8, logprobs=True) for i in range(8)]
+    found.append([one.token for one in made.sample(logits, draws).read()])
+    found.append([one.token for one in made.sample(made.upload_logits(list(logits.read().values())), draws).read()])
+assert all(tokens == found[0] for tokens in found), found
+print("agree on", jax.device_count(), "devices")
+"""
+
+
+@pytest.mark.slow
+def test_a_mesh_chooses_the_same_tokens() -> None:
+    assert_agreement(SHARDED, 8)

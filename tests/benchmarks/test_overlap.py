@@ -1,0 +1,24 @@
+"""The benchmark of host work beside the device: what its rows say."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import overlap
+from tests.support import tiny
+
+
+@pytest.mark.parametrize("mode", overlap.MODES)
+def test_a_row_counts_steps_in_which_all_clients_decode(mode: str) -> None:
+    with tiny.engine() as engine:
+        row = overlap.row(engine, mode, 3, 80, 2)
+        assert engine._loop._execution.land.__func__.__name__ == "land", "the engine is left as it was"
+    assert set(row) == set(overlap.COLUMNS)
+    assert 0 < row["steps"] <= 2 * 79
+    assert 0 < row["hidden_ms"] < row["step_ms"] and row["waited_ms"] > 0 and row["exposed_ms"] > 0
+
+
+@pytest.mark.parametrize("flags", [["--clients", "0"], ["--tokens", "1"], ["--rounds", "0"]])
+def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        overlap.options(flags)

@@ -25,7 +25,8 @@ prompt's tokens, with retrieval done. All decode greedily, each answer to its la
 
 Rows: times are milliseconds from a request's arrival; `itl` is the time between two deliveries of text; `found_share`
 is the share of prompt tokens whose KV was found. `jain` is Jain's index over seconds a token. Energy of wasted steps
-cannot be read on these machines and is left out. Parts: `batch` compares 16 requests that decode at once with one;
+cannot be read on these machines and is left out. Parts: `batch` compares 16 requests that decode at once, each
+over a context of its own and then all over one, with a single request;
 `stall` the time between tokens of four requests while a prompt of 4K tokens is prefilled with that before.
 """
 

@@ -32,13 +32,18 @@ def prompt(number: int, tokens: int) -> Ask:
 
 
 async def batch(target: Target, context: int) -> list[tuple[str, Load]]:
-    """One request alone, then sixteen at once, each over a context of its own whose KV is known."""
-    asks = [prompt(number, context) for number in range(TOGETHER)]
-    await closed_loop(target, [replace(ask, output=4) for ask in asks], TOGETHER)
-    await closed_loop(target, asks, TOGETHER)  # whatever has to be compiled is
-    alone = await closed_loop(target, asks[:1], 1)
-    together = await closed_loop(target, asks, TOGETHER)
-    return [("batch", alone), ("batch", together)]
+    """One request alone, then sixteen at once: each over a context of its own, then all over one; its KV is known."""
+    own = [prompt(number, context) for number in range(TOGETHER)]
+    one = [replace(ask, question=f"{own[0].question}Question {ask.id}.") for ask in own]
+    for asks in (own, one):
+        await closed_loop(target, [replace(ask, output=4) for ask in asks], TOGETHER)
+        await closed_loop(target, asks, TOGETHER)  # whatever has to be compiled is
+    alone = await closed_loop(target, own[:1], 1)
+    return [
+        ("batch:alone", alone),
+        ("batch:own", await closed_loop(target, own, TOGETHER)),
+        ("batch:one", await closed_loop(target, one, TOGETHER)),
+    ]
 
 
 def decode_rate(load: Load) -> float:
@@ -77,7 +82,8 @@ def verdict(part: str, loads: Sequence[tuple[str, Load]]) -> dict[str, Any]:
     """The figure that a part is about."""
     first, second = loads[0][1], loads[1][1]
     if part == "batch":
-        alone, together = decode_rate(first), decode_rate(second)
-        return {"tokens_per_s_alone": alone, "tokens_per_s_together": together, "ratio": together / alone}
+        alone, own, one = (decode_rate(load) for _, load in loads)
+        rates = {"tokens_per_s_alone": alone, "tokens_per_s_own": own, "tokens_per_s_one": one}
+        return {**rates, "ratio_own": own / alone, "ratio_one": one / alone}
     idle, busy = gap_p99(first) or 0.0, gap_p99(second) or 0.0
     return {"itl_p99_idle_ms": idle, "itl_p99_prefill_ms": busy, "ratio": busy / idle}

@@ -38,9 +38,14 @@ class Fake:
 def test_a_batch_is_one_request_and_then_all_of_them_over_known_prompts() -> None:
     fake = Fake()
     loads = asyncio.run(part.batch(fake, 64))
-    assert [len(load.records) for _, load in loads] == [1, part.TOGETHER]
-    assert {ask.question for ask in fake.asked[-part.TOGETHER :]} == {ask.question for ask in fake.asked}
-    assert len({ask.question for ask in fake.asked}) == part.TOGETHER
+    assert [(what, len(load.records)) for what, load in loads] == [
+        ("batch:alone", 1), ("batch:own", part.TOGETHER), ("batch:one", part.TOGETHER),
+    ]  # fmt: skip
+    measured = fake.asked[-2 * part.TOGETHER :]
+    assert {ask.question for ask in measured} == {ask.question for ask in fake.asked}
+    own, one = ([ask.question for ask in half] for half in (measured[: part.TOGETHER], measured[part.TOGETHER :]))
+    assert len({*own, *one}) == 2 * part.TOGETHER
+    assert all(question.startswith(own[0]) for question in one)
 
 
 def test_the_prompt_that_stalls_is_new_to_the_cache() -> None:
@@ -59,8 +64,10 @@ def test_the_rate_counts_the_time_alone_in_which_all_decode() -> None:
 def test_a_batchs_ratio_is_of_rates() -> None:
     alone = Load([Record("a", 0, times=[1.0, 2.0, 3.0])])
     together = Load([Record(name, 0, times=[1.0, 1.5, 2.0]) for name in "abcd"])
-    found = part.verdict("batch", [("batch", alone), ("batch", together)])
-    assert (found["tokens_per_s_alone"], found["tokens_per_s_together"], found["ratio"]) == (1.0, 8.0, 8.0)
+    two = Load([Record(name, 0, times=[1.0, 1.5, 2.0]) for name in "ab"])
+    found = part.verdict("batch", [("batch:alone", alone), ("batch:own", two), ("batch:one", together)])
+    rates = (found["tokens_per_s_alone"], found["tokens_per_s_own"], found["tokens_per_s_one"])
+    assert rates == (1.0, 4.0, 8.0) and (found["ratio_own"], found["ratio_one"]) == (4.0, 8.0)
 
 
 def test_a_stall_counts_the_gaps_alone_that_overlap_with_the_prefill() -> None:

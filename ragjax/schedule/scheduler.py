@@ -85,8 +85,8 @@ class Scheduler:
         if not prefilling:
             return self._decode_batch(decoding) if decoding else None
         prefilling = _sharing(prefilling)
-        if not decoding:  # a step of guesses alone is short, so that a wrong one makes room soon
-            return self._prefill_batch(prefilling, bounded=all(state.speculative for state in prefilling))
+        if not decoding:
+            return self._prefill_batch(prefilling)
         first = rows_of(prefilling[0])
         batch = self._mixed_batch(decoding, prefilling) if first.layers == prefilling[0].reader.all_layers else None
         if batch is not None:

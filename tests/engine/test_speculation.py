@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -181,32 +181,6 @@ def test_figure_11(scripted: Callable[..., Script]) -> None:
         timings = answer.timings
         assert 0 < timings.search_exposed < timings.retrieve <= timings.ttft <= timings.total
         assert engine.stats()["requests_total"] == {"prefix": 1}
-        assert _is_clean(engine)
-
-
-def test_steps_of_guesses_alone_are_short(scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until its documents are confirmed; then the rest of the prompt is computed as any other."""
-    confirmed, most, rows = threading.Event(), 20, {True: list[int](), False: list[int]()}
-    with _engine() as engine:
-        scheduler = engine._loop._scheduler
-        scheduler.budget = replace(scheduler.budget, tokens=most, keys=10**9)
-        scripted(LONGER, LONGER, gate=lambda number: number and confirmed.wait(20))
-        whole = scheduler.next_batch
-
-        def watched() -> Any:
-            before = {state: state.rows.done for state in scheduler.running if state.rows and not state.decoding}
-            guess = any(state.speculative for state in before)
-            batch = whole()
-            if before and batch is not None:
-                rows[guess].append(sum(part.placed.end - part.placed.begin for part in batch.parts))
-                if guess and len(rows[True]) == 3:
-                    confirmed.set()
-                    _until(lambda: not engine._loop._inbox.empty())
-            return batch
-
-        monkeypatch.setattr(scheduler, "next_batch", watched)
-        assert engine.answer("Which?", max_tokens=2).tokens
-        assert rows[True] and max(rows[True]) <= most < max(rows[False])
         assert _is_clean(engine)
 
 

@@ -298,7 +298,7 @@ class Engine:
         want_logits: bool = False,
         continuation: Tokens | None = None,
         tenant: str = "",
-        **options: float | int | str | tuple[str, ...] | None,
+        **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
     ) -> Answer:
         """Answer a question (or continue a chat); `options` are fields of `core.Sampling`, `max_tokens` for instance.
 
@@ -337,7 +337,7 @@ class Engine:
         continuation: Tokens | None = None,
         background: bool = False,
         tenant: str = "",
-        **options: float | int | str | tuple[str, ...] | None,
+        **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
     ) -> Future[Answer]:
         """Begin to answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks.
 
@@ -377,7 +377,11 @@ class Engine:
         return found[-1]
 
     def generate_with_depkv(
-        self, kv: DepKV, *, sampling: Sampling | None = None, **options: float | int | str | tuple[str, ...] | None
+        self,
+        kv: DepKV,
+        *,
+        sampling: Sampling | None = None,
+        **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
     ) -> Answer:
         """Generate behind a prompt whose KV is held; nothing of it is computed again. `options` as in `answer`.
 

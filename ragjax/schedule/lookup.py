@@ -24,9 +24,10 @@ RETRY = 16
 
 
 def propose(tokens: Tokens, most: int) -> Tokens:
-    """Up to `most` tokens that may follow: those that followed the last time that the text ended alike, int32 [n].
+    """Tokens that may follow, int32 [most] or [0]: those that followed the last time that the text ended alike.
 
-    tokens: prompt and answer so far, int32 [n].
+    Where these reach the text's end, it repeats itself, and is taken to go on so. tokens: prompt and answer so far,
+    int32 [n].
     """
     n = len(tokens)
     for size in SIZES:
@@ -38,7 +39,7 @@ def propose(tokens: Tokens, most: int) -> Tokens:
         found = np.flatnonzero(alike)
         if len(found):
             begin = int(found[-1]) + size
-            return tokens[begin : begin + most]
+            return np.resize(tokens[begin:], most) if n - begin < most else tokens[begin : begin + most]
     return tokens[:0]
 
 

@@ -16,7 +16,8 @@ def slowly(tokens: list[int], most: int) -> list[int]:
     for size in (3, 2):
         for begin in range(len(tokens) - size - 1, -1, -1):
             if tokens[begin : begin + size] == tokens[-size:]:
-                return tokens[begin + size : begin + size + most]
+                following = tokens[begin + size :]
+                return [following[i % len(following)] for i in range(most)]
     return []
 
 
@@ -24,6 +25,11 @@ def slowly(tokens: list[int], most: int) -> list[int]:
 def test_the_tokens_behind_the_last_place_that_ends_alike(tokens: list[int], most: int) -> None:
     found: Tokens = propose(np.array(tokens, np.int32), most)
     assert found.tolist() == (slowly(tokens, most) if most else [])
+
+
+def test_what_repeats_itself_is_taken_to_go_on_so() -> None:
+    assert propose(np.array([5, 1, 2, 1, 2, 1], np.int32), 5).tolist() == [2, 1, 2, 1, 2]
+    assert propose(np.array([4, 4, 4], np.int32), 3).tolist() == [4, 4, 4]
 
 
 def test_a_longer_match_wins_over_a_later_one() -> None:

@@ -57,6 +57,7 @@ from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.full import Full
+from ragjax.schedule.odds import Odds
 from ragjax.schedule.order import order_of
 from ragjax.schedule.state import RequestState, Sink, Times
 
@@ -93,6 +94,7 @@ class Engine:
             transfer=parts.transfer,
             recorder=parts.recorder,
         )
+        self._odds = Odds()
         self._preparation = Preparation(
             tokenizer=parts.tokenizer,
             chunker=parts.chunker,
@@ -458,7 +460,7 @@ class Engine:
         self, request: Request, sink: Sink, arrival: float, check: Callable[[], None] | None = None
     ) -> Pipeline:
         preparation = self._preparation if check is None else self._preparation.checked(check)
-        return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate)
+        return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate, self._odds)
 
     def _shadow(self, prompt: Prompt, request: Request, sink: Sink) -> RequestState:
         return self._preparation.state(prompt, request, sink, Times(time.perf_counter()), Full())

@@ -17,7 +17,7 @@ class Counters:
     load_fallbacks: requests that recomputed KV because its load "failed" or was "slow".
     device_losses: times that the device's pool was lost and made again.
     speculations: generations offered before their documents were final: "hit" began and had the final documents,
-    "wrong" began and had others, "skipped" found no room before they were replaced or final.
+    "wrong" began and had others, "skipped" found no room before they were replaced or final, "unlikely" were not begun.
     speculative_wasted_tokens: tokens computed for wrong ones.
     lookup_tokens: generated tokens that prompt lookup "proposed", and of these "accepted".
     """

@@ -57,6 +57,10 @@ class Guesses:
         elif state.answer is not None:
             self._settle(state, state.answer)
 
+    def note_unlikely(self) -> None:
+        """One is not begun, since it would not pay (`schedule/odds.py`)."""
+        self._counters.speculations["unlikely"] += 1
+
     def refute(self, state: RequestState) -> None:
         """Its documents are not the final ones."""
         if self.remove(state):

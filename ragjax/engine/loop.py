@@ -137,6 +137,10 @@ class Loop:
         """What one step can read."""
         return self._scheduler.limits
 
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """How long the prompt of a request takes that computes so many tokens; None if that is not known yet."""
+        return self._scheduler.preload.seconds(tokens)
+
     def holders(self) -> set[str]:
         """Labels under which requests, and what outlives them, hold KV."""
         return {state.id for state in self._scheduler.running} | set(self.kept)
@@ -190,6 +194,10 @@ class Loop:
             if not state.ended:
                 self._queue.add(state)
             self._inbox.put(lambda: self._guesses.confirm(state))
+
+    def note_unlikely(self) -> None:
+        """A speculation is not begun, since it would not pay."""
+        self._inbox.put(self._guesses.note_unlikely)
 
     def refute(self, state: RequestState) -> None:
         """The documents of a speculation are wrong: end it before the next step."""

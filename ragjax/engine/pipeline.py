@@ -16,6 +16,7 @@ from ragjax.core import Answer, Event, Hit, Request, RequestError
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Preparation
 from ragjax.retrieval.knowledge import SearchStage
+from ragjax.schedule.odds import Odds
 from ragjax.schedule.speculation import Decision, Speculation
 from ragjax.schedule.state import RequestState, Sink, Times
 
@@ -63,16 +64,27 @@ class Pipeline:
     """One request between its arrival and its place in the engine's queue.
 
     arrival: `time.perf_counter()` seconds. stages: of a search in a knowledge base; 0: no generation begins before the
-    search has ended.
+    search has ended. odds: what past searches tell of this one.
     """
 
-    def __init__(self, loop: Loop, preparation: Preparation, request: Request, sink: Sink, arrival: float, stages: int):
+    def __init__(
+        self,
+        loop: Loop,
+        preparation: Preparation,
+        request: Request,
+        sink: Sink,
+        arrival: float,
+        stages: int,
+        odds: Odds,
+    ):
         self._loop = loop
         self._preparation = preparation
         self._request = request
         self._sink = sink
         self._arrival = arrival
         self._stages = stages
+        self._odds = odds
+        self._known: list[tuple[tuple[Hashable, ...], float]] = []  # documents of each stage so far, and when it ended
         self._speculation = Speculation()
         self._state: RequestState | None = None
         self._held: Withheld | None = None
@@ -106,13 +118,19 @@ class Pipeline:
         for stage in stages:
             self._preparation.check()
             documents = _documents(stage.hits)
+            self._known.append((documents, time.perf_counter()))
             if not stage.final:
                 self._carry_out(self._speculation.stage(documents), stage.hits)
                 continue
             self._ended = time.perf_counter()
+            self._learn()
             if self._held is not None and self._held.failed:
                 self._speculation.forget()
             self._carry_out(self._speculation.final(documents), stage.hits)
+
+    def _learn(self) -> None:
+        *early, (final, ended) = self._known
+        self._odds.note([known == final for known, _ in early], [ended - time_s for _, time_s in early])
 
     def _carry_out(self, decision: Decision, hits: tuple[Hit, ...]) -> None:
         if decision.cancel:
@@ -141,6 +159,10 @@ class Pipeline:
             return
         if not state.strategy.steady:
             self._speculation.forget()
+            return
+        if not self._odds.pays(len(self._known) - 1, self._loop.prefill_seconds(len(state.prompt))):
+            self._speculation.decline()
+            self._loop.note_unlikely()
             return
         self._held = held
         self._put(state, self._loop.speculate)

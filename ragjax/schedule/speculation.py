@@ -66,6 +66,10 @@ class Speculation:
         """What was offered failed, or could not be made; the documents are not offered again before the last stage."""
         self._offered = False
 
+    def decline(self) -> None:
+        """What was offered is not begun now; the same documents may be offered after the next stage."""
+        self._offered, self._latest = False, ()
+
 
 class Reserve(Generic[T]):
     """Offered generations that wait for room, oldest first; of all requests together.

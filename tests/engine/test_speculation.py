@@ -32,6 +32,7 @@ from ragjax.engine import Engine
 from ragjax.retrieval import index
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import BASELINES, strategies
+from ragjax.schedule.odds import LEARNED
 from tests.support import tiny
 
 KINDS = pytest.mark.parametrize("kind", list(index.IndexKind))
@@ -205,6 +206,22 @@ def test_a_wrong_guess_that_was_answered_is_counted_as_nothing_but_waste(scripte
         assert (stats["prompt_tokens_total"], stats["generated_tokens_total"]) == (answer.prompt_tokens, 3)
         assert answer.timings.search_exposed == answer.timings.retrieve
         assert answer.cached_tokens > 0, "what was finished for the wrong guess stays"
+        assert _is_clean(engine)
+
+
+def test_guesses_that_are_always_wrong_stop(scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second stage is right, and guessed at; the first is not any more, though it knows what the second knows."""
+    with _engine() as engine:
+        monkeypatch.setattr(engine._loop, "prefill_seconds", lambda tokens: 10.0)
+        scripted(THREE, TWO, TWO)
+        for _ in range(LEARNED):
+            assert engine.answer("Which?", max_tokens=1).tokens
+        assert sum(_counted(engine)) == 2 * LEARNED
+        scripted(TWO, TWO, TWO)
+        assert engine.answer("Which?", max_tokens=1).tokens
+        assert sum(_counted(engine)) == 2 * LEARNED + 1
+        seen = engine.stats()["speculations_total"]
+        assert isinstance(seen, dict) and seen["unlikely"] == 1
         assert _is_clean(engine)
 
 

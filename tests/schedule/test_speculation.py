@@ -147,6 +147,17 @@ def test_what_failed_is_begun_anew_at_the_end_and_not_before() -> None:
     assert speculation.final(A) == Decision(start=True)
 
 
+def test_what_was_declined_may_be_offered_after_the_next_stage() -> None:
+    speculation = Speculation()
+    assert speculation.stage((1, 2)).offer
+    speculation.decline()
+    again = speculation.stage((1, 2))
+    assert again.offer and not again.cancel
+    speculation.decline()
+    end = speculation.final((1, 2))
+    assert end.start and not end.cancel and not end.release
+
+
 def test_the_reserve_starts_the_oldest_while_the_pool_is_small() -> None:
     reserve: Reserve[int] = Reserve()
     for number in range(6):

@@ -80,21 +80,21 @@ def prefill_steps(grid: Grid, one: Pass, table: PageTable, tokens: Int, page: in
     """Steps that carry out a pass of one request, and how many rows each computes."""
     begin, n = 0, len(one.order)
     for rows in cut(n, tuple(n for n, block, _ in grid.rows if block > 1)):
-        step = empty_step(rows, grid.entries[0], page)
+        step = empty_step(grid.shape(rows), grid.entries[0], page)
         take = min(rows, n - begin)
         _put_rows(step, slice(0, take), 0, one, slice(begin, begin + take), tokens)
-        put_table(step, 0, 0, table)
+        put_table(step, 0, 0, table, 0, len(table))
         yield step, take
         begin += take
 
 
 def decode_step(grid: Grid, parts: Sequence[tuple[Pass, PageTable, Int]], page: int) -> Step:
     """One step of a row for each of several requests."""
-    step = empty_step(grid.rows[0][0], grid.entries[0], page)
+    step = empty_step(grid.rows[0], grid.entries[0], page)
     entry = 0
     for number, (one, table, tokens) in enumerate(parts):
         _put_rows(step, slice(number, number + 1), number, one, slice(0, 1), tokens)
-        put_table(step, entry, number, table)
+        put_table(step, entry, number, table, 0, len(table))
         entry += len(table)
     return step
 

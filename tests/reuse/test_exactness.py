@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 @pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def engine(request: pytest.FixtureRequest, smollm_path: Path) -> Iterator[Engine]:
-    with Engine.load(smollm_path, knowledge=DEMO / "documents", dtype=request.param, compile=False) as made:
+    with Engine.load(smollm_path, knowledge=DEMO / "documents", dtype=request.param, compile=False, lookup=0) as made:
         yield made
 
 
@@ -95,6 +95,7 @@ def test_from_host_from_disk_and_after_a_restart(dtype: str, smollm_path: Path, 
         device_cache_gb=0.1 if dtype == "float32" else 0.05,
         max_context=1024,
         compile=False,
+        lookup=0,  # it decodes in shapes of its own, which take long to compile
         storage=storage,
     )
     with load() as engine:

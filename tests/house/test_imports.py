@@ -19,10 +19,11 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "kernels": frozenset({"core"}),
     "quality": frozenset({"core"}),
     "retrieval": frozenset({"core"}),
+    "compress": frozenset({"core", "kernels"}),
     "models": frozenset({"core", "kernels"}),
     "store": frozenset({"core", "kernels", "models"}),
     "reuse": frozenset({"core", "cache"}),
-    "runner": frozenset({"core", "kernels", "models", "store"}),
+    "runner": frozenset({"core", "compress", "kernels", "models", "store"}),
     "prompting": frozenset({"core", "models", "retrieval"}),
     "schedule": frozenset({"core", "cache", "models", "quality", "reuse"}),
     "engine": frozenset(
@@ -39,7 +40,7 @@ calls a command, and nothing imports it."""
 APART = {"ragjax.kernels.attention.jax_triton_kernel": "triton"}
 """Modules that need a package which is not a dependency; others may import them within functions only."""
 
-COMPUTE = ("kernels", "models", "runner", "store")
+COMPUTE = ("compress", "kernels", "models", "runner", "store")
 """The rooms that compute; all others decide, and name no jax."""
 BARE = ("core", "cache", "prompting", "quality", "reuse", "schedule")
 """Rooms that can be imported without jax."""

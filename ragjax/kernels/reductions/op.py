@@ -237,7 +237,13 @@ def kv_deviation(
 
 
 def key_neighbours(
-    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int, *, backend: str = "xla"
+    k_NKD: jax.Array,
+    valid_N: jax.Array,
+    source_I: jax.Array,
+    count: int,
+    *,
+    asking_NKD: jax.Array | None = None,
+    backend: str = "xla",
 ) -> KeyNeighbours:
     """The `count` keys most similar to each source key: GraphKV's edges (eq. 1) and neighbourhoods (eq. 3).
 
@@ -253,6 +259,8 @@ def key_neighbours(
         valid_N: bool, keys that take part; others may hold anything.
         source_I: int32, indices of the source keys; negative for padding.
         count: how many keys to find for each (J).
+        asking_NKD: vectors of the tokens as sources, such as their queries; float32, as the keys then are too (None:
+            their keys).
         backend: "reference" or "xla".
 
     Returns:
@@ -269,12 +277,15 @@ def key_neighbours(
     _expect("k_NKD", k_NKD, k_NKD.shape, jnp.float32, jnp.bfloat16, jnp.float16, jnp.uint16)
     _expect("valid_N", valid_N, k_NKD.shape[:1], jnp.bool_)
     _expect("source_I", source_I, source_I.shape[:1], jnp.int32)
+    if asking_NKD is not None:
+        _expect("k_NKD", k_NKD, k_NKD.shape, jnp.float32)
+        _expect("asking_NKD", asking_NKD, k_NKD.shape, jnp.float32)
     if count < 1:
         raise ValueError(f"count is {count}, not positive")
     _has_no_kernel(backend)
     _below("source_I", source_I, k_NKD.shape[0], "keys")
     compute = xla.key_neighbours if backend == "xla" else reference.key_neighbours
-    return KeyNeighbours(*compute(k_NKD, valid_N, source_I, count))
+    return KeyNeighbours(*compute(k_NKD, valid_N, source_I, count, k_NKD if asking_NKD is None else asking_NKD))
 
 
 def restrict(lse_TH: jax.Array, view: View, chosen_T: jax.Array | None) -> tuple[jax.Array, View]:

@@ -98,14 +98,19 @@ def kv_deviation(
 
 
 def key_neighbours(
-    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int
+    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int, asking_NKD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.key_neighbours`."""
-    flat_NE = jnp.where(valid_N[:, None, None], from_storage(k_NKD).astype(jnp.float32), 0.0).reshape(len(k_NKD), -1)
-    length_N = jnp.linalg.norm(flat_NE, axis=-1)
-    length_N = jnp.where(length_N > 0, length_N, jnp.inf)  # a key of zeros is like no other
-    product_IN = jnp.einsum("ie,ne->in", flat_NE[source_I], flat_NE, precision="highest")
-    cosine_IN = product_IN / (length_N[source_I, None] * length_N)
+
+    def flat(x_NKD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x_NE = jnp.where(valid_N[:, None, None], from_storage(x_NKD).astype(jnp.float32), 0.0).reshape(len(x_NKD), -1)
+        length_N = jnp.linalg.norm(x_NE, axis=-1)
+        return x_NE, jnp.where(length_N > 0, length_N, jnp.inf)  # a key of zeros is like no other
+
+    key_NE, length_N = flat(k_NKD)
+    asking_NE, asking_length_N = flat(asking_NKD)
+    product_IN = jnp.einsum("ie,ne->in", asking_NE[source_I], key_NE, precision="highest")
+    cosine_IN = product_IN / (asking_length_N[source_I, None] * length_N)
     real_I = (source_I >= 0) & valid_N[source_I]
     others_IN = (source_I[:, None] != jnp.arange(len(k_NKD), dtype=jnp.int32)) & valid_N & real_I[:, None]
     index_IN = jnp.argsort(jnp.where(others_IN, -cosine_IN, jnp.inf), axis=1, stable=True).astype(jnp.int32)

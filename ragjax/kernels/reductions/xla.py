@@ -182,7 +182,7 @@ def kv_deviation(
 
 
 def key_neighbours(
-    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int
+    k_NKD: jax.Array, valid_N: jax.Array, source_I: jax.Array, count: int, asking_NKD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.key_neighbours`. Keeps the best `count` so far, tile after tile.
 
@@ -191,7 +191,7 @@ def key_neighbours(
     n = k_NKD.shape[0]
     tile = min(KEY_TILE, n)
     real_I = (source_I >= 0) & valid_N[source_I]
-    source_IE, source_length_I = _flat(k_NKD[source_I], real_I)
+    source_IE, source_length_I = _flat(asking_NKD[source_I], real_I)
 
     def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         begin = jnp.minimum(i * tile, n - tile)  # the last tile may overlap the one before

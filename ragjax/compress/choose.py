@@ -1,0 +1,122 @@
+"""Which tokens are kept: scores, the graph, and the best of what the budget has room for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.compress.base import Evidence, Scorer
+from ragjax.compress.graph import Ends, ends, propagate, sources
+from ragjax.core.compression import Compression
+
+
+class Quota(NamedTuple):
+    """Of each layer, int32 [L]: tokens kept, how many of the last tokens are among them, and sources of the graph."""
+
+    kept_L: NDArray[np.int32]
+    recent_L: NDArray[np.int32]
+    sources_L: NDArray[np.int32]
+
+    @property
+    def most(self) -> int:
+        """Tokens of the layer that keeps most."""
+        return int(self.kept_L.max())
+
+
+def quota(
+    compression: Compression,
+    scorer: Scorer,
+    layers: int,
+    count: int,
+    preference_L: NDArray[np.float32] | None = None,
+) -> Quota:
+    """What each layer of a prompt of `count` tokens keeps. Their mean is the budget, or `count` if that is less.
+
+    Args:
+        compression: budget, window and graph.
+        scorer: of its method.
+        layers: of the model.
+        count: tokens of the prompt.
+        preference_L: `Score.preference` of each layer, which scorers with `needs_preference` need.
+
+    Raises:
+        ValueError: if such a scorer gets none.
+    """
+    kept_L = scorer.budgets(layers, compression.budget, compression.window, count, preference_L)
+    recent_L = [min(int(kept), scorer.recent(int(kept), compression.window)) for kept in kept_L]
+    sources_L = [sources(compression.graph, int(kept)) if compression.graph else 0 for kept in kept_L]
+    return Quota(kept_L, np.asarray(recent_L, np.int32), np.asarray(sources_L, np.int32))
+
+
+def choose(
+    s_NK: jax.Array,
+    evidence: Evidence,
+    kept: jax.Array,
+    recent: jax.Array,
+    number: jax.Array,
+    *,
+    compression: Compression,
+    most: int,
+) -> jax.Array:
+    """The indexes that a layer keeps, ascending, -1 behind the last: int32 [K, most]; [1, most] with heads "all".
+
+    Pure, so that it can be compiled with `compression` and `most` static, and mapped over layers.
+
+    Args:
+        s_NK: scores (`Score.s_NK`). With heads "all" a token has one, their mean over heads.
+        evidence: keys, or what else the graph's edges compare.
+        kept: int32, of the layer's `Quota`.
+        recent: int32, likewise.
+        number: int32, likewise: sources.
+        compression: graph and heads.
+        most: room for indexes, at least `kept`. Few different numbers make few programs.
+    """
+    graph = compression.graph
+    n_N = jnp.arange(s_NK.shape[0])
+    candidate_N = n_N < evidence.count - recent
+
+    def of_node(s_N: jax.Array, both: Ends | None) -> jax.Array:
+        after_N = s_N
+        if graph is not None and both is not None:
+            after_N = propagate(s_N, both, candidate_N, number, graph, sources(graph, most))
+        return keep(after_N, s_N, evidence.count, kept, recent, most)
+
+    both = None if graph is None else ends(evidence, graph.edges)
+    if compression.heads == "all":
+        return of_node(s_NK.mean(1), both)[None]
+    heads = evidence.k_NKD.shape[1]
+    s_KN = jnp.broadcast_to(s_NK, (s_NK.shape[0], heads)).T
+
+    def of_head(head: jax.Array) -> jax.Array:
+        own = None if both is None else jax.tree.map(lambda x_NKD: x_NKD[:, head][:, None], both)
+        return of_node(s_KN[head], own)
+
+    indexes_KB: jax.Array = jax.lax.map(of_head, jnp.arange(heads))
+    return indexes_KB
+
+
+def keep(
+    s_N: jax.Array, first_N: jax.Array, count: jax.Array, kept: jax.Array, recent: jax.Array, most: int
+) -> jax.Array:
+    """The last `recent` tokens and the best of the others, `kept` in all: indexes ascending, int32 [most], -1 behind.
+
+    Args:
+        s_N: scores; -inf comes after all others.
+        first_N: scores before the graph, by which equal ones are ordered; then the lower index comes first.
+        count: int32, tokens; rows from there on are padding. All are kept if they are no more than `kept`.
+        kept: int32, at most `most`.
+        recent: int32, at most `kept`.
+        most: static.
+    """
+    n_N = jnp.arange(s_N.shape[0])
+    kind_N = jnp.where(n_N >= count, 2, jnp.where(n_N >= count - recent, 0, 1))
+    best_N = jnp.lexsort((-first_N, -s_N, kind_N)).astype(jnp.int32)
+    best_B = jnp.pad(best_N, (0, max(0, most - len(best_N))))[:most]
+    chosen_B = jnp.arange(most) < jnp.minimum(kept, count)
+    nowhere = np.iinfo(np.int32).max
+    index_B = jnp.sort(jnp.where(chosen_B, best_B, nowhere))
+    return jnp.where(index_B == nowhere, -1, index_B)

@@ -1,0 +1,93 @@
+"""GraphKV: scores of tokens that resemble important ones change (arXiv 2509.00388, section 4).
+
+The tokens of highest score are sources (eq. 2). A source i has edges e_ij = max(0, cos) to its m most similar tokens
+(eqs. 1 and 3), and for every source in whose neighbourhood a token j lies, s_j is multiplied by 1 - lambda e_ij (eqs. 4
+and 5), T times. Sources and edges stay those of the first round, so that s_j^(T) = s_j d_j^T.
+
+What the text leaves open is decided so (docs/compression.md): the product over sources of eq. 5, where Algorithm 2
+keeps the last factor; cosines of 0 and below are no edges; only tokens that may be dropped take part; keys as they are
+rotated.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ragjax.compress.base import Evidence
+from ragjax.core.compression import Graph
+from ragjax.kernels.pages import from_storage
+from ragjax.kernels.reductions.op import key_neighbours
+
+MOST_GAIN = 60.0
+"""Natural logarithm of the most that a score grows by, so that it stays finite."""
+
+
+def sources(graph: Graph, budget: int) -> int:
+    """How many tokens of a layer that keeps `budget` are sources: its share, rounded up."""
+    return math.ceil(round(graph.sources * budget, 6))
+
+
+class Ends(NamedTuple):
+    """The tokens' vectors as neighbours, [N, K, D], and as sources (None: the same ones; else both are float32)."""
+
+    receiver_NKD: jax.Array
+    sender_NKD: jax.Array | None = None
+
+
+def ends(evidence: Evidence, edges: str) -> Ends:
+    """What the edges compare: the first letter is the source's, "k", "v" or "q".
+
+    Queries are averaged over the heads of their KV head, so that widths agree; the paper does not say.
+
+    Raises:
+        ValueError: if queries of all tokens are needed and not there.
+    """
+    of = {"k": evidence.k_NKD, "v": evidence.v_NKD}
+    if "q" in edges:
+        if evidence.q_NHD is None:
+            raise ValueError(f"edges {edges!r} need the queries of all tokens (Evidence.q_NHD)")
+        tokens, heads, width = evidence.k_NKD.shape
+        of["q"] = evidence.q_NHD.astype(jnp.float32).reshape(tokens, heads, -1, width).mean(2)
+    if edges[0] == edges[1]:
+        return Ends(of[edges[0]])
+    sender_NKD, receiver_NKD = (from_storage(of[letter]).astype(jnp.float32) for letter in edges)
+    return Ends(receiver_NKD, sender_NKD)
+
+
+def propagate(
+    s_N: jax.Array, ends: Ends, candidate_N: jax.Array, number: jax.Array, graph: Graph, most: int
+) -> jax.Array:
+    """Scores after the graph's rounds, float32 [N]; -inf for tokens that are evicted.
+
+    Args:
+        s_N: scores, float32 >= 0.
+        ends: vectors of the tokens, as sources and as neighbours.
+        candidate_N: bool, tokens that take part; the others keep their scores.
+        number: int32, sources of this layer, at most `most`. Among equal scores the lower index is one first.
+        graph: rounds, signal and the rest.
+        most: room for sources, a static number.
+    """
+    if graph.rounds == 0:
+        return s_N
+    rank_I = jnp.arange(min(most, s_N.shape[0]))
+    ordered_N = jnp.lexsort((-s_N, ~candidate_N)).astype(jnp.int32)
+    source_I = ordered_N[: len(rank_I)]
+    source_I = jnp.where((rank_I < number) & candidate_N[source_I], source_I, -1)
+    cosine_IY, index_IY = key_neighbours(
+        ends.receiver_NKD, candidate_N, source_I, graph.neighbours, asking_NKD=ends.sender_NKD
+    )
+    edge_IY = graph.strength * jnp.minimum(cosine_IY, 1.0)
+    if graph.order == "ordered":
+        place_N = jnp.zeros_like(ordered_N).at[ordered_N].set(jnp.arange(len(ordered_N), dtype=jnp.int32))
+        edge_IY = jnp.where(place_N[index_IY] > rank_I[:, None], edge_IY, 0.0)
+    edge_IY = jnp.where(index_IY >= 0, edge_IY, 0.0)
+    if graph.signal == "evict":
+        evicted_N = jnp.zeros_like(s_N, bool).at[index_IY].max(edge_IY > 0)
+        return jnp.where(evicted_N, -jnp.inf, s_N)
+    log_IY = jnp.log1p(edge_IY if graph.signal == "enhance" else -edge_IY)
+    gain_N = graph.rounds * jnp.zeros_like(s_N).at[index_IY].add(log_IY)
+    return s_N * jnp.exp(jnp.minimum(gain_N, MOST_GAIN))

@@ -1,0 +1,32 @@
+"""h2o: what all rows attended to, and the most recent tokens (H2O, arXiv 2306.14048, section 4.2).
+
+s_n = sum over all rows of attention to n; the mean over the query heads. Half of the budget is the most recent tokens,
+half the heavy hitters, as in the paper's experiments and github.com/FMInference/H2O (heavy_ratio = recent_ratio). Here
+once, after the prompt; the paper goes on evicting while decoding.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from ragjax.compress.base import Evidence, Score, Scorer, uniform
+
+
+class H2O(Scorer):
+    """Accumulated attention."""
+
+    needs_mass = True
+
+    def score(self, evidence: Evidence) -> Score:
+        """See the module.
+
+        Raises:
+            ValueError: without `Evidence.mass_NK`.
+        """
+        if evidence.mass_NK is None:
+            raise ValueError("h2o needs the attention that keys received (Evidence.mass_NK)")
+        return uniform(jnp.where(evidence.valid_N[:, None], evidence.mass_NK, 0.0))
+
+    def recent(self, budget: int, window: int) -> int:
+        """Half of the budget."""
+        return max(window, budget // 2)

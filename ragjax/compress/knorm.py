@@ -1,0 +1,24 @@
+"""knorm: keys of small norm are attended to (KNorm, arXiv 2406.11430, section 3, which keeps keys of lowest L2 norm).
+
+s_n = 1 / (||k_n|| + 1e-6), per KV head. The paper only ranks; GraphKV multiplies scores, so they must be positive and
+fall with the norm: with -||k|| a factor below 1 would raise a score. Another such map ranks the same without a graph.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from ragjax.compress.base import Evidence, Score, Scorer, uniform
+from ragjax.kernels.pages import from_storage
+
+SMALL = 1e-6
+"""Keeps the score of a key of zeros finite."""
+
+
+class KNorm(Scorer):
+    """The reciprocal of a key's length."""
+
+    def score(self, evidence: Evidence) -> Score:
+        """See the module."""
+        norm_NK = jnp.linalg.norm(from_storage(evidence.k_NKD).astype(jnp.float32), axis=-1)
+        return uniform(jnp.where(evidence.valid_N[:, None], 1.0 / (norm_NK + SMALL), 0.0))

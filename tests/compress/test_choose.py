@@ -1,0 +1,141 @@
+"""The choice: the window and the best others, over heads together or each, with every scorer and graph."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragjax.compress import SCORERS, Evidence
+from ragjax.compress.choose import choose, keep, quota
+from ragjax.core.compression import METHODS, Compression, Graph
+from tests.support import eviction
+
+N, K, G, D, W = 64, 2, 2, 8, 6
+KEEP = jax.jit(keep, static_argnames="most")
+
+
+@functools.partial(jax.jit, static_argnames=("compression", "most"))
+def chosen(s, evidence, kept, recent, number, compression, most):  # type: ignore[no-untyped-def]
+    """Of stacked layers, as the runner does it."""
+    one = functools.partial(choose, compression=compression, most=most)
+    return jax.vmap(one)(s, evidence, kept, recent, number)
+
+
+@functools.partial(jax.jit, static_argnames="method")
+def scored(evidence, method):  # type: ignore[no-untyped-def]
+    return jax.vmap(SCORERS[method].score)(evidence)
+
+
+def kept_of(s, first, count, size, recent, most):  # type: ignore[no-untyped-def]
+    numbers = (jnp.int32(x) for x in (count, size, recent))
+    found = KEEP(jnp.asarray(s, jnp.float32), jnp.asarray(first, jnp.float32), *numbers, most)
+    assert found.shape == (most,) and found.dtype == np.int32
+    length = int((np.asarray(found) >= 0).sum())
+    assert (np.asarray(found)[length:] == -1).all()
+    return np.asarray(found)[:length].tolist()
+
+
+@pytest.mark.parametrize("kind", ["random", "ties", "zeros", "evicted"])
+@pytest.mark.parametrize("count", [1, 20, 40, 63, 64])
+def test_the_window_and_the_best_others_are_kept(kind: str, count: int) -> None:
+    rng = np.random.default_rng(count)
+    for size, recent, most in ((20, 6, 20), (20, 6, 32), (21, 20, 21), (40, 1, 128)):
+        first = rng.random(N).astype(np.float32)
+        s = first.copy()
+        if kind == "ties":
+            first = s = rng.integers(0, 3, N).astype(np.float32)
+        if kind == "zeros":
+            s[rng.random(N) < 0.7] = 0
+        if kind == "evicted":
+            s[rng.random(N) < 0.9] = -np.inf
+        s[count:] = first[count:] = 9
+        assert kept_of(s, first, count, size, recent, most) == eviction.kept(s, first, count, size, recent)
+
+
+def test_a_prompt_within_the_budget_is_whole() -> None:
+    assert kept_of(np.zeros(N), np.zeros(N), 20, 20, 6, 32) == list(range(20))
+    assert kept_of(np.zeros(N), np.zeros(N), 12, 20, 6, 32) == list(range(12))
+
+
+def test_equal_scores_are_ordered_by_those_before_the_graph() -> None:
+    s, first = np.zeros(8), np.array([1, 5, 3, 4, 0, 0, 0, 0], float)
+    assert kept_of(s, first, 8, 4, 2, 4) == [1, 3, 6, 7]
+
+
+def prompt(seed: int, count: int, layers: int = 3) -> Evidence:
+    rng = np.random.default_rng(seed)
+    shapes = ((layers, N, K, D), (layers, N, K, D))
+    k, v = (rng.standard_normal(shape).astype(np.float32) + 0.5 for shape in shapes)
+    q = rng.standard_normal((layers, W, K * G, D)).astype(np.float32)
+    mass = rng.random((layers, N, K)).astype(np.float32)
+    k[:, count:] = mass[:, count:] = np.nan
+    return Evidence(
+        jnp.asarray(k), jnp.asarray(v), jnp.full(layers, count, jnp.int32), jnp.asarray(q), jnp.asarray(mass)
+    )
+
+
+GRAPHS = [
+    None,
+    Graph(neighbours=4),
+    Graph(neighbours=4, order="ordered", rounds=2),
+    Graph(neighbours=6, signal="evict"),
+    Graph(neighbours=4, edges="kv"),
+]
+
+
+@pytest.mark.parametrize("graph", GRAPHS, ids=["none", "mutual", "ordered", "evict", "kv"])
+@pytest.mark.parametrize("heads", ["all", "each"])
+@pytest.mark.parametrize("method", METHODS)
+def test_layers_keep_what_the_papers_keep(method: str, heads: str, graph: Graph | None) -> None:
+    """From scores to indexes, with budgets by layer."""
+    count, layers = 50, 3
+    compression = Compression(method, 20, graph, heads, W)  # type: ignore[arg-type]
+    evidence, scorer = prompt(len(method), count), SCORERS[method]
+    score = scored(evidence, method)
+    numbers = quota(compression, scorer, layers, count, np.asarray(score.preference))
+    assert numbers.kept_L.sum() == layers * 20
+    # the choice does not look at the method: one program serves all
+    same = Compression("snapkv", 20, graph, heads, W)  # type: ignore[arg-type]
+    found = np.asarray(chosen(score.s_NK, evidence, *map(jnp.asarray, numbers), same, 40))
+    assert found.shape == (layers, K if heads == "each" else 1, 40)
+    for layer in range(layers):
+        s, k, v = (np.asarray(x[layer]) for x in (score.s_NK, evidence.k_NKD, evidence.v_NKD))
+        size, recent, number = (int(x[layer]) for x in numbers)
+        for node in range(found.shape[1]):
+            own = slice(None) if heads == "all" else slice(node, node + 1)
+            first = s.mean(1) if heads == "all" else s[:, min(node, s.shape[1] - 1)]
+            after = first
+            if graph is not None:
+                options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "signal", "order", "strength")}
+                ends = (k[:, own], v[:, own] if graph.edges == "kv" else k[:, own])
+                after = eviction.propagated(first, *ends, list(range(count - recent)), number, **options)
+            kept = found[layer, node][found[layer, node] >= 0].tolist()
+            assert kept == eviction.kept(after, first, count, size, recent)
+            assert set(range(count - W, count)) <= set(kept) and len(kept) == size
+
+
+def test_the_graph_keeps_keys_that_are_less_alike() -> None:
+    """GraphKV's Fig. 2d: the mean cosine of kept keys falls."""
+    rng = np.random.default_rng(0)
+    k, s = rng.standard_normal((N, K, D)).astype(np.float32), rng.random(N).astype(np.float32)
+    alike = rng.permutation(N - 2)[:12]
+    k[alike] = k[alike[0]] + 0.2 * k[alike]
+    s[alike] += 1
+    evidence = Evidence(jnp.asarray(k)[None], jnp.asarray(k)[None], jnp.full(1, N, jnp.int32))
+
+    def redundancy(graph: Graph | None) -> float:
+        numbers = (jnp.full(1, x, jnp.int32) for x in (16, 2, 5))
+        compression = Compression("snapkv", 16, graph, window=2)
+        index_B = np.asarray(chosen(jnp.asarray(s)[None, :, None], evidence, *numbers, compression, 16)[0, 0])
+        kept = k[index_B[:-2]].reshape(14, -1)
+        unit = kept / np.linalg.norm(kept, axis=1)[:, None]
+        return float((unit @ unit.T)[~np.eye(14, dtype=bool)].mean())
+
+    base = redundancy(None)
+    assert base > 0.4
+    assert redundancy(Graph(neighbours=16)) < 0.2 * base
+    assert redundancy(Graph(neighbours=16, order="ordered")) < 0.2 * base

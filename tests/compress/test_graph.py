@@ -1,0 +1,177 @@
+"""GraphKV against NumPy in float64, and the identities that follow from its equations."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragjax.compress import Evidence
+from ragjax.compress.graph import Ends, ends, propagate, sources
+from ragjax.core.compression import Graph
+from tests.support import eviction
+
+N, K, D = 40, 2, 6
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "most"))
+def compiled(s, both, candidate, number, graph, most):  # type: ignore[no-untyped-def]
+    return propagate(s, both, candidate, number, graph, most)
+
+
+def after(s, k, graph, *, number=8, most=12, candidate=None, sender=None):  # type: ignore[no-untyped-def]
+    candidate = np.ones(len(s), bool) if candidate is None else candidate
+    both = Ends(jnp.asarray(k, jnp.float32), None if sender is None else jnp.asarray(sender, jnp.float32))
+    found = compiled(jnp.asarray(s, jnp.float32), both, jnp.asarray(candidate), jnp.int32(number), graph, most)
+    assert found.dtype == np.float32 and not np.isnan(found).any()
+    return np.asarray(found)
+
+
+def case(seed: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    s, k = rng.random(N).astype(np.float32), rng.standard_normal((N, K, D)).astype(np.float32)
+    if kind == "alike":
+        k += 2
+    if kind == "duplicates":
+        k = k[rng.integers(0, 4, N)]
+    if kind == "zeros":
+        k[rng.random(N) < 0.5] = 0
+        s[rng.random(N) < 0.3] = 0
+    if kind == "negative":
+        k[:] = k[0]
+        k[N // 2 :] *= -1
+    if kind == "ties":
+        s[:] = 0.5
+    return s, k
+
+
+GRAPHS = {
+    "printed": Graph(neighbours=5),
+    "thrice": Graph(neighbours=5, rounds=3),
+    "ordered": Graph(neighbours=5, order="ordered", rounds=2),
+    "enhance": Graph(neighbours=5, signal="enhance", rounds=2),
+    "evict": Graph(neighbours=2, signal="evict"),
+    "evict in order": Graph(neighbours=5, signal="evict", order="ordered"),
+    "weak": Graph(neighbours=5, strength=0.4),
+    "all neighbours": Graph(neighbours=64),
+}
+
+
+@pytest.mark.parametrize("kind", ["random", "alike", "duplicates", "zeros", "negative", "ties"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_scores_follow_equation_5(name: str, kind: str) -> None:
+    graph = GRAPHS[name]
+    for seed in range(4):
+        s, k = case(seed, kind)
+        candidate = np.arange(N) < (N if seed % 2 else 25)
+        number = [0, 1, 8, 12][seed]
+        options = {f: getattr(graph, f) for f in ("neighbours", "rounds", "signal", "order", "strength")}
+        tokens = np.flatnonzero(candidate).tolist()
+        want = eviction.propagated(s, k, k, tokens, number, **options)
+        k[~candidate] = np.nan
+        found = after(s, k, graph, number=number, candidate=candidate)
+        np.testing.assert_array_equal(np.isneginf(found), np.isneginf(want))
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
+
+
+def test_neither_rounds_nor_strength_nor_sources_is_the_base() -> None:
+    s, k = case(0, "alike")
+    for graph, number in ((Graph(rounds=0), 8), (Graph(strength=0.0), 8), (Graph(), 0)):
+        for signal in ("decay", "enhance", "evict"):
+            same = Graph(rounds=graph.rounds, strength=graph.strength, signal=signal)
+            np.testing.assert_array_equal(after(s, k, same, number=number), s)
+
+
+def test_orthogonal_keys_change_nothing() -> None:
+    s, _ = case(0, "random")
+    k = np.eye(N, dtype=np.float32)[:, None]
+    for graph in GRAPHS.values():
+        np.testing.assert_array_equal(after(s, k, graph), s)
+
+
+def test_disjoint_neighbourhoods_are_algorithm_2() -> None:
+    """Which overwrites: with one source for each token, both say the same."""
+    angle = np.array([0.0, 0.3, 1.5, 1.9])
+    k = np.stack([np.cos(angle), np.sin(angle)], 1)[:, None]
+    s = np.array([4.0, 1.0, 3.0, 2.0])
+    found = after(s, k, Graph(neighbours=1), number=2)
+    want = [4, 1 * (1 - np.cos(0.3)), 3, 2 * (1 - np.cos(0.4))]
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_signals_from_two_sources_are_multiplied() -> None:
+    """Equation 5; Algorithm 2 as printed keeps the last one."""
+    angle = np.array([0.0, 1.0, 0.5])
+    k = np.stack([np.cos(angle), np.sin(angle)], 1)[:, None]
+    found = after(np.array([4.0, 3.0, 2.0]), k, Graph(neighbours=1), number=2)
+    assert found[2] == pytest.approx(2 * (1 - np.cos(0.5)) ** 2, rel=1e-4)
+
+
+def test_two_equal_sources_erase_each_other_unless_ordered() -> None:
+    s, k = np.array([1.0, 0.9, 0.1]), np.array([[1, 0], [1, 0], [0, 1]], float)[:, None]
+    np.testing.assert_allclose(after(s, k, Graph(), number=2), [0, 0, 0.1], atol=1e-6)
+    np.testing.assert_allclose(after(s, k, Graph(order="ordered"), number=2), [1, 0, 0.1], atol=1e-6)
+
+
+def test_among_equal_scores_the_lower_index_stays() -> None:
+    s, k = np.full(3, 0.5), np.ones((3, 1, 2))
+    np.testing.assert_allclose(after(s, k, Graph(order="ordered"), number=2), [0.5, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["random", "alike", "duplicates"])
+def test_decay_never_raises_and_enhance_never_lowers(kind: str) -> None:
+    s, k = case(5, kind)
+    for order in ("mutual", "ordered"):
+        assert (after(s, k, Graph(order=order, rounds=3)) <= s).all()
+        assert (after(s, k, Graph(order=order, rounds=3, signal="enhance")) >= s).all()
+
+
+def test_enhanced_scores_stay_finite() -> None:
+    n = 300
+    found = after(np.ones(n), np.ones((n, 1, 2)), Graph(signal="enhance", rounds=3, neighbours=n), number=n, most=n)
+    assert np.isfinite(found).all() and (found > 1e20).all()
+
+
+def test_the_order_of_tokens_does_not_matter() -> None:
+    s, k = case(6, "alike")
+    place = np.random.default_rng(0).permutation(N)
+    for graph in GRAPHS.values():
+        np.testing.assert_allclose(after(s[place], k[place], graph), after(s, k, graph)[place], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("edges", ["kk", "vv", "kv", "qk", "qq"])
+def test_edges_compare_what_their_letters_say(edges: str) -> None:
+    rng = np.random.default_rng(1)
+    k, v = (rng.standard_normal((N, K, D)).astype(np.float32) for _ in range(2))
+    q = rng.standard_normal((N, K * 3, D)).astype(np.float32)
+    s = rng.random(N).astype(np.float32)
+    of = {"k": k, "v": v, "q": q.reshape(N, K, 3, D).mean(2)}
+    evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(N), q_NHD=jnp.asarray(q))
+    found = compiled(jnp.asarray(s), ends(evidence, edges), jnp.ones(N, bool), jnp.int32(8), Graph(neighbours=5), 8)
+    want = eviction.propagated(s, of[edges[0]], of[edges[1]], list(range(N)), 8, neighbours=5)
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
+
+
+def test_edges_without_their_queries_are_refused() -> None:
+    x = jnp.zeros((N, K, D))
+    with pytest.raises(ValueError, match=r"edges 'qk' need the queries of all tokens"):
+        ends(Evidence(x, x, jnp.int32(N)), "qk")
+
+
+def test_bfloat16_bits_are_compared_as_numbers() -> None:
+    s, k = case(2, "alike")
+    rounded = jnp.asarray(k, jnp.bfloat16)
+    bits = jax.lax.bitcast_convert_type(rounded, jnp.uint16)
+    found = [
+        compiled(jnp.asarray(s), Ends(x), jnp.ones(N, bool), jnp.int32(8), Graph(), 8)
+        for x in (bits, rounded.astype(jnp.float32))
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("share", "budget", "number"), [(0.3, 512, 154), (0.3, 10, 3), (1.0, 7, 7), (0.01, 32, 1)])
+def test_sources_are_a_share_of_the_budget_rounded_up(share: float, budget: int, number: int) -> None:
+    assert sources(Graph(sources=share), budget) == number

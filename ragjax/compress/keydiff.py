@@ -1,4 +1,4 @@
-"""keydiff: keys that are unlike the others (KeyDiff, arXiv 2504.15364, section 3.2).
+"""keydiff: keys that are unlike the others (KeyDiff, arXiv 2504.15364; as in github.com/NVIDIA/kvpress).
 
 s_n = 1 - cos(k_n, a), where a is the mean of all keys, each of length 1; per KV head. The paper ranks by -cos; one more
 makes the score positive. A key of zeros has cosine 0.

@@ -1,4 +1,4 @@
-"""knorm: keys of small norm are attended to (KNorm, arXiv 2406.11430, section 3, which keeps keys of lowest L2 norm).
+"""knorm: keys of small norm are attended to (KNorm, arXiv 2406.11430: keys of lowest L2 norm are kept).
 
 s_n = 1 / (||k_n|| + 1e-6), per KV head. The paper only ranks; GraphKV multiplies scores, so they must be positive and
 fall with the norm: with -||k|| a factor below 1 would raise a score. Another such map ranks the same without a graph.

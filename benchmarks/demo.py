@@ -97,7 +97,7 @@ def _found(engine: Engine, question: Question, k: int) -> bool:
 
 def _share(outcomes: Any) -> float:
     known = list(outcomes)
-    return sum(known) / max(1, len(known))
+    return float(sum(known) / max(1, len(known)))
 
 
 if __name__ == "__main__":

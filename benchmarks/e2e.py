@@ -127,7 +127,7 @@ def with_ratios(rows: Sequence[report.Row]) -> list[report.Row]:
                 return r
         return {}
 
-    out = []
+    out: list[report.Row] = []
     for row in rows:
         more: dict[str, float] = {}
         theirs, own = find(row, "transformers", "cold"), find(row, "ragjax", "cold")

@@ -30,11 +30,10 @@ from benchmarks.quality import dataset
 from benchmarks.quality.score import Bootstrap
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import integer
-from ragjax.core import ConfigError, Hit, Message, Prompt
+from ragjax.core import ConfigError, Document, Hit, Message, Prompt
 from ragjax.engine import Engine
 from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.chunking import Chunker
-from ragjax.retrieval.document import Document
 from ragjax.retrieval.knowledge import TextEncoder
 
 PASSAGES = 5

@@ -63,12 +63,13 @@ class Watch:
         self.found: dict[str, list[float]] = defaultdict(list)
 
     def __enter__(self) -> Watch:
-        execution, runner = self._execution, self._engine._runner
+        execution = self._execution
+        runner: Any = self._engine._runner
         land, choose, step = execution.land, execution._choose, runner.step
 
         def stepped(arrays: Any) -> Outcome:
             began = time.perf_counter()
-            outcome = step(arrays)
+            outcome: Outcome = step(arrays)
             self._dispatched, self._began = time.perf_counter(), began
             return outcome
 
@@ -90,7 +91,7 @@ class Watch:
             self._note("step_ms", self._began, self._ready)
             return bool(land())
 
-        execution.land, execution._choose, runner.step = landed, chosen, stepped  # type: ignore[method-assign]
+        execution.land, execution._choose, runner.step = landed, chosen, stepped
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,7 +112,11 @@ def prompt(number: int, vocabulary: int) -> Prompt:
 
 def row(engine: Engine, mode: str, clients: int, tokens: int, rounds: int) -> dict[str, Any]:
     """One line of the table."""
-    asked = {"strategy": "full", "max_tokens": tokens, "logit_bias": dict.fromkeys(_ends(engine), -100.0)}
+    asked: dict[str, Any] = {
+        "strategy": "full",
+        "max_tokens": tokens,
+        "logit_bias": dict.fromkeys(_ends(engine), -100.0),
+    }
     asked |= MODES[mode]
     prompts = [prompt(i, engine.tokenizer.vocab_size) for i in range(clients)]
     with Watch(engine, clients) as watch:

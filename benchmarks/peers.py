@@ -116,7 +116,8 @@ def save_mask(mask: Mask, folder: Path, **more: Any) -> Path:
 def cases(bench: Bench) -> list[tuple[Mask, tuple[str, ...]]]:
     """Masks, most important first, with the peers that are measured under each."""
     m = bench.model
-    long, cut = m.lengths[0], {"low": m.pieces[0], "high": m.pieces[1]}
+    long = m.lengths[0]
+    cut: Any = {"low": m.pieces[0], "high": m.pieces[1]}
     found: list[tuple[Mask, tuple[str, ...]]] = [
         (masks.causal(long), (FLASH, CUDNN)),
         (masks.recompute(long, m.recomputed, moved=True, **cut), (FLEX,)),
@@ -207,7 +208,9 @@ def joined(rows: Sequence[report.Row]) -> list[report.Row]:
     out: list[report.Row] = []
     for row in best.values():
         pairs = [(theirs.get((c, peer, row["keys"])), peer, form) for c, peer, form in COMPARED[row["case"]]]
-        beside = [{**row, **_beside(row, rival, peer, form)} for rival, peer, form in pairs if rival is not None]
+        beside: list[report.Row] = [
+            {**row, **_beside(row, rival, peer, form)} for rival, peer, form in pairs if rival is not None
+        ]
         out += beside or [row]
     return [*out, *theirs.values(), *(r for r in rows if "ms" not in r)]
 

@@ -94,14 +94,21 @@ def compare(rows: int, dtype: str, rounds: int) -> dict[str, Any]:
     order = jnp.argsort(view.entries.index_SC.reshape(-1))
     seen = visible(view.rows, view.entries).reshape(rows, -1)[:, order]
     cast = q.astype(keys.dtype)
-    ours, theirs = (lambda: blockwise(q, view)), (lambda: dense(cast, keys[order], values[order], seen))
-    difference = np.asarray(ours(), np.float64) - np.asarray(theirs().astype(jnp.float32), np.float64)
+
+    def ours() -> Any:
+        return blockwise(q, view)
+
+    def theirs() -> Any:
+        return dense(cast, keys[order], values[order], seen)
+
+    expected = np.asarray(theirs().astype(jnp.float32)).astype(np.float64)
+    difference = np.asarray(ours()).astype(np.float64) - expected
     ms, dense_ms = timed([ours, theirs], rounds)
     return {
         "case": "tree", "backend": "xla", "dtype": dtype, "head_dim": DIM, "rows": rows, "keys": rows,
         "visible_share": masks.visible_pairs(mask) / (rows * (rows + 1) / 2), "ms": ms,
         "tflops": 4 * masks.visible_pairs(mask) * DIM * HEADS / ms / 1e9, "peer": "dense", "ratio": dense_ms / ms,
-        "error": float(np.linalg.norm(difference) / np.linalg.norm(np.asarray(theirs().astype(jnp.float32)))),
+        "error": float(np.linalg.norm(difference) / np.linalg.norm(expected)),
     }  # fmt: skip
 
 
@@ -109,7 +116,7 @@ def memory(rows: int, dtype: str) -> dict[str, Any]:
     """Memory of a call, arguments and result included, as the compiler plans it."""
     view = view_of(tree(rows), dtype)
     q = jax.ShapeDtypeStruct((rows, HEADS, DIM), jnp.float32)
-    plan = blockwise.lower(q, view).compile().memory_analysis()
+    plan: Any = blockwise.lower(q, view).compile().memory_analysis()
     total = plan.temp_size_in_bytes + plan.argument_size_in_bytes + plan.output_size_in_bytes
     return {
         "case": "memory", "backend": "xla", "dtype": dtype, "head_dim": DIM, "rows": rows, "keys": rows,

@@ -29,10 +29,9 @@ from benchmarks.common.lines import read_lines
 from benchmarks.common.machine import ROOT
 from benchmarks.common.samples import Progress, Samples, weights_of
 from ragjax.commands.flags import integer
-from ragjax.core import ConfigError
+from ragjax.core import ConfigError, Document
 from ragjax.engine import Engine
 from ragjax.retrieval.chunk_store import open_index
-from ragjax.retrieval.document import Document
 from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.staged import Ids, Stage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="RAGJAX_TEST_GPU=1 is not set: needs a GPU"))
         if item.get_closest_marker("compile") and CORES < 2:
             item.add_marker(pytest.mark.skip(reason="simulated GPU kernels wait for a second core for ever"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Programs of toy models are compiled without LLVM's optimisations: compiling takes a third less time.
+
+    Tests with real models, and those that are run for long, compile what users run.
+    """
+    quickly = not any(item.get_closest_marker(name) for name in ("model", "qwen", "long", "gpu", "compile"))
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for processes that the test starts
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture(scope="session")

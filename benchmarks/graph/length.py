@@ -20,7 +20,8 @@ LENGTHS = (1024, 2048, 4096, 8192)
 def lengthened(engine: Engine, questions: Sequence[Question], tokens: int, seed: int) -> Question | None:
     """A question whose paths and those of others take about so many tokens written out; None if there are too few."""
     order = np.random.default_rng(seed).permutation(len(questions))
-    first, subgraphs = questions[order[0]], {}
+    first = questions[order[0]]
+    subgraphs: dict[str, Subgraph] = {}
     for i in order:
         for subgraph in questions[i].subgraphs:
             subgraphs.setdefault(subgraph.entity, subgraph)

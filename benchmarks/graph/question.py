@@ -77,7 +77,7 @@ def extracted(folder: Path, name: str, limit: int, triples: Path, encoder: TextE
     Raises:
         ConfigError: if there is no such set, or its triples cannot be read.
     """
-    found = []
+    found: list[Question] = []
     with KnowledgeGraph.open(None, encoder) as graph:
         graph.add(read(triples))
         for question in dataset.load(folder, name).questions:

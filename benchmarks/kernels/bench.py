@@ -114,7 +114,8 @@ class Bench:
                 return paged_interval_attention(q, view, backend=backend)
 
             def step(q: jax.Array, view: View) -> jax.Array:
-                return attend(q, view)[0]
+                out: jax.Array = attend(q, view)[0]
+                return out
 
             function = machine.chained(step, times) if times else attend
             self._programs[key] = jax.jit(function).lower(q, view).compile()
@@ -134,7 +135,9 @@ class Bench:
 
     def refusal(self, backend: str, mask: Mask, page_size: int, block_rows: int) -> str | None:
         """Why the backend does not serve the mask here."""
-        q = jax.ShapeDtypeStruct((len(mask.index_T), self.model.heads, self.model.dim), jnp.dtype(self.model.dtype))
+        q: Any = jax.ShapeDtypeStruct(
+            (len(mask.index_T), self.model.heads, self.model.dim), jnp.dtype(self.model.dtype)
+        )
         return BACKENDS[backend].refusal(q, abstract_view(self.model, mask, page_size, block_rows), self.device)
 
     def backends(self, mask: Mask, page_size: int) -> list[str]:
@@ -191,8 +194,9 @@ def abstract_view(model: Model, mask: Mask, page_size: int, block_rows: int) -> 
     rows = jax.eval_shape(lambda: masks.rows_of(mask))
     table = jax.eval_shape(lambda: Rotation(*(jnp.zeros((model.context, model.dim // 2)) for _ in range(2))))
     scale = float(model.dim**-0.5)
-    return jax.eval_shape(partial(View.build, layer=0, scale=scale, block_rows=block_rows), rows, pages,
-                          entries=entries, rotation=table)  # fmt: skip
+    view: View = jax.eval_shape(partial(View.build, layer=0, scale=scale, block_rows=block_rows), rows, pages,
+                                entries=entries, rotation=table)  # fmt: skip
+    return view
 
 
 def spot_error(mask: Mask, q_THD: jax.Array, out_THD: jax.Array, view: View) -> float:
@@ -253,7 +257,7 @@ def plan(model: Model) -> Iterator[Mask]:
     """Masks in the order of their importance."""
     low, high = model.pieces
     long = model.lengths[0]
-    cut = {"low": low, "high": high}
+    cut: Any = {"low": low, "high": high}
     yield masks.chunks(long, **cut)
     yield masks.tree(long, **cut)
     yield masks.causal(long)

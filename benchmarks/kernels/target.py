@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from functools import partial
 
 from benchmarks.common import gpu, report
 from benchmarks.common.machine import Ceilings
@@ -39,7 +41,7 @@ def gates(rows: Sequence[report.Row], limits: Ceilings, model: Model) -> list[re
     for backend, least in (("triton", 280.0), ("mosaic", 450.0)):
         speed = _worst_of_best(timed, backend, ("chunks", "tree"), model.lengths)
         found.append(gpu.gate(f"prefill under a dependency mask, {backend}", f">= {least:g} TFLOP/s", speed,
-                              lambda x, least=least: x >= least, "visited tiles only"))  # fmt: skip
+                              partial(operator.le, least), "visited tiles only"))  # fmt: skip
     moved = [r for r in timed if r["case"] == "recompute-moved" and r["ratio"]]
     fastest = min(moved, key=lambda r: r["ms"], default=None)
     cost = None if fastest is None else 1 / fastest["ratio"] - 1
@@ -55,7 +57,7 @@ def gates(rows: Sequence[report.Row], limits: Ceilings, model: Model) -> list[re
 def _worst_of_best(
     rows: Sequence[report.Row], backend: str, cases: Sequence[str], lengths: Sequence[int]
 ) -> float | None:
-    best = []
+    best: list[float] = []
     for case in cases:
         for length in lengths:
             own = [r["tflops"] for r in rows if (r["case"], r["backend"], r["keys"]) == (case, backend, length)]

@@ -66,7 +66,7 @@ def cut(n: int, buckets: tuple[int, ...]) -> list[int]:
     @cache
     def best(left: int) -> tuple[int, tuple[int, ...]]:
         whole = min((b for b in buckets if b >= left), default=None)
-        found = [] if whole is None else [(whole + 64, (whole,))]
+        found: list[tuple[int, tuple[int, ...]]] = [] if whole is None else [(whole + 64, (whole,))]
         for b in buckets:
             if left / 8 <= b < left or (whole is None and b == buckets[-1]):
                 cost, rest = best(left - b)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ragjax.core import Grid
+from ragjax.core import Grid, RowShape
 from ragjax.models.config import ModelConfig
 
 PAGE = 64
@@ -49,7 +49,8 @@ class Setting:
         """Row buckets that fit the passes measured here; one entry bucket, to compile few programs."""
         # with its padded group a block fills the 128 rows of a kernel
         block = 128 // (1 << (config.num_groups - 1).bit_length())
-        return Grid(rows=((8, 1), *((n, block) for n in self.rows)), entries=(self.entries,), logits=(8,))
+        rows = (RowShape(8, 1), *(RowShape(n, block) for n in self.rows))
+        return Grid(rows=rows, entries=(self.entries,), logits=(8,))
 
 
 FULL = Setting(

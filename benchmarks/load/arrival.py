@@ -34,7 +34,8 @@ class Arrival:
 
 def poisson(rate: float, count: int, seed: int) -> list[float]:
     """Seconds at which `count` requests arrive, `rate` a second on average; gaps are exponential and independent."""
-    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count)).tolist()
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return [float(seconds) for seconds in np.cumsum(gaps)]
 
 
 def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
@@ -83,4 +84,4 @@ def rescaled(trace: Sequence[Arrival], rate: float, count: int) -> list[float]:
     if len(trace) < count or trace[count - 1].seconds <= 0:
         raise ConfigError(f"the trace has {len(trace)} requests over time, {count} are needed: lower --requests")
     times = np.array([arrival.seconds for arrival in trace[:count]])
-    return (times * (count - 1) / rate / times[-1]).tolist()
+    return [float(seconds) for seconds in times * (count - 1) / rate / times[-1]]

@@ -51,7 +51,7 @@ def binary(target: str) -> Path:
 def _source(home: Path) -> Path:
     folder = home / "source"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [envs.python(NAME), "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+    command: list[str | Path] = [envs.python(NAME), "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
     _run(home, [*command, "--dest", folder, package()])
     with tarfile.open(next(folder.glob("*.tar.gz"))) as packed:
         packed.extractall(folder, filter="data")

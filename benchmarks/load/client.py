@@ -27,7 +27,10 @@ class Target(Protocol):
 
     name: str
     versions: dict[str, str]
-    served: Mapping[str, Any]
+
+    @property
+    def served(self) -> Mapping[str, Any]:
+        """The columns `metric.SERVED`, as far as it has them."""
 
     async def open(self) -> None:
         """Start it."""

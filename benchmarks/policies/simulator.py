@@ -10,7 +10,7 @@ that traces of millions of tokens take seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -119,7 +119,7 @@ class Simulator:
 
     def _arrival(self, at: int) -> Arrival:
         nodes = self._work.requests[at].nodes
-        ends = {n: self._ends[n] for n in nodes}
+        ends: dict[Hashable, int] = {n: self._ends[n] for n in nodes}
         return Arrival(self._work.totals[at], ends, partial(self._look, nodes), number=at)
 
     def _look(self, nodes: tuple[int, ...]) -> Look:

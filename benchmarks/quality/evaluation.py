@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from benchmarks.quality import score
 from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.probe import Probe, deviation, places
-from benchmarks.quality.similarity import History, Similarity, TextEncoder
+from benchmarks.quality.similarity import History, Similarity
 from ragjax.core import Answer, Chunk, Hit, Kind, Message, Prompt, Segment, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import Job
@@ -24,6 +24,7 @@ from ragjax.models.config import inverse_frequencies
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import divergence
 from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse.base import Strategy
 
 FORCED = 12

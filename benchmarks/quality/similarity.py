@@ -56,7 +56,8 @@ class Similarity:
         """
         own = self._at[chunk_id]
         scores_N = self._vectors_NE @ self._vectors_NE[own]
-        seen, found = {self._raw[own]}, []
+        seen = {self._raw[own]}
+        found: list[Chunk] = []
         for i in np.argsort(-scores_N, kind="stable"):
             if len(found) == n:
                 break

@@ -16,7 +16,7 @@ from ragjax.models.encoder import Encoder
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.retrieval.document import load as load_documents
 from ragjax.retrieval.graph import KnowledgeGraph
-from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.retrieval.path import Triple
 from ragjax.retrieval.reader import read as read_triples
 from ragjax.retrieval.triples import Alias, forward
@@ -74,7 +74,7 @@ def fill_graph(graph: KnowledgeGraph, name: str, source: str | Path, progress: b
 
 
 def knowledge_opener(
-    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], Encoder]
+    tokenizer: Tokenizer, index: str, index_dir: str | Path | None, encoder: Callable[[], TextEncoder]
 ) -> Callable[[str], KnowledgeBase]:
     """Opens knowledge bases by name."""
 

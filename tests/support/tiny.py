@@ -17,7 +17,7 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import AtRest, EngineOptions, Grid, Prompt, Segment, StorageOptions
+from ragjax.core import AtRest, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.engine.build import Parts
@@ -56,7 +56,8 @@ CONFIG = ModelConfig(
     eos_ids=(257,),
     bos_id=None,
 )
-GRID = Grid(rows=((2, 2), (4, 1), (16, 8), (64, 16)), entries=(320,), logits=(2, 4))
+ROWS = (RowShape(2, 2), RowShape(4, 1), RowShape(16, 8), RowShape(64, 16))
+GRID = Grid(rows=ROWS, entries=(320,), logits=(2, 4))
 PAGE = 16
 
 TEMPLATE = (
@@ -125,12 +126,13 @@ class HashedEncoder:
 
     def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """float32 [n, 32], rows of length one."""
-        out = np.zeros((len(texts), self.dim), np.float32)
+        out: NDArray[np.float32] = np.zeros((len(texts), self.dim), np.float32)
         for i, text in enumerate(texts):
             for word in text.lower().split() or [""]:
                 seed = int.from_bytes(hashlib.sha256(word.strip(".,?!").encode()).digest()[:4], "little")
                 out[i] += np.random.default_rng(seed).standard_normal(self.dim)
-        return out / np.linalg.norm(out, axis=1, keepdims=True)
+        out /= np.linalg.norm(out, axis=1, keepdims=True)
+        return out
 
 
 @cache

@@ -67,7 +67,7 @@ class Grid:
 
     rows: tuple[RowShape, ...] = (
         *(RowShape(2, 2), RowShape(4, 4), RowShape(7, 7), RowShape(8, 1), RowShape(16, 1), RowShape(36, 4)),
-        *(RowShape(8 + 16, 16, 8), RowShape(8 + 32, 32, 8), RowShape(16 + 64, 32, 16)),
+        *(RowShape(8 + 32, 32, 8), RowShape(16 + 64, 32, 16), RowShape(16 + 128, 64, 16), RowShape(16 + 384, 128, 16)),
         *(RowShape(32, 32), RowShape(128, 32), RowShape(336, 112), RowShape(512, 128)),
     )
     entries: tuple[int, ...] = (64, 256)

@@ -272,13 +272,16 @@ def _budget(options: EngineOptions, runner: Runner, config: ModelConfig) -> Step
     """
     keys = max(1, config.layer_weights // (4 * config.num_heads * config.head_dim))
     if options.step_tokens:
-        return StepBudget(options.step_tokens, keys)
+        return StepBudget(options.step_tokens, keys, fixed=True)
     if not options.compile:
         return StepBudget(keys=keys)
     decode = min(shape.rows for shape in runner.grid.rows if shape.block == 1)
     mixed = [shape.rows for shape in runner.grid.rows if shape.mixed]
-    budget = StepBudget.fitted(runner.seconds(decode), {rows: runner.seconds(rows) for rows in mixed}, keys)
-    _log.info("steps have up to %d tokens while requests decode", budget.tokens)
+    each = runner.grid.entries[0] // decode
+    plain_s, reading_s = runner.seconds(decode), runner.seconds(decode, each)
+    key_s = (reading_s - plain_s) / (decode * each * runner.page_size)
+    budget = StepBudget.fitted(plain_s, {rows: runner.seconds(rows) for rows in mixed}, key_s, keys)
+    _log.info("steps have up to %d tokens for each prompt that is computed while requests decode", budget.tokens)
     return budget
 
 

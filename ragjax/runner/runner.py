@@ -173,10 +173,18 @@ class Runner(PagePool):
             if progress is not None:
                 progress(" ".join(map(str, name)))
 
-    def seconds(self, rows: int, runs: int = 3) -> float:
-        """How long a step of so many rows takes, all padding: the least of some runs."""
+    def seconds(self, rows: int, pages: int = 0, runs: int = 3) -> float:
+        """How long a step of so many rows takes: the least of some runs.
+
+        pages: that each row reads, in blocks of one; all are page 0. With 0 the rows are padding.
+        """
         entries = self.grid.entries_of(self.grid.shape(rows))[0]
         arrays: dict[str, Any] = {**self._programs.padding(STEP_ARRAYS, rows, entries)}
+        if pages:
+            arrays["request_T"], arrays["index_T"] = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)
+            arrays["request_S"][: rows * pages] = np.repeat(arrays["request_T"], pages)
+            arrays["index_SC"][: rows * pages] = 0
+            arrays["slot_T"] = np.arange(rows, dtype=np.int32)
         step = Step(**arrays)
 
         def run() -> None:

@@ -20,9 +20,6 @@ from ragjax.schedule.state import RequestState
 FEW = 8
 """Decoding requests bring fewer rows than this to a step, in blocks smaller than this; more rows are prefilled."""
 
-DECODE_KEYS = 64
-"""Keys whose attention, by a block of few rows, takes as long as the rest of a row."""
-
 STEP_ROWS = 35
 """Rows that would take as long to compute as a step costs at any size."""
 
@@ -110,40 +107,52 @@ class Scheduler:
         return [state for state in self._active() if state.can_move]
 
     def _decode_batch(self, states: list[RequestState]) -> Batch:
-        """The step of the least cost for as many requests as one can have; proposed tokens must not keep any out."""
+        """The step that brings the most tokens for what it costs, for as many requests as one can have.
+
+        Proposed tokens keep no request out, and go where they are not expected to be worth the larger step.
+        """
         if not self._alone:
             chosen = self._take_turns(states, 1, self.limits.entries)
             return self._pack([], _whole(chosen), self.grid.rows[0])
         widest = max(self._alone, key=lambda shape: shape.rows // shape.block)
         chosen = self._take_turns(states, widest.rows // widest.block, self.grid.entries_of(widest)[-1])
-        fitting = [shape for shape in self._alone if self._has_room(shape, chosen)]
-        if not fitting:
-            for state in chosen:
-                rows_of(state).shorten()
-            fitting = [shape for shape in self._alone if self._has_room(shape, chosen)]
-        return self._pack([], _whole(chosen), min(fitting, key=lambda shape: self._cost(shape, chosen)))
+        best = self._cheapest(chosen, [rows_of(state).left for state in chosen])
+        if any(rows_of(state).proposed for state in chosen):
+            plain = self._cheapest(chosen, [1] * len(chosen))
+            if best is None or (plain is not None and not _worth(chosen, best[0], plain[0])):
+                for state in chosen:
+                    rows_of(state).shorten()
+                best = plain
+        assert best is not None  # the widest shape has a block for each
+        return self._pack([], _whole(chosen), best[1])
 
-    def _has_room(self, shape: RowShape, states: Sequence[RequestState]) -> bool:
-        blocks = sum(-(-rows_of(state).left // shape.block) for state in states)
+    def _cheapest(self, states: Sequence[RequestState], lefts: Sequence[int]) -> tuple[float, RowShape] | None:
+        """The shape with room for so many rows of each that costs least, and its cost; None if none has room."""
         entries = sum(len(rows_of(state).table) for state in states)
-        return blocks * shape.block <= shape.rows and entries <= self.grid.entries_of(shape)[-1]
+        costs = [
+            (self._cost(shape, states, lefts), shape)
+            for shape in self._alone
+            if _blocks(lefts, shape) * shape.block <= shape.rows and entries <= self.grid.entries_of(shape)[-1]
+        ]
+        return min(costs, default=None)
 
-    def _cost(self, shape: RowShape, states: Sequence[RequestState]) -> float:
+    def _cost(self, shape: RowShape, states: Sequence[RequestState], lefts: Sequence[int]) -> float:
         """Of a decode step, in rows: each block reads the keys of its request once, but for those that are shared."""
-        entries = sum(-(-rows_of(state).left // shape.block) * len(rows_of(state).table) for state in states)
-        saved = sum(group.saved for group in self._groups(shape, states))
-        return shape.rows + (entries - saved) * self.limits.page_size / DECODE_KEYS
+        tables = [rows_of(state).table for state in states]
+        entries = sum(-(-left // shape.block) * len(table) for left, table in zip(lefts, tables, strict=True))
+        saved = sum(group.saved for group in self._groups(shape, states, lefts))
+        return shape.rows + (entries - saved) * self.limits.page_size / self.budget.decode_keys
 
-    def _groups(self, shape: RowShape, states: Sequence[RequestState]) -> list[Group]:
-        """Which of the requests share keys; their rows are in blocks of one."""
+    def _groups(self, shape: RowShape, states: Sequence[RequestState], lefts: Sequence[int]) -> list[Group]:
+        """Which of the requests share keys, with so many rows each; their rows are in blocks of one."""
         pending = [rows_of(state) for state in states]
         if any(rows.measure_now is not None for rows in pending):
             return []
-        return find_groups([rows.table for rows in pending], [rows.left for rows in pending], shape.sharing)
+        return find_groups([rows.table for rows in pending], lefts, shape.sharing)
 
     def _prefill_batch(self, states: list[RequestState], *, bounded: bool = False) -> Batch:
         states = self._within(states, self.limits.entries)
-        lefts = self._bounded(0, states) if bounded else [rows_of(state).left for state in states]
+        lefts = self._bounded([], states) if bounded else [rows_of(state).left for state in states]
         shapes = [s for s in self.grid.rows if not s.mixed and (s.block >= FEW or s.rows == s.block > 1)]
         return self._pack([], *self._fill(states, lefts, shapes))
 
@@ -161,16 +170,20 @@ class Scheduler:
             return None
         for state in chosen:  # the budget is that of one token a request
             rows_of(state).shorten()
-        rows = len(chosen)
         states = self._within(prefilling, entries - sum(len(rows_of(state).table) for state in chosen))
-        fitting = [shape for shape in self._mixed if shape.single >= rows]
-        return self._pack(_whole(chosen), *self._fill(states, self._bounded(rows, states), fitting))
+        fitting = [shape for shape in self._mixed if shape.single >= len(chosen)]
+        return self._pack(_whole(chosen), *self._fill(states, self._bounded(chosen, states), fitting))
 
-    def _bounded(self, decoding: int, states: Sequence[RequestState]) -> list[int]:
-        """Rows of each prefill that the budget allows beside so many decoding tokens."""
-        pending = [rows_of(state) for state in states]
-        reads = [len(rows.table) * self.limits.page_size for rows in pending]
-        return self.budget.takes(decoding, [rows.left for rows in pending], reads)
+    def _bounded(self, decoding: Sequence[RequestState], states: Sequence[RequestState]) -> list[int]:
+        """Rows of each prefill that the budget allows beside these decoding tokens."""
+        prompts = sum(not state.decoding for state in self._active())
+        room = self.budget.room(len(decoding), self._keys(decoding), max(prompts, 1))
+        return self.budget.takes(room, [rows_of(state).left for state in states], [self._keys([s]) for s in states])
+
+    def _keys(self, states: Sequence[RequestState]) -> int:
+        """Slots of all pages that these requests read; of a page that several read, once."""
+        pages = set[int]().union(*(rows_of(state).table.page_S.tolist() for state in states))
+        return len(pages) * self.limits.page_size
 
     def _fill(
         self, states: Sequence[RequestState], lefts: Sequence[int], shapes: Sequence[RowShape]
@@ -206,7 +219,8 @@ class Scheduler:
         self, single: Sequence[tuple[RequestState, int]], many: Sequence[tuple[RequestState, int]], shape: RowShape
     ) -> Batch:
         ones = [state for state, _ in (many if shape.block == 1 else single)]
-        return pack(single, many, shape, self.grid, self.limits.page_size, self._groups(shape, ones))
+        lefts = [rows_of(state).left for state in ones]
+        return pack(single, many, shape, self.grid, self.limits.page_size, self._groups(shape, ones, lefts))
 
 
 def _sharing(states: Sequence[RequestState]) -> list[RequestState]:
@@ -216,6 +230,18 @@ def _sharing(states: Sequence[RequestState]) -> list[RequestState]:
         if all(rows_of(state).shares(rows_of(other)) for other in found):
             found.append(state)
     return found
+
+
+def _blocks(lefts: Sequence[int], shape: RowShape) -> int:
+    """Blocks of a shape that so many rows of requests take."""
+    return sum(-(-left // shape.block) for left in lefts)
+
+
+def _worth(states: Sequence[RequestState], cost: float, plain: float) -> bool:
+    """Whether a step with the proposed tokens is expected to bring more tokens for its cost than one without them."""
+    looking = [(state.lookup, rows_of(state).proposed) for state in states]
+    expected = sum(proposed * lookup.share for lookup, proposed in looking if lookup is not None)
+    return (len(states) + expected) * (STEP_ROWS + plain) > len(states) * (STEP_ROWS + cost)
 
 
 def _whole(states: Sequence[RequestState]) -> list[tuple[RequestState, int]]:

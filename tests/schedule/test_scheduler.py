@@ -17,6 +17,7 @@ from ragjax.core import NEVER, Grid, Kind, Measure, OutOfPages, Pass, Plan, Run,
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.reuse.base import match_spans
 from ragjax.schedule.budget import StepBudget
+from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.table import PageTable
 from tests.support.bench import (
@@ -563,6 +564,31 @@ def test_the_budget_bounds_prefill_beside_decoding_tokens(budget, lefts, count):
     assert len(decoded) == min(count, 8)
     assert taken and batch.parts[len(decoded)].state is prefilling[0], "the oldest prefill goes on"
     assert taken[0] == 1 or len(decoded) + sum(taken) <= budget.tokens
+
+
+def test_a_step_grows_with_the_prompts_that_are_computed():
+    """Whoever waits for the first token counts: two prompts get twice the rows that one gets beside decoding tokens."""
+    taken = []
+    for prompts in (1, 2):
+        scheduler = Scheduler(MIXED, PAGE, StepBudget(9, keys=10**6))
+        fixed_tasks(scheduler, [1], decoding=True)
+        fixed_tasks(scheduler, [16] * prompts)
+        parts = [piece for piece in scheduler.next_batch().parts if not piece.state.decoding]
+        taken.append(sum(piece.placed.end - piece.placed.begin for piece in parts))
+    assert taken == [8, 16]
+
+
+@pytest.mark.parametrize(("clients", "share", "rows"), [(1, 0.2, 4), (1, 0.0, 2), (7, 0.9, 40), (7, 0.1, 8)])
+def test_tokens_are_proposed_where_they_are_worth_the_larger_step(clients, share, rows):
+    """Of 7 requests with 3 proposed tokens each, a step of 40 rows is worth 19 accepted tokens, and not 2."""
+    scheduler = Scheduler(Grid(rows=((2, 2), (4, 4), (8, 1), (40, 4)), entries=(8, 96), logits=(2, 4)), PAGE)
+    tasks = fixed_tasks(scheduler, [4] * clients, decoding=True)
+    for task in tasks:
+        task.rows.proposed, task.lookup = 3, Lookup(6, share=share)
+    batch = scheduler.next_batch()
+    assert [piece.state for piece in batch.parts] == tasks
+    assert len(batch.step.index_T) == rows
+    assert (batch.step.index_T >= 0).sum() == clients * (4 if rows in (4, 40) else 1)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,3 +1,5 @@
+"""Budgets of cells by layer: sums, shares by preference and windows that are always kept."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""The noun of compression: its short form, its JSON form and its refusals."""
+
 from __future__ import annotations
 
 import math

@@ -56,6 +56,5 @@ def fit(wanted_L: NDArray[np.float64], total: int, most: int) -> NDArray[np.int3
             break
         share_L = np.where(free_L, np.minimum(share_L + excess / free_L.sum(), most), share_L)
     whole_L = np.floor(share_L + 1e-9).astype(np.int32)
-    remainder_L = np.where(whole_L < most, share_L - whole_L, -1.0)
-    whole_L[np.argsort(-remainder_L, kind="stable")[: total - whole_L.sum()]] += 1
+    whole_L[np.argsort(whole_L - share_L, kind="stable")[: total - whole_L.sum()]] += 1
     return whole_L

@@ -1,0 +1,191 @@
+"""How far answers over compressed KV are from those over all of it: every scorer and graph on the same prefills.
+
+    python -m benchmarks.compress [--data DIR --sets A,B] [--methods A,B] [--graphs A,B] [--budgets N,M] [--heads all]
+        [--context N] [--limit N] [--tokens N] [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
+
+A prompt is prefilled once with full attention, and answered greedily. Its KV is then compressed in every way, as arrays
+without an engine, and the same answer is read again over what is kept. The set `demo` is the bundled documents and
+questions; `needle` is DIR/needle, others are DIR/text/SET. `kl` is the mean of KL(full || compressed) over the answer's
+tokens in nats, but for the first, which no compression changes; `top1` the share of these where both choose the same
+token, `same` that of answers where all are the same, which is when greedy decoding would repeat the answer. `kl_change`
+is the paired difference from the scorer without a graph. Intervals are 95% bootstrap over questions. `kept_tokens` is
+the mean over layers, `bytes` what they take in bfloat16, `redundancy` the mean cosine of pairs of kept keys
+(GraphKV's Fig. 2d). `answered` is the share of questions whose answer over all KV holds a reference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.common import report
+from benchmarks.compression.case import DEMO_SET, Case, cases
+from benchmarks.compression.laboratory import Kept, Laboratory, Prefill
+from benchmarks.quality.score import Bootstrap
+from benchmarks.quality.score import answered as holds
+from ragjax.commands.flags import integer
+from ragjax.core import ConfigError
+from ragjax.core.compression import METHODS, Compression, Graph
+from ragjax.models.adapter import load_model
+from ragjax.models.hub import cache_dir, resolve
+from ragjax.models.tokenizer import Tokenizer
+
+GRAPHS: Mapping[str, Graph | None] = {
+    "none": None,
+    "mutual": Graph(),
+    "ordered": Graph(order="ordered"),
+    "rounds2": Graph(rounds=2),
+    "rounds3": Graph(rounds=3),
+    "enhance": Graph(signal="enhance"),
+    "evict": Graph(signal="evict"),
+    **{f"{edges}": Graph(edges=edges) for edges in ("vv", "kv", "qk", "qq")},
+    **{f"sources{share}": Graph(sources=share / 100) for share in (10, 50, 70, 100)},
+    **{f"neighbours{m}": Graph(neighbours=m) for m in (4, 8, 16, 64)},
+    **{f"strength{s}": Graph(strength=s / 100) for s in (25, 50)},
+}
+"""GraphKV's settings, one apart from the default; `mutual` is the paper's."""
+
+DEFAULT_GRAPHS = ["none", "mutual", "ordered"]
+COLUMNS = (
+    "method", "graph", "budget", "set", "n", "context_tokens", "kept_tokens", "bytes", "kl", "kl_lo", "kl_hi", "top1",
+    "same", "kl_change", "kl_change_lo", "kl_change_hi", "redundancy", "answered",
+)  # fmt: skip
+LIMIT, QUICK_LIMIT = 16, 4
+CONTEXT, QUICK_CONTEXT = 2048, 768
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    flags = report.parser("compress", __doc__)
+    report.add_model(flags)
+    flags.add_argument("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
+    flags.add_argument("--sets", type=lambda text: text.split(","), default=["musique"], help="sets of DIR, by comma")
+    flags.add_argument("--methods", type=report.among(METHODS, "method"), default=list(METHODS), help="by comma")
+    flags.add_argument("--graphs", type=report.among(GRAPHS, "graph"), default=DEFAULT_GRAPHS, help="by comma")
+    flags.add_argument("--budgets", type=_numbers, help="tokens kept, by comma (128,512; 128 with --quick)")
+    flags.add_argument("--heads", choices=("all", "each"), default="all", help="one choice for all KV heads, or each")
+    flags.add_argument("--context", type=integer(64), help=f"tokens of a prompt ({CONTEXT}; {QUICK_CONTEXT})")
+    flags.add_argument("--limit", type=integer(1), help=f"questions of a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
+    flags.add_argument("--tokens", type=integer(2), default=16, help="of an answer, at most (%(default)s)")
+    chosen = flags.parse_args(arguments)
+    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
+    chosen.context = chosen.context or (QUICK_CONTEXT if chosen.quick else CONTEXT)
+    chosen.budgets = chosen.budgets or ([128] if chosen.quick else [128, 512])
+    return chosen
+
+
+def _numbers(text: str) -> list[int]:
+    return [integer(33)(part) for part in text.split(",")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+
+    def measure(_: report.Session) -> Iterator[dict[str, Any]]:
+        local = resolve(chosen.model)
+        tokenizer = Tokenizer.load(local.path)
+        decoder = load_model(local, np.dtype(chosen.dtype) if chosen.dtype == "float32" else _bfloat16(), cache_dir())
+        laboratory = Laboratory(decoder, chosen.context, chosen.tokens)
+        ends = frozenset(decoder.config.eos_ids) | frozenset(tokenizer.eos_ids)
+        for name in [DEMO_SET] if chosen.data is None else chosen.sets:
+            found = list(cases(tokenizer, chosen.data, name, chosen.limit, chosen.context))
+            yield from rows(laboratory, tokenizer, ends, name, found, settings(chosen))
+
+    return report.run("compress", COLUMNS, chosen.json, measure)
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+Setting = tuple[str, str, int]
+"""Method, name of the graph, budget."""
+
+
+def settings(chosen: argparse.Namespace) -> Mapping[Setting, Compression]:
+    """What is measured, in the table's order."""
+    return {
+        (method, graph, budget): Compression(method, budget, GRAPHS[graph], chosen.heads)
+        for budget in chosen.budgets
+        for method in chosen.methods
+        for graph in chosen.graphs
+    }
+
+
+def rows(
+    laboratory: Laboratory,
+    tokenizer: Tokenizer,
+    ends: frozenset[int],
+    name: str,
+    found: Sequence[Case],
+    compressions: Mapping[Setting, Compression],
+) -> Iterator[dict[str, Any]]:
+    """The table's lines of a set.
+
+    Raises:
+        ConfigError: if no question has an answer of two tokens, of which compression could change one.
+    """
+    figures: dict[Setting, list[Mapping[str, float]]] = defaultdict(list)
+    lengths, right = [], []
+    for case in found:
+        prefill = laboratory.prefill(case.tokens)
+        said = laboratory.answer(prefill, ends)
+        if len(said) < 2:
+            continue
+        lengths.append(prefill.count)
+        right.append(holds(tokenizer.decode(said), case.answers))
+        full_TV = laboratory.logits(prefill, laboratory.everything(prefill), said)[:-1]
+        for setting, compression in compressions.items():
+            kept = laboratory.keep(prefill, compression)
+            logits_TV = laboratory.logits(prefill, kept.kept_LKN, said)[:-1]
+            figures[setting].append(compared(full_TV, logits_TV, kept, prefill))
+    if not lengths:
+        raise ConfigError(f"{name}: no question has an answer of two tokens")
+    bootstrap = Bootstrap([name] * len(lengths))
+    for method, graph, budget in compressions:
+        of_setting = figures[method, graph, budget]
+        column = {key: [figure[key] for figure in of_setting] for key in of_setting[0]}
+        base = figures.get((method, "none", budget), of_setting)
+        change = bootstrap.difference(column["kl"], [figure["kl"] for figure in base])
+        means = {key: float(np.mean(values)) for key, values in column.items() if key != "kl"}
+        yield {
+            "method": method, "graph": graph, "budget": budget, "set": name, "n": len(lengths),
+            "context_tokens": float(np.mean(lengths)), **means, **bootstrap.mean(column["kl"]).columns("kl"),
+            **(change.columns("kl_change") if graph != "none" else {}), "answered": float(np.mean(right)),
+        }  # fmt: skip
+
+
+def compared(
+    full_TV: NDArray[np.float32], logits_TV: NDArray[np.float32], kept: Kept, prefill: Prefill
+) -> dict[str, float]:
+    """Figures of one question under one compression."""
+    full_TV, logits_TV = (_log_softmax(x.astype(np.float64)) for x in (full_TV, logits_TV))
+    agree = full_TV.argmax(-1) == logits_TV.argmax(-1)
+    _, _, heads, width = prefill.k_LNKD.shape
+    return {
+        "kl": float((np.exp(full_TV) * (full_TV - logits_TV)).sum(-1).mean()),
+        "top1": float(agree.mean()),
+        "same": float(agree.all()),
+        "kept_tokens": float(kept.kept_L.mean()),
+        "bytes": float(kept.kept_L.sum()) * heads * width * 2 * 2,
+        "redundancy": kept.redundancy,
+    }
+
+
+def _log_softmax(x_TV: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = x_TV - x_TV.max(-1, keepdims=True)
+    found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

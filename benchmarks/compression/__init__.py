@@ -1,0 +1,1 @@
+"""One prefill as arrays, and the questions that are asked over it."""

@@ -1,0 +1,223 @@
+"""A model over plain arrays: one prompt's KV and queries, and next-token logits over any part of that KV.
+
+No pages and no engine: what is dropped is masked. The layers' weights are stacked and scanned, so that a program does
+not grow with depth. Prompts are padded to one length and continuations to another: two programs in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from numpy.typing import NDArray
+
+from ragjax.compress import SCORERS, Evidence
+from ragjax.compress.choose import choose, quota
+from ragjax.core.compression import Compression
+from ragjax.models.decoder import Decoder, rotation_table
+
+BLOCK = 128
+"""Rows of a prompt whose attention is computed at a time."""
+STEP = 64
+"""Room for kept tokens is a multiple of it, so that few programs are compiled."""
+
+
+class Prefill(NamedTuple):
+    """A prompt of `count` tokens, padded to N: float32 arrays by layer, and the last token's logits [V].
+
+    mass_LNK: attention that each key received from all rows, the mean over the heads of a KV head.
+    """
+
+    count: int
+    k_LNKD: jax.Array
+    v_LNKD: jax.Array
+    q_LNHD: jax.Array
+    mass_LNK: jax.Array
+    logits_V: jax.Array
+
+
+class Kept(NamedTuple):
+    """What a compression leaves: bool [L, K, N]; tokens by layer, int32 [L]; mean cosine of the kept keys."""
+
+    kept_LKN: jax.Array
+    kept_L: NDArray[np.int32]
+    redundancy: float
+
+
+class Laboratory:
+    """Prompts of at most `context` tokens, continuations of at most `tail`."""
+
+    def __init__(self, decoder: Decoder, context: int, tail: int):
+        self.context = -(-context // BLOCK) * BLOCK
+        self.tail = tail
+        self._decoder = decoder
+        split = [nnx.split(layer) for layer in decoder.layers]
+        self._graph = split[0][0]
+        self._layers = jax.tree.map(lambda *x: jnp.stack(x), *(state for _, state in split))
+        rotation = rotation_table(decoder.config, self.context + tail)
+        self._cos, self._sin = rotation.at(jnp.arange(self.context + tail))
+
+    def prefill(self, tokens: NDArray[np.int32]) -> Prefill:
+        """Full causal attention over a prompt."""
+        count = len(tokens)
+        padded = jnp.asarray(np.pad(tokens, (0, self.context - count)))
+        places = slice(0, self.context)
+        x_NE, found = _prefill(
+            self._graph, self._layers, self._decoder.embed(padded), self._cos[places], self._sin[places], count
+        )
+        logits_V = self._decoder.unembed(x_NE[count - 1 : count])[0]
+        return Prefill(count, *found, logits_V)
+
+    def keep(self, prefill: Prefill, compression: Compression) -> Kept:
+        """The tokens that a compression keeps."""
+        scorer = SCORERS[compression.method]
+        window = slice(prefill.count - compression.window, prefill.count)
+        layers = len(prefill.k_LNKD)
+        evidence = Evidence(
+            prefill.k_LNKD,
+            prefill.v_LNKD,
+            jnp.full(layers, prefill.count, jnp.int32),
+            prefill.q_LNHD[:, window],
+            prefill.mass_LNK,
+            prefill.q_LNHD if compression.graph is not None and compression.graph.needs_queries else None,
+        )
+        score = _score(evidence, compression.method)
+        numbers = quota(compression, scorer, layers, prefill.count, np.asarray(score.preference))
+        room = min(self.context, -(-numbers.most // STEP) * STEP)
+        # the choice does not look at method and budget: one program serves all
+        same = Compression("snapkv", 2**20, compression.graph, compression.heads)
+        index_LKB = _choose(score.s_NK, evidence, *map(jnp.asarray, numbers), compression=same, most=room)
+        kept_LKN = _mask(index_LKB, prefill.k_LNKD)
+        return Kept(kept_LKN, numbers.kept_L, float(_redundancy(kept_LKN, prefill.k_LNKD)))
+
+    def everything(self, prefill: Prefill) -> jax.Array:
+        """All tokens of the prompt, bool [L, K, N]."""
+        layers, tokens, heads, _ = prefill.k_LNKD.shape
+        return jnp.broadcast_to(jnp.arange(tokens) < prefill.count, (layers, heads, tokens))
+
+    def logits(self, prefill: Prefill, kept_LKN: jax.Array, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after each of the tokens that follow the prompt, float32 [T, V]: they see what is kept and each other."""
+        padded = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, self.tail - len(tokens))))
+        places = slice(prefill.count, prefill.count + self.tail)
+        x_TE = _continue(
+            self._graph, self._layers, self._decoder.embed(padded), self._cos[places], self._sin[places],
+            prefill.k_LNKD, prefill.v_LNKD, kept_LKN,
+        )  # fmt: skip
+        return np.asarray(self._decoder.unembed(x_TE))[: len(tokens)]
+
+    def answer(self, prefill: Prefill, ends: frozenset[int]) -> list[int]:
+        """What greedy decoding over the whole prompt says: `tail` tokens, or up to an end, which is left out."""
+        said: list[int] = []
+        following = int(prefill.logits_V.argmax())
+        while following not in ends:
+            said.append(following)
+            if len(said) == self.tail:
+                break
+            following = int(self.logits(prefill, self.everything(prefill), said)[-1].argmax())
+        return said
+
+
+@partial(jax.jit, static_argnums=0)
+def _prefill(
+    graph: Any, layers: Any, x_NE: jax.Array, cos_NR: jax.Array, sin_NR: jax.Array, count: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    index_N = jnp.arange(len(x_NE))
+
+    def body(x_NE: jax.Array, state: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        layer = nnx.merge(graph, state)
+        q_NHD, k_NKD, v_NKD = layer.project(x_NE, cos_NR, sin_NR)
+        heads = k_NKD.shape[1]
+
+        def block(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            q_BHD, index_B = rows
+            prob_KGBN = _probabilities(q_BHD, k_NKD, (index_N <= index_B[:, None])[None])
+            out_BKGD = jnp.einsum("kgbn,nkd->bkgd", prob_KGBN, v_NKD)
+            return out_BKGD, jnp.where((index_B < count)[:, None], prob_KGBN, 0.0).sum(2).mean(1)
+
+        blocks = (q_NHD.reshape(-1, BLOCK, *q_NHD.shape[1:]), index_N.reshape(-1, BLOCK))
+        out, mass = lax.map(block, blocks)
+        x_NE = layer.finish(x_NE, out.reshape(q_NHD.shape))
+        return x_NE, (k_NKD, v_NKD, q_NHD, mass.sum(0).reshape(heads, -1).T)
+
+    return lax.scan(body, x_NE, layers)
+
+
+@partial(jax.jit, static_argnums=0)
+def _continue(
+    graph: Any,
+    layers: Any,
+    x_TE: jax.Array,
+    cos_TR: jax.Array,
+    sin_TR: jax.Array,
+    k_LNKD: jax.Array,
+    v_LNKD: jax.Array,
+    kept_LKN: jax.Array,
+) -> jax.Array:
+    rows = len(x_TE)
+
+    def body(x_TE: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, None]:
+        state, k_NKD, v_NKD, kept_KN = of_layer
+        layer = nnx.merge(graph, state)
+        q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
+        own_KTT = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (len(kept_KN), rows, rows))
+        old_KTN = jnp.broadcast_to(kept_KN[:, None], (len(kept_KN), rows, kept_KN.shape[1]))
+        seen_KTS = jnp.concatenate([old_KTN, own_KTT], -1)
+        prob_KGTS = _probabilities(q_THD, jnp.concatenate([k_NKD, k_TKD]), seen_KTS)
+        out_TKGD = jnp.einsum("kgts,skd->tkgd", prob_KGTS, jnp.concatenate([v_NKD, v_TKD]))
+        return layer.finish(x_TE, out_TKGD.reshape(q_THD.shape)), None
+
+    x_TE, _ = lax.scan(body, x_TE, (layers, k_LNKD, v_LNKD, kept_LKN))
+    return x_TE
+
+
+def _probabilities(q_THD: jax.Array, k_SKD: jax.Array, seen_KTS: jax.Array) -> jax.Array:
+    rows, heads, width = q_THD.shape
+    q_TKGD = q_THD.reshape(rows, k_SKD.shape[1], -1, width) * width**-0.5
+    logits_KGTS = jnp.einsum("tkgd,skd->kgts", q_TKGD, k_SKD)
+    return jax.nn.softmax(jnp.where(seen_KTS[:, None], logits_KGTS, -jnp.inf), axis=-1)
+
+
+@partial(jax.jit, static_argnames="method")
+def _score(evidence: Evidence, method: str) -> Any:
+    return lax.map(SCORERS[method].score, evidence)
+
+
+@partial(jax.jit, static_argnames=("compression", "most"))
+def _choose(
+    s_LNK: jax.Array,
+    evidence: Evidence,
+    kept_L: jax.Array,
+    recent_L: jax.Array,
+    sources_L: jax.Array,
+    *,
+    compression: Compression,
+    most: int,
+) -> jax.Array:
+    def of_layer(arrays: Any) -> jax.Array:
+        return choose(*arrays, compression=compression, most=most)
+
+    index_LKB: jax.Array = lax.map(of_layer, (s_LNK, evidence, kept_L, recent_L, sources_L))
+    return index_LKB
+
+
+@jax.jit
+def _mask(index_LKB: jax.Array, k_LNKD: jax.Array) -> jax.Array:
+    layers, tokens, heads, _ = k_LNKD.shape
+    index_LKB = jnp.broadcast_to(index_LKB, (layers, heads, index_LKB.shape[2]))
+    one = jax.vmap(jax.vmap(lambda index_B: jnp.zeros(tokens + 1, bool).at[index_B].set(True)[:tokens]))
+    return one(jnp.where(index_LKB < 0, tokens, index_LKB))
+
+
+@jax.jit
+def _redundancy(kept_LKN: jax.Array, k_LNKD: jax.Array) -> jax.Array:
+    """Mean cosine of pairs of kept keys, over KV heads and layers: |sum of unit keys|^2 holds all pairs."""
+    unit = k_LNKD / jnp.maximum(jnp.linalg.norm(k_LNKD, axis=-1, keepdims=True), 1e-6)
+    sum_LKD = jnp.einsum("lkn,lnkd->lkd", kept_LKN.astype(jnp.float32), unit)
+    number_LK = kept_LKN.sum(-1).astype(jnp.float32)
+    return ((jnp.square(sum_LKD).sum(-1) - number_LK) / jnp.maximum(number_LK * (number_LK - 1), 1.0)).mean()

@@ -2,6 +2,7 @@
 
     python -m benchmarks.compress [--data DIR --sets A,B] [--methods A,B] [--graphs A,B] [--budgets N,M] [--heads all]
         [--context N] [--limit N] [--tokens N] [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
+    python -m benchmarks.compress --part decode [--methods A,B] [--budgets N] [--context N] [--clients N] [--json FILE]
 
 A prompt is prefilled once with full attention, and answered greedily. Its KV is then compressed in every way, as arrays
 without an engine, and the same answer is read again over what is kept. The set `demo` is the bundled documents and
@@ -10,7 +11,12 @@ tokens in nats, but for the first, which no compression changes; `top1` the shar
 token, `same` that of answers where all are the same, which is when greedy decoding would repeat the answer. `kl_change`
 is the paired difference from the scorer without a graph. Intervals are 95% bootstrap over questions. `kept_tokens` is
 the mean over layers, `bytes` what they take in bfloat16, `redundancy` the mean cosine of pairs of kept keys
-(GraphKV's Fig. 2d). `answered` is the share of questions whose answer over all KV holds a reference.
+(GraphKV's Fig. 2d). `f1`, `rouge_l` and `answered` (the share that holds a reference; on the needles `needle`) are
+those of the answer over what is kept, `answered_full` that over all KV.
+
+`--part decode` asks an engine: `--clients` requests decode together, each behind a prompt of its own of `--context`
+tokens; `decode_tokens_per_s` is the sum of their rates, the median of three runs, `faster` the ratio to no compression,
+in turns.
 """
 
 from __future__ import annotations
@@ -25,10 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import report
-from benchmarks.compression.case import DEMO_SET, Case, cases
+from benchmarks.compression import decode
+from benchmarks.compression.case import DEMO_SET, NEEDLE, Case, cases
 from benchmarks.compression.laboratory import Kept, Laboratory, Prefill
+from benchmarks.quality import score
 from benchmarks.quality.score import Bootstrap
-from benchmarks.quality.score import answered as holds
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
 from ragjax.core.compression import METHODS, Compression, Graph
@@ -54,7 +61,8 @@ GRAPHS: Mapping[str, Graph | None] = {
 DEFAULT_GRAPHS = ["none", "mutual", "ordered"]
 COLUMNS = (
     "method", "graph", "budget", "set", "n", "context_tokens", "kept_tokens", "bytes", "kl", "kl_lo", "kl_hi", "top1",
-    "same", "kl_change", "kl_change_lo", "kl_change_hi", "redundancy", "answered",
+    "same", "kl_change", "kl_change_lo", "kl_change_hi", "f1", "rouge_l", "needle", "answered", "answered_full",
+    "redundancy", "decode_tokens_per_s", "faster",
 )  # fmt: skip
 LIMIT, QUICK_LIMIT = 16, 4
 CONTEXT, QUICK_CONTEXT = 2048, 768
@@ -64,6 +72,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     flags = report.parser("compress", __doc__)
     report.add_model(flags)
+    flags.add_argument("--part", choices=("quality", "decode"), default="quality", help="what to measure (%(default)s)")
+    flags.add_argument("--clients", type=integer(1), default=8, help="requests that decode together (%(default)s)")
     flags.add_argument("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
     flags.add_argument("--sets", type=lambda text: text.split(","), default=["musique"], help="sets of DIR, by comma")
     flags.add_argument("--methods", type=report.among(METHODS, "method"), default=list(METHODS), help="by comma")
@@ -87,6 +97,9 @@ def _numbers(text: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen = options(arguments)
+
+    if chosen.part == "decode":
+        return report.run("compress", COLUMNS, chosen.json, lambda _: decode.rows(chosen))
 
     def measure(_: report.Session) -> Iterator[dict[str, Any]]:
         local = resolve(chosen.model)
@@ -138,16 +151,19 @@ def rows(
     lengths, right = [], []
     for case in found:
         prefill = laboratory.prefill(case.tokens)
-        said = laboratory.answer(prefill, ends)
+        everything = laboratory.everything(prefill)
+        said = laboratory.answer(prefill, everything, ends)
         if len(said) < 2:
             continue
         lengths.append(prefill.count)
-        right.append(holds(tokenizer.decode(said), case.answers))
-        full_TV = laboratory.logits(prefill, laboratory.everything(prefill), said)[:-1]
+        right.append(score.answered(tokenizer.decode(said), case.answers))
+        full_TV = laboratory.logits(prefill, everything, said)[:-1]
         for setting, compression in compressions.items():
             kept = laboratory.keep(prefill, compression)
             logits_TV = laboratory.logits(prefill, kept.kept_LKN, said)[:-1]
-            figures[setting].append(compared(full_TV, logits_TV, kept, prefill))
+            figure = compared(full_TV, logits_TV, kept, prefill)
+            other = said if figure["same"] else laboratory.answer(prefill, kept.kept_LKN, ends)
+            figures[setting].append({**figure, **judged(tokenizer.decode(other), case.answers)})
     if not lengths:
         raise ConfigError(f"{name}: no question has an answer of two tokens")
     bootstrap = Bootstrap([name] * len(lengths))
@@ -160,19 +176,29 @@ def rows(
         yield {
             "method": method, "graph": graph, "budget": budget, "set": name, "n": len(lengths),
             "context_tokens": float(np.mean(lengths)), **means, **bootstrap.mean(column["kl"]).columns("kl"),
-            **(change.columns("kl_change") if graph != "none" else {}), "answered": float(np.mean(right)),
+            **(change.columns("kl_change") if graph != "none" else {}), "answered_full": float(np.mean(right)),
+            **({"needle": means["answered"]} if name == NEEDLE else {}),
         }  # fmt: skip
+
+
+def judged(text: str, answers: Sequence[str]) -> dict[str, float]:
+    """How good an answer is by its references."""
+    return {
+        "f1": score.f1(text, answers),
+        "rouge_l": score.rouge_l(text, answers),
+        "answered": score.answered(text, answers),
+    }
 
 
 def compared(
     full_TV: NDArray[np.float32], logits_TV: NDArray[np.float32], kept: Kept, prefill: Prefill
 ) -> dict[str, float]:
     """Figures of one question under one compression."""
-    full_TV, logits_TV = (_log_softmax(x.astype(np.float64)) for x in (full_TV, logits_TV))
+    full, other = (_log_softmax(x.astype(np.float64)) for x in (full_TV, logits_TV))
     agree = full_TV.argmax(-1) == logits_TV.argmax(-1)
     _, _, heads, width = prefill.k_LNKD.shape
     return {
-        "kl": float((np.exp(full_TV) * (full_TV - logits_TV)).sum(-1).mean()),
+        "kl": float((np.exp(full) * (full - other)).sum(-1).mean()),
         "top1": float(agree.mean()),
         "same": float(agree.all()),
         "kept_tokens": float(kept.kept_L.mean()),

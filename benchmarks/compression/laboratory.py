@@ -7,6 +7,7 @@ not grow with depth. Prompts are padded to one length and continuations to anoth
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ STEP = 64
 """Room for kept tokens is a multiple of it, so that few programs are compiled."""
 
 
-class Prefill(NamedTuple):
+@dataclass(frozen=True)
+class Prefill:
     """A prompt of `count` tokens, padded to N: float32 arrays by layer, and the last token's logits [V].
 
     mass_LNK: attention that each key received from all rows, the mean over the heads of a KV head.
@@ -68,11 +70,11 @@ class Laboratory:
         count = len(tokens)
         padded = jnp.asarray(np.pad(tokens, (0, self.context - count)))
         places = slice(0, self.context)
-        x_NE, found = _prefill(
+        x_NE, (k_LNKD, v_LNKD, q_LNHD, mass_LNK) = _prefill(
             self._graph, self._layers, self._decoder.embed(padded), self._cos[places], self._sin[places], count
         )
         logits_V = self._decoder.unembed(x_NE[count - 1 : count])[0]
-        return Prefill(count, *found, logits_V)
+        return Prefill(count, k_LNKD, v_LNKD, q_LNHD, mass_LNK, logits_V)
 
     def keep(self, prefill: Prefill, compression: Compression) -> Kept:
         """The tokens that a compression keeps."""
@@ -102,7 +104,7 @@ class Laboratory:
         return jnp.broadcast_to(jnp.arange(tokens) < prefill.count, (layers, heads, tokens))
 
     def logits(self, prefill: Prefill, kept_LKN: jax.Array, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits after each of the tokens that follow the prompt, float32 [T, V]: they see what is kept and each other."""
+        """Logits after each token that follows the prompt, float32 [T, V]: they see what is kept and each other."""
         padded = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, self.tail - len(tokens))))
         places = slice(prefill.count, prefill.count + self.tail)
         x_TE = _continue(
@@ -111,15 +113,15 @@ class Laboratory:
         )  # fmt: skip
         return np.asarray(self._decoder.unembed(x_TE))[: len(tokens)]
 
-    def answer(self, prefill: Prefill, ends: frozenset[int]) -> list[int]:
-        """What greedy decoding over the whole prompt says: `tail` tokens, or up to an end, which is left out."""
+    def answer(self, prefill: Prefill, kept_LKN: jax.Array, ends: frozenset[int]) -> list[int]:
+        """What greedy decoding over what is kept says: `tail` tokens, or up to an end, which is left out."""
         said: list[int] = []
         following = int(prefill.logits_V.argmax())
         while following not in ends:
             said.append(following)
             if len(said) == self.tail:
                 break
-            following = int(self.logits(prefill, self.everything(prefill), said)[-1].argmax())
+            following = int(self.logits(prefill, kept_LKN, said)[-1].argmax())
         return said
 
 
@@ -177,7 +179,7 @@ def _continue(
 
 
 def _probabilities(q_THD: jax.Array, k_SKD: jax.Array, seen_KTS: jax.Array) -> jax.Array:
-    rows, heads, width = q_THD.shape
+    rows, _, width = q_THD.shape
     q_TKGD = q_THD.reshape(rows, k_SKD.shape[1], -1, width) * width**-0.5
     logits_KGTS = jnp.einsum("tkgd,skd->kgts", q_TKGD, k_SKD)
     return jax.nn.softmax(jnp.where(seen_KTS[:, None], logits_KGTS, -jnp.inf), axis=-1)
@@ -210,8 +212,12 @@ def _choose(
 def _mask(index_LKB: jax.Array, k_LNKD: jax.Array) -> jax.Array:
     layers, tokens, heads, _ = k_LNKD.shape
     index_LKB = jnp.broadcast_to(index_LKB, (layers, heads, index_LKB.shape[2]))
-    one = jax.vmap(jax.vmap(lambda index_B: jnp.zeros(tokens + 1, bool).at[index_B].set(True)[:tokens]))
-    return one(jnp.where(index_LKB < 0, tokens, index_LKB))
+
+    def of_head(index_B: jax.Array) -> jax.Array:
+        return jnp.zeros(tokens + 1, bool).at[index_B].set(True)[:tokens]
+
+    kept_LKN: jax.Array = jax.vmap(jax.vmap(of_head))(jnp.where(index_LKB < 0, tokens, index_LKB))
+    return kept_LKN
 
 
 @jax.jit

@@ -110,6 +110,13 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "help": "tokens that prompt lookup proposes a step, 0: none (%(default)s; docs/serving.md)",
         },
     ),
+    "compression": (
+        "--compress",
+        {
+            "metavar": "METHOD:TOKENS",
+            "help": "tokens of a prompt that its answer sees: snapkv+graph:512 (default: all; docs/compression.md)",
+        },
+    ),
     "step_tokens": (
         "--step-tokens",
         {"type": integer(0), "help": "tokens of a step while requests decode, 0: measured at start (docs/serving.md)"},

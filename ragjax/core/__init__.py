@@ -4,6 +4,7 @@ A prompt is a chain of segments with a tree of dependencies; a pass is one sweep
 goes in and events come out (docs/architecture.md walks one through).
 """
 
+from ragjax.core.compression import Compression
 from ragjax.core.draw import Adjusted, Chosen, Draw
 from ragjax.core.errors import (
     ClosedError,
@@ -17,7 +18,7 @@ from ragjax.core.errors import (
 )
 from ragjax.core.limits import StepLimits
 from ragjax.core.options import DTYPES, ORDERS, AtRest, EngineOptions, StorageOptions
-from ragjax.core.passes import Measure, Move, Pass, Plan, Prefill, Results, Run, SegmentReport, Span
+from ragjax.core.passes import Compaction, Measure, Move, Pass, Plan, Prefill, Results, Run, SegmentReport, Span
 from ragjax.core.prompt import Chunk, Document, Hit, Kind, Prompt, Segment
 from ragjax.core.request import (
     Answer,
@@ -47,6 +48,8 @@ __all__ = [
     "Chosen",
     "Chunk",
     "ClosedError",
+    "Compaction",
+    "Compression",
     "ConfigError",
     "DeadlineError",
     "Delta",

@@ -17,6 +17,15 @@ Heads = Literal["all", "each"]
 METHODS = ("snapkv", "pyramidkv", "h2o", "knorm", "cake", "streaming", "keydiff")
 """Scorers of tokens; `ragjax/compress/` has one file for each (docs/compression.md)."""
 
+BY_QUERIES = frozenset({"snapkv", "pyramidkv", "cake"})
+"""Scorers that look at the queries of the prompt's last tokens."""
+
+BY_MASS = frozenset({"h2o"})
+"""Scorers that look at the attention which each token received from all rows."""
+
+BY_LAYER = frozenset({"pyramidkv", "cake"})
+"""Scorers that keep other numbers of tokens in each layer."""
+
 MOST_ROUNDS = 3
 """Rounds of propagation, at most: GraphKV's Fig. 6 ends there."""
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from ragjax.core.compression import Compression
 from ragjax.core.errors import ConfigError
 
 AtRest = Literal["raw", "int8", "float8"]
@@ -92,6 +93,8 @@ class EngineOptions:
     speculate: stages of a search, after each of which a generation may begin with the chunks known so far (0: none
     begins before the search has ended).
     lookup: tokens that prompt lookup proposes in a step (0: none).
+    compression: which tokens of a prompt its answer sees, in its short form ("snapkv+graph:512"; docs/compression.md),
+    unless a request says otherwise (None: all).
     max_context: longest prompt and answer together, in tokens (None: the model's context length).
     index: "flat", "ivf" or "hnsw". index_dir: where chunks and index are kept (None: in memory). graph_dir: where
     graphs are kept between starts (None: in memory).
@@ -119,6 +122,7 @@ class EngineOptions:
     order: str = "fcfs"
     step_tokens: int = 0
     lookup: int = 6
+    compression: str | None = None
     speculate: int = 0
     max_context: int | None = None
     index: str = "flat"
@@ -150,6 +154,8 @@ class EngineOptions:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
         if self.keep_top is not None and self.keep_top < 0:
             raise ConfigError(f"keep_top must be at least 0, not {self.keep_top!r}")
+        if self.compression is not None:
+            Compression.parse(self.compression)
         if self.lookup > MOST_LOOKUP:
             raise ConfigError(f"lookup must be at most {MOST_LOOKUP}, not {self.lookup!r}")
         if not 0.0 <= self.shadow_rate <= 1.0:

@@ -10,6 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.core.compression import Compression
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -56,7 +58,8 @@ class Span:
 
 
 class Measure(StrEnum):
-    """What a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`; heads are averaged.
+    """What a pass hands back to its strategy, as host arrays, over the layers of `Pass.measured`; heads are averaged,
+    but for QUERY.
 
     A pass may have LOGITS and at most one of the others; KEY_SCORE and VALUED_SCORE count as one.
     """
@@ -73,6 +76,8 @@ class Measure(StrEnum):
     """float32 [layers, rows, segments]: probability that each row gave to each segment, its own token left out."""
     DEVIATION = "deviation"
     """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its index."""
+    QUERY = "query"
+    """float32 [layers, rows, heads, D]: the query of each row, rotated."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +123,24 @@ class Move:
     layers: tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Compaction:
+    """Copy the KV of the tokens that a compression keeps, in each layer, into slots of the request's own.
+
+    source: spans that hold every token of the prompt. target: as many slots as tokens are kept, in the order of their
+    indexes. query_LWHD: rotated queries of the prompt's last rows, float32 (None: the scorer asks for none).
+    mass_LN: attention that each token received, summed over rows, float32 (likewise).
+    """
+
+    compression: Compression
+    source: tuple[Span, ...]
+    target: Run
+    query_LWHD: NDArray[np.float32] | None = None
+    mass_LN: NDArray[np.float32] | None = None
+
+
 Results = Mapping[Measure, NDArray[np.float32]]
-"""What a pass measured, by name; a move gives nothing."""
+"""What a pass measured, by name; a move and a compaction give nothing."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +168,7 @@ class Plan:
     exact_to: "full", "dependency" or None (approximate).
     logits: float32 [vocab] of the prompt's last token.
     figures: what else the strategy has to tell, by name.
+    kept: tokens of the prompt that generated tokens see, if it was compressed.
     """
 
     spans: tuple[Span, ...]
@@ -155,7 +177,8 @@ class Plan:
     reports: tuple[SegmentReport, ...]
     logits: NDArray[np.float32]
     figures: Mapping[str, float] = field(default_factory=dict)
+    kept: int | None = None
 
 
-Prefill = Generator[Pass | Move, Results, Plan]
+Prefill = Generator[Pass | Move | Compaction, Results, Plan]
 """A strategy at work: it yields passes and moves, receives their results, and returns the plan carried out."""

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.core.compression import Compression
 from ragjax.core.errors import RequestError
 from ragjax.core.passes import SegmentReport
 from ragjax.core.prompt import Document
@@ -113,6 +114,7 @@ class Rag:
     graph: facts, used instead of chunks.
     keep_top: of the chunks in the prompt, in order, how many the strategy "prefix" keeps KV of; None: the engine's
         default. What comes behind them is kept for nobody.
+    compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
 
     Raises:
         RequestError: for fields that exclude each other, or a number that cannot be.
@@ -125,6 +127,7 @@ class Rag:
     recompute_ratio: float | None = None
     graph: Graph | None = None
     keep_top: int | None = None
+    compression: Compression | Literal["none"] | None = None
 
     def __post_init__(self) -> None:
         texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
@@ -212,6 +215,7 @@ class Answer:
     predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
     scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
     figures: as `Plan.figures`. facts: relation paths of the prompt.
+    compression: how the prompt was compressed; None: it was not. kept: tokens of it that the answer saw, by layer.
     """
 
     text: str
@@ -231,6 +235,8 @@ class Answer:
     scores: NDArray[np.float32] | None = None
     figures: Mapping[str, float] = field(default_factory=dict)
     facts: tuple[FactReport, ...] = ()
+    compression: Compression | None = None
+    kept: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ragjax.core import Answer, SegmentReport, Timings
+from ragjax.core import Answer, Plan, SegmentReport, Timings
 from ragjax.quality.contract import Contract
 from ragjax.schedule.state import RequestState
 
@@ -46,7 +46,15 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         scores=state.scores,
         figures={**plan.figures, **_figures(state)},
         facts=state.facts,
+        compression=state.compression,
+        kept=_kept(state, plan),
     )
+
+
+def _kept(state: RequestState, plan: Plan) -> int | None:
+    if state.compression is None:
+        return None
+    return len(state.prompt) if plan.kept is None else plan.kept
 
 
 def _timings(state: RequestState) -> Timings:

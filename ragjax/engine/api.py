@@ -18,11 +18,12 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ragjax.core import (
     Answer,
     ClosedError,
+    Compression,
     ConfigError,
     Divergence,
     Document,
@@ -110,6 +111,7 @@ class Engine:
             keep_top=options.keep_top,
             share=options.storage.share_knowledge,
             lookup=options.lookup,
+            compression=parts.compression,
         )
 
     @classmethod
@@ -296,6 +298,7 @@ class Engine:
         documents: Sequence[str | Document] | None = None,
         graph: Graph | str | None = None,
         keep_top: int | None = None,
+        compression: Compression | str | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -305,6 +308,8 @@ class Engine:
         """Answer a question (or continue a chat); `options` are fields of `core.Sampling`, `max_tokens` for instance.
 
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
+        compression: which of the prompt's tokens the answer sees; a short form, "snapkv+graph:512" for instance, or
+        "none" (None: the engine's default).
 
         Raises:
             RequestError: if it cannot be served as asked.
@@ -313,7 +318,7 @@ class Engine:
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
         asked = Graph(graph) if isinstance(graph, str) else graph
         given = None if documents is None else tuple(documents)
-        rag = Rag(knowledge, top_k, strategy, given, recompute_ratio, asked, keep_top)
+        rag = Rag(knowledge, top_k, strategy, given, recompute_ratio, asked, keep_top, _compression(compression))
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
         self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()
@@ -334,6 +339,7 @@ class Engine:
         *,
         strategy: str | Strategy | None = None,
         recompute_ratio: float | None = None,
+        compression: Compression | str | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -343,17 +349,19 @@ class Engine:
     ) -> Future[Answer]:
         """Begin to answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks.
 
-        strategy: a name, or one of your own. continuation, background: see `core.Request`. Cancelling the future
-        cancels the request.
+        strategy: a name, or one of your own. compression: as in `answer`; by default none for a strategy of your own.
+        continuation, background: see `core.Request`. Cancelling the future cancels the request.
 
         Raises:
             RequestError: if it cannot be served as asked.
         """
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
         name = strategy if strategy is None or isinstance(strategy, str) else strategy.name
-        rag = Rag(strategy=name, recompute_ratio=recompute_ratio)
-        request = Request((), None, sampling, rag, tenant, want_logits, continuation, background)
         own = None if isinstance(strategy, str) else strategy
+        if own is not None and compression is None:
+            compression = "none"
+        rag = Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression))
+        request = Request((), None, sampling, rag, tenant, want_logits, continuation, background)
         return self._begin(lambda sink, arrival: self._preparation.state(prompt, request, sink, Times(arrival), own))
 
     def compute_depkv(self, prompt: DepPrompt | Prompt, *, positions: Positions = "path", tenant: str = "") -> DepKV:
@@ -464,6 +472,12 @@ class Engine:
 
     def _shadow(self, prompt: Prompt, request: Request, sink: Sink) -> RequestState:
         return self._preparation.state(prompt, request, sink, Times(time.perf_counter()), Full())
+
+
+def _compression(given: Compression | str | None) -> Compression | Literal["none"] | None:
+    if given == "none":
+        return "none"
+    return Compression.parse(given) if isinstance(given, str) else given
 
 
 def _future() -> tuple[Future[Answer], Sink]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import ConfigError, EngineOptions, Grid, Measure, StorageOptions
+from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
@@ -32,7 +32,7 @@ from ragjax.quality.report import Budget, Report, Setting
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase
-from ragjax.reuse import PREPROCESSED
+from ragjax.reuse import PREPROCESSED, compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.craft import Craft
@@ -70,6 +70,7 @@ class Parts:
     disk: DiskStore | None = None
     recorder: Recorder | None = None
     budget: StepBudget | None = None
+    compression: Compression | None = None
     identity: bytes = b""
 
 
@@ -110,13 +111,14 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         shadow_rate=options.shadow_rate,
         preprocessed=PREPROCESSED,
     )
+    compression = _compression(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context)
     grid = _grid(config, context, platform())
     _log.info("weights and KV are %s", numbers)
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid, widen=numbers.widen)
     if options.compile:
-        _compile(runner, [chosen[name] for name in contract.strategies], options.progress)
+        _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
     encoder = _encoder(options.progress)
     transfer = KVTransfer(runner, storage.at_rest, disk=disk)
     tiers = Storage(transfer, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
@@ -139,6 +141,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         disk=disk,
         recorder=recorder,
         budget=_budget(options, runner, config),
+        compression=compression,
         identity=identity,
     )
 
@@ -293,15 +296,34 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
     return whole.digest()
 
 
-def _compile(runner: Runner, served: Sequence[Strategy], progress: bool) -> None:
+def _compression(options: EngineOptions, served: Iterable[Strategy]) -> Compression | None:
+    """Of prompts whose requests say nothing else.
+
+    Raises:
+        ConfigError: if the engine cannot do it, or not beside these strategies.
+    """
+    if options.compression is None:
+        return None
+    compression = Compression.parse(options.compression)
+    try:
+        for strategy in served:
+            compaction.check(compression, strategy)
+    except RequestError as error:
+        raise ConfigError(str(error)) from None
+    return compression
+
+
+def _compile(runner: Runner, served: Sequence[Strategy], compression: Compression | None, progress: bool) -> None:
     """Compile, and run once, what requests need that leave the strategy to the engine."""
     measures = frozenset[Measure]().union(*(strategy.measures for strategy in served))
+    if compression is not None:
+        measures |= compaction.measures_of(compression)
     ends = frozenset(strategy.early_end for strategy in served) - {0}
-    total = len(runner.programs(measures, ends))
+    total = len(runner.programs(measures, ends, compression))
     with tqdm(total=total, desc="compiling", unit="program", disable=not progress) as bar:
-        runner.compile(measures, ends, progress=lambda _: bar.update())
+        runner.compile(measures, ends, compression, progress=lambda _: bar.update())
     with tqdm(total=total, desc="warming up", unit="program", disable=not progress) as bar:
-        runner.warm_up(measures, ends, progress=lambda _: bar.update())
+        runner.warm_up(measures, ends, compression, progress=lambda _: bar.update())
 
 
 def _encoder(progress: bool) -> Callable[[], Encoder]:

@@ -19,6 +19,7 @@ class Counters:
     speculations: generations offered before their documents were final: "hit" began and had the final documents,
     "wrong" began and had others, "skipped" found no room before they were replaced or final, "unlikely" were not begun.
     speculative_wasted_tokens: tokens computed for wrong ones.
+    dropped_tokens: prompt tokens that no token of the answer saw, since the prompt was compressed.
     lookup_tokens: generated tokens that prompt lookup "proposed", and of these "accepted".
     """
 
@@ -35,6 +36,7 @@ class Counters:
     device_losses: int = 0
     speculations: Counter[str] = field(default_factory=Counter)
     speculative_wasted_tokens: int = 0
+    dropped_tokens: int = 0
     lookup_tokens: Counter[str] = field(default_factory=Counter)
 
     def add(self, state: RequestState, reports: Sequence[SegmentReport]) -> None:
@@ -46,6 +48,8 @@ class Counters:
         self.reused_tokens += sum(report.reused for report in reports)
         self.recomputed_tokens += sum(report.recomputed for report in reports)
         self.generated_tokens += len(state.generated)
+        if state.plan is not None and state.plan.kept is not None:
+            self.dropped_tokens += max(0, len(state.prompt) - state.plan.kept)
         if state.lookup is not None:
             self.lookup_tokens["proposed"] += state.lookup.proposed
             self.lookup_tokens["accepted"] += state.lookup.accepted

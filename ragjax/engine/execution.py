@@ -23,6 +23,7 @@ from ragjax.runner.runner import Outcome, Runner
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule import decoding
 from ragjax.schedule.batch import Batch
+from ragjax.schedule.rows import PendingCompaction, PendingMove
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 
@@ -70,16 +71,25 @@ class Execution:
         self._first: list[RequestState] = []  # those whose first token is to be chosen
 
     def move(self) -> None:
-        """Carry out the moves of requests whose KV has arrived, until each has rows to compute."""
+        """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute."""
         for state in self._scheduler.moving():
             while state.can_move and (move := state.move) is not None:
                 try:
-                    self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
+                    self._copy(move)
                 except Exception as error:
                     if self._failed([state], error):
                         return
                     break
                 self._guarded(state, self._advance)
+
+    def _copy(self, move: PendingMove | PendingCompaction) -> None:
+        if isinstance(move, PendingMove):
+            self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
+            return
+        asked = move.asked
+        self._runner.compact(
+            asked.compression, move.source_N, move.offset_N, move.target_B, asked.query_LWHD, asked.mass_LN
+        )
 
     def launch(self, batch: Batch) -> None:
         """Have the device compute a batch, and choose its tokens."""

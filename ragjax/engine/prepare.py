@@ -9,7 +9,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ragjax.cache.pool import PagePool
-from ragjax.core import Chunk, Document, Graph, Hit, Kind, Prompt, Rag, Request, RequestError, StepLimits
+from ragjax.core import (
+    Chunk,
+    Compression,
+    Document,
+    Graph,
+    Hit,
+    Kind,
+    Prompt,
+    Rag,
+    Request,
+    RequestError,
+    StepLimits,
+)
 from ragjax.engine.registry import Registry
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting import chat, facts
@@ -17,7 +29,7 @@ from ragjax.quality.contract import Contract
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
-from ragjax.reuse import DEPENDENCY
+from ragjax.reuse import DEPENDENCY, compaction
 from ragjax.reuse.base import Strategy
 from ragjax.schedule.generation import Generation
 from ragjax.schedule.lookup import Lookup
@@ -35,7 +47,8 @@ class Preparation:
     context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
     eos_ids: tokens that end an answer. top_k, keep_top: chunks retrieved, and kept (None: all), for requests that say
     nothing else. share: whether tenants share the KV of the knowledge bases. lookup: tokens that prompt lookup proposes
-    in a step. check: called at each step of a loop over what a request brings; an error of it ends the work.
+    in a step. compression: of prompts whose requests say nothing else. check: called at each step of a loop over what
+    a request brings; an error of it ends the work.
     """
 
     tokenizer: Tokenizer
@@ -52,6 +65,7 @@ class Preparation:
     keep_top: int | None
     share: bool
     lookup: int = 0
+    compression: Compression | None = None
     check: Callable[[], None] = lambda: None
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -122,7 +136,8 @@ class Preparation:
         self._check_bias(request)
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"
-        state = RequestState(name, request, prompt, strategy, ratio, generation, sink, times)
+        compression = self._compression(request, strategy)
+        state = RequestState(name, request, prompt, strategy, ratio, compression, generation, sink, times)
         state.sampler = Sampler(request.sampling, prompt.tokens)
         if self.lookup:
             state.lookup = Lookup(self.lookup)
@@ -130,6 +145,16 @@ class Preparation:
         if not request.background and self.contract.draws():
             state.shadowed = []
         return state
+
+    def _compression(self, request: Request, strategy: Strategy) -> Compression | None:
+        """How the request's prompt is compressed; those in the background are not, unless they say so."""
+        given = None if request.rag is None else request.rag.compression
+        if given == "none" or (given is None and request.background):
+            return None
+        chosen = self.compression if given is None else given
+        if chosen is not None:
+            compaction.check(chosen, strategy)
+        return chosen
 
     def _check_bias(self, request: Request) -> None:
         unknown = [token for token in request.sampling.logit_bias if token >= self.tokenizer.vocab_size]
@@ -277,6 +302,8 @@ class Preparation:
             )
         # branches of a tree lie together; a strategy reads no more of them than a step can
         pieces = sum(segment.kind is not Kind.NODE for segment in prompt.segments)
+        if state.compression is not None:  # its last rows are computed once more, beside all that there is
+            needed, pieces = needed + state.compression.window, pieces + 1
         if not self.limits.holds(needed, pieces):
             raise _too_long(
                 f"the prompt has {pieces} passages, each with KV of its own, and {needed} tokens with the answer: more "

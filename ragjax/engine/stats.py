@@ -44,6 +44,7 @@ def _requests(loop: Loop) -> Stats:
         "awaited_tokens_total": loop.awaits[1],
         "device_losses_total": counters.device_losses,
         "speculations_total": dict(counters.speculations),
+        "dropped_tokens_total": counters.dropped_tokens,
         "lookup_tokens_total": {
             "proposed": counters.lookup_tokens["proposed"],
             "accepted": counters.lookup_tokens["accepted"],

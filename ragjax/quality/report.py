@@ -32,13 +32,18 @@ The largest of 30 exact answers of the packaged model in bfloat16 on a CPU was 1
 
 @dataclass(frozen=True)
 class Setting:
-    """A strategy and the share of chunk tokens it recomputes; None: its own choice, or it is not selective."""
+    """A strategy and the share of chunk tokens it recomputes; None: its own choice, or it is not selective.
+
+    compression: what is kept of the prompt then, in its short form; None: all.
+    """
 
     strategy: str
     ratio: float | None = None
+    compression: str | None = None
 
     def __str__(self) -> str:
-        return self.strategy if self.ratio is None else f"{self.strategy} at {self.ratio:g}"
+        plain = self.strategy if self.ratio is None else f"{self.strategy} at {self.ratio:g}"
+        return plain if self.compression is None else f"{plain} under {self.compression}"
 
 
 MAX_KL = 1e6

@@ -197,10 +197,11 @@ class Allocation:
         self._runs.append(run)
         return run
 
-    def reserve_with_tail(self, tokens: int) -> Run:
+    def reserve_with_tail(self, tokens: int, *, instead: bool = False) -> Run:
         """Slots of the request's own for tokens of the prompt, and behind them the beginning of the tail.
 
         The tail goes to the end of a page and has at least one slot, or those that are `forced`; `extend` gives more.
+        instead: of everything else that the request holds, which it gives back before this tail grows.
 
         Raises:
             OutOfPages: if they cannot be had without evicting what is in use, `spare` pages left over.
@@ -208,7 +209,9 @@ class Allocation:
         pages = self.cache.pool.pages_for(tokens + max(1, self.forced))
         most = tokens + self.decode_tokens
         run = self.reserve(min(pages * self.page_size, most), self.spare)
-        self._later += self.cache.pool.pages_for(most) - len(run.pages)
+        later = self.cache.pool.pages_for(most) - len(run.pages)
+        others = len(self.own_pages) - len(run.pages)
+        self._later = max(0, later - others) if instead else self._later + later
         return run
 
     def extend(self, tail: Run, tokens: int) -> Run:
@@ -250,6 +253,16 @@ class Allocation:
         """
         self._runs.remove(run)
         self.cache.free(run, clear=self.unchecked)
+
+    def keep_only(self, run: Run) -> None:
+        """Give everything back but one run of its own; admitted parts stay in the cache.
+
+        Raises:
+            ValueError: if it is not its own.
+        """
+        self._runs.remove(run)
+        self.close()
+        self._runs.append(run)
 
     def hand_over(self) -> Allocation:
         """All that it holds, in an allocation that outlives the request; it holds nothing any more."""

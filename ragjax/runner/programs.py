@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import NEVER, Grid, Measure
+from ragjax.core import NEVER, Compression, Grid, Measure
+from ragjax.core.compression import BY_MASS, BY_QUERIES
 from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import Choice, choose
 from ragjax.kernels.device import Device
@@ -24,7 +25,7 @@ from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import Rows
 from ragjax.kernels.view import View
 from ragjax.models.config import ModelConfig
-from ragjax.runner import stages
+from ragjax.runner import compaction, stages
 from ragjax.runner.stages import POOL, STEP_ARRAYS, Spec
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 Name = tuple[Any, ...]
 """A kind and what it is compiled for: begin (rows, entries), stage (rows, entries, layers, and the measure and its
 segments if it measures), end (rows, logits), sample (logits, tokens of a row whose logits are adjusted), logprobs
-(logits), move (slots), extract (pages), insert (pages)."""
+(logits), move (slots), extract (pages), insert (pages), compact (compression, tokens)."""
 
 
 class Programs:
@@ -142,6 +143,7 @@ class Programs:
             "move": self._move,
             "extract": self._extract,
             "insert": self._insert,
+            "compact": self._compact,
         }
         return compilers[kind](*sizes)
 
@@ -177,6 +179,30 @@ class Programs:
     def _move(self, n: int) -> Any:
         jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
         return jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation).compile()
+
+    def nothing_compacted(self, compression: Compression, tokens: int) -> Any:
+        """What this program takes for a prompt without tokens: it copies nothing."""
+        arrays, *by_layer = self._compact_shapes(compression, tokens)
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (arrays, *by_layer))
+        zeros[0]["target_B"] += stages.OUTSIDE + np.arange(len(zeros[0]["target_B"]), dtype=np.int32)
+        return zeros
+
+    def _compact(self, compression: Compression, tokens: int) -> Any:
+        function = partial(compaction.compact, compression)
+        everywhere = NamedSharding(self._spec.mesh, P())
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=(self._pool_sharding, everywhere))
+        shapes = self._replicated(self._compact_shapes(compression, tokens))
+        return jitted.lower(self._pool, *shapes, self._rotation).compile()
+
+    def _compact_shapes(self, compression: Compression, tokens: int) -> tuple[Any, Any, Any]:
+        config, layers = self._config, self._weights.depth
+        query_LWHD = mass_LN = None
+        if compression.method in BY_QUERIES:
+            shape = (layers, compression.window, config.num_heads, config.head_dim)
+            query_LWHD = jax.ShapeDtypeStruct(shape, jnp.float32)
+        if compression.method in BY_MASS:
+            mass_LN = jax.ShapeDtypeStruct((layers, tokens), jnp.float32)
+        return compaction.shapes_of(compression, layers, tokens), query_LWHD, mass_LN
 
     def _extract(self, n: int) -> Any:
         jitted = jax.jit(page_store.extract, out_shardings=self._pool_sharding)

@@ -24,12 +24,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
-from ragjax.core import Draw, Grid, Measure, Residual, Step, StepMeasure
+from ragjax.core import Compression, Draw, Grid, Measure, Residual, Step, StepMeasure
+from ragjax.core.compression import BY_LAYER
 from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
-from ragjax.runner import sampling
+from ragjax.runner import compaction, sampling
 from ragjax.runner.pool import PagePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
@@ -140,6 +141,7 @@ class Runner(PagePool):
         self,
         measures: Collection[Measure] = (),
         ends: Collection[int] = (),
+        compression: Compression | None = None,
         *,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -150,14 +152,16 @@ class Runner(PagePool):
         Args:
             measures: what steps will measure.
             ends: layers after which steps will end, besides the last.
+            compression: of prompts of any length.
             progress: called with a program's name after each.
         """
-        self._programs.compile(self.programs(measures, ends), progress)
+        self._programs.compile(self.programs(measures, ends, compression), progress)
 
     def warm_up(
         self,
         measures: Collection[Measure] = (),
         ends: Collection[int] = (),
+        compression: Compression | None = None,
         *,
         progress: Callable[[str], None] | None = None,
     ) -> None:
@@ -166,9 +170,10 @@ class Runner(PagePool):
         Args:
             measures: what steps will measure.
             ends: layers after which steps will end, besides the last.
+            compression: of prompts of any length.
             progress: called with a program's name after each.
         """
-        for name in self.programs(measures, ends):
+        for name in self.programs(measures, ends, compression):
             jax.block_until_ready(self._run_empty(*name))
             if progress is not None:
                 progress(" ".join(map(str, name)))
@@ -201,6 +206,10 @@ class Runner(PagePool):
             scratch = self._programs.get("extract", *sizes)(self._pools[0], np.zeros(sizes, np.int32))
             self._pools[0] = program(self._pools[0], np.zeros(sizes, np.int32), scratch)
             return self._pools[0]
+        if kind == "compact":
+            nothing = self._programs.nothing_compacted(*sizes)
+            self._pools[0], index_LKB = program(self._pools[0], *nothing, self._rotation)
+            return index_LKB
         if kind == "end":
             rows, n = sizes
             x_TE = self._upload(np.zeros((rows, self.config.hidden_size), np.float32))
@@ -223,9 +232,18 @@ class Runner(PagePool):
         )
         return x_TE
 
-    def programs(self, measures: Collection[Measure] = (), ends: Collection[int] = ()) -> list[Name]:
+    def programs(
+        self,
+        measures: Collection[Measure] = (),
+        ends: Collection[int] = (),
+        compression: Compression | None = None,
+    ) -> list[Name]:
         """Names of the grid's programs, as for `compile`."""
-        return self._programs.names(measures, ends)
+        names = self._programs.names(measures, ends)
+        if compression is not None:
+            sizes = compaction.buckets(compression, self._rotation.cos_NR.shape[0])
+            names += [("compact", compaction.program_of(compression), size) for size in sizes]
+        return names
 
     def step(self, step: Step) -> Outcome:
         """Run layers for one batch of rows (arrays as in `core.Step`): their KV is in the pool afterwards.
@@ -315,6 +333,55 @@ class Runner(PagePool):
     def sample(self, logits: Logits, draws: Sequence[Draw]) -> Sampled:
         """Have a token chosen for each row of logits, on the device. Waits for nothing."""
         return sampling.sample(self._programs, logits, draws)
+
+    def compact(
+        self,
+        compression: Compression,
+        source_N: NDArray[np.int32],
+        offset_N: NDArray[np.int32],
+        target_B: NDArray[np.int32],
+        query_LWHD: NDArray[np.float32] | None = None,
+        mass_LN: NDArray[np.float32] | None = None,
+    ) -> list[jax.Array]:
+        """Copy the KV that a compression keeps to other slots, in place. Waits for nothing.
+
+        Args:
+            compression: its budget is the number of target slots.
+            source_N: slot (page * C + slot) of each token of the prompt.
+            offset_N: RoPE offset of each key.
+            target_B: slots to write, none twice and none of the source's.
+            query_LWHD: rotated queries of the prompt's last rows in all layers, if the scorer asks for them.
+            mass_LN: attention that each token received in all layers, likewise.
+
+        Returns:
+            Of each stage the indexes that its layers keep, int32 [layers, K, B], or [layers, 1, B] where all heads keep
+            the same; -1 behind the last.
+
+        Raises:
+            ValueError: before anything is copied, if a slot, an offset, or the number of tokens is out of range, or the
+                scorer keeps other numbers in each layer.
+        """
+        if compression.method in BY_LAYER:
+            raise ValueError(
+                f"{compression} keeps other numbers of tokens in each layer, the slots are the same in all"
+            )
+        layers = self.config.num_layers
+        self._check_move(source_N, target_B, offset_N, (0, layers))
+        if not len(target_B) == compression.budget < len(source_N):
+            raise ValueError(f"{compression} of {len(source_N)} tokens has {len(target_B)} slots")
+        arrays = compaction.arrays_of(compression, layers, source_N, offset_N, target_B)
+        tokens = len(arrays["source_N"])
+        program = self._programs.get("compact", compaction.program_of(compression), tokens)
+        if mass_LN is not None:
+            mass_LN = np.pad(mass_LN, ((0, 0), (0, tokens - mass_LN.shape[1])))
+        found = []
+        for i, first in enumerate(self.stages[:-1]):
+            stage = slice(first, first + self._depth)
+            of_stage = {name: x[stage] if name.endswith("_L") else x for name, x in arrays.items()}
+            by_layer = [None if x is None else x[stage] for x in (query_LWHD, mass_LN)]
+            self._pools[i], index_LKB = program(self._pools[i], of_stage, *by_layer, self._rotation)
+            found.append(index_LKB)
+        return found
 
     def _check(self, step: Step, begin: int, end: int) -> None:
         if begin not in self.stages[:-1] or not begin < end <= self.config.num_layers:

@@ -225,8 +225,8 @@ def _sharded_attention(
         lse_TH = found_parts[-1][1]
         found = reductions.measure(what, segments, q_THD[at], k_TKD[at], v_TKD[at], lse_TH, view, of_rows, chosen)
         found = reductions.behind(what, found, at.start)
-        # nothing is below 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
-        out_THD = out_THD + jnp.minimum(found.min(), 0.0)
+        # adds 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
+        out_THD = out_THD + jnp.minimum(jnp.abs(found).min(), 0.0)
         return out_THD, pool, reductions.combine(what, found, "kv_heads")
 
     heads = P(None, "kv_heads", None)

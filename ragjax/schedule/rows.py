@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Chosen, Measure, Move, Pass, Prompt, Residual, Results, Span, StepMeasure
+from ragjax.core import Chosen, Compaction, Measure, Move, Pass, Prompt, Residual, Results, Span, StepMeasure
 from ragjax.reuse.base import Allocation
 from ragjax.schedule.table import PageTable, slots_of
 
@@ -26,6 +26,21 @@ class PendingMove:
     source_N: NDArray[np.int32]
     target_N: NDArray[np.int32]
     offset_N: NDArray[np.int32]
+    layers: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class PendingCompaction:
+    """A compaction in slots: where each token of the prompt lies and by how much its key is rotated, int32 [N] each;
+    where those that are kept go, int32 [B].
+
+    layers: all.
+    """
+
+    asked: Compaction
+    source_N: NDArray[np.int32]
+    offset_N: NDArray[np.int32]
+    target_B: NDArray[np.int32]
     layers: tuple[int, int]
 
 
@@ -181,6 +196,8 @@ class PendingRows:
         rows = slice(placed.row, placed.row + placed.end - placed.begin)
         if measure.what is Measure.SEGMENT_SCORE:
             part, axis = measured[:, rows, : measure.segments], 1
+        elif measure.what is Measure.QUERY:
+            part, axis = measured[:, rows], 1
         elif measure.what is Measure.DEVIATION:
             part, axis = measured[..., rows], 2
         else:
@@ -267,6 +284,14 @@ class PassReader:
         self._check_own(target[move.indices])
         return PendingMove(source[move.indices], target[move.indices], offset[move.indices], move.layers)
 
+    def compaction(self, asked: Compaction) -> PendingCompaction:
+        """A compaction's slots."""
+        source, offset = self._slots(asked.source)
+        self._expect((source >= 0).all(), "compresses tokens that its spans do not hold")
+        target = asked.target.slots(self.allocation.page_size)
+        self._check_own(target)
+        return PendingCompaction(asked, source, offset, target, self.all_layers)
+
     def _slots(self, spans: Iterable[Span]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         return slots_of(spans, len(self.prompt), self.allocation.page_size)
 
@@ -302,6 +327,8 @@ class PassReader:
         )
 
     def _measure_arrays(self, what: Measure, asked: Pass, table: PageTable) -> Mapping[str, NDArray[np.int32]]:
+        if what is Measure.QUERY:
+            return {}
         if what is Measure.DEVIATION:
             stale, offset = self._slots(asked.stale)
             return {"stale_T": stale[asked.rows], "offset_T": offset[asked.rows]}

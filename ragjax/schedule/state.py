@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from ragjax.core import (
     Answer,
+    Compaction,
+    Compression,
     Event,
     FactReport,
     Kind,
@@ -29,8 +31,9 @@ from ragjax.core import (
 from ragjax.quality.contract import STEPS
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
+from ragjax.reuse.compaction import compressed
 from ragjax.schedule.lookup import Lookup
-from ragjax.schedule.rows import PassReader, PendingMove, PendingRows
+from ragjax.schedule.rows import PassReader, PendingCompaction, PendingMove, PendingRows
 
 if TYPE_CHECKING:
     from ragjax.schedule.generation import Generation
@@ -89,8 +92,8 @@ class Times:
 class RequestState:
     """One request, from its arrival to its last token.
 
-    What is asked: id, request, prompt, strategy, ratio (share of chunk tokens to recompute), generation (None: only the
-    prompt is computed), sink.
+    What is asked: id, request, prompt, strategy, ratio (share of chunk tokens to recompute), compression (None: tokens
+    of the answer see the whole prompt), generation (None: only the prompt is computed), sink.
 
     What came of it: logits (of the prompt's last token, float32 [V]), scores (logits that predict each token of the
     request's continuation, float32 [n, V]), shadowed (logits [V] of its first steps, if it is to be replayed), notices,
@@ -112,6 +115,7 @@ class RequestState:
     prompt: Prompt
     strategy: Strategy
     ratio: float | None = None
+    compression: Compression | None = None
     generation: Generation | None = None
     sink: Sink = lambda event: None
     times: Times = field(default_factory=Times)
@@ -134,7 +138,7 @@ class RequestState:
     allocation: Allocation | None = None
     plan: Plan | None = None
     rows: PendingRows | None = None
-    move: PendingMove | None = None
+    move: PendingMove | PendingCompaction | None = None
     paused: Paused | None = None
     lookup: Lookup | None = None
     sampler: Sampler | None = None
@@ -156,7 +160,7 @@ class RequestState:
     @property
     def setting(self) -> Setting:
         """What serves it."""
-        return Setting(self.strategy.name, self.ratio)
+        return Setting(self.strategy.name, self.ratio, None if self.compression is None else str(self.compression))
 
     @property
     def chunks(self) -> int:
@@ -241,7 +245,7 @@ class RequestState:
 
     @property
     def can_move(self) -> bool:
-        """Whether a move is next, of KV that is on the device."""
+        """Whether a move or a compaction is next, of KV that is on the device."""
         return self.move is not None and self.reader.allocation.stages[self.stages_ready] >= self.move.layers[1]
 
     @property
@@ -266,6 +270,8 @@ class RequestState:
         self.allocation, self._reader = allocation, PassReader(prompt, allocation, self.strategy.name)
         self.plan, self.decoded, self.tail_N = None, [], None
         self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
+        if self.compression is not None:
+            self._prefill = compressed(self._prefill, prompt, allocation, self.compression)
         try:
             try:
                 self._take(next(self._prefill))
@@ -296,17 +302,22 @@ class RequestState:
             self.plan = stop.value
             self.rows = self.move = self._before = None
 
-    def _take(self, asked: Pass | Move) -> None:
+    def _take(self, asked: Pass | Move | Compaction) -> None:
         if isinstance(asked, Move):
             self.rows, self.move = None, self.reader.move(asked)
+        elif isinstance(asked, Compaction):
+            self.rows, self.move = None, self.reader.compaction(asked)
         else:
             self.rows, self.move, self._measures = self.reader.rows(asked, self._before), None, asked.measures
 
     # ------------------------------------------------------------------------------------------ its end
 
     def keep(self) -> None:
-        """Let the strategy keep what it wants of the generated tokens whose KV exists."""
-        if self.plan is None:
+        """Let the strategy keep what it wants of the generated tokens whose KV exists.
+
+        Those of a compressed prompt were computed on a part of it, and are for nobody else.
+        """
+        if self.plan is None or self.plan.kept is not None:
             return
         computed = len(self.decoded) - (1 if self.rows is not None and self.rows.left else 0)
         said = np.array(self.decoded[:computed], np.int32)

@@ -43,6 +43,7 @@ _HELP = {
     "awaits_total": "Requests that waited for KV which another request was computing.",
     "awaited_tokens_total": "Tokens of that KV that they reused.",
     "device_losses_total": "Times the device's pool was lost and allocated again.",
+    "dropped_tokens_total": "Prompt tokens that no token of the answer saw, since the prompt was compressed.",
     "lookup_tokens_total": "Tokens that prompt lookup proposed, and of these those that were accepted.",
     "speculations_total": "Generations offered before their documents were final, by what came of them.",
     "speculative_wasted_tokens_total": "Tokens computed for documents that turned out not to be the final ones.",

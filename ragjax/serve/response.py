@@ -160,6 +160,7 @@ def _rag(answer: core.Answer) -> Json:
         "exact_to": answer.exact_to,
         "approximate": answer.exact_to is None,
         "predicted": None if answer.predicted is None else asdict(answer.predicted),
+        "compression": None if answer.compression is None else {**asdict(answer.compression), "kept": answer.kept},
         "figures": dict(answer.figures),
         "segments": [asdict(report) for report in answer.segments],
         "facts": [asdict(path) for path in answer.facts],

@@ -6,7 +6,7 @@ may be left out takes it. `rag: null` alone says more.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -97,10 +97,30 @@ Passage = Annotated[
 
 
 class TextRag(_Body):
-    """How to reuse KV where nothing is retrieved."""
+    """How to reuse KV where nothing is retrieved.
+
+    compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", the same as an object, or "none".
+    """
 
     strategy: Name | None = None
     recompute_ratio: float | None = None
+    compression: str | dict[str, Any] | None = None
+
+    def compressed(self) -> core.Compression | Literal["none"] | None:
+        """Which of the prompt's tokens the answer sees.
+
+        Raises:
+            core.RequestError: for a compression that cannot be.
+        """
+        given = self.compression
+        if given is None or given == "none":
+            return None if given is None else "none"
+        if isinstance(given, dict):
+            return core.Compression.of(given)
+        try:
+            return core.Compression.parse(given)
+        except core.ConfigError as error:
+            raise core.RequestError(str(error), param="rag.compression", code="invalid_value") from None
 
 
 class GraphRag(_Body):
@@ -142,7 +162,14 @@ class ChatRag(TextRag):
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
         graph = None if self.graph is None else self.graph.to_core()
         return core.Rag(
-            self.knowledge, self.top_k, self.strategy, documents, self.recompute_ratio, graph, self.keep_top
+            self.knowledge,
+            self.top_k,
+            self.strategy,
+            documents,
+            self.recompute_ratio,
+            graph,
+            self.keep_top,
+            self.compressed(),
         )
 
 
@@ -236,5 +263,10 @@ class CompletionBody(_Generation):
     def to_core(self) -> core.Request:
         """What the body asks of the engine; raises as in chat."""
         asked = self.rag or TextRag()
-        rag = core.Rag(top_k=0, strategy=asked.strategy, recompute_ratio=asked.recompute_ratio)
+        rag = core.Rag(
+            top_k=0,
+            strategy=asked.strategy,
+            recompute_ratio=asked.recompute_ratio,
+            compression=asked.compressed(),
+        )
         return core.Request(prompt=self.prompt, sampling=self._sampling(self.max_tokens, self.logprobs), rag=rag)

@@ -1,4 +1,4 @@
-"""Random bursts, cancels, tenants and strategies, in a pool that is far too small, while disk and device fail.
+"""Random bursts, cancels, tenants, strategies and compressions, in a pool that is far too small, while disk and device fail.
 
 Nothing leaks, every request gets exactly one last event, and every answer that claims `exact_to == "full"` has the
 tokens that full attention gives, computed cold in an engine of its own.
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, Kind, OverloadError, Prompt, Segment, Step
+from ragjax.core import Answer, Compression, Kind, OverloadError, Prompt, Segment, Step
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.core.tiers import Record
 from ragjax.engine import Engine
@@ -280,6 +280,9 @@ def burst(engine: Engine, random: np.random.Generator, books: Books) -> list[Ask
         options["tenant"] = TENANTS[random.integers(len(TENANTS))]
         if random.random() < 0.3:
             options |= {"temperature": 1.0, "seed": int(random.integers(2))}
+        if random.random() < 0.2:
+            method = ("snapkv", "knorm", "streaming")[random.integers(3)]
+            options["compression"] = Compression(method, int(random.integers(10, 80)), window=8)
         if random.random() < 0.05:
             options["background"] = True
         try:

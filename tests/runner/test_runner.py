@@ -15,7 +15,7 @@ import pytest
 
 import ragjax.models.decoder
 import ragjax.runner.weights
-from ragjax.core import NEVER, ConfigError, Grid, Measure, Run, Span, Step, StepMeasure
+from ragjax.core import NEVER, Compression, ConfigError, Grid, Measure, Run, Span, Step, StepMeasure
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
 from ragjax.kernels.pages import Pages
@@ -104,7 +104,7 @@ def test_decoding_rows_beside_prefill(runner: Runner) -> None:
     assert_near(prefilled, dense(prompts[2]))
 
 
-@pytest.mark.parametrize("what", [Measure.KEY_SCORE, Measure.SEGMENT_SCORE, Measure.DEVIATION])
+@pytest.mark.parametrize("what", [Measure.KEY_SCORE, Measure.SEGMENT_SCORE, Measure.DEVIATION, Measure.QUERY])
 def test_what_prefill_measures_is_the_same_beside_decoding_rows(runner: Runner, what: Measure) -> None:
     prompts = [tokens_of(3, 8), tokens_of(5, 7)]
     parts = [whole(t, 1 + 6 * i, start=i) for i, t in enumerate(prompts)]
@@ -121,7 +121,7 @@ def test_what_prefill_measures_is_the_same_beside_decoding_rows(runner: Runner, 
         assert found is not None
         if what is Measure.KEY_SCORE:
             return found[:, step.request_S == request]
-        return found[:, mine] if what is Measure.SEGMENT_SCORE else found[..., mine]
+        return found[..., mine] if what is Measure.DEVIATION else found[:, mine]
 
     alone = step_of([parts[1]], 24)
     beside = step_of([piece(parts[0], 7, 8), parts[1]], 12)
@@ -159,8 +159,8 @@ def test_warming_up_runs_every_program_once_and_leaves_kv_alone() -> None:
     grid = Grid(rows=((4, 1), (24, 8)), entries=(16,), logits=(4,))
     made = make_runner(replace(CONFIG, num_layers=1), "bfloat16", grid=grid)
     compute(made, [whole(tokens_of(0, 21), 3)], 24)
-    measures = {Measure.CHUNK_SCORE, Measure.DEVIATION}
-    made.compile(measures)
+    measures, compression = {Measure.CHUNK_SCORE, Measure.DEVIATION}, Compression("h2o", 40, window=4)
+    made.compile(measures, (), compression)
     programs, runs = made._programs.compiled, Counter[tuple[object, ...]]()
 
     def counted(name: tuple[object, ...], program: Callable[..., object]) -> Callable[..., object]:
@@ -170,16 +170,25 @@ def test_warming_up_runs_every_program_once_and_leaves_kv_alone() -> None:
 
         return run
 
-    names = made.programs(measures)
+    names = made.programs(measures, (), compression)
+    assert ("compact", Compression("h2o", 64, window=4), 256) in names
     programs.update({name: counted(name, programs[name]) for name in names})
     before = [np.array(x) for x in jax.tree.leaves(made._pools)]
     seen: list[str] = []
-    made.warm_up(measures, progress=seen.append)
+    made.warm_up(measures, (), compression, progress=seen.append)
     assert len(seen) == len(names)
     assert set(runs) == set(names)
     assert all(runs[name] == 1 for name in names if name[0] in ("stage", "end", "insert"))
     for one, other in zip(before, jax.tree.leaves(made._pools), strict=True):
         np.testing.assert_array_equal(one, np.array(other))
+
+
+def test_timing_a_step_writes_the_scratch_page_alone(runner: Runner) -> None:
+    compute(runner, [whole(tokens_of(0, 21), 3)], 24)
+    before = [np.array(x) for x in jax.tree.leaves(runner._pools)]
+    assert runner.seconds(4, runs=1) > 0 and runner.seconds(4, 2, runs=1) > 0
+    for one, other in zip(before, jax.tree.leaves(runner._pools), strict=True):
+        np.testing.assert_array_equal(one[:, 1:], np.array(other)[:, 1:])
 
 
 def test_scanned_equals_unrolled(runner: Runner) -> None:
@@ -638,7 +647,8 @@ import jax, numpy as np
 from dataclasses import replace
 from functools import partial
 from jax.sharding import AxisType
-from ragjax.core import Measure, StepMeasure
+from ragjax.core import Compression, Measure, StepMeasure
+from ragjax.core.compression import Graph
 from ragjax.kernels.attention import op as attention, triton as attention_triton
 from ragjax.kernels.pages import Pages
 from tests.support import steps as t
@@ -672,6 +682,11 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     stale = {"stale_T": np.where(step.index_T >= 0, 8, -1).astype(np.int32), "offset_T": np.full(24, 3, np.int32)}
     apart = made.step(replace(step, measure=StepMeasure(Measure.DEVIATION, (1, 2), stale))).measured
     assert apart.shape == (1, 2, 24) and apart.max() > 1
+    queries = made.step(replace(step, measure=StepMeasure(Measure.QUERY, (0, 2), {}))).measured
+    asked = Compression("snapkv", 6, Graph(sources=0.5, neighbours=2), window=2)
+    source, target = parts[0].spans[0].run.slots(t.PAGE), 38 * t.PAGE + np.arange(6, dtype=np.int32)
+    kept = made.compact(asked, source, np.zeros(8, np.int32), target, queries[:, t.rows_of(step, 0)[-2:]])
+    moved += [queries, *made.read(target), *(np.asarray(part) for part in kept)]
     results.append([*logits, *again, outcome.measured, apart, *made.read(parts[0].spans[0].run.slots(t.PAGE)), *moved])
 for one, *others in zip(*results, strict=True):
     for other in others:

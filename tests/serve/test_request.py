@@ -93,6 +93,10 @@ def test_rag_reaches_engine(caught: Caught) -> None:
     sought = {"name": "g", "hops": 3, "paths": 5}
     assert caught.request(rag={"graph": sought}).rag == core.Rag(graph=core.Graph("g", hops=3, paths=5))
     assert caught.request(rag={"graph": {"entities": ["A"]}}).rag == core.Rag(graph=core.Graph(entities=("A",)))
+    short = core.Rag(compression=core.Compression("snapkv", 512))
+    assert caught.request(rag={"compression": "snapkv:512"}).rag == short
+    assert caught.request(rag={"compression": {"method": "snapkv", "budget": 512}}).rag == short
+    assert caught.request(rag={"compression": "none"}).rag == core.Rag(compression="none")
     assert caught.request(rag=None).rag is None
     assert caught.request(rag={}).rag == core.Rag()
 
@@ -175,6 +179,17 @@ def test_unknown_field_at_each_level(shared: Served, path: str, param: str) -> N
         ("rag.recompute_ratio", 1.5, "rag.recompute_ratio"),
         ("rag.recompute_ratio", "0.2", "rag.recompute_ratio"),
         ("rag.recompute_ratio", True, "rag.recompute_ratio"),
+        ("rag.compression", "snapkv", "rag.compression"),
+        ("rag.compression", "zip:512", "rag.compression"),
+        ("rag.compression", 512, "rag.compression"),
+        ("rag.compression", {"method": "snapkv"}, "rag.compression.budget"),
+        ("rag.compression", {"method": "snapkv", "budget": 8}, "rag.compression.budget"),
+        ("rag.compression", {"method": "snapkv", "budget": 512, "size": 1}, "rag.compression.size"),
+        (
+            "rag.compression",
+            {"method": "snapkv", "budget": 512, "graph": {"rounds": 9}},
+            "rag.compression.graph.rounds",
+        ),
         ("rag.documents.0.text", 5, "rag.documents[0].text"),
         ("rag.documents.0.id", "", "rag.documents[0].id"),
         ("rag.documents", [5], "rag.documents[0]"),
@@ -215,6 +230,7 @@ def test_bad_value_names_its_field(shared: Served, path: str, value: Any, param:
         ({"prompt": "a", "logprobs": 21}, "logprobs"),
         ({"prompt": "a", "rag": {"top_k": 2}}, "rag.top_k"),
         ({"prompt": "a", "rag": {"recompute_ratio": -0.1}}, "rag.recompute_ratio"),
+        ({"prompt": "a", "rag": {"compression": "snapkv:1"}}, "rag.compression"),
         ({"prompt": "a", "messages": MESSAGES}, "messages"),
     ],
 )

@@ -166,6 +166,7 @@ class FakeEngine:
             "cancelled_total": self.cancelled,
             "errors_total": 0,
             "speculations_total": {"hit": 0},
+            "dropped_tokens_total": 0,
             "lookup_tokens_total": {"proposed": 0, "accepted": 0},
             "speculative_wasted_tokens_total": 0,
             "steps_total": len(self.tokens) * self.finished,

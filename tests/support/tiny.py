@@ -17,7 +17,7 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import AtRest, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
+from ragjax.core import AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.engine.build import Parts
@@ -184,6 +184,7 @@ def engine(
         transfer=transfer,
         disk=disk,
         recorder=recorder,
+        compression=None if options.get("compression") is None else Compression.parse(options["compression"]),
         identity=identity,
     )
     return Engine(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))

@@ -21,6 +21,7 @@ ARRAYS: Mapping[Measure, tuple[str, ...]] = {
     Measure.CHUNK_SCORE: ("asking_T", "segment_SC"),
     Measure.SEGMENT_SCORE: ("segment_T", "segment_SC"),
     Measure.DEVIATION: ("stale_T", "offset_T"),
+    Measure.QUERY: (),
 }
 """The arrays of `core.StepMeasure` by measure."""
 
@@ -28,7 +29,7 @@ SEGMENTED = frozenset({Measure.CHUNK_SCORE, Measure.SEGMENT_SCORE})
 """Measures whose programs are compiled for a number of segments."""
 
 
-ROWS: Mapping[Measure, int] = {Measure.SEGMENT_SCORE: 0, Measure.DEVIATION: 1}
+ROWS: Mapping[Measure, int] = {Measure.SEGMENT_SCORE: 0, Measure.DEVIATION: 1, Measure.QUERY: 0}
 """The axis of rows, of measures that have one."""
 
 SILENT: Mapping[str, int] = {"asking_T": 0, "segment_T": -1, "stale_T": -1}
@@ -49,7 +50,7 @@ def measure(
     """What one device measures on its KV heads, float32; `combine` makes it that of all heads.
 
     [S, C] of scores by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [2, T] of DEVIATION
-    (key and value).
+    (key and value), [T, H, D] of QUERY.
 
     A layer that is not chosen has no rows that count, so its sweeps visit nothing.
 
@@ -64,6 +65,8 @@ def measure(
         arrays: those that `ARRAYS` names, int32.
         chosen: bool, whether this layer is measured; zeros otherwise.
     """
+    if what is Measure.QUERY:
+        return jnp.where(chosen, q_THD, 0.0)
     arrays = {name: jnp.where(chosen, x, SILENT[name]) if name in SILENT else x for name, x in arrays.items()}
     if what is Measure.DEVIATION:
         return jnp.stack(kv_deviation(k_TKD, v_TKD, view, arrays["stale_T"], arrays["offset_T"]))
@@ -87,6 +90,9 @@ def behind(what: Measure, measured: jax.Array, rows: int) -> jax.Array:
 
 
 def combine(what: Measure, measured: jax.Array, axis: str) -> jax.Array:
-    """Over the devices of a mesh axis: distances add up, scores are averages over heads."""
+    """Over the devices of a mesh axis: distances add up, scores are averages over heads, queries stand side by side."""
+    if what is Measure.QUERY:
+        gathered: jax.Array = lax.all_gather(measured, axis, axis=1, tiled=True)
+        return gathered
     combined: jax.Array = lax.psum(measured, axis) if what is Measure.DEVIATION else lax.pmean(measured, axis)
     return combined

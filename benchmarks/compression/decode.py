@@ -1,0 +1,87 @@
+"""Decoding over compressed prompts in an engine, in turns with decoding over whole ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ragjax.core import Answer, Compression, ConfigError, EngineOptions, Kind, Prompt, Segment
+from ragjax.core.compression import BY_LAYER
+from ragjax.engine import Engine
+
+WHOLE = "none"
+"""The setting without compression."""
+TOKENS = 64
+"""Tokens that each request decodes."""
+RUNS = 3
+GIGABYTES = 1.5
+"""Size of the device cache."""
+ROOM = 2
+"""Prompts, kept and computed ones, take so many times their size."""
+
+
+def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The table's lines: no compression first, then every method at every budget, without a graph and with one.
+
+    Raises:
+        ConfigError: if so many tokens do not fit.
+    """
+    options = EngineOptions(
+        chosen.model, dtype=chosen.dtype, lookup=0, max_context=chosen.context + 2 * TOKENS, device_cache_gb=GIGABYTES,
+        progress=False,
+    )  # fmt: skip
+    tokens = chosen.clients * (chosen.context + TOKENS)
+    with Engine.load(options) as engine:
+        per_token = engine._runner.config.kv_bytes_per_token(2 if engine.dtype == "bfloat16" else 4)
+        if tokens * per_token * ROOM > GIGABYTES * 2**30:
+            raise ConfigError(f"{tokens} tokens do not fit {GIGABYTES} GB: lower --clients or --context")
+        engine._preparation = replace(engine._preparation, eos_ids=frozenset())  # all answers have all tokens
+        rates = measured(engine, chosen, [WHOLE, *_settings(chosen)])
+    for setting, rate in rates.items():
+        compression = None if setting == WHOLE else Compression.parse(setting)
+        kept = chosen.context if compression is None else compression.budget
+        yield {
+            "method": "none" if compression is None else compression.method,
+            "graph": "none" if compression is None or compression.graph is None else "mutual",
+            "budget": kept, "set": "decode", "n": chosen.clients, "context_tokens": chosen.context,
+            "kept_tokens": kept, "bytes": kept * per_token, "decode_tokens_per_s": rate, "faster": rate / rates[WHOLE],
+        }  # fmt: skip
+
+
+def measured(engine: Engine, chosen: argparse.Namespace, settings: Sequence[str]) -> Mapping[str, float]:
+    """Tokens a second by setting; they take turns."""
+    asked = [prompt(engine, number, chosen.context) for number in range(chosen.clients)]
+    rates: dict[str, list[float]] = {setting: [] for setting in settings}
+    for run in range(RUNS + 1):
+        for setting in settings:
+            rate = decode_rate(together(engine, asked, setting))
+            if run:  # the first compiles, and computes the prompts
+                rates[setting].append(rate)
+    return {setting: median(found) for setting, found in rates.items()}
+
+
+def _settings(chosen: argparse.Namespace) -> list[str]:
+    methods = [method for method in chosen.methods if method not in BY_LAYER]
+    return [f"{method}{graph}:{budget}" for budget in chosen.budgets for method in methods for graph in ("", "+graph")]
+
+
+def prompt(engine: Engine, number: int, tokens: int) -> Prompt:
+    """Random tokens, other ones for each number."""
+    drawn = np.random.default_rng(number).integers(0, engine.tokenizer.vocab_size, tokens)
+    return Prompt((Segment(f"prompt {number}", Kind.QUERY, drawn.astype(np.int32)),))
+
+
+def together(engine: Engine, prompts: Sequence[Prompt], compression: str) -> list[Answer]:
+    """Answers of requests that arrive together; all have `TOKENS` tokens."""
+    asked = [engine.begin_prompt(one, compression=compression, max_tokens=TOKENS) for one in prompts]
+    return [future.result() for future in asked]
+
+
+def decode_rate(answers: Sequence[Answer]) -> float:
+    """Tokens a second: the sum over the requests, each while it decodes."""
+    return sum((len(a.tokens) - 1) / (a.timings.total - a.timings.ttft) * 1e3 for a in answers)

@@ -1,0 +1,158 @@
+"""A prefill whose KV is compressed when it is done, before anything is decoded (docs/compression.md).
+
+It works on the finished plan of any strategy. What the strategy put into the cache stays there as it is; the tokens
+that are kept are copied to pages of the request's own, and everything else is given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import (
+    NEVER,
+    Compaction,
+    Compression,
+    Measure,
+    Move,
+    Pass,
+    Plan,
+    Prefill,
+    Prompt,
+    RequestError,
+    Results,
+    Run,
+    Span,
+)
+from ragjax.core.compression import BY_LAYER, BY_MASS, BY_QUERIES, METHODS
+from ragjax.reuse.base import Allocation, Strategy
+
+QUERIES = frozenset({Measure.QUERY})
+MASS = frozenset({Measure.KEY_SCORE})
+
+
+def measures_of(compression: Compression) -> frozenset[Measure]:
+    """What passes measure for it."""
+    return (QUERIES if compression.method in BY_QUERIES else frozenset()) | (
+        MASS if compression.method in BY_MASS else frozenset()
+    )
+
+
+def check(compression: Compression, strategy: Strategy) -> None:
+    """Refuse what an engine cannot do.
+
+    Raises:
+        RequestError: saying what to change.
+    """
+    reason, param = "", "rag.compression.method"
+    if compression.method in BY_LAYER:
+        served = ", ".join(name for name in METHODS if name not in BY_LAYER)
+        reason = f"{compression.method} keeps other numbers of tokens in each layer; choose one of {served}"
+    elif compression.graph is not None and compression.graph.needs_queries:
+        reason = "edges by queries need those of all tokens, which an engine does not keep; choose kk, vv or kv"
+        param = "rag.compression.graph.edges"
+    elif compression.method in BY_MASS and strategy.measures - {Measure.LOGITS}:
+        reason = (
+            f"{compression.method} has to measure what the strategy {strategy.name} has no room to; choose another "
+            "method, or the strategy full, prefix or naive"
+        )
+    if reason:
+        raise RequestError(f"compression: {reason}", param=param, code="invalid_value")
+
+
+def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compression: Compression) -> Prefill:
+    """Carry a prefill out, then keep what the compression keeps; all of a prompt that is not above its budget.
+
+    Its slots are reserved before the first pass, so that no request stops half-way for want of pages.
+
+    Raises:
+        OutOfPages: as the prefill.
+    """
+    size = compression.budget
+    if len(prompt) <= size:
+        plan = yield from prefill
+        return plan
+    watch = _Watch(len(prompt), compression.method in BY_MASS)
+    with closing(prefill):
+        first = _begin(prefill)
+        run = allocation.reserve_with_tail(size, instead=True)
+        plan = first if isinstance(first, Plan) else (yield from watch.rest(prefill, first))
+    kept, page_size = run.slice(0, size, allocation.page_size), allocation.page_size
+    query_LWHD = None
+    if compression.method in BY_QUERIES:
+        results = yield _window(plan, watch.position_N, run.slice(0, compression.window, page_size))
+        query_LWHD = results[Measure.QUERY]
+    yield Compaction(compression, plan.spans, kept, query_LWHD, watch.mass_LN)
+    allocation.keep_only(run)
+    tail = run.slice(size, run.length, page_size)
+    return replace(plan, spans=(Span.consecutive(0, kept),), tail=tail, exact_to=None, kept=size)
+
+
+def _begin(prefill: Prefill) -> Pass | Move | Compaction | Plan:
+    """What a prefill yields first, or its plan."""
+    try:
+        return next(prefill)
+    except StopIteration as stop:
+        plan: Plan = stop.value
+        return plan
+
+
+def _window(plan: Plan, position_N: NDArray[np.int32], run: Run) -> Pass:
+    """The prompt's last rows once more, for their queries. Their KV goes to slots of the request's own, since what they
+    are computed into may be shared.
+    """
+    n = len(position_N)
+    first = n - run.length
+    rows = np.arange(first, n, dtype=np.int32)
+
+    def before(span: Span) -> Span:
+        return replace(span, indices=np.where(span.indices < first, span.indices, NEVER))
+
+    spans = tuple(before(span) for span in plan.spans if (span.indices < first).any())
+    return Pass(rows, position_N[rows], (*spans, Span.consecutive(first, run)), QUERIES)
+
+
+@dataclass
+class _Watch:
+    """What can be seen of a prefill's passes: positions of rows, and the attention that tokens received from them.
+
+    Tokens without a row have their index as position.
+    """
+
+    tokens: int
+    measures: bool
+    mass_LN: NDArray[np.float32] | None = None
+    position_N: NDArray[np.int32] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.position_N = np.arange(self.tokens, dtype=np.int32)
+
+    def rest(
+        self, prefill: Prefill, asked: Pass | Move | Compaction
+    ) -> Generator[Pass | Move | Compaction, Results, Plan]:
+        """Carry the prefill out, from what it yielded first."""
+        while True:
+            results = yield self._asked(asked)
+            try:
+                asked = prefill.send(self._seen(asked, results))
+            except StopIteration as stop:
+                plan: Plan = stop.value
+                return plan
+
+    def _asked(self, asked: Pass | Move | Compaction) -> Pass | Move | Compaction:
+        if not isinstance(asked, Pass):
+            return asked
+        self.position_N[asked.rows] = asked.positions
+        return replace(asked, measures=asked.measures | MASS) if self.measures else asked
+
+    def _seen(self, asked: Pass | Move | Compaction, results: Results) -> Results:
+        """The results without what was measured for the compression."""
+        if not (self.measures and isinstance(asked, Pass)):
+            return results
+        mass_LN = results[Measure.KEY_SCORE]
+        self.mass_LN = mass_LN if self.mass_LN is None else self.mass_LN + mass_LN
+        return {what: value for what, value in results.items() if what in asked.measures}

@@ -1,0 +1,322 @@
+"""Compressed prompts in the engine: what the answer sees, what is given back, what the cache keeps, and the labels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragjax.core import Compression, Kind, Prompt, RequestError, Segment
+from ragjax.core.compression import BY_LAYER, METHODS, Graph
+from ragjax.engine import Engine
+from ragjax.models.decoder import Decoder, rotation_table
+from ragjax.quality.contract import Contract
+from ragjax.quality.report import Setting
+from tests.support import eviction, tiny
+
+WINDOW = 8
+SERVED = [name for name in METHODS if name not in BY_LAYER]
+SAID = np.array([65, 7, 201, 33, 90, 12], np.int32)
+
+
+def distinct(tokens: int = 150) -> Prompt:
+    """A prompt in which no token comes twice: equal ones have keys of equal norm, and rounding would choose."""
+    return Prompt((Segment("all", Kind.QUERY, np.random.default_rng(0).permutation(256)[:tokens].astype(np.int32)),))
+
+
+def setting(method: str, budget: int = 48, **more: Any) -> Compression:
+    return Compression(method, budget, window=WINDOW, **more)
+
+
+# ------------------------------------------------------------------------------------------- the oracle
+
+
+class Layer:
+    """One layer's arrays of a prompt under full attention, and attention that each key received: float64."""
+
+    def __init__(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, mass: np.ndarray):
+        self.q, self.k, self.v, self.mass = q, k, v, mass
+
+
+def dense(decoder: Decoder, x: jax.Array, first: int, seen: Callable[[int, int], list[Any]]) -> tuple[Any, list[Any]]:
+    """Residual rows behind all layers; `seen(layer, head)`: keys, values of a KV head before these rows."""
+    rotation = rotation_table(decoder.config, decoder.config.context_length)
+    cos, sin = rotation.at(jnp.arange(first, first + len(x)))
+    found = []
+    for i, layer in enumerate(decoder.layers):
+        q, k, v = (np.asarray(part, np.float64) for part in layer.project(x, cos, sin))
+        group = q.shape[1] // k.shape[1]
+        out, mass = np.zeros_like(q), np.zeros(len(x))
+        for h in range(q.shape[1]):
+            keys, values = seen(i, h // group)
+            for t in range(len(x)):
+                mine = np.concatenate([keys, k[: t + 1, h // group]])
+                logits = mine @ q[t, h] / np.sqrt(q.shape[2])
+                prob = np.exp(logits - logits.max())
+                prob /= prob.sum()
+                out[t, h] = prob @ np.concatenate([values, v[: t + 1, h // group]])
+                mass[: t + 1] += prob[len(keys) :] / q.shape[1]
+        found.append(Layer(q, k, v, mass))
+        x = layer.finish(x, jnp.asarray(out, jnp.float32))
+    return x, found
+
+
+def kept_of(layer: Layer, compression: Compression) -> list[list[int]]:
+    """Indexes that a layer keeps, by KV head."""
+    n, window = len(layer.k), layer.q[-compression.window :]
+    scores = {
+        "snapkv": lambda: eviction.snapkv(layer.k, window, n),
+        "knorm": lambda: eviction.knorm(layer.k, n),
+        "keydiff": lambda: eviction.keydiff(layer.k, n),
+        "streaming": lambda: eviction.streaming(n, n),
+        "h2o": lambda: layer.mass[:, None],
+    }[compression.method]()
+    recent = max(compression.window, compression.budget // 2) if compression.method == "h2o" else compression.window
+    heads = layer.k.shape[1]
+    nodes = [slice(None)] * heads if compression.heads == "all" else [slice(h, h + 1) for h in range(heads)]
+    found = []
+    for h, node in enumerate(nodes):
+        s = scores.mean(1) if compression.heads == "all" else np.broadcast_to(scores, (n, heads))[:, h]
+        after, graph = s, compression.graph
+        if graph is not None:
+            keys = layer.k[:, node].reshape(n, -1)
+            tokens = list(range(n - recent))
+            number = int(np.ceil(graph.sources * compression.budget))
+            after = eviction.propagated(
+                s, keys, keys, tokens, number, neighbours=graph.neighbours, rounds=graph.rounds, order=graph.order
+            )
+        found.append(eviction.kept(after, s, n, compression.budget, recent))
+    return found
+
+
+def expected(decoder: Decoder, tokens: np.ndarray, compression: Compression | None) -> np.ndarray:
+    """Logits that predict `SAID` behind a prompt, float32 [n, V], by dense attention over what is kept."""
+    nothing = np.zeros((0, decoder.config.head_dim))
+    x, layers = dense(decoder, decoder.embed(jnp.asarray(tokens)), 0, lambda i, h: [nothing, nothing])
+    everything = [list(range(len(tokens)))] * decoder.config.num_kv_heads
+    kept = [everything if compression is None else kept_of(layer, compression) for layer in layers]
+
+    def seen(i: int, h: int) -> list[Any]:
+        return [layers[i].k[kept[i][h], h], layers[i].v[kept[i][h], h]]
+
+    said, _ = dense(decoder, decoder.embed(jnp.asarray(SAID[:-1])), len(tokens), seen)
+    return np.asarray(decoder.unembed(jnp.concatenate([x[-1:], said])))
+
+
+# ------------------------------------------------------------------------------------- what answers see
+
+
+@pytest.mark.parametrize("method", SERVED)
+@pytest.mark.parametrize(
+    "more", [{}, {"heads": "each"}, {"graph": Graph(sources=0.5, neighbours=6, rounds=2)}], ids=["all", "each", "graph"]
+)
+def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping[str, Any]) -> None:
+    prompt, compression = distinct(), setting(method, **more)
+    with tiny.engine() as engine:
+        answer = engine.answer_prompt(prompt, strategy="full", compression=compression, continuation=SAID, max_tokens=2)
+        engine.audit()
+    assert answer.scores is not None
+    want = expected(tiny.decoder(), prompt.tokens, compression)
+    np.testing.assert_allclose(answer.scores, want, atol=2e-3)
+    plain = expected(tiny.decoder(), prompt.tokens, None)
+    assert np.abs(answer.scores[1:] - plain[1:]).max() > 0.1, "nothing was dropped"
+    assert answer.exact_to is None and answer.compression == compression and answer.kept == 48
+
+
+def test_a_budget_of_the_whole_prompt_changes_nothing() -> None:
+    prompt = tiny.prompt()
+    with tiny.engine() as engine:
+        given = {"strategy": "full", "continuation": SAID, "max_tokens": 4}
+        plain = engine.answer_prompt(prompt, **given)
+        whole = engine.answer_prompt(prompt, compression=setting("snapkv", len(prompt)), **given)
+        assert plain.scores is not None and whole.scores is not None
+    np.testing.assert_array_equal(whole.scores, plain.scores)
+    assert whole.tokens == plain.tokens and whole.exact_to == "full" and whole.kept == len(prompt)
+    assert plain.compression is None and plain.kept is None
+
+
+@pytest.mark.parametrize("strategy", ["prefix", "naive", "blend", "craft", "set-cache", "fusion"])
+def test_compression_works_on_the_plan_of_any_strategy(strategy: str) -> None:
+    """Reused KV lies at offsets; the budget of all but one token drops that one alone, so answers stay near."""
+    prompt = tiny.prompt()
+    with tiny.engine() as engine:
+        given = {"strategy": strategy, "continuation": SAID, "max_tokens": 2}
+        for _ in range(2):
+            plain = engine.answer_prompt(prompt, **given)
+        near = engine.answer_prompt(prompt, compression=setting("snapkv", len(prompt) - 1), **given)
+        engine.audit()
+    assert plain.cached_tokens and near.cached_tokens == plain.cached_tokens
+    assert plain.scores is not None and near.scores is not None
+    np.testing.assert_allclose(near.scores[0], plain.scores[0], atol=1e-4)
+    np.testing.assert_allclose(near.scores, plain.scores, atol=0.2)
+    assert not np.array_equal(near.scores[1:], plain.scores[1:]) and near.kept == len(prompt) - 1
+
+
+# ---------------------------------------------------------------------------- what is held, kept and found
+
+
+def test_the_prompts_pages_are_given_back_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, used = tiny.prompt(), []
+    with tiny.engine(lookup=0) as engine:
+        pool, step = engine._cache.pool, engine._runner.step
+
+        def watched(asked: Any) -> Any:
+            if (asked.index_T >= len(prompt)).any():
+                used[-1].append(pool.capacity - pool.free_pages)
+            return step(asked)
+
+        monkeypatch.setattr(engine._runner, "step", watched)
+        for compression in (None, setting("snapkv", 32)):
+            used.append([])
+            engine.answer_prompt(prompt, strategy="full", compression=compression, max_tokens=20)
+            engine.audit()
+    assert min(used[0]) == pool.pages_for(len(prompt) + 1)
+    assert min(used[1]) == pool.pages_for(33) and max(used[1]) == pool.pages_for(32 + 20)
+
+
+def test_shared_pages_are_never_written() -> None:
+    prompt = tiny.prompt(question=3)  # the window reaches into the last passage, whose KV is shared
+    with tiny.engine() as engine:
+        engine.answer_prompt(prompt, max_tokens=1)
+        runs = [node.run for node in engine._cache.tree.nodes() if node.run is not None]
+        slots = np.unique(np.concatenate([run.slots(tiny.PAGE) for run in runs]))
+        before = engine._runner.read(slots)
+        for graph in (None, Graph()):
+            engine.answer_prompt(prompt, compression=setting("snapkv", graph=graph), max_tokens=20)
+        for old, new in zip(before, engine._runner.read(slots), strict=True):
+            np.testing.assert_array_equal(new, old)
+        engine.audit()
+
+
+def test_the_next_turn_finds_the_prompt_and_not_the_answer() -> None:
+    """KV of an answer over a part of the prompt is for nobody else; the prompt's own KV is whole, and exact."""
+    prompt = tiny.prompt()
+    with tiny.engine() as engine:
+        answer = engine.answer_prompt(prompt, compression=setting("snapkv"), max_tokens=20)
+        turn = Segment("turn", Kind.QUERY, np.array([*answer.tokens, 5, 6, 7], np.int32))
+        again = Prompt((*prompt.segments, turn))
+        found = engine.answer_prompt(again, max_tokens=4)
+        cold = engine.answer_prompt(again, strategy="full", max_tokens=4)
+        engine.audit()
+    assert found.cached_tokens == len(prompt) and found.exact_to == "full"
+    assert found.tokens == cold.tokens
+
+
+def test_prompt_lookup_and_pauses_do_not_change_compressed_answers() -> None:
+    prompts = [tiny.prompt(i) for i in range(3)]
+    given: dict[str, Any] = {"compression": setting("snapkv", graph=Graph()), "max_tokens": 150}
+    with tiny.engine(lookup=0) as engine:
+        alone = [engine.answer_prompt(prompt, **given).tokens for prompt in prompts]
+    with tiny.engine(pages=24, lookup=6) as engine:
+        futures = [engine.begin_prompt(prompt, tenant=str(i), **given) for i, prompt in enumerate(prompts)]
+        answers = [future.result() for future in futures]
+        engine.audit()
+        assert engine.stats()["pauses_total"] > 0
+    assert [answer.tokens for answer in answers] == alone
+
+
+def test_a_step_that_fails_while_decoding_starts_the_request_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, given = tiny.prompt(), {"compression": setting("snapkv"), "max_tokens": 12}
+    with tiny.engine(lookup=0) as engine:
+        plain = engine.answer_prompt(prompt, **given)
+        engine.clear_cache()
+        step, calls = engine._runner.step, []
+
+        def failing(asked: Any) -> Any:
+            calls.append(asked)
+            if len(calls) == 8:  # three of the prompt, one of the window, and three that brought tokens
+                raise RuntimeError("planted")
+            return step(asked)
+
+        monkeypatch.setattr(engine._runner, "step", failing)
+        answer = engine.answer_prompt(prompt, **given)
+        engine.audit()
+    assert len(answer.tokens) == len(plain.tokens) and answer.tokens[:4] == plain.tokens[:4]
+    assert answer.exact_to is None and answer.notices
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_books_are_clean_whatever_is_asked_and_cancelled(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    strategies = ("full", "prefix", "naive", "blend", "set-cache")
+    with tiny.engine(pages=40, host_bytes=1 << 20) as engine:
+        futures = []
+        for i in range(24):
+            method = SERVED[random.integers(len(SERVED))]
+            strategy = strategies[random.integers(2 if method == "h2o" else len(strategies))]
+            graph = Graph(rounds=int(random.integers(1, 4))) if random.random() < 0.5 else None
+            compression = setting(method, int(random.integers(9, 200)), graph=graph)
+            given = compression if random.random() < 0.8 else "none"
+            prompt = tiny.prompt(int(random.integers(4)), chunks=(30, 25))
+            futures.append(
+                engine.begin_prompt(
+                    prompt,
+                    strategy=strategy,
+                    compression=given,
+                    max_tokens=int(random.integers(1, 40)),
+                    tenant=str(i % 2),
+                )
+            )
+            if random.random() < 0.25:
+                futures[int(random.integers(len(futures)))].cancel()
+            if random.random() < 0.3:
+                engine.audit()
+        for future in futures:
+            if not future.cancelled():
+                assert future.result(60).tokens is not None
+        engine.audit()
+        engine.clear_cache()
+        assert engine._cache.pool.free_pages == engine._cache.pool.capacity
+
+
+# ------------------------------------------------------------------------------------------ who asks how
+
+
+def test_the_engines_default_and_what_a_request_says() -> None:
+    prompt = tiny.prompt()
+    with tiny.engine(compression="snapkv+graph:40") as engine:
+        default = engine.answer_prompt(prompt, max_tokens=2)
+        none = engine.answer_prompt(prompt, compression="none", max_tokens=2)
+        other = engine.answer_prompt(prompt, compression="knorm:50", max_tokens=2)
+        dropped = engine.stats()["dropped_tokens_total"]
+    assert str(default.compression) == "snapkv+graph:40" and default.kept == 40 and default.exact_to is None
+    assert none.compression is None and none.exact_to == "full"
+    assert str(other.compression) == "knorm:50"
+    assert dropped == 2 * len(prompt) - 90
+
+
+def refusal(engine: Engine, **given: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        engine.answer_prompt(tiny.prompt(), max_tokens=2, **given)
+    return caught.value
+
+
+def test_what_an_engine_cannot_do_is_refused_in_words() -> None:
+    with tiny.engine() as engine:
+        for method in sorted(BY_LAYER):
+            assert "each layer" in str(refusal(engine, compression=setting(method)))
+        edges = refusal(engine, compression=setting("snapkv", graph=Graph(edges="qk")))
+        assert "kk, vv or kv" in str(edges) and edges.param == "rag.compression.graph.edges"
+        assert "blend" in str(refusal(engine, strategy="blend", compression=setting("h2o")))
+        answer = engine.answer_prompt(tiny.prompt(), max_tokens=2)
+    assert answer.compression is None
+
+
+def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
+    seen = []
+    contract = Contract(Setting("full"), "float32", shadow_rate=1.0)
+    observe = contract.observe
+    contract.observe = lambda *given: (seen.append(given), observe(*given))[1]  # type: ignore[method-assign]
+    with tiny.engine(contract=contract) as engine:
+        engine.answer_prompt(tiny.prompt(), strategy="full", compression=setting("streaming", 16), max_tokens=8)
+        for _ in range(400):
+            if seen:
+                break
+            time.sleep(0.01)
+    (told, exact, divergence) = seen[0]
+    assert told == Setting("full", None, "streaming:16") and not exact and divergence.kl > 1e-3

@@ -6,8 +6,8 @@ that are kept are copied to pages of the request's own, and everything else is g
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -78,7 +78,8 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
         return plan
     watch = _Watch(len(prompt), compression.method in BY_MASS)
     with closing(prefill):
-        first = _begin(prefill)
+        with _room_for_window(allocation, compression.window):
+            first = _begin(prefill)
         run = allocation.reserve_with_tail(size, instead=True)
         plan = first if isinstance(first, Plan) else (yield from watch.rest(prefill, first))
     kept, page_size = run.slice(0, size, allocation.page_size), allocation.page_size
@@ -90,6 +91,17 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
     allocation.keep_only(run)
     tail = run.slice(size, run.length, page_size)
     return replace(plan, spans=(Span.consecutive(0, kept),), tail=tail, exact_to=None, kept=size)
+
+
+@contextmanager
+def _room_for_window(allocation: Allocation, window: int) -> Iterator[None]:
+    """Have a prefill match no more than a step can read beside the window's rows."""
+    limits = allocation.limits
+    allocation.limits = replace(limits, entries=limits.entries - limits.entries_for(window, 1))
+    try:
+        yield
+    finally:
+        allocation.limits = limits
 
 
 def _begin(prefill: Prefill) -> Pass | Move | Compaction | Plan:

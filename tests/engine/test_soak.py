@@ -1,4 +1,4 @@
-"""Random bursts, cancels, tenants, strategies and compressions, in a pool that is far too small, while disk and device fail.
+"""Random bursts, cancels, tenants, strategies, compressions, in a pool far too small, while disk and device fail.
 
 Nothing leaks, every request gets exactly one last event, and every answer that claims `exact_to == "full"` has the
 tokens that full attention gives, computed cold in an engine of its own.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +41,8 @@ def cases(tokenizer: Tokenizer, data: Path | None, name: str, limit: int, contex
     """
     random = np.random.default_rng(0)
     if name == NEEDLE and data is not None:
-        for question, answers, text in _needles(data / NEEDLE, limit, context * 5):
-            yield Case(_fitted(tokenizer, question, [text], 1, context), answers)
+        for question, answers, text in _needles(data / NEEDLE, limit):
+            yield Case(_shortened(tokenizer, question, text, context), answers)
         return
     for question, answers, own, others in _demo(limit) if data is None else _of_set(data, name, limit):
         shuffled = [others[i] for i in random.permutation(len(others))]
@@ -71,33 +72,50 @@ def _of_set(data: Path, name: str, limit: int) -> Iterator[Item]:
         yield question.text, question.answers, own, others
 
 
-def _needles(folder: Path, limit: int, characters: int) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """The needle behind the sentence that ends at its depth of the first so many characters of one text."""
-    haystack = [entry["text"] for entry in read_lines(folder / "haystack.jsonl", "text")]
-    for number, entry in enumerate(list(read_lines(folder / "needles.jsonl", "needle", "question", "answers"))[:limit]):
-        hay = haystack[number % len(haystack)][:characters]
-        ends = [0, *(match.end() for match in re.finditer(r"[.!?]\s", hay))]
-        place = ends[round(entry["depth"] * (len(ends) - 1))]
-        yield entry["question"], tuple(entry["answers"]), f"{hay[:place]}{entry['needle']} {hay[place:]}"
+def _needles(folder: Path, limit: int) -> Iterator[tuple[str, tuple[str, ...], Callable[[int], str]]]:
+    """Questions, answers, and the text by its length: the needle behind the sentence that ends at its depth."""
+    haystack = "\n\n".join(entry["text"] for entry in read_lines(folder / "haystack.jsonl", "text"))
+    entries = list(read_lines(folder / "needles.jsonl", "needle", "question", "answers"))[:limit]
+    for number, entry in enumerate(entries):
+        begin = number * len(haystack) // len(entries)
+        hay = haystack[begin:] + haystack[:begin]
+
+        def text(characters: int, hay: str = hay, entry: Mapping[str, Any] = entry) -> str:
+            cut = hay[:characters]
+            ends = [0, *(match.end() for match in re.finditer(r"[.!?]\s", cut))]
+            place = ends[round(entry["depth"] * (len(ends) - 1))]
+            return f"{cut[:place]}{entry['needle']} {cut[place:]}"
+
+        yield entry["question"], tuple(entry["answers"]), text
+
+
+def _tokens(tokenizer: Tokenizer, passages: Sequence[str], question: str) -> NDArray[np.int32]:
+    messages = [Message("system", INSTRUCTION), Message("user", "\n\n".join([*passages, question]))]
+    prompt = chat_prompt(tokenizer, messages, None)
+    return np.concatenate([segment.tokens for segment in prompt.segments]).astype(np.int32)
+
+
+def _shortened(tokenizer: Tokenizer, question: str, text: Callable[[int], str], context: int) -> NDArray[np.int32]:
+    """A prompt with as long a text as fits."""
+    characters = 5 * context
+    found = _tokens(tokenizer, [text(characters)], question)
+    while len(found) > context:
+        characters = int(characters * min(0.98, context / len(found)))
+        found = _tokens(tokenizer, [text(characters)], question)
+    return found
 
 
 def _fitted(
-    tokenizer: Tokenizer, question: str, passages: Sequence[str], own: int, context: int, place: int = 0
+    tokenizer: Tokenizer, question: str, passages: Sequence[str], own: int, context: int, place: int
 ) -> NDArray[np.int32]:
-    """As many passages as fit, the first `own` moved behind `place` others; a single one that is too long is cut."""
-
-    def tokens(chosen: Sequence[str]) -> NDArray[np.int32]:
-        moved = [*chosen[own : own + place], *chosen[:own], *chosen[own + place :]]
-        messages = [Message("system", INSTRUCTION), Message("user", "\n\n".join([*moved, question]))]
-        prompt = chat_prompt(tokenizer, messages, None)
-        return np.concatenate([segment.tokens for segment in prompt.segments]).astype(np.int32)
-
+    """A prompt with as many passages as fit, the first `own` behind `place` others; a long one alone loses its end."""
     count = len(passages)
-    while count > 1 and len(tokens(passages[:count])) > context:
+    while count > 1 and len(found := _tokens(tokenizer, _moved(passages[:count], own, place), question)) > context:
         count -= 1
-    found = tokens(passages[:count])
-    text = passages[0]
-    while len(found) > context:  # the question stays, the passage's end goes
-        text = text[: int(len(text) * min(0.98, context / len(found)))]
-        found = tokens([text])
-    return found
+    if count > 1:
+        return found
+    return _shortened(tokenizer, question, lambda characters: passages[0][:characters], context)
+
+
+def _moved(passages: Sequence[str], own: int, place: int) -> list[str]:
+    return [*passages[own : own + place], *passages[:own], *passages[own + place :]]

@@ -44,6 +44,7 @@ class Execution:
     """Carries out moves and steps, and has requests go on with what came back.
 
     recover: the device's memory is lost. fail: end a request with an error. answer: a request has its answer.
+    freed: a request gave pages back that others may have.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Execution:
         recover: Callable[[Exception], None],
         fail: Callable[[RequestState, Exception], None],
         answer: Callable[[RequestState, Answer], None],
+        freed: Callable[[], None],
     ):
         self._runner = runner
         self._scheduler = scheduler
@@ -66,6 +68,7 @@ class Execution:
         self._recover = recover
         self._fail = fail
         self._answer = answer
+        self._freed = freed
         self._flight: Flight | None = None
         self._untold: list[RequestState] = []  # those with tokens whose text is not made yet
         self._first: list[RequestState] = []  # those whose first token is to be chosen
@@ -205,6 +208,8 @@ class Execution:
     def _prompt_done(self, state: RequestState) -> None:
         """The prompt's KV and last logits are there."""
         assert state.plan is not None
+        if state.plan.kept is not None:
+            self._freed()
         if state.logits is None:
             state.logits = state.plan.logits
         if not decoding.score(state):

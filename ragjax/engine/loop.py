@@ -94,12 +94,13 @@ class Loop:
             recover=self._recover,
             fail=self._fail,
             answer=self._answered,
+            freed=self._note_freed,
         )
         self._loads = LoadWatch(cache, self.counters.load_fallbacks, load_timeout, self._restart)
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        self._freed = False  # whether a request that ran has ended while the last step landed
+        self._freed = False  # whether a request that ran gave pages back while the last step landed
         if transfer is not None:
             transfer.notify = self._wake
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
@@ -410,6 +411,10 @@ class Loop:
             _log.error("request failed", exc_info=error)
         self._end(state, error)
 
+    def _note_freed(self) -> None:
+        """A running request gave pages back: look at once whether another can start."""
+        self._admission.blocked, self._freed = False, True
+
     def _end(self, state: RequestState, last: Event | BaseException | None) -> None:
         """Take a request out of the engine, give back what it holds, and tell its owner."""
         if state.ended:
@@ -418,7 +423,7 @@ class Loop:
             state.ended = True
             self._queue.remove(state)
         if state.running:
-            self._admission.blocked, self._freed = False, True
+            self._note_freed()
         state.stop()
         self._scheduler.remove(state)
         self._admission.remove(state)

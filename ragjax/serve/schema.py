@@ -96,6 +96,29 @@ Passage = Annotated[
 ]
 
 
+class _Compression(BaseModel):
+    """A compression in either form; its values are checked by `core.Compression`."""
+
+    short: Name | None = None
+    given: dict[str, Any] | None = None
+
+    def to_core(self) -> core.Compression | Literal["none"]:
+        if self.short == "none":
+            return "none"
+        if self.given is not None:
+            return core.Compression.of(self.given)
+        try:
+            return core.Compression.parse(self.short or "")
+        except core.ConfigError as error:
+            raise core.RequestError(str(error), param="rag.compression", code="invalid_value") from None
+
+
+def _short(compression: object) -> object:
+    if isinstance(compression, str):
+        return {"short": compression}
+    return {"given": compression} if isinstance(compression, dict) else compression
+
+
 class TextRag(_Body):
     """How to reuse KV where nothing is retrieved.
 
@@ -104,7 +127,9 @@ class TextRag(_Body):
 
     strategy: Name | None = None
     recompute_ratio: float | None = None
-    compression: str | dict[str, Any] | None = None
+    compression: (
+        Annotated[_Compression, BeforeValidator(_short, json_schema_input_type=str | dict[str, Any])] | None
+    ) = None
 
     def compressed(self) -> core.Compression | Literal["none"] | None:
         """Which of the prompt's tokens the answer sees.
@@ -112,15 +137,7 @@ class TextRag(_Body):
         Raises:
             core.RequestError: for a compression that cannot be.
         """
-        given = self.compression
-        if given is None or given == "none":
-            return None if given is None else "none"
-        if isinstance(given, dict):
-            return core.Compression.of(given)
-        try:
-            return core.Compression.parse(given)
-        except core.ConfigError as error:
-            raise core.RequestError(str(error), param="rag.compression", code="invalid_value") from None
+        return None if self.compression is None else self.compression.to_core()
 
 
 class GraphRag(_Body):

@@ -212,7 +212,7 @@ def test_prompt_lookup_and_pauses_do_not_change_compressed_answers() -> None:
     given: dict[str, Any] = {"compression": setting("snapkv", graph=Graph()), "max_tokens": 150}
     with tiny.engine(lookup=0) as engine:
         alone = [engine.answer_prompt(prompt, **given).tokens for prompt in prompts]
-    with tiny.engine(pages=24, lookup=6) as engine:
+    with tiny.engine(pages=26, lookup=6) as engine:
         futures = [engine.begin_prompt(prompt, tenant=str(i), **given) for i, prompt in enumerate(prompts)]
         answers = [future.result() for future in futures]
         engine.audit()

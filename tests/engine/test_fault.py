@@ -59,8 +59,8 @@ def test_the_request_at_fault_fails_alone() -> None:
             alone.append(fresh.answer_prompt(prompt, **given).tokens)  # type: ignore[arg-type]
     with tiny.engine() as engine, steps(engine, failing_on_poison):
         engine._loop._inbox.put(lambda: time.sleep(0.2))  # so that they come together
-        futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
         bad = engine.begin_prompt(poisoned(tiny.prompt(9, 20, (), 12)), strategy="full", max_tokens=5)
+        futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="the step failed"):
             bad.result()
         answers = [future.result() for future in futures]

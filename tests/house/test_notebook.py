@@ -1,4 +1,4 @@
-"""The notebook docs/graph.ipynb: a valid file that names what exists, and cells that run in order."""
+"""The notebooks in docs/: valid files that name what exists, and cells that run in order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "graph.ipynb"
+DOCS = Path(__file__).parents[2] / "docs"
+BOOKS = sorted(DOCS.glob("*.ipynb"))
 
 
-@pytest.fixture(scope="module")
-def cells() -> list[dict[str, Any]]:
-    return json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+def read(name: str) -> dict[str, Any]:
+    return json.loads((DOCS / name).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(params=[path.name for path in BOOKS])
+def book(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return read(request.param)
+
+
+@pytest.fixture
+def cells(book: dict[str, Any]) -> list[dict[str, Any]]:
+    return book["cells"]
 
 
 def sources(cells: list[dict[str, Any]]) -> list[str]:
@@ -30,8 +40,7 @@ def without_display(source: str) -> str:
     return "".join(line for line in source.splitlines(keepends=True) if "SVG" not in line)
 
 
-def test_it_is_a_notebook_of_a_few_short_cells(cells: list[dict[str, Any]]) -> None:
-    book = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+def test_it_is_a_notebook_of_a_few_short_cells(book: dict[str, Any], cells: list[dict[str, Any]]) -> None:
     assert (book["nbformat"], book["nbformat_minor"]) == (4, 5) and book["metadata"]["kernelspec"]["name"]
     assert 6 <= len(cells) <= 9 and len({cell["id"] for cell in cells}) == len(cells)
     for cell in cells:
@@ -57,18 +66,24 @@ def test_every_name_it_imports_from_ragjax_exists(cells: list[dict[str, Any]]) -
     assert [(m, n) for m, n in ours if not hasattr(importlib.import_module(m), n)] == []
 
 
-@pytest.mark.model
-def test_its_cells_run_in_order(
-    cells: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def run(name: str) -> dict[str, Any]:
+    """What a notebook's cells leave, run in order."""
     names: dict[str, Any] = {}
     try:
-        for number, source in enumerate(sources(cells)):
+        for number, source in enumerate(sources(read(name)["cells"])):
             exec(compile(without_display(source), f"cell {number}", "exec"), names)
     finally:
         if "engine" in names:
             names["engine"].close()
+    return names
+
+
+@pytest.mark.model
+def test_the_graphs_cells_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = run("graph.ipynb")
     first, second = names["first"], names["second"]
     assert ("Museum of Lost Voyages", "has", "17 rooms") in [fact.steps for fact in first.facts]
     reused = {segment.id: segment.reused == segment.tokens for segment in second.segments}
@@ -77,3 +92,14 @@ def test_its_cells_run_in_order(
     answer = names["answer"]
     assert answer.cached_tokens == answer.prompt_tokens, "held"
     assert "17 rooms" in capsys.readouterr().out
+
+
+@pytest.mark.model
+def test_the_compressions_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra notebook")
+    monkeypatch.chdir(tmp_path)
+    names = run("compress.ipynb")
+    for share in names["shares"].values():
+        assert share.sum() == pytest.approx(96, abs=0.5) and (share[-32:] == 1).all()
+    assert "<svg" in (tmp_path / "compress.svg").read_text()
+    assert set(names["said"]) == {"all tokens", *names["METHODS"]}

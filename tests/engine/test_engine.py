@@ -304,7 +304,7 @@ def test_the_queue_has_an_end() -> None:
 def test_what_the_default_strategy_runs_is_compiled_before_any_request() -> None:
     """Its passes that end within a stage, too (CacheBlend's two layers)."""
     made = Runner(tiny.decoder(), pages=100, page_size=tiny.PAGE, grid=Grid(((2, 2), (128, 16)), (64,), (2,)))
-    _compile(made, [strategies()["blend"]], progress=False)
+    _compile(made, [strategies()["blend"]], None, progress=False)
     before = set(made._programs.compiled)
     with tiny.engine(made, pages=100, strategy="blend") as engine:
         assert engine.answer_prompt(tiny.prompt(), max_tokens=3).strategy == "blend"

@@ -162,7 +162,8 @@ def rows(
             kept = laboratory.keep(prefill, compression)
             logits_TV = laboratory.logits(prefill, kept.kept_LKN, said)[:-1]
             figure = compared(full_TV, logits_TV, kept, prefill)
-            other = said if figure["same"] else laboratory.answer(prefill, kept.kept_LKN, ends)
+            alike = int((full_TV.argmax(-1) == logits_TV.argmax(-1)).cumprod().sum())
+            other = said if figure["same"] else laboratory.answer(prefill, kept.kept_LKN, ends, said[: alike + 1])
             figures[setting].append({**figure, **judged(tokenizer.decode(other), case.answers)})
     if not lengths:
         raise ConfigError(f"{name}: no question has an answer of two tokens")

@@ -1,7 +1,8 @@
 """A model over plain arrays: one prompt's KV and queries, and next-token logits over any part of that KV.
 
-No pages and no engine: what is dropped is masked. The layers' weights are stacked and scanned, so that a program does
-not grow with depth. Prompts are padded to one length and continuations to another: two programs in all.
+No pages and no engine: what is dropped is masked. A layer is a program, which all layers run one after the other (XLA
+on CPU copies the weights of layers that are stacked and scanned). Prompts are padded to one length and continuations to
+another: two programs in all.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Laboratory:
         self._decoder = decoder
         split = [nnx.split(layer) for layer in decoder.layers]
         self._graph = split[0][0]
-        self._layers = jax.tree.map(lambda *x: jnp.stack(x), *(state for _, state in split))
+        self._layers = [state for _, state in split]
         rotation = rotation_table(decoder.config, self.context + tail)
         self._cos, self._sin = rotation.at(jnp.arange(self.context + tail))
 
@@ -70,9 +71,11 @@ class Laboratory:
         count = len(tokens)
         padded = jnp.asarray(np.pad(tokens, (0, self.context - count)))
         places = slice(0, self.context)
-        x_NE, (k_LNKD, v_LNKD, q_LNHD, mass_LNK) = _prefill(
-            self._graph, self._layers, self._decoder.embed(padded), self._cos[places], self._sin[places], count
-        )
+        x_NE, found = self._decoder.embed(padded), []
+        for layer in self._layers:
+            x_NE, *of_layer = _prefill(self._graph, layer, x_NE, self._cos[places], self._sin[places], count)
+            found.append(of_layer)
+        k_LNKD, v_LNKD, q_LNHD, mass_LNK = (jnp.stack(arrays) for arrays in zip(*found, strict=True))
         logits_V = self._decoder.unembed(x_NE[count - 1 : count])[0]
         return Prefill(count, k_LNKD, v_LNKD, q_LNHD, mass_LNK, logits_V)
 
@@ -107,82 +110,85 @@ class Laboratory:
         """Logits after each token that follows the prompt, float32 [T, V]: they see what is kept and each other."""
         padded = jnp.asarray(np.pad(np.asarray(tokens, np.int32), (0, self.tail - len(tokens))))
         places = slice(prefill.count, prefill.count + self.tail)
-        x_TE = _continue(
-            self._graph, self._layers, self._decoder.embed(padded), self._cos[places], self._sin[places],
-            prefill.k_LNKD, prefill.v_LNKD, kept_LKN,
-        )  # fmt: skip
+        x_TE = self._decoder.embed(padded)
+        for layer, *kv in zip(self._layers, prefill.k_LNKD, prefill.v_LNKD, kept_LKN, strict=True):
+            x_TE = _continue(self._graph, layer, x_TE, self._cos[places], self._sin[places], *kv)
         return np.asarray(self._decoder.unembed(x_TE))[: len(tokens)]
 
-    def answer(self, prefill: Prefill, kept_LKN: jax.Array, ends: frozenset[int]) -> list[int]:
-        """What greedy decoding over what is kept says: `tail` tokens, or up to an end, which is left out."""
-        said: list[int] = []
-        following = int(prefill.logits_V.argmax())
-        while following not in ends:
-            said.append(following)
-            if len(said) == self.tail:
+    def answer(
+        self, prefill: Prefill, kept_LKN: jax.Array, ends: frozenset[int], known: Sequence[int] = ()
+    ) -> list[int]:
+        """What greedy decoding over what is kept says: `tail` tokens, or up to an end, which is left out.
+
+        known: its first tokens, if they are known.
+        """
+        said = list(known)
+        while len(said) < self.tail:
+            logits_V = self.logits(prefill, kept_LKN, said)[-1] if said else prefill.logits_V
+            following = int(logits_V.argmax())
+            if following in ends:
                 break
-            following = int(self.logits(prefill, kept_LKN, said)[-1].argmax())
+            said.append(following)
         return said
 
 
 @partial(jax.jit, static_argnums=0)
 def _prefill(
-    graph: Any, layers: Any, x_NE: jax.Array, cos_NR: jax.Array, sin_NR: jax.Array, count: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    graph: Any, state: Any, x_NE: jax.Array, cos_NR: jax.Array, sin_NR: jax.Array, count: jax.Array
+) -> tuple[jax.Array, ...]:
+    """A layer: residual rows behind it, keys, values and queries, and what each key received."""
     index_N = jnp.arange(len(x_NE))
+    layer = nnx.merge(graph, state)
+    q_NHD, k_NKD, v_NKD = layer.project(x_NE, cos_NR, sin_NR)
+    heads = k_NKD.shape[1]
 
-    def body(x_NE: jax.Array, state: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        layer = nnx.merge(graph, state)
-        q_NHD, k_NKD, v_NKD = layer.project(x_NE, cos_NR, sin_NR)
-        heads = k_NKD.shape[1]
+    def block(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        q_BHD, index_B = rows
+        prob_KGBN, out_BHD = _attention(q_BHD, k_NKD, v_NKD, (index_N <= index_B[:, None])[None])
+        return out_BHD, jnp.where((index_B < count)[:, None], prob_KGBN, 0.0).sum(2).mean(1)
 
-        def block(rows: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            q_BHD, index_B = rows
-            prob_KGBN = _probabilities(q_BHD, k_NKD, (index_N <= index_B[:, None])[None])
-            out_BKGD = jnp.einsum("kgbn,nkd->bkgd", prob_KGBN, v_NKD)
-            return out_BKGD, jnp.where((index_B < count)[:, None], prob_KGBN, 0.0).sum(2).mean(1)
-
-        blocks = (q_NHD.reshape(-1, BLOCK, *q_NHD.shape[1:]), index_N.reshape(-1, BLOCK))
-        out, mass = lax.map(block, blocks)
-        x_NE = layer.finish(x_NE, out.reshape(q_NHD.shape))
-        return x_NE, (k_NKD, v_NKD, q_NHD, mass.sum(0).reshape(heads, -1).T)
-
-    return lax.scan(body, x_NE, layers)
+    blocks = (q_NHD.reshape(-1, BLOCK, *q_NHD.shape[1:]), index_N.reshape(-1, BLOCK))
+    out, mass = lax.map(block, blocks)
+    x_NE = layer.finish(x_NE, out.reshape(q_NHD.shape))
+    return x_NE, k_NKD, v_NKD, q_NHD, mass.sum(0).reshape(heads, -1).T
 
 
 @partial(jax.jit, static_argnums=0)
 def _continue(
     graph: Any,
-    layers: Any,
+    state: Any,
     x_TE: jax.Array,
     cos_TR: jax.Array,
     sin_TR: jax.Array,
-    k_LNKD: jax.Array,
-    v_LNKD: jax.Array,
-    kept_LKN: jax.Array,
+    k_NKD: jax.Array,
+    v_NKD: jax.Array,
+    kept_KN: jax.Array,
 ) -> jax.Array:
-    rows = len(x_TE)
-
-    def body(x_TE: jax.Array, of_layer: tuple[Any, ...]) -> tuple[jax.Array, None]:
-        state, k_NKD, v_NKD, kept_KN = of_layer
-        layer = nnx.merge(graph, state)
-        q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
-        own_KTT = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (len(kept_KN), rows, rows))
-        old_KTN = jnp.broadcast_to(kept_KN[:, None], (len(kept_KN), rows, kept_KN.shape[1]))
-        seen_KTS = jnp.concatenate([old_KTN, own_KTT], -1)
-        prob_KGTS = _probabilities(q_THD, jnp.concatenate([k_NKD, k_TKD]), seen_KTS)
-        out_TKGD = jnp.einsum("kgts,skd->tkgd", prob_KGTS, jnp.concatenate([v_NKD, v_TKD]))
-        return layer.finish(x_TE, out_TKGD.reshape(q_THD.shape)), None
-
-    x_TE, _ = lax.scan(body, x_TE, (layers, k_LNKD, v_LNKD, kept_LKN))
-    return x_TE
+    """A layer over what is kept of the prompt, and the rows themselves."""
+    rows, heads = len(x_TE), len(kept_KN)
+    layer = nnx.merge(graph, state)
+    q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
+    own_KTT = jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (heads, rows, rows))
+    old_KTN = jnp.broadcast_to(kept_KN[:, None], (heads, rows, kept_KN.shape[1]))
+    seen_KTS = jnp.concatenate([old_KTN, own_KTT], -1)
+    _, out_THD = _attention(q_THD, jnp.concatenate([k_NKD, k_TKD]), jnp.concatenate([v_NKD, v_TKD]), seen_KTS)
+    finished: jax.Array = layer.finish(x_TE, out_THD)
+    return finished
 
 
-def _probabilities(q_THD: jax.Array, k_SKD: jax.Array, seen_KTS: jax.Array) -> jax.Array:
-    rows, _, width = q_THD.shape
-    q_TKGD = q_THD.reshape(rows, k_SKD.shape[1], -1, width) * width**-0.5
-    logits_KGTS = jnp.einsum("tkgd,skd->kgts", q_TKGD, k_SKD)
-    return jax.nn.softmax(jnp.where(seen_KTS[:, None], logits_KGTS, -jnp.inf), axis=-1)
+def _attention(
+    q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_KTS: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Probabilities [K, G, T, S], and what comes of them [T, H, D]; one product for each KV head."""
+    rows, query_heads, width = q_THD.shape
+    heads = k_SKD.shape[1]
+    q_KGTD = q_THD.reshape(rows, heads, -1, width).transpose(1, 2, 0, 3) * width**-0.5
+    k_KSD, v_KSD = k_SKD.swapaxes(0, 1), v_SKD.swapaxes(0, 1)
+    logits_KMS = q_KGTD.reshape(heads, -1, width) @ k_KSD.swapaxes(1, 2)
+    logits_KGTS = logits_KMS.reshape(*q_KGTD.shape[:3], -1)
+    prob_KGTS = jax.nn.softmax(jnp.where(seen_KTS[:, None], logits_KGTS, -jnp.inf), axis=-1)
+    out_KMD = prob_KGTS.reshape(logits_KMS.shape) @ v_KSD
+    return prob_KGTS, out_KMD.reshape(q_KGTD.shape).transpose(2, 0, 1, 3).reshape(rows, query_heads, width)
 
 
 @partial(jax.jit, static_argnames="method")

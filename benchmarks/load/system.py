@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -67,7 +68,7 @@ def parse_system(text: str) -> tuple[str, Settings]:
     Raises:
         ConfigError: as `parse_setting`.
     """
-    name, *settings = text.split(":")
+    name, *settings = re.split(r":(?=\w+=)", text)
     if name not in OWN:
         raise ConfigError(f"unknown system {name!r}; choose among {', '.join(OWN)}, or a rival")
     return name, dict(map(parse_setting, settings))

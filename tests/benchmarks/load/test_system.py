@@ -30,6 +30,7 @@ def test_every_system_has_options_and_prefix_with_lru_has_no_tier_below() -> Non
 def test_settings_of_all_and_of_one() -> None:
     made = options_of("prefix-tiers:policy=lru:max_running=4", {"max_running": 2, "host_gb": 1.5}, BASE)
     assert (made.storage.policy, made.max_running, made.storage.host_gb) == ("lru", 4, 1.5)
+    assert options_of("naive:compression=snapkv:64:lookup=0", {}, BASE).compression == "snapkv:64"
 
 
 @pytest.mark.parametrize(

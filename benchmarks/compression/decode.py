@@ -47,7 +47,7 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
         kept = chosen.context if compression is None else compression.budget
         yield {
             "method": "none" if compression is None else compression.method,
-            "graph": "none" if compression is None or compression.graph is None else "mutual",
+            "graph": "none" if compression is None or compression.graph is None else "ordered",
             "budget": kept, "set": "decode", "n": chosen.clients, "context_tokens": chosen.context,
             "kept_tokens": kept, "bytes": kept * per_token, "decode_tokens_per_s": rate, "faster": rate / rates[WHOLE],
         }  # fmt: skip

@@ -40,7 +40,8 @@ class Graph:
     s (1 + e), "evict": it is kept only if there are too few others.
     edges: the vectors that are compared: keys, values, or the tokens' queries; the first letter is the source's.
     Those with "q" need the queries of all tokens, which only a full prefill has.
-    order: "mutual" as printed: two similar sources lower each other's score. "ordered": the lower one's alone.
+    order: "mutual" as printed: two similar sources lower each other's score. "ordered": the lower one's alone, which is
+    nearer to the whole prompt (docs/compression.md).
     strength: factor of e (eq. 4 has room for one), in [0, 1].
 
     Raises:
@@ -52,7 +53,7 @@ class Graph:
     rounds: int = 1
     signal: Signal = "decay"
     edges: Edges = "kk"
-    order: Order = "mutual"
+    order: Order = "ordered"
     strength: float = 1.0
 
     def __post_init__(self) -> None:

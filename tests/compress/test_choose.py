@@ -80,7 +80,7 @@ def prompt(seed: int, count: int, layers: int = 3) -> Evidence:
 
 GRAPHS = [
     None,
-    Graph(neighbours=4),
+    Graph(neighbours=4, order="mutual"),
     Graph(neighbours=4, order="ordered", rounds=2),
     Graph(neighbours=6, signal="evict"),
     Graph(neighbours=4, edges="kv"),

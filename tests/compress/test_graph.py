@@ -112,7 +112,7 @@ def test_signals_from_two_sources_are_multiplied() -> None:
 
 def test_two_equal_sources_erase_each_other_unless_ordered() -> None:
     s, k = np.array([1.0, 0.9, 0.1]), np.array([[1, 0], [1, 0], [0, 1]], float)[:, None]
-    np.testing.assert_allclose(after(s, k, Graph(), number=2), [0, 0, 0.1], atol=1e-6)
+    np.testing.assert_allclose(after(s, k, Graph(order="mutual"), number=2), [0, 0, 0.1], atol=1e-6)
     np.testing.assert_allclose(after(s, k, Graph(order="ordered"), number=2), [1, 0, 0.1], atol=1e-6)
 
 
@@ -131,7 +131,8 @@ def test_decay_never_raises_and_enhance_never_lowers(kind: str) -> None:
 
 def test_enhanced_scores_stay_finite() -> None:
     n = 300
-    found = after(np.ones(n), np.ones((n, 1, 2)), Graph(signal="enhance", rounds=3, neighbours=n), number=n, most=n)
+    graph = Graph(signal="enhance", order="mutual", rounds=3, neighbours=n)
+    found = after(np.ones(n), np.ones((n, 1, 2)), graph, number=n, most=n)
     assert np.isfinite(found).all() and (found > 1e20).all()
 
 

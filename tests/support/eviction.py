@@ -95,7 +95,7 @@ def propagated(
     neighbours: int = 32,
     rounds: int = 1,
     signal: str = "decay",
-    order: str = "mutual",
+    order: str = "ordered",
     strength: float = 1.0,
 ) -> F:
     """Eqs. 1 to 5, round by round; `tokens` take part."""

@@ -22,8 +22,8 @@ from ragjax.runner.stages import OUTSIDE
 LEAST = 256
 """Tokens of the shortest prompt that a program is compiled for; the others are its doubles."""
 
-STEP = 64
-"""Room for kept tokens is a multiple of it, so that budgets near each other share a program."""
+ROOM = 64
+"""Room for kept tokens, at least; more room is its doubles, so that few programs serve all budgets."""
 
 
 def bucket(tokens: int) -> int:
@@ -41,7 +41,7 @@ def buckets(compression: Compression, context: int) -> Sequence[int]:
 
 def program_of(compression: Compression) -> Compression:
     """The compression that a program is compiled for: it serves all budgets up to this one's."""
-    return replace(compression, budget=-(-compression.budget // STEP) * STEP)
+    return replace(compression, budget=max(ROOM, 1 << (compression.budget - 1).bit_length()))
 
 
 def arrays_of(

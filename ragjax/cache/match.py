@@ -29,7 +29,8 @@ class Candidate(NamedTuple):
     """One entry under which a segment's KV may be kept.
 
     behind: digest of the neighbours that it was computed behind, besides the context (b"": none). variant: whether it
-    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it.
+    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it. raw: the tokens that it holds, if
+    they are others than those looked for.
     """
 
     provenance: Provenance
@@ -37,6 +38,7 @@ class Candidate(NamedTuple):
     behind: bytes = b""
     variant: bool = False
     cfo: float = 1.0
+    raw: bytes = b""
 
 
 @dataclass

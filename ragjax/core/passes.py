@@ -147,7 +147,8 @@ Results = Mapping[Measure, NDArray[np.float32]]
 class SegmentReport:
     """What became of one segment: token counts, its retrieval score, and where its reused KV came from.
 
-    tier: "device", "host" or "disk", the coldest of them; None if nothing was reused.
+    tier: "device", "host" or "disk", the coldest of them; None if nothing was reused. dropped: tokens whose KV was left
+    out when the chunk was condensed.
     """
 
     id: str
@@ -157,6 +158,7 @@ class SegmentReport:
     recomputed: int
     tier: str | None = None
     score: float | None = None
+    dropped: int = 0
 
 
 @dataclass(frozen=True)

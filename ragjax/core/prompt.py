@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -26,6 +26,7 @@ class Chunk:
     """A piece of a document as it enters a prompt: `tokens` is the exact token run of `text`.
 
     behind: digest of the neighbours that its fused KV was computed behind; empty if it was not preprocessed.
+    condensed: places of the tokens that its condensed KV is of, ascending; empty if it has none (docs/compression.md).
     """
 
     id: str
@@ -34,6 +35,7 @@ class Chunk:
     text: str
     tokens: Tokens
     behind: bytes = b""
+    condensed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Segment:
     """A run of tokens whose KV is made and kept as a unit (int32 [n]).
 
     public: whether its KV may serve every tenant, as long as all before it may.
-    behind: as `Chunk.behind`.
+    behind, condensed: as `Chunk` has them.
     depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
         node without an ancestor depends on the leading system segments).
     """
@@ -81,6 +83,7 @@ class Segment:
     public: bool = False
     behind: bytes = b""
     depends: tuple[int, ...] | None = None
+    condensed: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -143,6 +146,16 @@ class Prompt:
     def preprocessed(self) -> bool:
         """Whether every chunk has KV that was computed behind its neighbours; true without chunks."""
         return all(s.behind for s in self.segments if s.kind is Kind.CHUNK)
+
+    @property
+    def condensed(self) -> bool:
+        """Whether any chunk has condensed KV."""
+        return any(s.condensed for s in self.segments)
+
+    @property
+    def whole(self) -> Prompt:
+        """The same, with all KV of its chunks."""
+        return replace(self, segments=tuple(replace(s, condensed=()) if s.condensed else s for s in self.segments))
 
     @cached_property
     def tokens(self) -> Tokens:

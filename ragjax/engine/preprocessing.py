@@ -24,6 +24,7 @@ from ragjax.core import Answer, Chunk, Hit, Message, Prompt, Segment
 from ragjax.engine import Engine
 from ragjax.prompting.chat import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.reuse.base import Strategy
 from ragjax.reuse.preprocessing import Fuse
 
 NEIGHBOURS = 10
@@ -125,9 +126,10 @@ def _fuse_group(engine: Engine, jobs: Sequence[Job], strategy: Fuse, step: Calla
              for job in todo for segment in job.neighbours}  # fmt: skip
     prompts = [job.prompt for job in alone.values()]
     kept = engine.holds(prompts, strategy)
-    for _ in _answers(engine, [prompt for prompt, is_kept in zip(prompts, kept, strict=True) if not is_kept], strategy):
+    absent = [prompt for prompt, is_kept in zip(prompts, kept, strict=True) if not is_kept]
+    for _ in answers_of(engine, absent, strategy):
         pass
-    for _ in _answers(engine, [job.prompt for job in todo], strategy):
+    for _ in answers_of(engine, [job.prompt for job in todo], strategy):
         step()
     return len(todo)
 
@@ -139,7 +141,7 @@ def _held(engine: Engine, jobs: Collection[Job], strategy: Fuse) -> list[bool]:
     return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
 
 
-def _answers(engine: Engine, prompts: Sequence[Prompt], strategy: Fuse) -> Iterator[Answer]:
+def answers_of(engine: Engine, prompts: Sequence[Prompt], strategy: Strategy) -> Iterator[Answer]:
     """Have the engine carry out a few prompts side by side; yields as they end. An error cancels what is left."""
     futures: set[Future[Answer]] = set()
     try:
@@ -189,7 +191,7 @@ def preprocess(
         RequestError: if there is no such knowledge base.
     """
     began = time.perf_counter()
-    run = _Run(engine, engine.knowledge_base(knowledge), _head(engine, system), Fuse(record=record))
+    run = _Run(engine, engine.knowledge_base(knowledge), head_of(engine, system), Fuse(record=record))
     nearest = run.base.neighbours(n)
     fused, cut = 0, 0
     with tqdm(total=len(nearest), desc="fusing", unit="chunk", disable=not progress) as bar:
@@ -257,7 +259,7 @@ def _groups(nearest: Lists) -> Iterator[Lists]:
         yield {number: nearest[number] for number in numbers[begin : begin + _GROUP]}
 
 
-def _head(engine: Engine, system: str | None) -> Segment:
+def head_of(engine: Engine, system: str | None) -> Segment:
     """The system segment of a request with knowledge, as the engine makes it."""
     own = () if system is None else (Message("system", system),)
     messages = (*own, Message("user", "?"))

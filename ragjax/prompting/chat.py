@@ -111,7 +111,9 @@ def _frame(
 def chunk_segment(hit: Hit) -> Segment:
     """A chunk as it stands in prompts."""
     chunk = hit.chunk
-    return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind)
+    return Segment(
+        chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind, condensed=chunk.condensed
+    )
 
 
 def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:

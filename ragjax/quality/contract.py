@@ -182,6 +182,11 @@ class Contract:
         _log.warning("%s is not picked: %s", self._courses[True].setting, self._courses[False].notice)
 
     @property
+    def budgeted(self) -> bool:
+        """Whether requests that name no strategy are promised a budget."""
+        return self._budget is not None
+
+    @property
     def setting(self) -> Setting:
         """What requests get that name no strategy, if their chunks are as the knowledge was at the start."""
         return self.setting_of(self._begun_with)

@@ -8,7 +8,8 @@ What is stored fits one tokenizer, one encoder and one chunk size. Opened with o
 source documents may be gone: the user decides to delete the directory and to add them again.
 
 A chunk whose KV was computed behind its nearest neighbours (FusionRAG, section 3.1) bears a mark: the digest that names
-that KV. The mark goes when any of these neighbours goes, and with it all use of what they told.
+that KV. The mark goes when any of these neighbours goes, and with it all use of what they told. A chunk of whose own KV
+a part is kept (docs/compression.md) bears the places of that part's tokens.
 """
 
 from __future__ import annotations
@@ -210,6 +211,21 @@ class KnowledgeBase:
             self._cache.pop(number, None)
         return True
 
+    def mark_condensed(self, number: int, places: Sequence[int]) -> bool:
+        """Note of which tokens a chunk's condensed KV is kept, ascending places in it; none: there is no such KV.
+
+        False, and no mark, if the chunk has been deleted meanwhile.
+        """
+        with self._writing, self._transaction() as database:
+            if not database.execute("select 1 from chunks where number = ?", (number,)).fetchone():
+                return False
+            database.execute("delete from condensed where number = ?", (number,))
+            if places:
+                blob = np.asarray(places, np.int32).tobytes()
+                database.execute("insert into condensed values (?, ?)", (number, blob))
+            self._cache.pop(number, None)
+        return True
+
     def _batches(self, documents: Sequence[Document]) -> Iterator[list[_Prepared]]:
         batch: list[_Prepared] = []
         for document in documents:
@@ -334,6 +350,12 @@ class KnowledgeBase:
         with self._reading:
             rows = self._database.execute("select number, tokens, embedding from chunks order by number").fetchall()
         return nearest(self._index, rows, n)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of all chunks, ascending."""
+        with self._reading:
+            return tuple(row[0] for row in self._database.execute("select number from chunks order by number"))
 
     @property
     def document_ids(self) -> frozenset[str]:

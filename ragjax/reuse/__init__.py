@@ -3,6 +3,7 @@
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.blend import Deviation, Gradual
+from ragjax.reuse.condense import Condensed
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.full import Full
@@ -39,11 +40,11 @@ def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
         Craft("craft-focus", alpha=alpha, focus=True),
         Craft("craft-nobeta", alpha=alpha, overhead=without_beta),
         Craft("craft-nocci", alpha=alpha, overhead=without_cci),
-        Selective("fusion", Fused(), QueryGuided()),
+        Selective("fusion", Condensed(Fused()), QueryGuided()),
         Selective("fusion-chunk", Fused(), QueryGuided("chunk")),
         Selective("fusion+blend", Fused(), Deviation()),
         Craft("fusion+craft", alpha=alpha, fused=True),
-        Selective("ragjax", Anchored(), Valued()),
+        Selective("ragjax", Condensed(Anchored()), Valued()),
         Unmoved(),
         SetCache(),
         Selective("random", Isolated(), Random()),

@@ -32,6 +32,7 @@ class Strategy(ABC):
     selective: whether it recomputes a share of the tokens that a request may name.
     trims: whether it keeps no more of a prompt than its `keep_top` says.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
+    condensed: whether it takes condensed chunks where there are some.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Strategy(ABC):
     selective: bool = False
     trims: bool = False
     steady: bool = True
+    condensed: bool = False
 
     @abstractmethod
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
@@ -296,18 +298,25 @@ def indices(begin: int, end: int) -> Tokens:
 
 
 def report(
-    prompt: Prompt, reused: Mapping[int, int], tiers: Mapping[int, Tier | None] | None = None
+    prompt: Prompt,
+    reused: Mapping[int, int],
+    tiers: Mapping[int, Tier | None] | None = None,
+    dropped: Mapping[int, int] | None = None,
 ) -> tuple[SegmentReport, ...]:
-    """The account of a prompt: `reused[i]` tokens of segment i came from `tiers[i]`, the rest was computed."""
+    """The account of a prompt: `reused[i]` tokens of segment i came from `tiers[i]`, `dropped[i]` are left out, and the
+    rest was computed.
+    """
+    gone = dropped or {}
     return tuple(
         SegmentReport(
             id=segment.id,
             title=segment.title,
             tokens=len(segment),
             reused=reused.get(i, 0),
-            recomputed=len(segment) - reused.get(i, 0),
+            recomputed=len(segment) - reused.get(i, 0) - gone.get(i, 0),
             tier=tier.label if reused.get(i) and (tier := (tiers or {}).get(i)) is not None else None,
             score=segment.score,
+            dropped=gone.get(i, 0),
         )
         for i, segment in enumerate(prompt.segments)
     )

@@ -12,25 +12,29 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Plan, Prefill, Prompt, Tokens
 from ragjax.reuse.base import Allocation, Strategy
+from ragjax.reuse.condense import Condensed
 from ragjax.reuse.stitch import Isolated, keys, outlook, prepare
+
+SOURCE = Condensed(Isolated())
 
 
 class Naive(Strategy):
     """Full reuse of isolated chunks; approximate as soon as two chunks stand together."""
 
     name = "naive"
+    condensed = True
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk behind it."""
-        return keys(prompt, cache, tenant, Isolated())
+        return keys(prompt, cache, tenant, SOURCE)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The same, each chunk by itself."""
-        return outlook(prompt, cache, tenant, Isolated())
+        return outlook(prompt, cache, tenant, SOURCE)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """At most two passes: the system prompt and chunks that are missing, then the query segments."""
-        stitched = yield from prepare(prompt, allocation, Isolated())
+        stitched = yield from prepare(prompt, allocation, SOURCE)
         results = yield stitched.ask()
         return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
 

@@ -18,6 +18,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
 from ragjax.core import Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import Allocation, Strategy, segments_of
+from ragjax.reuse.condense import Condensed
 from ragjax.reuse.select import share
 from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, outlook, prepare
 
@@ -59,6 +60,7 @@ class Selective(Strategy):
         self.ratio = ratio
         self.measures = LOGITS | source.measures | selector.measures
         self.early_end = selector.early_end
+        self.condensed = isinstance(source, Condensed)
         self._source = source
         self._selector = selector
 

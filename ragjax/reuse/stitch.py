@@ -85,7 +85,8 @@ class Stitched:
     head, chunk, query: spans of system segments, chunks at their places, and query segments (in slots of its own).
     tail: slots for generated tokens. repaired, scratch: slots for tokens to recompute, and to measure with.
     context: the match on the system segments, of which `system_hit` tokens are used. matches: of chunks that were
-    found, by segment. meta: bytes kept with each chunk, by segment.
+    found, by segment. condensed: which of them hold a part of the chunk, its token indexes. meta: bytes kept with each
+    chunk, by segment.
     """
 
     prompt: Prompt
@@ -98,6 +99,7 @@ class Stitched:
     context: Match
     system_hit: int
     matches: Mapping[int, Match]
+    condensed: Mapping[int, Tokens]
     meta: Mapping[int, bytes]
     stages: tuple[int, ...]
     page_size: int
@@ -161,11 +163,13 @@ class Stitched:
         """
         redone = indices(0, 0) if recomputed is None else recomputed
         reused, tiers = system_account(self.prompt, self.context, self.system_hit)
+        dropped = {}
         for i, match in self.matches.items():
-            begin, end = span_of(self.prompt, i)
-            reused[i] = end - begin - int(((begin <= redone) & (redone < end)).sum())
+            found = self.condensed.get(i, indices(*span_of(self.prompt, i)))
+            reused[i] = len(np.setdiff1d(found, redone))
+            dropped[i] = len(np.setdiff1d(indices(*span_of(self.prompt, i)), np.union1d(found, redone)))
             tiers[i] = match.tier()
-        account = report(self.prompt, reused, tiers)
+        account = report(self.prompt, reused, tiers, dropped)
         exact = self._exact(redone if whole is None else whole)
         return Plan(spans, self.tail, "full" if exact else None, account, logits, figures or {})
 
@@ -180,11 +184,12 @@ class Stitched:
 
 
 def prepare(
-    prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0
+    prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0, keep: bool = True
 ) -> Generator[Pass, Results, Stitched]:
     """Match, reserve, and compute what is missing of the system prompt and the chunks, in at most one pass.
 
-    repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees.
+    repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees. keep: admit
+    chunks that were missing.
 
     Raises:
         OutOfPages: before the first pass only.
@@ -198,6 +203,11 @@ def prepare(
     chunks = segments_of(prompt, Kind.CHUNK)
     found = {i: allocation.first(context, prompt.segments[i].tokens, source.candidates(prompt, i)) for i in chunks}
     matches = {i: match for i, match in found.items() if match is not None}
+    condensed = {
+        i: prompt.starts[i] + np.array(prompt.segments[i].condensed, np.int32)
+        for i, match in matches.items()
+        if match.length < len(prompt.segments[i])
+    }
 
     fresh_system = reserve(allocation, system - system_hit)
     fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
@@ -216,7 +226,7 @@ def prepare(
         meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
         if fresh_system.length:
             context = keep_system(prompt, allocation, context, system_hit, fresh_system, totals)
-        for i, run in fresh.items() if context.complete else ():
+        for i, run in fresh.items() if keep and context.complete else ():
             segment = prompt.segments[i]
             allocation.cache.admit_segment(
                 context,
@@ -231,10 +241,11 @@ def prepare(
             )
 
     pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
+    places = {i: condensed.get(i, indices(*span_of(prompt, i))) for i in chunks}
     return Stitched(
         prompt=prompt,
         head=head,
-        chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], pieces[i])),
+        chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], places[i], pieces[i])),
         query=_query_spans(prompt, own, allocation.page_size),
         tail=own.slice(len(queries), own.length, allocation.page_size),
         repaired=mending,
@@ -242,6 +253,7 @@ def prepare(
         context=matched,
         system_hit=system_hit,
         matches=matches,
+        condensed=condensed,
         meta=meta,
         stages=allocation.stages,
         page_size=allocation.page_size,
@@ -290,8 +302,8 @@ def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> 
     for i in segments_of(prompt, Kind.CHUNK):
         candidates, chunk = tuple(source.candidates(prompt, i)), prompt.segments[i]
         owner = PUBLIC if chunk.public else tenant
-        for kind, method, behind, *_ in dict.fromkeys((candidates[0], candidates[-1])):
-            found.append(cache.key_of(head, chunk.tokens, kind, method, owner, behind))
+        for each in dict.fromkeys((candidates[0], candidates[-1])):
+            found.append(_key(cache, head, chunk.tokens, each, owner))
     return tuple(found)
 
 
@@ -302,14 +314,20 @@ def outlook(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) 
     for i in segments_of(prompt, Kind.CHUNK):
         chunk = prompt.segments[i]
         keys = [
-            cache.key_of(head, chunk.tokens, kind, method, owner, behind)
-            for kind, method, behind, *_ in source.candidates(prompt, i)
+            _key(cache, head, chunk.tokens, each, owner)
+            for each in source.candidates(prompt, i)
             for owner in dict.fromkeys((tenant, PUBLIC))
         ]
         owner = PUBLIC if chunk.public else tenant
         name = cache.key_of(head, chunk.tokens, Provenance.ISOLATED, source.method, owner)
         parts.append(Keyed(keys, name, len(chunk)))
     return Outlook(parts)
+
+
+def _key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
+    kind, method, behind, *_ = candidate
+    held = np.frombuffer(candidate.raw, np.int32) if candidate.raw else tokens
+    return cache.key_of(head, held, kind, method, owner, behind)
 
 
 def system_part(prompt: Prompt, tenant: str) -> Part:
@@ -387,12 +405,13 @@ def missing(
     return Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), measures)
 
 
-def _placed(order: int, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
-    """A chunk moved to its place."""
-    spans = []
+def _placed(begin: int, places: Tokens, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
+    """A chunk moved to its place: its first token to index `begin`, those that the pieces hold to `places`."""
+    spans, done = [], 0
     for run, local_start in pieces:
-        spans.append(Span.consecutive(order, run, order - local_start))
-        order += run.length
+        moved = begin + done - local_start  # a piece's first token is as far from the chunk's as it comes behind it
+        spans.append(Span(places[done : done + run.length], run, moved))
+        done += run.length
     return tuple(spans)
 
 

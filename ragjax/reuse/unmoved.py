@@ -18,6 +18,7 @@ class Unmoved(Naive):
     """Full reuse without repositioning: shows what RoPE offsets are worth."""
 
     name = "unmoved"
+    condensed = False
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """As `naive`, with every chunk's keys where they were computed."""

@@ -160,7 +160,8 @@ class RequestState:
     @property
     def setting(self) -> Setting:
         """What serves it."""
-        return Setting(self.strategy.name, self.ratio, None if self.compression is None else str(self.compression))
+        condensed = "condensed" if self.strategy.condensed and self.prompt.condensed else None
+        return Setting(self.strategy.name, self.ratio, condensed if self.compression is None else str(self.compression))
 
     @property
     def chunks(self) -> int:

@@ -19,7 +19,7 @@ those of the answer over what is kept, `answered_full` that over all KV.
 tokens; `decode_tokens_per_s` is the sum of their rates, the median of three runs, `faster` the ratio to no compression,
 in turns.
 
-`--part condense` asks an engine over chunks of which a share of the KV is kept once (`chosen_by`: what chose the tokens),
+`--part condense` asks an engine over chunks of which a share of the KV is kept once (`chosen_by`: what chose it),
 beside chunks that are kept whole, and in int8. `bytes_share` is what the chunks take at rest over what they take whole
 in the engine's dtype. `kl` is over the positions that predict the first 12 tokens of the reference answer, `over_blend`
 the paired difference from `blend` at 15%.

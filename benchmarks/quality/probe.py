@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
-from ragjax.core import NEVER, Compaction, Kind, Move, Pass, Plan, Prefill, Prompt, Results, Tokens
+from ragjax.core import NEVER, Asked, Kind, Pass, Plan, Prefill, Prompt, Results, Tokens
 from ragjax.reuse.base import Allocation, Strategy
 
 Floats = NDArray[np.float32]
@@ -27,7 +27,7 @@ Reader = Callable[[NDArray[np.int32]], tuple[Floats, Floats]]
 class Lap:
     """One pass or move: what it was, and the seconds from its yield to its results."""
 
-    item: Pass | Move | Compaction
+    item: Asked
     began: float
     seconds: float
 

@@ -18,7 +18,20 @@ from ragjax.core.errors import (
 )
 from ragjax.core.limits import StepLimits
 from ragjax.core.options import DTYPES, ORDERS, AtRest, EngineOptions, StorageOptions
-from ragjax.core.passes import Compaction, Measure, Move, Pass, Plan, Prefill, Results, Run, SegmentReport, Span
+from ragjax.core.passes import (
+    Asked,
+    Compaction,
+    Known,
+    Measure,
+    Move,
+    Pass,
+    Plan,
+    Prefill,
+    Results,
+    Run,
+    SegmentReport,
+    Span,
+)
 from ragjax.core.prompt import Chunk, Document, Hit, Kind, Prompt, Segment
 from ragjax.core.request import (
     Answer,
@@ -44,6 +57,7 @@ __all__ = [
     "ORDERS",
     "Adjusted",
     "Answer",
+    "Asked",
     "AtRest",
     "Chosen",
     "Chunk",
@@ -63,6 +77,7 @@ __all__ = [
     "Grid",
     "Hit",
     "Kind",
+    "Known",
     "Measure",
     "Message",
     "Move",

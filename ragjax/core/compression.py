@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from ragjax.core.errors import ConfigError, RequestError
@@ -25,6 +25,9 @@ BY_MASS = frozenset({"h2o"})
 
 BY_LAYER = frozenset({"pyramidkv", "cake"})
 """Scorers that keep other numbers of tokens in each layer."""
+
+ROOM = 64
+"""Room for kept tokens that a program has, at least. More room is its doubles: few programs serve all budgets."""
 
 MOST_ROUNDS = 3
 """Rounds of propagation, at most: GraphKV's Fig. 6 ends there."""
@@ -110,6 +113,11 @@ class Compression:
         _choice(self.heads, "heads", get_args(Heads))
         ok = self.graph is None or isinstance(self.graph, Graph)
         _check(ok, "graph", "must be an object", self.graph)
+
+    @property
+    def program(self) -> Compression:
+        """What a program is compiled for: the same, with room for all budgets up to its own."""
+        return replace(self, budget=max(ROOM, 1 << (self.budget - 1).bit_length()))
 
     @staticmethod
     def of(given: Mapping[str, object]) -> Compression:

@@ -139,8 +139,18 @@ class Compaction:
     mass_LN: NDArray[np.float32] | None = None
 
 
+@dataclass(frozen=True)
+class Known:
+    """The logits of the prompt's last token, float32 [vocab], before all that the prefill does is done.
+
+    The first token is chosen by them at once; a prefill that yields this gets nothing back, and goes on.
+    """
+
+    logits: NDArray[np.float32]
+
+
 Results = Mapping[Measure, NDArray[np.float32]]
-"""What a pass measured, by name; a move and a compaction give nothing."""
+"""What a pass measured, by name; whatever else is yielded gives nothing."""
 
 
 @dataclass(frozen=True)
@@ -182,5 +192,8 @@ class Plan:
     kept: int | None = None
 
 
-Prefill = Generator[Pass | Move | Compaction, Results, Plan]
+Asked = Pass | Move | Compaction | Known
+"""What a prefill yields."""
+
+Prefill = Generator[Asked, Results, Plan]
 """A strategy at work: it yields passes and moves, receives their results, and returns the plan carried out."""

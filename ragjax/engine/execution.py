@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Answer, Chosen, Draw, Plan
+from ragjax.core import Answer, Chosen, Draw
 from ragjax.engine.answer import make_answer
 from ragjax.engine.counters import Counters
 from ragjax.engine.fault import Faults, note_progress
@@ -74,9 +74,12 @@ class Execution:
         self._first: list[RequestState] = []  # those whose first token is to be chosen
 
     def move(self) -> None:
-        """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute."""
+        """Carry out moves and compactions of requests whose KV has arrived, until each has rows to compute.
+
+        A request whose first token can be chosen has it first.
+        """
         for state in self._scheduler.moving():
-            while state.can_move and (move := state.move) is not None:
+            while state.can_move and not state.awaits_first and (move := state.move) is not None:
                 try:
                     self._copy(move)
                 except Exception as error:
@@ -140,28 +143,29 @@ class Execution:
             self._guarded(state, self._advance)
         return True
 
-    def begin_decoding(self, state: RequestState) -> None:
-        """A request was started whose prompt needs no pass, or no further one."""
-        self._guarded(state, self._prompt_done)
+    def begin(self, state: RequestState) -> None:
+        """A request was started; maybe its prompt needs no pass."""
+        self._guarded(state, self._go_on)
 
     def choose_first(self) -> bool:
-        """Have the first token chosen of requests whose prompts are done: their logits are on the host.
+        """Have the first token chosen of requests whose prompts' last logits are known: they are on the host.
 
         Whether there were any.
         """
-        first = [state for state in self._first if state.running and state.plan is not None and state.rows is None]
+        first = [state for state in self._first if state.running and state.awaits_first]
         self._first = [state for state in self._first if state.paused is not None]
         if not first:
             return False
-        plans = [_plan_of(state) for state in first]
+        logits_NV = [_last_logits(state) for state in first]
         try:
-            logits = self._runner.upload_logits([plan.logits for plan in plans])
+            logits = self._runner.upload_logits(logits_NV)
             chosen = self._runner.sample(logits, [decoding.first_draw(state) for state in first]).read()
         except Exception as error:
             self._failed(first, error)
             return True
-        for state, plan, one in zip(first, plans, chosen, strict=True):
-            self._guarded(state, partial(self._take, chosen=one, logits_V=plan.logits))
+        for state, logits_V, one in zip(first, logits_NV, chosen, strict=True):
+            take = self._take if state.plan is not None else self._take_early
+            self._guarded(state, partial(take, chosen=one, logits_V=logits_V))
         return True
 
     def tell(self) -> None:
@@ -191,8 +195,7 @@ class Execution:
         """A pass, a move or a decode step of the request is done."""
         if state.plan is None:
             state.advance()
-            if state.plan is not None:
-                self._prompt_done(state)
+            self._go_on(state)
             return
         state.suspect = False  # it is past the place where a step failed
         if state.wants_scores:
@@ -205,15 +208,27 @@ class Execution:
             if not self._take(state, rows.chosen[i], rows.logits.get(i)):
                 break
 
+    def _go_on(self, state: RequestState) -> None:
+        """The prefill is a step further, or done."""
+        if state.plan is not None:
+            self._prompt_done(state)
+        elif state.awaits_first:
+            self._await_first(state)
+
     def _prompt_done(self, state: RequestState) -> None:
         """The prompt's KV and last logits are there."""
-        assert state.plan is not None
+        assert state.plan is not None and state.generation is not None
         if state.plan.kept is not None:
             self._freed()
         if state.logits is None:
             state.logits = state.plan.logits
-        if not decoding.score(state):
-            self._await_first(state)
+        if state.first is None:
+            if not decoding.score(state):
+                self._await_first(state)
+        elif state.generation.over:
+            self._finish(state)
+        else:
+            decoding.decode(state, state.first.token)
 
     def _await_first(self, state: RequestState) -> None:
         """Its first token is chosen before the next step."""
@@ -235,6 +250,15 @@ class Execution:
             return True
         decoding.decode(state, chosen.token)
         return False
+
+    def _take_early(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32]) -> None:
+        """The first token is chosen, and told, before the prefill is done; then decoding goes on from it, or ends."""
+        assert state.generation is not None
+        if state.wants_logits and state.shadowed is not None:
+            state.shadowed.append(logits_V)
+        state.first = chosen
+        state.generation.push(chosen)
+        self._untold.append(state)
 
     def _finish(self, state: RequestState) -> None:
         """The last token was chosen."""
@@ -258,6 +282,7 @@ class Execution:
         self._counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
 
 
-def _plan_of(state: RequestState) -> Plan:
-    assert state.plan is not None
-    return state.plan
+def _last_logits(state: RequestState) -> NDArray[np.float32]:
+    known = state.known if state.plan is None else state.plan.logits
+    assert known is not None
+    return known

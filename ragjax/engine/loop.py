@@ -363,8 +363,8 @@ class Loop:
         for state, error in self._admission.admit():
             if error is not None:
                 self._fail(state, error)
-            elif state.plan is not None:
-                self._execution.begin_decoding(state)
+            else:
+                self._execution.begin(state)
 
     # ------------------------------------------------------------------------------------------ restarts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,39 @@ PATH_CHARS = 64
 """Characters of given relation paths for each token of the context, at most: all are encoded to see how many fit."""
 
 
+MOST_COMPRESSIONS = 32
+"""Compressions that an engine compiles programs for, at most: each new one makes all requests wait."""
+
+
+class Compressions:
+    """What an engine has compiled, or will. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Compression, None] = {}
+        self._lock = threading.Lock()
+
+    def take(self, compression: Compression) -> None:
+        """Note that this one is asked for.
+
+        Raises:
+            RequestError: if it is one too many.
+        """
+        with self._lock:
+            if len(self._known) < MOST_COMPRESSIONS:
+                self._known[compression.program] = None
+                return
+            if compression.program in self._known:
+                return
+            known = ", ".join(dict.fromkeys(map(str, self._known)))
+        raise RequestError(
+            f"compression: {compression} takes a program of its own, and this server has compiled as many as it may "
+            f"({MOST_COMPRESSIONS}); these serve budgets from half of theirs on, with the windows and graphs that were "
+            f"asked for: {known}",
+            param="rag.compression",
+            code="invalid_value",
+        )
+
+
 @dataclass(frozen=True)
 class Preparation:
     """What requests are prepared with. Any thread may call it.
@@ -47,7 +81,8 @@ class Preparation:
     context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
     eos_ids: tokens that end an answer. top_k, keep_top: chunks retrieved, and kept (None: all), for requests that say
     nothing else. share: whether tenants share the KV of the knowledge bases. lookup: tokens that prompt lookup proposes
-    in a step. compression: of prompts whose requests say nothing else. check: called at each step of a loop over what
+    in a step. compression: of prompts whose requests say nothing else.
+    compressions: all that were asked for. check: called at each step of a loop over what
     a request brings; an error of it ends the work.
     """
 
@@ -66,6 +101,7 @@ class Preparation:
     share: bool
     lookup: int = 0
     compression: Compression | None = None
+    compressions: Compressions = field(default_factory=Compressions)
     check: Callable[[], None] = lambda: None
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -139,6 +175,8 @@ class Preparation:
         compression = self._compression(request, strategy)
         if compression is not None or (rag.strategy is None and self.contract.budgeted):
             prompt = prompt.whole  # all tokens are scored; a budget was measured with all of a chunk's KV
+        if compression is not None and compression != self.compression and len(prompt) > compression.budget:
+            self.compressions.take(compression)
         state = RequestState(name, request, prompt, strategy, ratio, compression, generation, sink, times)
         state.sampler = Sampler(request.sampling, prompt.tokens)
         if self.lookup:

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from ragjax.core import (
     NEVER,
+    Asked,
     Compaction,
     Compression,
+    Known,
     Measure,
-    Move,
     Pass,
     Plan,
     Prefill,
@@ -82,6 +83,7 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
             first = _begin(prefill)
         run = allocation.reserve_with_tail(size, instead=True)
         plan = first if isinstance(first, Plan) else (yield from watch.rest(prefill, first))
+    yield Known(plan.logits)
     kept, page_size = run.slice(0, size, allocation.page_size), allocation.page_size
     query_LWHD = None
     if compression.method in BY_QUERIES:
@@ -104,7 +106,7 @@ def _room_for_window(allocation: Allocation, window: int) -> Iterator[None]:
         allocation.limits = limits
 
 
-def _begin(prefill: Prefill) -> Pass | Move | Compaction | Plan:
+def _begin(prefill: Prefill) -> Asked | Plan:
     """What a prefill yields first, or its plan."""
     try:
         return next(prefill)
@@ -143,9 +145,7 @@ class _Watch:
     def __post_init__(self) -> None:
         self.position_N = np.arange(self.tokens, dtype=np.int32)
 
-    def rest(
-        self, prefill: Prefill, asked: Pass | Move | Compaction
-    ) -> Generator[Pass | Move | Compaction, Results, Plan]:
+    def rest(self, prefill: Prefill, asked: Asked) -> Generator[Asked, Results, Plan]:
         """Carry the prefill out, from what it yielded first."""
         while True:
             results = yield self._asked(asked)
@@ -155,13 +155,13 @@ class _Watch:
                 plan: Plan = stop.value
                 return plan
 
-    def _asked(self, asked: Pass | Move | Compaction) -> Pass | Move | Compaction:
+    def _asked(self, asked: Asked) -> Asked:
         if not isinstance(asked, Pass):
             return asked
         self.position_N[asked.rows] = asked.positions
         return replace(asked, measures=asked.measures | MASS) if self.measures else asked
 
-    def _seen(self, asked: Pass | Move | Compaction, results: Results) -> Results:
+    def _seen(self, asked: Asked, results: Results) -> Results:
         """The results without what was measured for the compression."""
         if not (self.measures and isinstance(asked, Pass)):
             return results

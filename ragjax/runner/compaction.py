@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,9 +21,6 @@ from ragjax.runner.stages import OUTSIDE
 LEAST = 256
 """Tokens of the shortest prompt that a program is compiled for; the others are its doubles."""
 
-ROOM = 64
-"""Room for kept tokens, at least; more room is its doubles, so that few programs serve all budgets."""
-
 
 def bucket(tokens: int) -> int:
     """Length of the program's arrays for a prompt of so many tokens."""
@@ -39,11 +35,6 @@ def buckets(compression: Compression, context: int) -> Sequence[int]:
     return found
 
 
-def program_of(compression: Compression) -> Compression:
-    """The compression that a program is compiled for: it serves all budgets up to this one's."""
-    return replace(compression, budget=max(ROOM, 1 << (compression.budget - 1).bit_length()))
-
-
 def arrays_of(
     compression: Compression,
     layers: int,
@@ -52,7 +43,7 @@ def arrays_of(
     target_B: NDArray[np.int32],
 ) -> Mapping[str, NDArray[np.int32]]:
     """What `compact` takes from the host, padded to its program's sizes, int32."""
-    count, room = len(source_N), program_of(compression).budget
+    count, room = len(source_N), compression.program.budget
     spare = (0, bucket(count) - count)
     numbers = quota(compression, SCORERS[compression.method], layers, count)
     nowhere = OUTSIDE + np.arange(room - len(target_B), dtype=np.int32)
@@ -69,7 +60,7 @@ def arrays_of(
 
 def shapes_of(compression: Compression, layers: int, tokens: int) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Of these arrays for one stage of so many layers, `tokens` a bucket."""
-    sizes = {"N": (tokens,), "B": (program_of(compression).budget,), "L": (layers,)}
+    sizes = {"N": (tokens,), "B": (compression.program.budget,), "L": (layers,)}
     names = ("source_N", "offset_N", "target_B", "kept_L", "recent_L", "sources_L")
     shapes = {name: jax.ShapeDtypeStruct(sizes[name[-1]], jnp.int32) for name in names}
     return {**shapes, "count": jax.ShapeDtypeStruct((), jnp.int32)}
@@ -86,7 +77,7 @@ def compact(
     """Copy what each layer of a stage keeps into the target slots, keys rotated at their places in the prompt.
 
     Args:
-        compression: what the program is compiled for (`program_of`).
+        compression: what the program is compiled for (`Compression.program`).
         pool: of the stage; donated.
         arrays: `arrays_of`, those by layer of this stage.
         query_LWHD: rotated queries of the prompt's last rows, float32, if the scorer asks for them.

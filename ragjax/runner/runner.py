@@ -242,7 +242,7 @@ class Runner(PagePool):
         names = self._programs.names(measures, ends)
         if compression is not None:
             sizes = compaction.buckets(compression, self._rotation.cos_NR.shape[0])
-            names += [("compact", compaction.program_of(compression), size) for size in sizes]
+            names += [("compact", compression.program, size) for size in sizes]
         return names
 
     def step(self, step: Step) -> Outcome:
@@ -371,7 +371,7 @@ class Runner(PagePool):
             raise ValueError(f"{compression} of {len(source_N)} tokens has {len(target_B)} slots")
         arrays = compaction.arrays_of(compression, layers, source_N, offset_N, target_B)
         tokens = len(arrays["source_N"])
-        program = self._programs.get("compact", compaction.program_of(compression), tokens)
+        program = self._programs.get("compact", compression.program, tokens)
         if mass_LN is not None:
             mass_LN = np.pad(mass_LN, ((0, 0), (0, tokens - mass_LN.shape[1])))
         found = []

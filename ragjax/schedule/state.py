@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from ragjax.core import (
     Answer,
+    Chosen,
     Compaction,
     Compression,
     Event,
     FactReport,
     Kind,
+    Known,
     Measure,
     Move,
     OutOfPages,
@@ -99,7 +101,8 @@ class RequestState:
     request's continuation, float32 [n, V]), shadowed (logits [V] of its first steps, if it is to be replayed), notices,
     facts (relation paths of the prompt).
 
-    What it holds while it runs: allocation, plan (once the prompt is computed), rows or move (what waits for a step),
+    What it holds while it runs: allocation, known (logits of the prompt's last token, [V], if the prefill told them
+    early), first (the token chosen by them), plan (once the prompt is computed), rows or move (what waits for a step),
     decoded (tokens generated since it was started), tail_N (their slots, int32, once there may be any). may_load:
     whether it may use KV that must be loaded; a request that waited in vain computes it. restarts: how often it was
     started again. suspect: a step that it was in failed, so it runs alone until it is past that place. overdue: it was
@@ -136,6 +139,8 @@ class RequestState:
     overdue: bool = False
     ended: bool = False
     allocation: Allocation | None = None
+    known: NDArray[np.float32] | None = None
+    first: Chosen | None = None
     plan: Plan | None = None
     rows: PendingRows | None = None
     move: PendingMove | PendingCompaction | None = None
@@ -233,6 +238,13 @@ class RequestState:
         return self.plan is not None
 
     @property
+    def awaits_first(self) -> bool:
+        """Whether its first token can be chosen now, and is not."""
+        if self.plan is not None:
+            return self.rows is None and self.first is None
+        return self.known is not None and self.first is None and not self.wants_scores
+
+    @property
     def ready(self) -> bool:
         """Whether all KV that its next rows read is on the device."""
         assert self.allocation is not None
@@ -269,15 +281,12 @@ class RequestState:
         """
         prompt = self.whole_prompt
         self.allocation, self._reader = allocation, PassReader(prompt, allocation, self.strategy.name)
-        self.plan, self.decoded, self.tail_N = None, [], None
+        self.plan, self.first, self.decoded, self.tail_N = None, None, [], None
         self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
         if self.compression is not None:
             self._prefill = compressed(self._prefill, prompt, allocation, self.compression)
         try:
-            try:
-                self._take(next(self._prefill))
-            except StopIteration as stop:
-                self.plan = stop.value
+            self._go_on(None)
             allocation.check_growth()
         except OutOfPages:
             self.stop()
@@ -297,11 +306,20 @@ class RequestState:
             self.passed += len(self.rows.token) if not self.rows.layers[0] else 0
             self._before = self.rows
             results = self.rows.results(self._measures)
+        self._go_on(results)
+
+    def _go_on(self, results: Results | None) -> None:
+        """Hand the prefill what it waits for (None: it begins), and take what it asks for next, or the plan."""
+        assert self._prefill is not None
         try:
-            self._take(self._prefill.send(results))
+            asked = next(self._prefill) if results is None else self._prefill.send(results)
+            while isinstance(asked, Known):
+                self.known, asked = asked.logits, self._prefill.send({})
         except StopIteration as stop:
             self.plan = stop.value
             self.rows = self.move = self._before = None
+            return
+        self._take(asked)
 
     def _take(self, asked: Pass | Move | Compaction) -> None:
         if isinstance(asked, Move):
@@ -330,7 +348,7 @@ class RequestState:
             self._prefill.close()
         if self.allocation is not None:
             self.allocation.close()
-        self.allocation = self.rows = self.move = self.paused = self._prefill = self._before = None
+        self.allocation = self.rows = self.move = self.paused = self._prefill = self._before = self.known = None
 
     def restart(self, notice: str) -> None:
         """Give back what it holds, to be started again; tokens that went out already stay as they are.
@@ -338,9 +356,9 @@ class RequestState:
         notice: why; empty if it only makes room for others, which may happen any number of times.
         """
         self.stop()
-        if self.plan is not None and len(self.generated):
-            self._exact_before.add(self.plan.exact_to)
-        self.plan = self.times.waits_since = None
+        if (self.plan is not None or self.first is not None) and len(self.generated):
+            self._exact_before.add(None if self.plan is None else self.plan.exact_to)
+        self.plan = self.first = self.times.waits_since = None
         if notice:
             self.restarts += 1
             self.notices.append(notice)

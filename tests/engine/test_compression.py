@@ -13,7 +13,7 @@ import pytest
 
 from ragjax.core import Compression, Kind, Prompt, RequestError, Segment
 from ragjax.core.compression import BY_LAYER, METHODS, Graph
-from ragjax.engine import Engine
+from ragjax.engine import Engine, prepare
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
@@ -240,6 +240,51 @@ def test_a_step_that_fails_while_decoding_starts_the_request_again(monkeypatch: 
     assert answer.exact_to is None and answer.notices
 
 
+@pytest.mark.parametrize("method", ["snapkv", "knorm"])
+@pytest.mark.parametrize("tokens", [1, 6])
+def test_the_first_token_is_told_before_the_prompt_is_compressed(
+    method: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = tiny.prompt()
+    with tiny.engine() as engine:
+        whole = engine.answer_prompt(prompt, max_tokens=tokens)
+        compact, seen = engine._runner.compact, []
+
+        def watched(*given: Any) -> Any:
+            (state,) = engine._loop._scheduler.running
+            seen.append((tuple(state.generated.tolist()), state.times.first_token > 0))
+            return compact(*given)
+
+        monkeypatch.setattr(engine._runner, "compact", watched)
+        answer = engine.answer_prompt(prompt, compression=setting(method), max_tokens=tokens, want_logits=True)
+        engine.audit()
+    assert seen == [(whole.tokens[:1], True)]
+    assert answer.tokens[:1] == whole.tokens[:1] and len(answer.tokens) == tokens
+    assert answer.logits is not None and answer.kept == 48 and answer.exact_to is None
+
+
+def test_a_compaction_that_fails_starts_the_request_again_behind_its_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompt, given = tiny.prompt(), {"compression": setting("snapkv"), "max_tokens": 12}
+    with tiny.engine() as engine:
+        plain = engine.answer_prompt(prompt, **given)
+        engine.clear_cache()
+        compact, calls = engine._runner.compact, []
+
+        def failing(*asked: Any) -> Any:
+            calls.append(asked)
+            if len(calls) == 1:
+                raise RuntimeError("planted")
+            return compact(*asked)
+
+        monkeypatch.setattr(engine._runner, "compact", failing)
+        answer = engine.answer_prompt(prompt, **given)
+        engine.audit()
+    assert len(calls) == 2 and len(answer.tokens) == 12 and answer.tokens[0] == plain.tokens[0]
+    assert answer.exact_to is None and answer.notices
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_books_are_clean_whatever_is_asked_and_cancelled(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -305,6 +350,16 @@ def test_what_an_engine_cannot_do_is_refused_in_words() -> None:
         assert "blend" in str(refusal(engine, strategy="blend", compression=setting("h2o")))
         answer = engine.answer_prompt(tiny.prompt(), max_tokens=2)
     assert answer.compression is None
+
+
+def test_a_client_cannot_have_any_number_of_programs_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MOST_COMPRESSIONS", 2)
+    with tiny.engine() as engine:
+        for given in ("knorm:40", "knorm:60", "streaming:40", "snapkv:400"):
+            engine.answer_prompt(tiny.prompt(), compression=given, max_tokens=1)
+        error = refusal(engine, compression="keydiff:40")
+        assert error.param == "rag.compression" and "knorm:64, streaming:64" in str(error)
+        assert engine.answer_prompt(tiny.prompt(), compression="knorm:50", max_tokens=1).kept == 50
 
 
 def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:

@@ -26,7 +26,7 @@ def test_lengths_double_from_the_budget_to_the_context() -> None:
 
 
 def test_budgets_near_each_other_share_a_program() -> None:
-    one, other = (compaction.program_of(Compression("knorm", budget)) for budget in (450, 512))
+    one, other = (Compression("knorm", budget).program for budget in (450, 512))
     assert one == other == Compression("knorm", 512)
 
 

@@ -111,12 +111,12 @@ class _Work:
     def measure(self, question: Question, ways: Sequence[Way]) -> Iterator[tuple[Way, dict[str, float]]]:
         """Figures of a question, every way's."""
         prompt = self.evaluation.prompt(question)
+        self.engine.answer_prompt(prompt, strategy="naive", max_tokens=1)
         marked = {
             (way.probe, way.share): self._condensed(prompt, way.probe, way.share)
             for way in ways
             if way.probe is not None
         }
-        self.engine.answer_prompt(prompt, strategy="naive", max_tokens=1)
         full = self.evaluation.ask(question, FULL)
         for way in ways:
             asked = prompt if way.probe is None else marked[way.probe, way.share]

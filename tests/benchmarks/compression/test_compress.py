@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 from benchmarks import compress
+from benchmarks.compression import condense
 from benchmarks.compression.case import NEEDLE, Case, cases
 from benchmarks.compression.decode import decode_rate
 from benchmarks.compression.laboratory import Laboratory
 from ragjax.core import Answer, ConfigError, Timings
 from ragjax.core.compression import Compression, Graph
+from ragjax.engine import Engine
 from tests.support import tiny
 
 TOKENS = np.random.default_rng(3).permutation(256)[:90].astype(np.int32)
@@ -104,3 +107,40 @@ def test_rates_add_up() -> None:
 def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
         compress.options(flags)
+
+
+def test_condensed_chunks_are_measured_beside_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(*flags: str) -> argparse.Namespace:
+        return compress.options(
+            ["--part", "condense", "--data", str(tmp_path), "--limit", "2", "--tokens", "4", *flags]
+        )
+
+    folder = tmp_path / "text" / "small"
+    folder.mkdir(parents=True)
+    texts = [
+        {"id": f"p{i}", "title": f"T{i}", "text": f"The ferry number {i} leaves at {i} o'clock in the morning."}
+        for i in range(4)
+    ]
+    lines = [
+        {
+            "id": f"q{i}",
+            "question": f"When leaves ferry {i}?",
+            "answers": [f"{i} o'clock"],
+            "passages": texts[i : i + 3],
+        }
+        for i in range(2)
+    ]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    monkeypatch.setattr(condense, "packaged_encoder", tiny.HashedEncoder)
+    monkeypatch.setattr(
+        Engine, "load", lambda *_, storage, **__: tiny.engine(host_bytes=1 << 22, at_rest=storage.at_rest)
+    )
+    rows = list(condense.rows(options(), "small"))
+    assert len(rows) == len(condense.WAYS) and all(row.keys() <= set(condense.COLUMNS) for row in rows)
+    found = {(row["strategy"], row["chosen_by"], round(row["kept_share"], 2), row["at_rest"]): row for row in rows}
+    naive = found["naive", "all", 1.0, "raw"]
+    assert naive["bytes_share"] == 1.0 and naive["n"] == 2
+    assert 0.2 < found["naive", "repeat", 0.25, "raw"]["bytes_share"] < 0.3
+    assert found["naive", "repeat", 0.25, "raw"]["kl"] != naive["kl"] != found["naive", "all", 1.0, "int8"]["kl"]
+    assert found["naive", "all", 1.0, "int8"]["bytes_share"] < 0.5
+    assert found["blend", "all", 1.0, "raw"].get("over_blend") is None

@@ -33,6 +33,7 @@ def test_chat_with_openai_client(shared: Served) -> None:
         "recomputed": 1,
         "tier": None,
         "score": 0.75,
+        "dropped": 1,
     }
     assert set(rag["timings_ms"]) == {"retrieve", "search_exposed", "load", "prefill", "ttft", "total"}
     assert rag["notices"] == ["attention not by triton: no such kernel"]

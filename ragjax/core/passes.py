@@ -127,12 +127,14 @@ class Move:
 class Compaction:
     """Copy the KV of the tokens that a compression keeps, in each layer, into slots of the request's own.
 
-    source: spans that hold every token of the prompt. target: as many slots as tokens are kept, in the order of their
-    indexes. query_LWHD: rotated queries of the prompt's last rows, float32 (None: the scorer asks for none).
-    mass_LN: attention that each token received, summed over rows, float32 (likewise).
+    tokens: how many to choose from. source: spans that hold them, indexed from 0. target: as many slots as are kept, in
+    the order of their indexes; they may be some of the source's. query_LWHD: rotated queries of the prompt's last rows,
+    float32 (None: the scorer asks for none). mass_LN: attention that each token received, summed over rows, float32
+    (likewise). What is kept of it comes back as `Measure.KEY_SCORE`, float32 [layers, budget].
     """
 
     compression: Compression
+    tokens: int
     source: tuple[Span, ...]
     target: Run
     query_LWHD: NDArray[np.float32] | None = None
@@ -150,7 +152,7 @@ class Known:
 
 
 Results = Mapping[Measure, NDArray[np.float32]]
-"""What a pass measured, by name; whatever else is yielded gives nothing."""
+"""What a pass measured, or a compaction kept of it, by name; whatever else is yielded gives nothing."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,8 @@ class Plan:
     logits: float32 [vocab] of the prompt's last token.
     figures: what else the strategy has to tell, by name.
     kept: tokens of the prompt that generated tokens see, if it was compressed.
+    mass_LB: attention that each token in `spans` received so far, float32 [layers, kept], if the compression goes on
+    while decoding.
     """
 
     spans: tuple[Span, ...]
@@ -190,6 +194,7 @@ class Plan:
     logits: NDArray[np.float32]
     figures: Mapping[str, float] = field(default_factory=dict)
     kept: int | None = None
+    mass_LB: NDArray[np.float32] | None = None
 
 
 Asked = Pass | Move | Compaction | Known

@@ -147,6 +147,12 @@ class Prompt:
         """Whether every chunk has KV that was computed behind its neighbours; true without chunks."""
         return all(s.behind for s in self.segments if s.kind is Kind.CHUNK)
 
+    def followed_by(self, said: Tokens) -> Prompt:
+        """The prompt, and after it tokens that were generated, int32 [n], if there are any."""
+        if not len(said):
+            return self
+        return Prompt((*self.segments, Segment("continued", Kind.QUERY, said)), self.keep_top)
+
     @property
     def condensed(self) -> bool:
         """Whether any chunk has condensed KV."""

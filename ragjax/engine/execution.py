@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Answer, Chosen, Draw
+from ragjax.core import Answer, Chosen, Draw, Measure, Results
 from ragjax.engine.answer import make_answer
 from ragjax.engine.counters import Counters
 from ragjax.engine.fault import Faults, note_progress
@@ -81,21 +81,27 @@ class Execution:
         for state in self._scheduler.moving():
             while state.can_move and not state.awaits_first and (move := state.move) is not None:
                 try:
-                    self._copy(move)
+                    moved = self._copy(move)
                 except Exception as error:
                     if self._failed([state], error):
                         return
                     break
-                self._guarded(state, self._advance)
+                self._guarded(state, partial(self._step_on, moved=moved))
 
-    def _copy(self, move: PendingMove | PendingCompaction) -> None:
+    def _copy(self, move: PendingMove | PendingCompaction) -> Results:
         if isinstance(move, PendingMove):
             self._runner.move(move.source_N, move.target_N, move.offset_N, move.layers)
-            return
+            return {}
         asked = move.asked
-        self._runner.compact(
+        kept = self._runner.compact(
             asked.compression, move.source_N, move.offset_N, move.target_B, asked.query_LWHD, asked.mass_LN
         )
+        return {Measure.KEY_SCORE: kept.read_mass()} if kept.mass else {}
+
+    def _step_on(self, state: RequestState, moved: Results) -> None:
+        """A pass or a move of the prefill is done."""
+        state.advance(moved)
+        self._go_on(state)
 
     def launch(self, batch: Batch) -> None:
         """Have the device compute a batch, and choose its tokens."""
@@ -194,8 +200,7 @@ class Execution:
     def _advance(self, state: RequestState) -> None:
         """A pass, a move or a decode step of the request is done."""
         if state.plan is None:
-            state.advance()
-            self._go_on(state)
+            self._step_on(state, {})
             return
         state.suspect = False  # it is past the place where a step failed
         if state.wants_scores:
@@ -248,7 +253,11 @@ class Execution:
         self._untold.append(state)
         if state.rows is not None and decoding.accept(state, chosen.token):
             return True
-        decoding.decode(state, chosen.token)
+        if state.must_evict:
+            decoding.note_proposal(state)
+            state.evict(chosen)
+        else:
+            decoding.decode(state, chosen.token)
         return False
 
     def _take_early(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -73,8 +74,10 @@ def compact(
     query_LWHD: jax.Array | None,
     mass_LN: jax.Array | None,
     rotation: Rotation,
-) -> tuple[Pages, jax.Array]:
+) -> tuple[Pages, jax.Array, jax.Array | None]:
     """Copy what each layer of a stage keeps into the target slots, keys rotated at their places in the prompt.
+
+    All is read before anything is written: target slots may be some of the source's.
 
     Args:
         compression: what the program is compiled for (`Compression.program`).
@@ -85,7 +88,8 @@ def compact(
         rotation: RoPE table.
 
     Returns:
-        The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same.
+        The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same. If
+        attention was given, what the first head keeps of it, float32 [L, B]; anything behind the last.
     """
     scorer = SCORERS[compression.method]
     page_N, slot_N = (f(arrays["source_N"], pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
@@ -93,7 +97,7 @@ def compact(
     cos_NR, sin_NR = rotation.at(arrays["offset_N"])
     numbers = (arrays["kept_L"], arrays["recent_L"], arrays["sources_L"])
 
-    def layer(pool: Pages, of_layer: Any) -> tuple[Pages, jax.Array]:
+    def layer(pool: Pages, of_layer: Any) -> tuple[Pages, tuple[jax.Array, jax.Array | None]]:
         index, kept, recent, sources, query_WHD, mass_N = of_layer
         k_NKD, v_NKD = (x[index, page_N, :, slot_N, :] for x in (pool.k_LPKCD, pool.v_LPKCD))
         turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), cos_NR[:, None], sin_NR[:, None])
@@ -108,7 +112,26 @@ def compact(
             new_BKD = jnp.take_along_axis(new_NKD, at_BK1, axis=0)
             return x.at[index, to_page_B, :, to_slot_B, :].set(new_BKD, mode="drop", unique_indices=True)
 
-        return Pages(put(pool.k_LPKCD, k_NKD), put(pool.v_LPKCD, v_NKD)), index_KB
+        mass_B = None if mass_N is None else mass_N[at_BK1[:, 0, 0]]
+        return Pages(put(pool.k_LPKCD, k_NKD), put(pool.v_LPKCD, v_NKD)), (index_KB, mass_B)
 
     layers = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32)
-    return lax.scan(layer, pool, (layers, *numbers, query_LWHD, mass_LN))
+    pool, (index_LKB, mass_LB) = lax.scan(layer, pool, (layers, *numbers, query_LWHD, mass_LN))
+    return pool, index_LKB, mass_LB
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a compression kept, on the device, by stage.
+
+    indexes: int32 [layers, K, B] of each stage, or [layers, 1, B] where all heads keep the same; -1 behind the last.
+    mass: attention that these tokens received, float32 [layers, B] of each stage, if any was given.
+    """
+
+    budget: int
+    indexes: Sequence[jax.Array]
+    mass: Sequence[jax.Array]
+
+    def read_mass(self) -> NDArray[np.float32]:
+        """Of all layers, float32 [L, budget]; waits for the device."""
+        return np.concatenate([np.asarray(mass_LB) for mass_LB in self.mass])[:, : self.budget]

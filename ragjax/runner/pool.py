@@ -167,7 +167,9 @@ class PagePool:
         Raises:
             ValueError: before anything is moved, if a slot, offset or layer is out of range.
         """
-        self._check_move(source_N, target_N, offset_N, layers)
+        self._check_copy(source_N, target_N, offset_N, layers)
+        if np.isin(target_N, source_N).any():
+            raise ValueError("target names a slot of the source")
         for begin in range(0, len(source_N), MOVES[-1]):
             part = slice(begin, begin + MOVES[-1])
             size = Grid.fit(MOVES, len(source_N[part]))
@@ -205,7 +207,7 @@ class PagePool:
         values = [pick(pool.v_LPKCD) for pool in self._pools]
         return np.concatenate(keys), np.concatenate(values)
 
-    def _check_move(
+    def _check_copy(
         self,
         source_N: NDArray[np.int32],
         target_N: NDArray[np.int32],
@@ -216,8 +218,8 @@ class PagePool:
         for name, slot_N in (("source", source_N), ("target", target_N)):
             if len(slot_N) and not 0 <= slot_N.min() <= slot_N.max() < slots:
                 raise ValueError(f"{name} holds slots {slot_N.min()} to {slot_N.max()}, of {slots} of the pool")
-        if len(np.unique(target_N)) != len(target_N) or np.isin(target_N, source_N).any():
-            raise ValueError("target names a slot twice, or one of the source")
+        if len(np.unique(target_N)) != len(target_N):
+            raise ValueError("target names a slot twice")
         if np.abs(offset_N).max(initial=0) >= self._rotation.cos_NR.shape[0]:
             raise ValueError("offset is outside of the rotation table")
         if not {*layers} <= {*self.stages} or layers[0] > layers[1]:

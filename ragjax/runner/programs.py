@@ -190,7 +190,7 @@ class Programs:
     def _compact(self, compression: Compression, tokens: int) -> Any:
         function = partial(compaction.compact, compression)
         everywhere = NamedSharding(self._spec.mesh, P())
-        jitted = jax.jit(function, donate_argnums=0, out_shardings=(self._pool_sharding, everywhere))
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=(self._pool_sharding, everywhere, everywhere))
         shapes = self._replicated(self._compact_shapes(compression, tokens))
         return jitted.lower(self._pool, *shapes, self._rotation).compile()
 

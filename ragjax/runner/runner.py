@@ -208,7 +208,7 @@ class Runner(PagePool):
             return self._pools[0]
         if kind == "compact":
             nothing = self._programs.nothing_compacted(*sizes)
-            self._pools[0], index_LKB = program(self._pools[0], *nothing, self._rotation)
+            self._pools[0], index_LKB, _ = program(self._pools[0], *nothing, self._rotation)
             return index_LKB
         if kind == "end":
             rows, n = sizes
@@ -342,20 +342,19 @@ class Runner(PagePool):
         target_B: NDArray[np.int32],
         query_LWHD: NDArray[np.float32] | None = None,
         mass_LN: NDArray[np.float32] | None = None,
-    ) -> list[jax.Array]:
+    ) -> compaction.Kept:
         """Copy the KV that a compression keeps to other slots, in place. Waits for nothing.
 
         Args:
             compression: its budget is the number of target slots.
             source_N: slot (page * C + slot) of each token of the prompt.
             offset_N: RoPE offset of each key.
-            target_B: slots to write, none twice and none of the source's.
+            target_B: slots to write, none twice.
             query_LWHD: rotated queries of the prompt's last rows in all layers, if the scorer asks for them.
             mass_LN: attention that each token received in all layers, likewise.
 
         Returns:
-            Of each stage the indexes that its layers keep, int32 [layers, K, B], or [layers, 1, B] where all heads keep
-            the same; -1 behind the last.
+            What is kept.
 
         Raises:
             ValueError: before anything is copied, if a slot, an offset, or the number of tokens is out of range, or the
@@ -366,7 +365,7 @@ class Runner(PagePool):
                 f"{compression} keeps other numbers of tokens in each layer, the slots are the same in all"
             )
         layers = self.config.num_layers
-        self._check_move(source_N, target_B, offset_N, (0, layers))
+        self._check_copy(source_N, target_B, offset_N, (0, layers))
         if not len(target_B) == compression.budget < len(source_N):
             raise ValueError(f"{compression} of {len(source_N)} tokens has {len(target_B)} slots")
         arrays = compaction.arrays_of(compression, layers, source_N, offset_N, target_B)
@@ -374,14 +373,15 @@ class Runner(PagePool):
         program = self._programs.get("compact", compression.program, tokens)
         if mass_LN is not None:
             mass_LN = np.pad(mass_LN, ((0, 0), (0, tokens - mass_LN.shape[1])))
-        found = []
+        indexes, mass = [], []
         for i, first in enumerate(self.stages[:-1]):
             stage = slice(first, first + self._depth)
             of_stage = {name: x[stage] if name.endswith("_L") else x for name, x in arrays.items()}
             by_layer = [None if x is None else x[stage] for x in (query_LWHD, mass_LN)]
-            self._pools[i], index_LKB = program(self._pools[i], of_stage, *by_layer, self._rotation)
-            found.append(index_LKB)
-        return found
+            self._pools[i], index_LKB, mass_LB = program(self._pools[i], of_stage, *by_layer, self._rotation)
+            indexes.append(index_LKB)
+            mass += [] if mass_LB is None else [mass_LB]
+        return compaction.Kept(compression.budget, indexes, mass)
 
     def _check(self, step: Step, begin: int, end: int) -> None:
         if begin not in self.stages[:-1] or not begin < end <= self.config.num_layers:

@@ -210,11 +210,11 @@ class Admission:
             self._cache,
             tenant=state.request.tenant,
             label=state.id,
-            decode_tokens=state.decode_tokens,
+            decode_tokens=state.tail_tokens,
             limits=self._scheduler.limits,
             stages=self._stages,
             cold=state.may_load,
-            forced=min(state.forced_tokens, state.decode_tokens),
+            forced=min(state.forced_tokens, state.tail_tokens),
             spare=len(self._scheduler.in_front),
             alone=not self._scheduler.in_front,
         )

@@ -85,7 +85,7 @@ class Pauses:
         """Take back all that a request holds."""
         if state.background or not state.decoding:
             self.stopped += 1
-            self._stop(state, "")
+            self._stop(state, RECOMPUTED if len(state.generated) else "")
         elif self.pages >= self._cache.pool.capacity:
             self._stop(state, RECOMPUTED)
         else:

@@ -31,8 +31,8 @@ class PendingMove:
 
 @dataclass(frozen=True)
 class PendingCompaction:
-    """A compaction in slots: where each token of the prompt lies and by how much its key is rotated, int32 [N] each;
-    where those that are kept go, int32 [B].
+    """A compaction in slots: where each token lies and by how much its key is rotated, int32 [N] each; where those that
+    are kept go, int32 [B].
 
     layers: all.
     """
@@ -286,7 +286,7 @@ class PassReader:
 
     def compaction(self, asked: Compaction) -> PendingCompaction:
         """A compaction's slots."""
-        source, offset = self._slots(asked.source)
+        source, offset = slots_of(asked.source, asked.tokens, self.allocation.page_size)
         self._expect((source >= 0).all(), "compresses tokens that its spans do not hold")
         target = asked.target.slots(self.allocation.page_size)
         self._check_own(target)

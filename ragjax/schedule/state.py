@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -27,13 +28,12 @@ from ragjax.core import (
     Prompt,
     Request,
     Results,
-    Segment,
     Tokens,
 )
 from ragjax.quality.contract import STEPS
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.reuse.compaction import compressed
+from ragjax.reuse.compaction import STRIDE, compressed, evicted, evicts
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.rows import PassReader, PendingCompaction, PendingMove, PendingRows
 
@@ -196,6 +196,15 @@ class RequestState:
         return max(forced, limit) - len(self.generated)
 
     @property
+    def tail_tokens(self) -> int:
+        """Most slots behind the prompt that it needs at a time."""
+        compression, needed = self.compression, self.decode_tokens
+        tokens = len(self.prompt) + len(self.generated)
+        if compression is None or not evicts(compression) or tokens <= compression.budget:
+            return needed
+        return min(needed, max(STRIDE, self.forced_tokens))
+
+    @property
     def forced_tokens(self) -> int:
         """Slots needed after the prompt at once: tokens of the continuation that are still to be computed."""
         continuation = self.request.continuation
@@ -220,12 +229,20 @@ class RequestState:
     @property
     def whole_prompt(self) -> Prompt:
         """The prompt, and after it what was generated before the request was started again."""
-        if not len(self.generated):
-            return self.prompt
-        said = Segment("continued", Kind.QUERY, self.generated)
-        return Prompt((*self.prompt.segments, said), self.prompt.keep_top)
+        return self.prompt.followed_by(self.generated)
 
     # ------------------------------------------------------------------------------------- its progress
+
+    @property
+    def decodable(self) -> int:
+        """Tokens that its tail may hold before what they see is brought back to the budget."""
+        assert self.plan is not None
+        return self.plan.tail.length if self.plan.mass_LB is None else min(STRIDE, self.plan.tail.length)
+
+    @property
+    def must_evict(self) -> bool:
+        """Whether it is to bring what its tokens see back to the budget before another is decoded."""
+        return self.plan is not None and self.plan.mass_LB is not None and len(self.decoded) >= STRIDE
 
     @property
     def running(self) -> bool:
@@ -297,16 +314,29 @@ class RequestState:
         assert self.allocation is None
         self.allocation, self._reader = allocation, replace(self.reader, allocation=allocation)
 
-    def advance(self) -> None:
-        """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan."""
+    def advance(self, moved: Results = MappingProxyType({})) -> None:
+        """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan.
+
+        moved: what came of a move.
+        """
         assert self._prefill is not None
-        results: Results = {}
+        results = moved
         if self.move is None:
             assert self.rows is not None and not self.rows.left
             self.passed += len(self.rows.token) if not self.rows.layers[0] else 0
             self._before = self.rows
             results = self.rows.results(self._measures)
         self._go_on(results)
+
+    def evict(self, chosen: Chosen) -> None:
+        """Bring what its tokens see back to the budget, before the token just chosen is decoded."""
+        assert self.plan is not None and self.compression is not None
+        prompt, said = self.reader.prompt.followed_by(np.array(self.decoded, np.int32)), len(self.decoded)
+        self._prefill = evicted(self.plan, len(prompt), said, self.compression, self.reader.allocation.page_size)
+        self._reader = replace(self.reader, prompt=prompt)
+        self.passed += said
+        self.first, self.decoded, self.rows, self.plan = chosen, [], None, None
+        self._go_on(None)
 
     def _go_on(self, results: Results | None) -> None:
         """Hand the prefill what it waits for (None: it begins), and take what it asks for next, or the plan."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ragjax.core import Compression, Kind, Prompt, RequestError, Segment
-from ragjax.core.compression import BY_LAYER, METHODS, Graph
+from ragjax.core.compression import BY_LAYER, BY_MASS, METHODS, Graph
 from ragjax.engine import Engine, prepare
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.quality.contract import Contract
@@ -111,9 +111,16 @@ def expected(decoder: Decoder, tokens: np.ndarray, compression: Compression | No
 # ------------------------------------------------------------------------------------- what answers see
 
 
-@pytest.mark.parametrize("method", SERVED)
+GRAPH = {"graph": Graph(sources=0.5, neighbours=6, rounds=2)}
+EACH = {"heads": "each"}
+
+
 @pytest.mark.parametrize(
-    "more", [{}, {"heads": "each"}, {"graph": Graph(sources=0.5, neighbours=6, rounds=2)}], ids=["all", "each", "graph"]
+    ("method", "more"),
+    [
+        *((method, more) for method in SERVED for more in ({}, GRAPH)),
+        *((method, EACH) for method in SERVED if method not in BY_MASS),
+    ],
 )
 def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping[str, Any]) -> None:
     prompt, compression = distinct(), setting(method, **more)

@@ -31,9 +31,11 @@ STAGES = "prefix-tiers:speculate=0,prefix-tiers:speculate=4"
 FIGURES: Mapping[str, Figure] = {
     "ragcache_13": Figure("Time to first token by rate, mmlu (RAGCache, Figure 13)", _questions("mmlu", OWN)),
     "ragcache_14": Figure("Time to first token by rate, nq_open (RAGCache, Figure 14)", _questions("nq_open", OWN)),
-    "ragcache_15": Figure("The same for top-1, 3 and 5 (RAGCache, Figure 15)", _questions("mmlu", OWN, top_k="1,3,5")),
+    "ragcache_15": Figure(
+        "Time to first token for top-1, 3 and 5, mmlu (RAGCache, Figure 15)", _questions("mmlu", OWN, top_k="1,3,5")
+    ),
     "ragcache_16": Figure(
-        "The same for a larger model, which --model names (RAGCache, Figure 16)", _questions("mmlu", OWN)
+        "Time to first token of a larger model, which --model names (RAGCache, Figure 16)", _questions("mmlu", OWN)
     ),
     "ragcache_18": Figure(
         "Orders of the queue, near saturation (RAGCache, Figure 18)",

@@ -1,4 +1,7 @@
-"""Pictures of the rows: time to first token and what was found by rate, requests a second by system."""
+"""Pictures of the rows: time to first token and what was found by rate, requests a second by system.
+
+Where all rows have one rate, the workloads stand side by side.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,37 @@ from benchmarks.common.plot import Figures, Panel, bars, label
 from benchmarks.common.report import Row
 
 LINES = ("ttft_mean_ms", "ttft_p99_ms", "itl_p99_ms", "found_share")
+GROUPS = ("ttft_mean_ms", "ttft_p99_ms", "requests_per_s", "found_share")
 BARS = ("requests_per_s", "tokens_per_s", "ttft_mean_ms", "itl_p99_ms")
 
 
 def _by_rate(rows: Sequence[Row]) -> Iterator[Panel]:
+    open_loop = [r for r in rows if r["rate"]]
+    if len({r["rate"] for r in open_loop}) == 1:
+        yield from (_groups(open_loop, y) for y in GROUPS if any(r[y] is not None for r in open_loop))
+        return
     for workload in dict.fromkeys(r["workload"] for r in rows):
         found = [r for r in rows if r["workload"] == workload and r["rate"]]
         for y in LINES:
             if any(r[y] is not None for r in found):
                 yield _lines(found, workload, y)
+
+
+def _groups(rows: Sequence[Row], y: str) -> Panel:
+    """A group of bars for each workload, one bar for each system."""
+    workloads = list(dict.fromkeys(r["workload"] for r in rows))
+    systems = list(dict.fromkeys(r["system"] for r in rows))
+    width = 0.8 / len(systems)
+
+    def panel(axes: Any) -> None:
+        for i, system in enumerate(systems):
+            found = {r["workload"]: r[y] for r in rows if r["system"] == system and r[y] is not None}
+            places = [workloads.index(workload) + (i + 0.5) * width - 0.4 for workload in found]
+            axes.bar(places, list(found.values()), width, label=system)
+        axes.set_xticks(range(len(workloads)), [name.split(":")[-1] for name in workloads], fontsize=7)
+        label(axes, f"{rows[0]['rate']:g} requests a second arrive", "", y)
+
+    return panel
 
 
 def _lines(rows: Sequence[Row], workload: str, y: str) -> Panel:

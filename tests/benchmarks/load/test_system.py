@@ -113,3 +113,20 @@ def test_pictures_are_drawn_of_rows_by_rate_and_by_clients(tmp_path: Path) -> No
     row |= {"system": "full", "workload": "w", "found_share": None, "rate": 1.0, "concurrency": None}
     draw([row, {**row, "rate": None, "concurrency": 8}], tmp_path, figures("load", "Under load"))
     assert {file.name for file in tmp_path.iterdir()} == {"load.png", "load_clients.png"}
+
+
+def test_workloads_stand_side_by_side_where_there_is_one_rate() -> None:
+    from matplotlib.figure import Figure
+
+    row = {"ttft_mean_ms": 5.0, "ttft_p99_ms": None, "requests_per_s": 2.0, "found_share": None, "rate": 1.0}
+    rows = [
+        {**row, "concurrency": None, "system": system, "workload": workload}
+        for system in ("full", "naive")
+        for workload in ("questions:mmlu", "zipf")
+    ]
+    _, panels = figures("load", "Under load")["load"]
+    axes = [Figure().add_subplot() for _ in range(2)]
+    for place, panel in zip(axes, panels(rows), strict=True):
+        panel(place)
+    assert [bar.get_height() for bar in axes[0].patches] == [5.0] * 4
+    assert [text.get_text() for text in axes[0].get_xticklabels()] == ["mmlu", "zipf"]

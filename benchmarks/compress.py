@@ -60,6 +60,11 @@ GRAPHS: Mapping[str, Graph | None] = {
     **{f"{edges}": Graph(edges=edges) for edges in ("vv", "kv", "qk", "qq")},
     **{f"sources{share}": Graph(sources=share / 100) for share in (10, 50, 70, 100)},
     **{f"neighbours{m}": Graph(neighbours=m) for m in (4, 8, 16, 64)},
+    "unrotated": Graph(keys="unrotated"),
+    "centred": Graph(keys="centred"),
+    "centred-mutual": Graph(keys="centred", order="mutual"),
+    "centred-weak": Graph(keys="centred", sources=0.1, neighbours=4, strength=0.5),
+    "centred-enhance": Graph(keys="centred", signal="enhance", strength=0.5),
     **{f"strength{s}": Graph(strength=s / 100) for s in (25, 50)},
 }
 """GraphKV's settings, one apart from the default, `ordered`; `mutual` is the paper's."""

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ragjax.compress import SCORERS, Evidence
 from ragjax.compress.choose import choose, quota
 from ragjax.core.compression import Compression
+from ragjax.kernels.rope import rotate
 from ragjax.models.decoder import Decoder, rotation_table
 
 BLOCK = 128
@@ -91,6 +92,7 @@ class Laboratory:
             prefill.q_LNHD[:, window],
             prefill.mass_LNK,
             prefill.q_LNHD if compression.graph is not None and compression.graph.needs_queries else None,
+            self._plain(prefill.k_LNKD) if compression.graph is not None and compression.graph.needs_plain else None,
         )
         score = _score(evidence, compression.method)
         numbers = quota(compression, scorer, layers, prefill.count, np.asarray(score.preference))
@@ -100,6 +102,11 @@ class Laboratory:
         index_LKB = _choose(score.s_NK, evidence, *map(jnp.asarray, numbers), compression=same, most=room)
         kept_LKN = _mask(index_LKB, prefill.k_LNKD)
         return Kept(kept_LKN, numbers.kept_L, float(_redundancy(kept_LKN, prefill.k_LNKD)))
+
+    def _plain(self, k_LNKD: jax.Array) -> jax.Array:
+        """Keys before RoPE."""
+        places = slice(0, self.context)
+        return _rotated(k_LNKD, self._cos[places, None], -self._sin[places, None])
 
     def everything(self, prefill: Prefill) -> jax.Array:
         """All tokens of the prompt, bool [L, K, N]."""
@@ -130,6 +137,9 @@ class Laboratory:
                 break
             said.append(following)
         return said
+
+
+_rotated = jax.jit(rotate)
 
 
 @partial(jax.jit, static_argnums=0)

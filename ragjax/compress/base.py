@@ -27,6 +27,7 @@ class Evidence:
     q_WHD: queries of the prompt's last W tokens, oldest first; any float dtype.
     mass_NK: float32, attention that each key received from all rows, summed; by KV head, or [N, 1] over all heads.
     q_NHD: queries of all tokens, for graphs with "q" in their edges.
+    plain_NKD: float32, keys before RoPE, for graphs that compare these.
     """
 
     k_NKD: jax.Array
@@ -35,6 +36,7 @@ class Evidence:
     q_WHD: jax.Array | None = None
     mass_NK: jax.Array | None = None
     q_NHD: jax.Array | None = None
+    plain_NKD: jax.Array | None = None
 
     @property
     def valid_N(self) -> jax.Array:

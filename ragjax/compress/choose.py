@@ -85,7 +85,7 @@ def choose(
             after_N = propagate(s_N, both, candidate_N, number, graph, sources(graph, most))
         return keep(after_N, s_N, evidence.count, kept, recent, most)
 
-    both = None if graph is None else ends(evidence, graph.edges)
+    both = None if graph is None else ends(evidence, graph)
     if compression.heads == "all":
         return of_node(s_NK.mean(1), both)[None]
     heads = evidence.k_NKD.shape[1]

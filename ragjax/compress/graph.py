@@ -6,7 +6,7 @@ and 5), T times. Sources and edges stay those of the first round, so that s_j^(T
 
 What the text leaves open is decided so (docs/compression.md): the product over sources of eq. 5, where Algorithm 2
 keeps the last factor; cosines of 0 and below are no edges; only tokens that may be dropped take part; keys as they are
-rotated.
+rotated, unless `Graph.keys` says otherwise.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Ends(NamedTuple):
     sender_NKD: jax.Array | None = None
 
 
-def ends(evidence: Evidence, edges: str) -> Ends:
+def ends(evidence: Evidence, graph: Graph) -> Ends:
     """What the edges compare: the first letter is the source's, "k", "v" or "q".
 
     Queries are averaged over the heads of their KV head, so that widths agree; the paper does not say.
 
     Raises:
-        ValueError: if queries of all tokens are needed and not there.
+        ValueError: if queries of all tokens, or keys before RoPE, are needed and not there.
     """
-    of = {"k": evidence.k_NKD, "v": evidence.v_NKD}
+    edges, of = graph.edges, {"k": _keys(evidence, graph), "v": evidence.v_NKD}
     if "q" in edges:
         if evidence.q_NHD is None:
             raise ValueError(f"edges {edges!r} need the queries of all tokens (Evidence.q_NHD)")
@@ -56,6 +56,19 @@ def ends(evidence: Evidence, edges: str) -> Ends:
         return Ends(of[edges[0]])
     sender_NKD, receiver_NKD = (from_storage(of[letter]).astype(jnp.float32) for letter in edges)
     return Ends(receiver_NKD, sender_NKD)
+
+
+def _keys(evidence: Evidence, graph: Graph) -> jax.Array:
+    """Keys as the graph sees them."""
+    if not graph.needs_plain:
+        return evidence.k_NKD
+    if evidence.plain_NKD is None:
+        raise ValueError(f"keys {graph.keys!r} need those before RoPE (Evidence.plain_NKD)")
+    if graph.keys == "unrotated":
+        return evidence.plain_NKD
+    valid_N11 = evidence.valid_N[:, None, None]
+    mean_KD = jnp.where(valid_N11, evidence.plain_NKD, 0.0).sum(0) / evidence.count.astype(jnp.float32)
+    return evidence.plain_NKD - mean_KD
 
 
 def propagate(

@@ -13,6 +13,7 @@ Signal = Literal["decay", "enhance", "evict"]
 Edges = Literal["kk", "vv", "kv", "qk", "qq"]
 Order = Literal["mutual", "ordered"]
 Heads = Literal["all", "each"]
+Keys = Literal["rotated", "unrotated", "centred"]
 
 METHODS = ("snapkv", "pyramidkv", "h2o", "knorm", "cake", "streaming", "keydiff")
 """Scorers of tokens; `ragjax/compress/` has one file for each (docs/compression.md)."""
@@ -46,6 +47,8 @@ class Graph:
     order: "mutual" as printed: two similar sources lower each other's score. "ordered": the lower one's alone, which is
     nearer to the whole prompt (docs/compression.md).
     strength: factor of e (eq. 4 has room for one), in [0, 1].
+    keys: how edges see keys: as attention does ("rotated"), before RoPE ("unrotated"), or so and without the prompt's
+    mean key, which all have in common ("centred").
 
     Raises:
         RequestError: for a value out of its range.
@@ -58,6 +61,7 @@ class Graph:
     edges: Edges = "kk"
     order: Order = "ordered"
     strength: float = 1.0
+    keys: Keys = "rotated"
 
     def __post_init__(self) -> None:
         _number(self, "sources", "graph.sources")
@@ -68,6 +72,7 @@ class Graph:
         _choice(self.signal, "graph.signal", get_args(Signal))
         _choice(self.edges, "graph.edges", get_args(Edges))
         _choice(self.order, "graph.order", get_args(Order))
+        _choice(self.keys, "graph.keys", get_args(Keys))
         _number(self, "strength", "graph.strength")
         _check(0.0 <= self.strength <= 1.0, "graph.strength", "must lie in [0, 1]", self.strength)
 
@@ -75,6 +80,11 @@ class Graph:
     def needs_queries(self) -> bool:
         """Whether the queries of all tokens are compared, not only their keys and values."""
         return "q" in self.edges
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether keys are compared as they were before RoPE."""
+        return self.keys != "rotated" and "k" in self.edges
 
     @staticmethod
     def of(given: Mapping[str, object]) -> Graph:

@@ -151,7 +151,9 @@ def test_edges_compare_what_their_letters_say(edges: str) -> None:
     s = rng.random(N).astype(np.float32)
     of = {"k": k, "v": v, "q": q.reshape(N, K, 3, D).mean(2)}
     evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(N), q_NHD=jnp.asarray(q))
-    found = compiled(jnp.asarray(s), ends(evidence, edges), jnp.ones(N, bool), jnp.int32(8), Graph(neighbours=5), 8)
+    found = compiled(
+        jnp.asarray(s), ends(evidence, Graph(edges=edges)), jnp.ones(N, bool), jnp.int32(8), Graph(neighbours=5), 8
+    )
     want = eviction.propagated(s, of[edges[0]], of[edges[1]], list(range(N)), 8, neighbours=5)
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-6)
 
@@ -159,7 +161,25 @@ def test_edges_compare_what_their_letters_say(edges: str) -> None:
 def test_edges_without_their_queries_are_refused() -> None:
     x = jnp.zeros((N, K, D))
     with pytest.raises(ValueError, match=r"edges 'qk' need the queries of all tokens"):
-        ends(Evidence(x, x, jnp.int32(N)), "qk")
+        ends(Evidence(x, x, jnp.int32(N)), Graph(edges="qk"))
+    with pytest.raises(ValueError, match=r"keys 'centred' need those before RoPE"):
+        ends(Evidence(x, x, jnp.int32(N)), Graph(keys="centred"))
+
+
+@pytest.mark.parametrize("keys", ["rotated", "unrotated", "centred"])
+def test_keys_are_compared_as_they_are_asked_for(keys: str) -> None:
+    rng = np.random.default_rng(2)
+    k, v, plain = (rng.standard_normal((N, K, D)).astype(np.float32) + 1 for _ in range(3))
+    s, count = rng.random(N).astype(np.float32), N - 5
+    plain[count:] = np.nan
+    of = {"rotated": k, "unrotated": plain, "centred": plain - plain[:count].astype(np.float64).mean(0)}[keys]
+    evidence = Evidence(jnp.asarray(k), jnp.asarray(v), jnp.int32(count), plain_NKD=jnp.asarray(plain))
+    graph, candidates = Graph(neighbours=5, keys=keys), jnp.arange(N) < count
+    found = compiled(jnp.asarray(s), ends(evidence, graph), candidates, jnp.int32(8), graph, 8)
+    want = eviction.propagated(s, of, of, list(range(count)), 8, neighbours=5)
+    np.testing.assert_allclose(found[:count], want[:count], rtol=1e-4, atol=1e-6)
+    by_values = ends(evidence, Graph(edges="vv", keys=keys))
+    np.testing.assert_array_equal(by_values.receiver_NKD, v)
 
 
 def test_bfloat16_bits_are_compared_as_numbers() -> None:

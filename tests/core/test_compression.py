@@ -78,6 +78,7 @@ GOOD = {"method": "snapkv", "budget": 64}
         ({**GOOD, "graph": {"signal": "boost"}}, "graph.signal", "must be one of decay, enhance, evict"),
         ({**GOOD, "graph": {"edges": "vk"}}, "graph.edges", "must be one of kk, vv, kv, qk, qq"),
         ({**GOOD, "graph": {"order": "random"}}, "graph.order", "must be one of mutual, ordered"),
+        ({**GOOD, "graph": {"keys": "plain"}}, "graph.keys", "must be one of rotated, unrotated, centred"),
         ({**GOOD, "graph": {"strength": 1.5}}, "graph.strength", r"must lie in \[0, 1\]"),
     ],
 )

@@ -311,6 +311,38 @@ def test_a_budget_is_kept_with_all_of_a_chunks_kv(engine: Engine) -> None:
     assert engine._contract.budgeted and answer.segments and all(report.dropped == 0 for report in promised.segments)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_books_are_clean_whatever_is_condensed_asked_and_cancelled(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    system, *chunks = segments(seed, (20, 30, 17, 41, 25))
+    with tiny.engine(pages=44, host_bytes=1 << 20) as engine:
+        known, futures = list(chunks), []
+        for i in range(30):
+            if i % 8 == 0:
+                share = float(random.choice([0.2, 0.5, 0.8]))
+                places = condense_all(engine, system, chunks, Condense(share))
+                known += [replace(chunk, condensed=one) for chunk, one in zip(chunks, places, strict=True)]
+            picked = [known[at] for at in random.choice(len(known), int(random.integers(1, 4)), replace=False)]
+            futures.append(
+                engine.begin_prompt(
+                    Prompt((system, *picked, query(i))),
+                    strategy=str(random.choice(["naive", "fusion", "ragjax", "full", "blend"])),
+                    compression="knorm:60" if random.random() < 0.2 else None,
+                    max_tokens=int(random.integers(1, 30)),
+                    tenant=str(i % 2),
+                )
+            )
+            if random.random() < 0.25:
+                futures[int(random.integers(len(futures)))].cancel()
+            engine.audit()
+        for future in futures:
+            if not future.cancelled():
+                assert future.result(60).tokens
+        engine.audit()
+        engine.clear_cache()
+        assert engine._cache.pool.free_pages == engine._cache.pool.capacity
+
+
 def test_given_segments_that_do_not_fit(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     system, *chunks = segments(0, (20, 30, 300))
     engine.context_length = 400

@@ -106,7 +106,8 @@ class Laboratory:
     def _plain(self, k_LNKD: jax.Array) -> jax.Array:
         """Keys before RoPE."""
         places = slice(0, self.context)
-        return _rotated(k_LNKD, self._cos[places, None], -self._sin[places, None])
+        plain_LNKD: jax.Array = _rotated(k_LNKD, self._cos[places, None], -self._sin[places, None])
+        return plain_LNKD
 
     def everything(self, prefill: Prefill) -> jax.Array:
         """All tokens of the prompt, bool [L, K, N]."""

@@ -686,7 +686,7 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     asked = Compression("snapkv", 6, Graph(sources=0.5, neighbours=2), window=2)
     source, target = parts[0].spans[0].run.slots(t.PAGE), 38 * t.PAGE + np.arange(6, dtype=np.int32)
     kept = made.compact(asked, source, np.zeros(8, np.int32), target, queries[:, t.rows_of(step, 0)[-2:]])
-    moved += [queries, *made.read(target), *(np.asarray(part) for part in kept)]
+    moved += [queries, *made.read(target), *(np.asarray(part) for part in kept.indexes)]
     results.append([*logits, *again, outcome.measured, apart, *made.read(parts[0].spans[0].run.slots(t.PAGE)), *moved])
 for one, *others in zip(*results, strict=True):
     for other in others:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -76,20 +77,10 @@ class Blind(Condense):
 
 def rows(chosen: argparse.Namespace, name: str) -> Iterator[Row]:
     """The table's lines of a set of DIR."""
-    found: dict[Way, list[Mapping[str, float]]] = defaultdict(list)
+    found: dict[Way, Sequence[Mapping[str, float]]] = {}
     for at_rest in dict.fromkeys(way.at_rest for way in WAYS):
-        ways = [way for way in WAYS if way.at_rest == at_rest]
-        storage = StorageOptions(host_gb=2.0, at_rest=at_rest)
-        with Engine.load(
-            chosen.model, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=1.0, storage=storage, lookup=0
-        ) as engine:
-            work = _Work(engine, Evaluation(
-                engine, dataset.load(chosen.data, name), chosen.limit, packaged_encoder(),
-                Style(max_tokens=chosen.tokens), strategies(), fuse_all, whole_corpus=False,
-            ))  # fmt: skip
-            for question in tqdm(work.evaluation.questions, desc=f"{name}, {at_rest}", unit="question"):
-                for way, figures in work.measure(question, ways):
-                    found[way].append(figures)
+        found |= _figures(chosen, name, at_rest)
+        gc.collect()  # an engine's programs take memory maps, and two engines more of them than a process may have
     bootstrap = Bootstrap([name] * len(found[BLEND]))
     for way in WAYS:
         column = {key: [figures[key] for figures in found[way]] for key in found[way][0]}
@@ -101,6 +92,24 @@ def rows(chosen: argparse.Namespace, name: str) -> Iterator[Row]:
             **bootstrap.mean(column["kl"]).columns("kl"),
             **({} if way is BLEND else over.columns("over_blend")), **means,
         }  # fmt: skip
+
+
+def _figures(chosen: argparse.Namespace, name: str, at_rest: AtRest) -> Mapping[Way, Sequence[Mapping[str, float]]]:
+    """Figures of all questions, of the ways that hold chunks so at rest."""
+    found: dict[Way, list[Mapping[str, float]]] = defaultdict(list)
+    ways = [way for way in WAYS if way.at_rest == at_rest]
+    storage = StorageOptions(host_gb=2.0, at_rest=at_rest)
+    with Engine.load(
+        chosen.model, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=1.0, storage=storage, lookup=0
+    ) as engine:
+        work = _Work(engine, Evaluation(
+            engine, dataset.load(chosen.data, name), chosen.limit, packaged_encoder(),
+            Style(max_tokens=chosen.tokens), strategies(), fuse_all, whole_corpus=False,
+        ))  # fmt: skip
+        for question in tqdm(work.evaluation.questions, desc=f"{name}, {at_rest}", unit="question"):
+            for way, figures in work.measure(question, ways):
+                found[way].append(figures)
+    return found
 
 
 @dataclass

@@ -243,10 +243,7 @@ class Execution:
     def _take(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32] | None) -> bool:
         """Go on with the next token, or end; whether the one behind it is there already."""
         assert state.generation is not None
-        if state.wants_logits and state.shadowed is not None:
-            assert logits_V is not None
-            state.shadowed.append(logits_V)
-        state.generation.push(chosen)
+        self._push(state, chosen, logits_V)
         if state.generation.over:
             self._finish(state)
             return False
@@ -262,12 +259,17 @@ class Execution:
 
     def _take_early(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32]) -> None:
         """The first token is chosen, and told, before the prefill is done; then decoding goes on from it, or ends."""
+        state.first = chosen
+        self._push(state, chosen, logits_V)
+        self._untold.append(state)
+
+    def _push(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32] | None) -> None:
+        """The next token is chosen by these logits, which are kept for a replay."""
         assert state.generation is not None
         if state.wants_logits and state.shadowed is not None:
+            assert logits_V is not None
             state.shadowed.append(logits_V)
-        state.first = chosen
         state.generation.push(chosen)
-        self._untold.append(state)
 
     def _finish(self, state: RequestState) -> None:
         """The last token was chosen."""

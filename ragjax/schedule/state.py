@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -314,13 +313,13 @@ class RequestState:
         assert self.allocation is None
         self.allocation, self._reader = allocation, replace(self.reader, allocation=allocation)
 
-    def advance(self, moved: Results = MappingProxyType({})) -> None:
+    def advance(self, moved: Results | None = None) -> None:
         """Hand the results of the finished pass or move to the strategy; sets the next one, or the plan.
 
         moved: what came of a move.
         """
         assert self._prefill is not None
-        results = moved
+        results = moved or {}
         if self.move is None:
             assert self.rows is not None and not self.rows.left
             self.passed += len(self.rows.token) if not self.rows.layers[0] else 0

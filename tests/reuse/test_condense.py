@@ -335,12 +335,7 @@ def test_books_are_clean_whatever_is_condensed_asked_and_cancelled(seed: int) ->
             if random.random() < 0.25:
                 futures[int(random.integers(len(futures)))].cancel()
             engine.audit()
-        for future in futures:
-            if not future.cancelled():
-                assert future.result(60).tokens
-        engine.audit()
-        engine.clear_cache()
-        assert engine._cache.pool.free_pages == engine._cache.pool.capacity
+        tiny.check_ended(engine, futures)
 
 
 def test_given_segments_that_do_not_fit(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

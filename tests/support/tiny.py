@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
-from ragjax.core import AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
+from ragjax.core import Answer, AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
 from ragjax.engine.build import Parts
@@ -221,3 +222,13 @@ def prompt(seed: int = 0, system: int = 20, chunks: Sequence[int] = (40, 33, 57)
             segment("question", SegmentKind.JOIN, question),
         )
     )
+
+
+def check_ended(engine: Engine, futures: Sequence[Future[Answer]]) -> None:
+    """Every request that was not cancelled has an answer, the books are clean, and every page comes back."""
+    for future in futures:
+        if not future.cancelled():
+            assert future.result(60).tokens
+    engine.audit()
+    engine.clear_cache()
+    assert engine._cache.pool.free_pages == engine._cache.pool.capacity

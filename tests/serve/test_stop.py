@@ -113,11 +113,10 @@ def test_a_stop_under_load_drains() -> None:
 
     def stream() -> None:
         client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0, timeout=20)
-        said = ""
-        for chunk in client.chat.completions.create(model="slow", messages=MESSAGES, stream=True):
-            begun.release()
-            said += chunk.choices[0].delta.content or ""
-        texts.append(said)
+        chunks = client.chat.completions.create(model="slow", messages=MESSAGES, stream=True)
+        first = next(chunks)
+        begun.release()
+        texts.append("".join(chunk.choices[0].delta.content or "" for chunk in [first, *chunks]))
 
     threads = [threading.Thread(target=stream) for _ in range(8)]
     with httpx.Client(base_url=url, timeout=20) as kept:

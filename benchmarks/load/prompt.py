@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from benchmarks.common.samples import STORE
+from benchmarks.load.system import index_folder
 from benchmarks.load.workload import Ask, Workload
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.core import Chunk, Hit, Message
@@ -23,6 +23,7 @@ class Prompts:
     def __init__(self, workload: Workload, model: Path):
         """Retrieval uses the workload's knowledge base, made if it is not kept yet."""
         self._tokenizer = Tokenizer.load(model)
+        self._folder = index_folder(model)
         self._chunker = Chunker(partial(self._tokenizer.encode, special=False, continued=True))
         self._documents = {document.id: document for document in workload.documents}
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
@@ -36,7 +37,7 @@ class Prompts:
         return self._tokens[ask.id]
 
     def _open(self, workload: Workload) -> KnowledgeBase:
-        base = knowledge_opener(self._tokenizer, "flat", STORE / "index", packaged_encoder)(workload.knowledge)
+        base = knowledge_opener(self._tokenizer, "flat", self._folder, packaged_encoder)(workload.knowledge)
         base.add(workload.documents)
         return base
 

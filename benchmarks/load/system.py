@@ -7,6 +7,7 @@ import re
 import typing
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import MODEL
@@ -117,8 +118,13 @@ def base_settings(*, model: str = MODEL, dtype: str, gigabytes: float, context: 
         "max_context": context,
         "max_queue": 100_000,  # an overloaded system is to be slow and not to refuse
         "top_k": top_k,
-        "index_dir": STORE / "index",
+        "index_dir": index_folder(model),
     }
+
+
+def index_folder(model: str | Path) -> Path:
+    """Where indexes are kept: chunks are cut in tokens, so each model has its own."""
+    return STORE / "index" / Path(model).name.removesuffix(".gguf")
 
 
 @dataclass

@@ -65,6 +65,15 @@ def test_the_server_takes_every_flag_that_it_is_started_with() -> None:
     assert same.storage.policy == engine.storage.policy and same.storage.host_gb == engine.storage.host_gb
 
 
+def test_models_keep_indexes_apart() -> None:
+    """Chunks are cut in tokens: another model's index is of no use."""
+    folders = [
+        base_settings(model=model, dtype="float32", gigabytes=0.5, context=1024)["index_dir"]
+        for model in ("smollm2-135m", "files/smollm2-135m.gguf", "files/qwen.gguf")
+    ]
+    assert folders[0] == folders[1] != folders[2]
+
+
 def test_requests_by_kind_of_knowledge() -> None:
     by_id = request_of(Ask("a", "?", (), 3, documents=("x",)), "base").rag
     found = request_of(Ask("a", "?", (), 3, top_k=2), "base").rag

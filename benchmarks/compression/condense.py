@@ -95,7 +95,7 @@ def rows(chosen: argparse.Namespace, name: str) -> Iterator[Row]:
 
 
 def _figures(chosen: argparse.Namespace, name: str, at_rest: AtRest) -> Mapping[Way, Sequence[Mapping[str, float]]]:
-    """Figures of all questions, of the ways that hold chunks so at rest."""
+    """Figures of all questions, by way; of the ways with this codec at rest."""
     found: dict[Way, list[Mapping[str, float]]] = defaultdict(list)
     ways = [way for way in WAYS if way.at_rest == at_rest]
     storage = StorageOptions(host_gb=2.0, at_rest=at_rest)

@@ -23,11 +23,10 @@ class Prompts:
     def __init__(self, workload: Workload, model: Path):
         """Retrieval uses the workload's knowledge base, made if it is not kept yet."""
         self._tokenizer = Tokenizer.load(model)
-        self._folder = index_folder(model)
         self._chunker = Chunker(partial(self._tokenizer.encode, special=False, continued=True))
         self._documents = {document.id: document for document in workload.documents}
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
-        base = self._open(workload) if any(ask.top_k for ask in workload.asks) else None
+        base = self._open(workload, index_folder(model)) if any(ask.top_k for ask in workload.asks) else None
         self._tokens = {ask.id: self._prompt(ask, base) for ask in workload.asks}
         if base is not None:
             base.close()
@@ -36,8 +35,8 @@ class Prompts:
         """The tokens of a request's prompt."""
         return self._tokens[ask.id]
 
-    def _open(self, workload: Workload) -> KnowledgeBase:
-        base = knowledge_opener(self._tokenizer, "flat", self._folder, packaged_encoder)(workload.knowledge)
+    def _open(self, workload: Workload, folder: Path) -> KnowledgeBase:
+        base = knowledge_opener(self._tokenizer, "flat", folder, packaged_encoder)(workload.knowledge)
         base.add(workload.documents)
         return base
 

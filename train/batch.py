@@ -7,7 +7,7 @@ batch is cut into rows of one device each; a microbatch is one row for every dev
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Tokens
 from ragjax.kernels.train_attention.mask import BLOCK_ROWS
-from train.example import Example
+from train.example import Example, View
 
 TARGET_SHARE = 4
 """One token in so many of a row may be a target: logits are made for those alone."""
@@ -137,6 +137,7 @@ class Batch:
 
     request: number of the sample within its row, -1 for padding. order, position, hide_from, hide_until: as in
     `kernels.train_attention.mask.Tokens`. row: token within its row that predicts the target; target: -1 for padding.
+    teacher_*: how the model that is learned from sees the tokens; where there is none, as the model that learns.
     """
 
     token_T: jax.Array
@@ -145,8 +146,20 @@ class Batch:
     request_T: jax.Array
     hide_from_T: jax.Array
     hide_until_T: jax.Array
+    teacher_position_T: jax.Array
+    teacher_hide_from_T: jax.Array
+    teacher_hide_until_T: jax.Array
     row_N: jax.Array
     target_N: jax.Array
+
+    def taught(self) -> Batch:
+        """The same tokens as the teacher sees them."""
+        return replace(
+            self,
+            position_T=self.teacher_position_T,
+            hide_from_T=self.teacher_hide_from_T,
+            hide_until_T=self.teacher_hide_until_T,
+        )
 
 
 @dataclass(frozen=True)
@@ -191,6 +204,7 @@ def _row(examples: Sequence[Example], length: int) -> dict[str, Any]:
     starts = np.cumsum([0, *(len(example) for example in examples)])
     learned = [np.flatnonzero(example.target >= 0) for example in examples]
     n = targets_of(length)
+    teachers = [e.teacher or View(e.position, e.hide_from, e.hide_until) for e in examples]
     return {
         "token_T": joined((e.token for e in examples), 0),
         "position_T": joined((e.position for e in examples), 0),
@@ -198,6 +212,9 @@ def _row(examples: Sequence[Example], length: int) -> dict[str, Any]:
         "request_T": joined((np.full(len(e), i) for i, e in enumerate(examples)), -1),
         "hide_from_T": joined((e.hide_from for e in examples), 0),
         "hide_until_T": joined((e.hide_until for e in examples), 0),
+        "teacher_position_T": joined((e.position for e in teachers), 0),
+        "teacher_hide_from_T": joined((e.hide_from for e in teachers), 0),
+        "teacher_hide_until_T": joined((e.hide_until for e in teachers), 0),
         "row_N": joined((at + start for at, start in zip(learned, starts[:-1], strict=True)), 0, n),
         "target_N": joined((e.target[at] for e, at in zip(examples, learned, strict=True)), -1, n),
     }

@@ -69,3 +69,13 @@ def encode(
     for reason, count in reasons.items():
         log.warning("%d of %d samples are left out: %s", count, len(samples), reason)
     return found
+
+
+def check_taught(examples: Sequence[Example]) -> None:
+    """Raise ConfigError for an example that full attention cannot read as it stands."""
+    for example in examples:
+        if example.teacher is None:
+            raise ConfigError(
+                f"sample {example.id} has paths, which full attention reads in another form: "
+                "--target teacher takes samples with passages, and chats"
+            )

@@ -19,6 +19,7 @@ from ragjax.commands.flags import command_line, integer
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.retrieval.path import Triple
 from train.maker import from_graph, from_question, from_trivia, triple_of
+from train.reading import Question, Shape, from_questions
 from train.sample import Bad, Sample, lines_of, list_of, read_lines, read_samples, text_of, write_samples
 from train.split import apart, split
 from train.walk import Limits
@@ -117,6 +118,14 @@ def _entries(file: Path) -> list[Mapping[str, Any]]:
     return [entry if isinstance(entry, Mapping) else {} for entry in entries]
 
 
+def _from_text(options: argparse.Namespace) -> list[Sample]:
+    found = read_lines(options.files, Question.from_json, options.max_bad)
+    if not found:
+        raise ConfigError(f"no questions in {', '.join(options.files)}")
+    shape = Shape(options.passages, options.asked)
+    return from_questions([question for _, question in found], shape, options.count, options.seed)
+
+
 def _from_samples(options: argparse.Namespace) -> list[Sample]:
     return read_samples(options.files, options.max_bad)
 
@@ -129,6 +138,10 @@ SOURCES: Mapping[str, tuple[Callable[[argparse.Namespace], list[Sample]], str]] 
     "kg": (_from_kg, "question sets: JSON lines of question, answers, topic_entities, triples, paths"),
     "graph": (_from_graph, "a graph: head, relation and tail by tabs; questions are made from templates"),
     "trivia": (_from_trivia, "TriviaQA files, with --triples"),
+    "text": (
+        _from_text,
+        "question sets with passages: JSON lines of question, answers, passages",
+    ),
     "samples": (_from_samples, "samples: to be joined and split"),
 }
 
@@ -147,8 +160,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         flag("--hops", type=integer(1, 4), default=3, help="of a path, at most (default: 3)")
         flag("--seed", type=integer(0), default=0)
         flag("--max-bad", type=integer(0), default=0, help="lines of each kind of file that may be wrong (default: 0)")
-        if kind == "graph":
-            flag("--count", type=integer(1), default=1000, help="questions to make (default: 1000)")
+        if kind in ("graph", "text"):
+            flag("--count", type=integer(1), default=1000, help="samples to make (default: 1000)")
+        if kind == "text":
+            flag("--passages", type=integer(2), default=10, help="of a sample, at most (default: 10)")
+            flag("--asked", type=integer(2), default=8, help="questions of a sample (default: 8)")
         if kind == "trivia":
             flag("--triples", nargs="+", required=True, metavar="FILE", help="JSON lines of id, triples, answer")
         kinds.choices[kind].set_defaults(make=make)

@@ -2,21 +2,28 @@
 
 The prompt is the one that serving makes (DepCache, section 3.1, Algorithm 1); behind it stand the answer and the token
 that ends a turn, which see all of it. The control arm is the same paths written out whole, one a line, in one chain.
+
+Of passages, each is seen by itself and by what stands behind all of them: a tree of depth one (Block-Attention, arXiv
+2409.15355). Several questions may follow the same passages; each sees these and itself alone, at the same positions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, Kind, Message, Prompt, Tokens
+from ragjax.core import ConfigError, Document, Hit, Kind, Message, Prompt, Tokens, Wrapper
 from ragjax.core.depprompt import Positions, layout
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, graph_prompt
+from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.path import RelationPath, subgraphs_of
-from train.sample import Sample
+from train.sample import Passage, Sample
 
 Attention = Literal["dependency", "self"]
 """Paths as trees under dependency attention, or written out whole under causal self-attention."""
@@ -24,12 +31,20 @@ Attention = Literal["dependency", "self"]
 ANSWER = "\U000f8ff4answer\U000f8ff5"
 
 
+class View(NamedTuple):
+    """Positions, and intervals as `Example` has them: int32 [n] each."""
+
+    position: Tokens
+    hide_from: Tokens
+    hide_until: Tokens
+
+
 @dataclass(frozen=True)
 class Example:
     """A sample token by token, int32 [n] each. A token's order is its index.
 
     hide_from, hide_until: half-open interval of orders that it is hidden from. target: the next token where it is
-    learned, -1 elsewhere.
+    learned, -1 elsewhere. teacher: how the model that is learned from sees the same tokens, if there is one.
     """
 
     id: str
@@ -38,6 +53,7 @@ class Example:
     hide_from: Tokens
     hide_until: Tokens
     target: Tokens
+    teacher: View | None = None
 
     def __len__(self) -> int:
         return len(self.token)
@@ -50,21 +66,30 @@ class Example:
 
 @dataclass(frozen=True)
 class Coder:
-    """Turns samples into examples. attention, positions: of those with paths; plain chat is a causal chain."""
+    """Turns samples into examples. attention, positions: of those with paths; plain chat is a causal chain.
+
+    wrapper: tokens around each passage, which the teacher does not see.
+    """
 
     tokenizer: Tokenizer
     closing: Closing
     attention: Attention = "dependency"
     positions: Positions = "path"
+    wrapper: Wrapper | None = None
 
     @staticmethod
-    def of(tokenizer: Tokenizer, attention: Attention = "dependency", positions: Positions = "path") -> Coder:
+    def of(
+        tokenizer: Tokenizer,
+        attention: Attention = "dependency",
+        positions: Positions = "path",
+        wrapper: Wrapper | None = None,
+    ) -> Coder:
         """For a model's tokenizer.
 
         Raises:
             ConfigError: if its chat template cannot be used.
         """
-        return Coder(tokenizer, Closing.of(tokenizer), attention, positions)
+        return Coder(tokenizer, Closing.of(tokenizer), attention, positions, wrapper)
 
     def example(self, sample: Sample, *, plain: bool = False) -> Example:
         """A sample as the model sees it; plain: as a causal chain, whatever `attention` says.
@@ -72,6 +97,8 @@ class Coder:
         Raises:
             RequestError: if the chat template refuses the messages.
         """
+        if sample.passages:
+            return self._reading(sample, apart=self.attention == "dependency" and not plain)
         messages = (*sample.history, Message("user", sample.question))
         subgraphs = subgraphs_of(map(RelationPath, sample.paths))
         trees = self.attention == "dependency" and not plain
@@ -84,6 +111,60 @@ class Coder:
         answer = self.closing.answer(self.tokenizer, sample.answer, int(prompt.tokens[-1]))
         return _example(sample.id, prompt, answer, self.positions)
 
+    def _reading(self, sample: Sample, *, apart: bool) -> Example:
+        """Passages and all questions on them. apart: each passage is hidden from the others."""
+        hits = self._hits(sample.passages)
+        prompts = [
+            chat_prompt(self.tokenizer, (*sample.history, Message("user", asked.question)), hits)
+            for asked in sample.asked
+        ]
+        *shared, _ = prompts[0].segments
+        bare = Prompt(tuple(shared))
+        context = bare if self.wrapper is None or not apart else self.wrapper.dressed(bare)
+        answers = [
+            self.closing.answer(self.tokenizer, asked.answer, int(prompt.tokens[-1]))
+            for asked, prompt in zip(sample.asked, prompts, strict=True)
+        ]
+        blocks = [
+            np.concatenate([prompt.segments[-1].tokens, answer[:-1]])
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        begins = len(context) + np.cumsum([0, *map(len, blocks)])
+        n = int(begins[-1])
+        position, target = np.arange(n, dtype=np.int32), np.full(n, -1, np.int32)
+        hide_from, hide_until = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        for begin, end, answer in zip(begins[:-1], begins[1:], answers, strict=True):
+            position[begin:end] = len(context) + np.arange(end - begin)
+            hide_from[begin:end], hide_until[begin:end] = end, n
+            target[end - len(answer) : end] = answer
+        teacher = View(position, hide_from.copy(), hide_until.copy())
+        if self.wrapper is not None and apart:
+            teacher = _without(teacher, np.isin(context.tokens, [*self.wrapper.header, *self.wrapper.trailer]))
+        for i, segment in enumerate(shared):
+            if apart and segment.kind is Kind.CHUNK:
+                begin, end = context.starts[i], context.starts[i + 1]
+                hide_from[begin:end], hide_until[begin:end] = end, len(context)
+        token = np.concatenate([context.tokens, *blocks]).astype(np.int32)
+        return Example(sample.id, token, position, hide_from, hide_until, target, teacher)
+
+    def _hits(self, passages: Sequence[Passage]) -> list[Hit]:
+        """The chunks that serving makes of them."""
+        chunker = Chunker(partial(self.tokenizer.encode, special=False, continued=True))
+        documents = [Document(str(i), passage.text, passage.title) for i, passage in enumerate(passages)]
+        return [Hit(chunk, 0.0) for document in documents for chunk in chunker.chunks(document)]
+
+
+def _without(view: View, soft: NDArray[np.bool_]) -> View:
+    """How a model sees the text that is not told of the soft ones among the first tokens: bool [context]."""
+    n, context = len(view.position), len(soft)
+    before = np.concatenate([[0], np.cumsum(soft)])  # soft tokens before each token of the context
+    position, (hide_from, hide_until) = view.position.copy(), (x.copy() for x in view[1:])
+    position[:context] -= before[:-1]
+    position[context:] -= before[-1]
+    hidden = np.flatnonzero(soft)
+    hide_from[hidden], hide_until[hidden] = hidden + 1, n
+    return View(position.astype(np.int32), hide_from, hide_until)
+
 
 def _example(name: str, prompt: Prompt, answer: Tokens, positions: Positions) -> Example:
     """All but the last token of prompt and answer go in, and the last segment goes on into the answer."""
@@ -91,7 +172,13 @@ def _example(name: str, prompt: Prompt, answer: Tokens, positions: Positions) ->
     whole = Prompt((*before, replace(last, tokens=np.concatenate([last.tokens, answer[:-1]]))))
     view = layout(whole, positions)
     target = np.concatenate([np.full(len(whole) - len(answer), -1, np.int32), answer])
-    return Example(name, view.token, view.position, view.hide_from, view.hide_until, target)
+    teacher = View(view.position, view.hide_from, view.hide_until) if _causal(whole) else None
+    return Example(name, view.token, view.position, view.hide_from, view.hide_until, target, teacher)
+
+
+def _causal(prompt: Prompt) -> bool:
+    """Whether each token sees all before it, so that full attention sees the same."""
+    return all(segment.kind in (Kind.SYSTEM, Kind.QUERY) for segment in prompt.segments)
 
 
 # ------------------------------------------------------------------------------------------ prompts

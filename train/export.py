@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ragjax.commands.flags import command_line
 from ragjax.core import ConfigError, RagjaxError
-from ragjax.models.adapter import Adapter
+from ragjax.models.adapter import Adapter, check_weights
 from ragjax.models.config import ModelConfig
 from ragjax.models.gguf import read_gguf
 from ragjax.models.hub import LocalModel, atomic_path, cache_dir, resolve
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         adapter, source = Adapter.load(options.adapter), resolve(options.model)
         if source.adapter is not None:
             raise ConfigError(f"--model: {options.model} has an adapter itself; name the model under it")
-        adapter.check_weights(weights_digest(source.path, cache_dir()), options.model)
+        check_weights(adapter.about, weights_digest(source.path, cache_dir()), options.model)
         decoder = load_decoder(source.path, "float32", cache_dir())
         export(merge(stacked(decoder), adapter), decoder.config, source, options.out, options.dtype)
     except RagjaxError as error:

@@ -21,7 +21,6 @@ from ragjax.core import ConfigError
 from ragjax.models.adapter import INPUTS
 from ragjax.models.config import ModelConfig
 from train.batch import Microbatch
-from train.lora import Lora
 from train.model import shapes_of
 
 PEAKS: Mapping[str, float] = {
@@ -71,13 +70,13 @@ class Cost:
     pair: float
 
     @staticmethod
-    def of(config: ModelConfig, lora: Lora | None) -> Cost:
-        """Of a model, of which all weights are trained, or with `lora` none but its adapters."""
+    def of(config: ModelConfig, *, whole: bool = True, distil: bool = False) -> Cost:
+        """Of a model. whole: whether its weights are trained, and not something beside them. distil: with a teacher."""
         shapes = shapes_of(config)["layers"]
-        each = 6 if lora is None else 4
+        each = (6 if whole else 4) + 2 * distil
         token = each * sum(prod(shapes[name]) for name in INPUTS)
         target = each * config.vocab_size * config.hidden_size
-        return Cost(token, target, 12 * config.num_heads * config.head_dim * config.num_layers)
+        return Cost(token, target, (12 + 4 * distil) * config.num_heads * config.head_dim * config.num_layers)
 
     def flops(self, microbatches: Sequence[Microbatch]) -> float:
         """Of a step; padding does not count."""

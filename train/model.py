@@ -8,7 +8,7 @@ uses it, and the gradient of a gather is the sum and scatter of fully sharded da
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +27,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, rotation_table
 from train.batch import Batch
 from train.lora import Lora
+from train.soft import Soft
 
 Tree = dict[str, Any]
 """Weights, adapters, or what is made of them: arrays in nested dicts."""
@@ -73,13 +74,24 @@ def axes_of(config: ModelConfig) -> Tree:
 
 @dataclass(frozen=True)
 class Model:
-    """How weights are used. dtype: of products with them; lora: their adapters, if these are what is trained."""
+    """How weights are used.
+
+    dtype: of products with them. lora, soft: adapters, or embeddings of soft tokens, if these are what is trained.
+    distil: whether targets are what the same weights say without adapters as the teacher, in place of tokens.
+    """
 
     config: ModelConfig
     mesh: Mesh
     dtype: jnp.dtype
     lora: Lora | None = None
     remat: Remat = "layers"
+    distil: bool = False
+    soft: Soft | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all weights are trained."""
+        return self.lora is None and self.soft is None
 
     # ------------------------------------------------------------------------------------ sharding
 
@@ -88,6 +100,8 @@ class Model:
         axes = axes_of(self.config)
         shapes = shapes_of(self.config)
         weights = jax.tree.map(self._spec, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
+        if self.soft is not None:
+            return {"soft": P()}, weights
         if self.lora is None:
             return weights, {}
         adapters = {}
@@ -122,10 +136,15 @@ class Model:
     def losses(self, trained: Tree, frozen: Tree, rotation: Rotation, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Negative log-probability of each target, and whether it is the likeliest token: float32 [N], 0 for padding.
 
-        On one device's row and shard of the weights, within `jax.shard_map`.
+        With a teacher: KL(teacher || model) in nats, and whether the likeliest token is the teacher's. On one device's
+        row and shard of the weights, within `jax.shard_map`.
         """
-        weights, adapters = (trained, {}) if self.lora is None else (frozen, trained)
+        weights = trained if self.whole else frozen if self.soft is None else {**frozen, **trained}
+        adapters = {} if self.lora is None else trained
         logits_NV = self._logits(weights, adapters, rotation, batch)
+        if self.distil:
+            taught_NV = lax.stop_gradient(self._logits(weights, {}, rotation, batch.taught()))
+            return _divergence(taught_NV, logits_NV, batch.target_N >= 0)
         target_N1 = jnp.maximum(batch.target_N, 0)[:, None]
         chosen_N = jnp.take_along_axis(logits_NV, target_N1, axis=1)[:, 0]
         live_N = batch.target_N >= 0
@@ -137,9 +156,10 @@ class Model:
         mask = Mask.build(Tokens(batch.index_T, batch.request_T, batch.hide_from_T, batch.hide_until_T))
         cos_TR, sin_TR = rotation.at(batch.position_T)
         trained, frozen = self.specs()
-        specs = trained if self.lora is None else frozen
+        specs = trained if self.whole else {**frozen, **trained} if self.soft is not None else frozen
         ends = {name: _gathered(x, specs[name]) for name, x in weights.items() if name != "layers"}
-        x_TE = _decoder(self.config, ends).embed(batch.token_T)
+        config = self.config if self.soft is None else replace(self.config, soft_tokens=self.soft.tokens)
+        x_TE = _decoder(config, ends).embed(batch.token_T)
 
         def body(x_TE: jax.Array, layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
             block = self._block(*layer, specs["layers"], trained)
@@ -148,7 +168,7 @@ class Model:
             return block.finish(x_TE, out_THD.astype(jnp.float32)), None
 
         x_TE, _ = lax.scan(_rematerialised(body, self.remat), x_TE, (weights["layers"], adapters))
-        matrices = {name: x if name == "norm" else x.astype(self.dtype) for name, x in ends.items()}
+        matrices = {name: x if name == "norm" else x.astype(self.dtype) for name, x in ends.items() if name != "soft"}
         return _decoder(self.config, matrices).unembed(x_TE[batch.row_N])
 
     @property
@@ -163,6 +183,14 @@ class Model:
         if self.lora is None:
             return layer
         return Adapted(layer, self.lora, {name: _whole(pair, of_adapters[name]) for name, pair in adapters.items()})
+
+
+def _divergence(taught_NV: jax.Array, logits_NV: jax.Array, live_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """KL(teacher || model) of each row in nats, and whether both have the same likeliest token: float32 [N]."""
+    teacher_NV = jax.nn.log_softmax(taught_NV)
+    kl_N = (jnp.exp(teacher_NV) * (teacher_NV - jax.nn.log_softmax(logits_NV))).sum(1)
+    same_N = live_N & (taught_NV.argmax(1) == logits_NV.argmax(1))
+    return jnp.where(live_N, kl_N, 0.0), same_N.astype(jnp.float32)
 
 
 class Adapted(Layer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -13,6 +13,9 @@ from ragjax.core import ConfigError
 from ragjax.core.depprompt import Positions
 from ragjax.models.adapter import INPUTS
 from train.example import Attention
+
+Target = Literal["answer", "teacher"]
+"""What is learned: the tokens of the answer, or what the untrained model says of each under full attention."""
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "paper": {"lr": 2e-5, "batch": 64, "epochs": 1, "plain": 0.0, "lora": 0},
@@ -26,8 +29,8 @@ class Recipe:
     """What decides the outcome of a run, besides model and data.
 
     lr: the highest, reached after `warmup` (share of all steps), from where it falls to 0 by a cosine. batch: samples a
-    step. plain: share of plain causal samples. clip: largest norm of the gradient. row: tokens of the longest row of
-    packed samples; what is longer is left out.
+    step. target: what is learned. plain: share of plain causal samples. clip: largest norm of the gradient. row: tokens
+    of the longest row of packed samples; what is longer is left out.
     """
 
     lr: float
@@ -35,6 +38,7 @@ class Recipe:
     epochs: int
     attention: Attention = "dependency"
     positions: Positions = "path"
+    target: Target = "answer"
     plain: float = 0.1
     warmup: float = 0.03
     clip: float = 1.0

@@ -1,13 +1,13 @@
-"""A question, the relation paths that answer it among others, and its answer; files of them, one JSON object a line."""
+"""A question, the paths or passages that it is asked over, and its answer; files of them, one JSON object a line."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ragjax.core import ConfigError, Message, RequestError
 from ragjax.models.hub import atomic_path
@@ -23,10 +23,24 @@ MOST_ANSWERS = 5
 
 ROLES = ("system", "user", "assistant")
 
-FIELDS = ("id", "question", "answer", "answers", "paths", "triples", "gold", "history")
+FIELDS = ("id", "question", "answer", "answers", "paths", "triples", "gold", "history", "passages", "also")
 """Of a line that is no chat."""
 
 T = TypeVar("T")
+
+
+class Passage(NamedTuple):
+    """A text that questions are asked over."""
+
+    title: str
+    text: str
+
+
+class Asked(NamedTuple):
+    """A question, and what the model is to say."""
+
+    question: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,8 @@ class Sample:
     """What a model is to learn from one question.
 
     paths: each from an entity of the question; none for plain chat. gold: those that lead to the answer, if known.
-    history: messages before the question, a system message first if the chat has its own.
+    history: messages before the question, a system message first if the chat has its own. passages: what the question
+    is asked over, in place of paths. also: other questions over the same passages.
     """
 
     id: str
@@ -43,6 +58,13 @@ class Sample:
     paths: tuple[Steps, ...] = ()
     gold: tuple[Steps, ...] = ()
     history: tuple[Message, ...] = ()
+    passages: tuple[Passage, ...] = ()
+    also: tuple[Asked, ...] = ()
+
+    @property
+    def asked(self) -> tuple[Asked, ...]:
+        """All questions, and their answers."""
+        return (Asked(self.question, self.answer), *self.also)
 
     def to_json(self) -> str:
         """One line of a file."""
@@ -50,11 +72,15 @@ class Sample:
         value |= {name: getattr(self, name) for name in ("paths", "gold") if getattr(self, name)}
         if self.history:
             value["history"] = [{"role": m.role, "content": m.content} for m in self.history]
+        if self.passages:
+            value["passages"] = [passage._asdict() for passage in self.passages]
+        if self.also:
+            value["also"] = [asked._asdict() for asked in self.also]
         return json.dumps(value, ensure_ascii=False)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Sample:
-        """Read a line: question, paths or triples, answer or answers; or the messages of a chat, its answer last.
+        """Read a line: question, paths, triples or passages, answer or answers; or a chat's messages, its answer last.
 
         Each of `triples` becomes a path of one hop. Of several `answers` the first `MOST_ANSWERS` are joined.
 
@@ -69,6 +95,10 @@ class Sample:
         for one, other in (("paths", "triples"), ("answer", "answers")):
             if value.get(one) and value.get(other):
                 raise ValueError(f"{one} and {other} are both given; leave out one of them")
+        if value.get("passages") and (value.get("paths") or value.get("triples")):
+            raise ValueError("passages and paths are both given; leave out one of them")
+        if value.get("also") and not value.get("passages"):
+            raise ValueError("also has other questions over the same passages, and there are no passages")
         return Sample(
             str(value.get("id", "")),
             text_of(value, "question"),
@@ -76,6 +106,8 @@ class Sample:
             tuple(checked(steps_of(path)) for path in list_of(value, "paths" if value.get("paths") else "triples")),
             tuple(checked(steps_of(path)) for path in list_of(value, "gold")),
             tuple(_message(message) for message in list_of(value, "history")),
+            tuple(_passage(passage) for passage in list_of(value, "passages")),
+            tuple(_asked(asked) for asked in list_of(value, "also")),
         )
 
 
@@ -94,6 +126,22 @@ def _message(value: Any) -> Message:
     if not isinstance(value, Mapping) or value.get("role") not in ROLES:
         raise ValueError(f"a message must be an object whose role is one of {', '.join(ROLES)}")
     return Message(value["role"], text_of(value, "content"))
+
+
+def _passage(value: Any) -> Passage:
+    """A passage; what else a question set says of it is not read."""
+    if not isinstance(value, Mapping):
+        raise ValueError("a passage must be an object with a text, and perhaps a title")
+    title = value.get("title") or ""
+    if not isinstance(title, str):
+        raise ValueError("the title of a passage must be a text")
+    return Passage(title.strip(), text_of(value, "text"))
+
+
+def _asked(value: Any) -> Asked:
+    if not isinstance(value, Mapping) or set(value) != {"question", "answer"}:
+        raise ValueError("each of also must be an object with a question and an answer, and no more")
+    return Asked(text_of(value, "question"), text_of(value, "answer"))
 
 
 def text_of(value: Mapping[str, Any], name: str) -> str:
@@ -156,7 +204,7 @@ def read_samples(files: Sequence[str | Path], max_bad: int = 0) -> list[Sample]:
 
 
 def _named(sample: Sample, place: str) -> Sample:
-    return Sample(place, sample.question, sample.answer, sample.paths, sample.gold, sample.history)
+    return replace(sample, id=place)
 
 
 def read_lines(

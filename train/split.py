@@ -15,7 +15,8 @@ def split(samples: Sequence[Sample], aside: int, seed: int) -> tuple[list[Sample
     """Put about so many samples aside; no question and no answering path is on both sides.
 
     An answering path is the set of triples that a gold path walks, whichever way; where gold paths are not known, all
-    paths count as such. Samples that share one stay together, so a few less than `aside` may be put aside.
+    paths count as such. All questions of a sample count. Samples that share one stay together, so a few less than
+    `aside` may be put aside.
 
     Returns:
         what is left, and what was put aside, each in the order given.
@@ -51,5 +52,5 @@ def apart(samples: Sequence[Sample], others: Sequence[Sample]) -> list[Sample]:
 
 def _shared(sample: Sample) -> list[str | frozenset[Triple]]:
     """What two samples must not have in common to be on two sides."""
-    asked = " ".join(sample.question.lower().split())
-    return [asked, *(frozenset(RelationPath(steps).triples) for steps in sample.gold or sample.paths)]
+    asked = [" ".join(asked.question.lower().split()) for asked in sample.asked]
+    return [*asked, *(frozenset(RelationPath(steps).triples) for steps in sample.gold or sample.paths)]

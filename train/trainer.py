@@ -63,7 +63,7 @@ class Trainer:
         self._gradient = gradient_program(model)
         self._losses = loss_program(model)
         self._apply = jax.jit(partial(_apply, self._optimizer), donate_argnums=(0, 1))
-        self._cost = Cost.of(model.config, model.lora)
+        self._cost = Cost.of(model.config, whole=model.whole, distil=model.distil)
 
     def start(self, trained: Tree) -> State:
         """Before the first step."""

@@ -21,6 +21,7 @@ from ragjax.core.options import DTYPES, ORDERS, AtRest, EngineOptions, StorageOp
 from ragjax.core.passes import (
     Asked,
     Compaction,
+    Exactness,
     Known,
     Measure,
     Move,
@@ -50,6 +51,7 @@ from ragjax.core.request import (
 from ragjax.core.step import Grid, Residual, RowShape, Step, StepMeasure
 from ragjax.core.tokens import NEVER, Tokens, is_unicode
 from ragjax.core.visibility import Visibility
+from ragjax.core.wrapper import Wrapper
 
 __all__ = [
     "DTYPES",
@@ -72,6 +74,7 @@ __all__ = [
     "Draw",
     "EngineOptions",
     "Event",
+    "Exactness",
     "FactReport",
     "Graph",
     "Grid",
@@ -108,5 +111,6 @@ __all__ = [
     "Tokens",
     "Visibility",
     "VisibilityError",
+    "Wrapper",
     "is_unicode",
 ]

@@ -173,13 +173,17 @@ class SegmentReport:
     dropped: int = 0
 
 
+Exactness = Literal["full", "dependency", "packet"]
+"""What an answer may be exact to: full attention, dependency attention, or chunks that stand alone in packets."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a strategy carried out: what decoding continues from, and the account of it.
 
     spans: every key of the prompt as generated tokens see it.
     tail: slots of the request's own for the first generated tokens, up to the end of a page; it grows page by page.
-    exact_to: "full", "dependency" or None (approximate).
+    exact_to: None if it is approximate.
     logits: float32 [vocab] of the prompt's last token.
     figures: what else the strategy has to tell, by name.
     kept: tokens of the prompt that generated tokens see, if it was compressed.
@@ -189,7 +193,7 @@ class Plan:
 
     spans: tuple[Span, ...]
     tail: Run
-    exact_to: Literal["full", "dependency"] | None
+    exact_to: Exactness | None
     reports: tuple[SegmentReport, ...]
     logits: NDArray[np.float32]
     figures: Mapping[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ragjax.core.compression import Compression
 from ragjax.core.errors import RequestError
-from ragjax.core.passes import SegmentReport
+from ragjax.core.passes import Exactness, SegmentReport
 from ragjax.core.prompt import Document
 from ragjax.core.tokens import Tokens
 
@@ -224,7 +224,7 @@ class Answer:
     prompt_tokens: int
     cached_tokens: int
     strategy: str
-    exact_to: Literal["full", "dependency"] | None
+    exact_to: Exactness | None
     segments: tuple[SegmentReport, ...]
     timings: Timings
     logprobs: tuple[TokenLogprob, ...] = ()

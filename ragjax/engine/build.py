@@ -21,7 +21,7 @@ from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, 
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
-from ragjax.models.adapter import load_model, model_digest
+from ragjax.models.adapter import load_model, model_digest, wrapper_of
 from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
@@ -85,7 +85,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     storage = options.storage
     numbers = precision(options.dtype, platform(), cpu_features(), widening_pays)
     dtype = numbers.dtype
-    chosen = dict(all_strategies() if strategies is None else strategies)
+    local = resolve(options.model)
+    wrapper = wrapper_of(local)
+    chosen = dict(all_strategies(wrapper=wrapper) if strategies is None else strategies)
     if options.shadow_rate > 0 and "full" not in chosen:
         raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
     setting = _setting(options, chosen)
@@ -93,7 +95,6 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     policy = _policy(storage)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
     use_compilation_cache(cache_dir())
-    local = resolve(options.model)
     tokenizer = Tokenizer.load(local.path)
     decoder = load_model(local, dtype, cache_dir())
     config = decoder.config
@@ -101,7 +102,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        chosen = all_strategies(alpha=craft_alpha(identity))
+        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper)
     contract = Contract(
         setting,
         dtype,
@@ -155,6 +156,8 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
     if options.quality_budget is not None and not {"full", "prefix"} <= known.keys():
         raise ConfigError("a quality budget needs the strategies full and prefix")
     name, ratio = options.strategy or "prefix", options.recompute_ratio
+    if name == "packet" and name not in known:
+        raise ConfigError("the model has no packets: give an adapter of python -m train.packet as --model")
     if name not in known:
         raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join(known)}")
     if ratio is not None and not known[name].selective:

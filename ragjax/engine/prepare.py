@@ -162,6 +162,7 @@ class Preparation:
         """
         rag = request.rag or Rag()
         strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag, prompt.preprocessed)
+        text, prompt = prompt.tokens, strategy.dress(prompt)
         if strategy.trims:
             asked = (most for most in (rag.keep_top, prompt.keep_top, self.keep_top) if most is not None)
             prompt = replace(prompt, keep_top=next(asked, None))
@@ -178,7 +179,7 @@ class Preparation:
         if compression is not None and compression != self.compression and len(prompt) > compression.budget:
             self.compressions.take(compression)
         state = RequestState(name, request, prompt, strategy, ratio, compression, generation, sink, times)
-        state.sampler = Sampler(request.sampling, prompt.tokens)
+        state.sampler = Sampler(request.sampling, text)
         if self.lookup:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)
@@ -285,6 +286,9 @@ class Preparation:
         default = self.contract.setting_of(preprocessed)
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:
+            if rag.strategy == "packet":
+                reason = "the model has no packets: start the server with an adapter of python -m train.packet"
+                raise RequestError(reason, param="rag.strategy", code="invalid_value")
             known = ", ".join(self.strategies)
             raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
         if rag.recompute_ratio is not None and not strategy.selective:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a decoder's fused matrices (LoRA, arXiv 2106.09685), and models that have one: W + s B A.
+"""Low-rank adapters on a decoder's fused matrices (LoRA, arXiv 2106.09685), and models with adapters: W + s B A.
 
 `python -m train.depft` writes them. A fused matrix has one adapter: query, key and value share its A, as do gate and
 up. A keeps the matrix's inputs, B its outputs, in the matrix's own axes.
@@ -18,10 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ragjax.core import ConfigError
+from ragjax.core import ConfigError, Wrapper
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel
-from ragjax.models.weights import load_decoder, weights_digest
+from ragjax.models.packet import FORMAT as PACKET
+from ragjax.models.packet import Packet
+from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 INPUTS: Mapping[str, int] = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 """The matrices of a layer, and how many of each one's last axes are inputs."""
@@ -69,11 +71,6 @@ class Adapter:
             return Adapter(pairs, rank, float(values["alpha"]), about)
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
-
-    def check_weights(self, digest: bytes, model: str) -> None:
-        """Raise ConfigError if it was trained on other weights than those of this digest."""
-        if self.about.get("weights", digest.hex()) != digest.hex():
-            raise ConfigError(f"the adapter was trained on other weights than those of {model}")
 
     def merged(self, name: str, weight_LOI: jax.Array) -> jax.Array:
         """All layers' matrices of this name, stacked, with their adapters, float32; as they are if they have none.
@@ -125,10 +122,34 @@ def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> De
     """
     decoder = load_decoder(model.path, dtype, cache_dir)
     if model.adapter is not None:
-        adapter = Adapter.load(model.adapter)
-        adapter.check_weights(weights_digest(model.path, cache_dir), str(model.path))
+        adapter = Packet.load(model.adapter) if has_format(model.adapter, PACKET) else Adapter.load(model.adapter)
+        check_weights(adapter.about, weights_digest(model.path, cache_dir), str(model.path))
         adapter.apply(decoder)
     return decoder
+
+
+def check_weights(about: Mapping[str, str], digest: bytes, model: str) -> None:
+    """Raise ConfigError if what says this of itself was trained on other weights than those of this digest."""
+    if about.get("weights", digest.hex()) != digest.hex():
+        raise ConfigError(f"the adapter was trained on other weights than those of {model}")
+
+
+def wrapper_of(model: LocalModel) -> Wrapper | None:
+    """The tokens of a model's packets; None if it has none."""
+    if model.adapter is None or not has_format(model.adapter, PACKET):
+        return None
+    return Packet.load(model.adapter).wrapper(open_checkpoint(model.path).config.vocab_size)
+
+
+def has_format(file: str | Path, name: str) -> bool:
+    """Whether a file of safetensors says that it has this format; False if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        handle: Any = safe_open(file, framework="np")
+        return bool((handle.metadata() or {}).get("format") == name)
+    except (OSError, SafetensorError):
+        return False
 
 
 def model_digest(model: LocalModel, cache_dir: str | Path) -> bytes:

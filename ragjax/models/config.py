@@ -63,6 +63,7 @@ class ModelConfig:
     num_heads query heads share num_kv_heads key/value heads in groups of num_groups, each head_dim wide
     (not always hidden_size / num_heads). qkv_bias: q, k and v projections have a bias. qk_norm: RMSNorm
     over each query and key head. context_length: longest sequence the model was trained for, in tokens.
+    soft_tokens: tokens behind the vocabulary that no text has and the model never says (`models/packet.py`).
     """
 
     family: Family
@@ -82,6 +83,7 @@ class ModelConfig:
     context_length: int
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    soft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in (

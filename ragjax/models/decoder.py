@@ -137,7 +137,10 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embedding, layers, final norm and head. `head` is None when the embedding is tied."""
+    """Embedding, layers, final norm and head. `head` is None when the embedding is tied.
+
+    soft: embeddings of the tokens behind the vocabulary, float32 [soft_tokens, E]; None if there are none.
+    """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype = jnp.bfloat16, *, rngs: nnx.Rngs):
         v, e = config.vocab_size, config.hidden_size
@@ -148,6 +151,7 @@ class Decoder(nnx.Module):
 
         self.config = config
         self.embedding = _weight(init(), "vocab", "embed")
+        self.soft = _weight(jnp.zeros((config.soft_tokens, e)), "soft", "embed") if config.soft_tokens else None
         self.layers = nnx.List([Layer(config, dtype, rngs) for _ in range(config.num_layers)])
         self.norm = _weight(jnp.ones(e), "embed")
         self.head = None if config.tie_embeddings else _weight(init(), "vocab", "embed")
@@ -181,6 +185,14 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens_T: jax.Array) -> jax.Array:
         """Token embeddings, float32 [T, E]."""
+        if self.soft is None:
+            return self._embed_text(tokens_T)
+        vocabulary = self.config.vocab_size
+        text_TE = self._embed_text(jnp.minimum(tokens_T, vocabulary - 1))
+        soft_TE = jnp.take(self.soft[...], jnp.maximum(tokens_T - vocabulary, 0), axis=0, mode="clip")
+        return jnp.where(tokens_T[:, None] < vocabulary, text_TE, soft_TE)
+
+    def _embed_text(self, tokens_T: jax.Array) -> jax.Array:
         table_VE = self.embedding[...]
         if table_VE.dtype != jnp.bfloat16:
             return jnp.take(table_VE, tokens_T, axis=0).astype(jnp.float32)

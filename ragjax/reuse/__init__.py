@@ -1,16 +1,20 @@
 """Reuse strategies by name. A new method is one file and one line here."""
 
+from ragjax.core import Wrapper
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.blend import Deviation, Gradual
 from ragjax.reuse.condense import Condensed
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
+from ragjax.reuse.epic import Leading
 from ragjax.reuse.full import Full
 from ragjax.reuse.fusion import Fused, QueryGuided
 from ragjax.reuse.heavy_hitter import HeavyHitters, Recorded
 from ragjax.reuse.naive import Naive
+from ragjax.reuse.packet import Packet
 from ragjax.reuse.prefix import Prefix
+from ragjax.reuse.prophet import Prophetic
 from ragjax.reuse.random import Random
 from ragjax.reuse.ranking import without_beta, without_cci
 from ragjax.reuse.repair import Selective
@@ -28,8 +32,11 @@ DEPENDENCY = ("dependency", "dependency-preorder")
 """Strategies whose attention follows a knowledge graph; the first is that of graph requests that name none."""
 
 
-def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
-    """Every strategy a request may name. alpha: Cache-Craft's, as `ragjax.reuse.calibrate` finds it."""
+def strategies(*, alpha: float = 1.0, wrapper: Wrapper | None = None) -> dict[str, Strategy]:
+    """Every strategy a request may name.
+
+    alpha: Cache-Craft's, as `ragjax.reuse.calibrate` finds it. wrapper: of the model's packets, if it has some.
+    """
     made: tuple[Strategy, ...] = (
         Full(),
         Prefix(),
@@ -47,9 +54,12 @@ def strategies(*, alpha: float = 1.0) -> dict[str, Strategy]:
         Selective("ragjax", Condensed(Anchored()), Valued()),
         Unmoved(),
         SetCache(),
+        Selective("epic", Isolated(), Leading()),
+        Selective("prophet", Isolated(), Prophetic()),
         Selective("random", Isolated(), Random()),
         Selective("h2o", Recorded(), HeavyHitters()),
         Dependency("path"),
         Dependency("preorder"),
     )
-    return {strategy.name: strategy for strategy in made}
+    packed = () if wrapper is None else (Packet(wrapper),)
+    return {strategy.name: strategy for strategy in (*made, *packed)}

@@ -47,6 +47,10 @@ class Strategy(ABC):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """Keys of the nodes that the prompt will use, kept or not, for policies that look at who waits."""
 
+    def dress(self, prompt: Prompt) -> Prompt:
+        """The prompt as this strategy has the model read it: as it is, by default."""
+        return prompt
+
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """What the prompt will look for, and what of it would be computed and kept; nothing by default.
 

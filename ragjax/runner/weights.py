@@ -25,7 +25,7 @@ STAGE_LAYERS = 8
 class Weights:
     """Parameters on the mesh, each split along its axis "kv_heads" where it has one.
 
-    ends: embedding, last norm and head. stages: the layers, `depth` of them each. layer_def, ends_def: what
+    ends: embeddings, last norm and head. stages: the layers, `depth` of them each. layer_def, ends_def: what
     `nnx.merge` makes modules with.
     """
 
@@ -58,9 +58,9 @@ def split_layers(decoder: Decoder) -> tuple[nnx.GraphDef[Layer], list[Parameters
 
 
 def without_layers(decoder: Decoder) -> Decoder:
-    """Embedding, last norm and head alone."""
+    """Embeddings, last norm and head alone."""
     ends = Decoder.abstract(decoder.config)
-    ends.embedding, ends.norm, ends.head = decoder.embedding, decoder.norm, decoder.head
+    ends.embedding, ends.soft, ends.norm, ends.head = decoder.embedding, decoder.soft, decoder.norm, decoder.head
     ends.layers = nnx.List([])
     return ends
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from ragjax.core import (
     Compaction,
     Compression,
     Event,
+    Exactness,
     FactReport,
     Kind,
     Known,
@@ -278,7 +279,7 @@ class RequestState:
         return self.move is not None and self.reader.allocation.stages[self.stages_ready] >= self.move.layers[1]
 
     @property
-    def exact_to(self) -> Literal["full", "dependency"] | None:
+    def exact_to(self) -> Exactness | None:
         """What its answer is exact to: all of it, what it said before it was started again included."""
         assert self.plan is not None
         return self.plan.exact_to if self._exact_before <= {self.plan.exact_to} else None

@@ -342,7 +342,7 @@ def test_packaged_models_are_what_their_names_say() -> None:
 
 @pytest.mark.model
 def test_the_packaged_adapter_is_small_and_of_a_packaged_model() -> None:
-    from ragjax.models.adapter import Adapter
+    from ragjax.models.adapter import Adapter, check_weights
     from ragjax.models.weights import weights_digest
 
     for name, file in hub.ADAPTED.items():
@@ -351,4 +351,4 @@ def test_the_packaged_adapter_is_small_and_of_a_packaged_model() -> None:
         assert (model.name, model.adapter) == (name, file)
         adapter = Adapter.load(file)
         assert adapter.about["model"] in hub.PACKAGED
-        adapter.check_weights(weights_digest(model.path, hub.cache_dir()), name)
+        check_weights(adapter.about, weights_digest(model.path, hub.cache_dir()), name)

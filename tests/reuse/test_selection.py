@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import KnowledgeTree, Provenance
 from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
-from ragjax.reuse import setcache, strategies
+from ragjax.reuse import prophet, setcache, strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
 from ragjax.reuse.fusion import Fused, QueryGuided
@@ -448,6 +448,38 @@ def test_h2o_takes_what_its_own_chunk_attended_to(seed):
         assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.15))
         np.testing.assert_allclose(done.logits, repaired(prompt, isolated(prompt), chosen_of(done, prompt)), atol=1e-5)
     assert len(done.passes) == 1, "selecting costs no pass"
+
+
+@pytest.mark.parametrize("ratio", [0.02, 0.15, 0.6, 0.9])
+def test_epic_takes_the_first_tokens_of_every_chunk_but_the_first(ratio):
+    prompt, executor = tiny.prompt(32), Executor()  # chunks of 40, 33 and 57 tokens
+    done, count = executor.run(strategies()["epic"], prompt, ratio), counted(prompt, ratio)
+    taken = {i: [o for o in chosen_of(done, prompt) if prompt.starts[i] <= o < prompt.starts[i + 1]] for i in (1, 2, 3)}
+    for i, orders in taken.items():
+        assert orders == list(range(prompt.starts[i], prompt.starts[i] + len(orders))), "the first ones, without a gap"
+    n, k = [len(orders) for orders in taken.values()], (count + 1) // 2
+    assert n == ([0, k, count - k] if k <= 33 else [max(0, count - 90), 33, min(57, count - 33)])
+    np.testing.assert_allclose(done.logits, repaired(prompt, isolated(prompt), chosen_of(done, prompt)), atol=1e-5)
+    assert len(done.passes) == 2, "selecting costs no pass: what is missing, and the repair"
+
+
+def test_prophet_takes_what_the_question_attends_to_over_all_layers():
+    prompt, executor = tiny.prompt(24), Executor(stages=(0, 1, 3))
+    kept, chunks = isolated(prompt), indices_of(prompt, Kind.CHUNK)
+    dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
+    scores = dict.fromkeys(map(int, chunks), 0.0)
+    for prob in dense.prob:
+        received = {order: float(prob[joins(prompt), :, order].sum()) for order in scores}
+        for order, mass in received.items():
+            scores[order] += mass / sum(received.values())
+    done = executor.run(strategies()["prophet"], prompt, 0.15)
+    assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.15))
+    assert chosen_of(done, prompt) != chosen_of(executor.run(strategies()["fusion"], prompt, 0.15), prompt)
+    np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
+
+
+def test_a_layer_without_attention_counts_nothing():
+    np.testing.assert_allclose(prophet.fused(np.array([[0, 0], [3, 1]], np.float32)), [0.375, 0.125])
 
 
 def test_random_takes_the_same_share_of_every_chunk_and_is_reproducible():

@@ -335,8 +335,9 @@ def test_learning_rate_rises_and_falls() -> None:
 
 def test_cost_of_a_token_is_six_flops_a_weight(home: Path) -> None:
     count = sum(x.size for n, x in stacked(decoder(config=SMALL))["layers"].items() if "norm" not in n)
-    assert Cost.of(SMALL, None).token == 6 * count
-    assert Cost.of(SMALL, LORA).target == 4 * SMALL.vocab_size * SMALL.hidden_size
+    assert Cost.of(SMALL).token == 6 * count
+    assert Cost.of(SMALL, whole=False).target == 4 * SMALL.vocab_size * SMALL.hidden_size
+    assert Cost.of(SMALL, whole=False, distil=True).token == 6 * count, "two of them the teacher's"
 
 
 def test_log_forgets_what_is_done_again(tmp_path: Path) -> None:

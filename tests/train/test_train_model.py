@@ -24,10 +24,10 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
 from tests.support.devices import assert_agreement
-from tests.support.oracle import Float, rotate
-from tests.support.plain import frequencies, norm, tensors_of
+from tests.support.oracle import Float
+from tests.support.plain import tensors_of
 from tests.support.tiny import CONFIG, byte_tokenizer
-from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, one_device, weights_of
+from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, next_logits, one_device, weights_of
 from train.example import Coder
 from train.export import merge
 from train.lora import Lora
@@ -93,26 +93,7 @@ def preorder(nodes: Sequence[str], root: str = "") -> list[str]:
 
 def losses(config: ModelConfig, tensors: dict[str, np.ndarray], view: Dense) -> Float:
     """Negative log-probability of each learned token, float64."""
-    w = {name: value.astype(np.float64) for name, value in tensors.items()}
-    n, d, inv_freq_R = len(view.token), config.head_dim, frequencies(config)
-    x_TE = w["model.embed_tokens.weight"][view.token]
-    for i in range(config.num_layers):
-        layer = {k.removeprefix(f"model.layers.{i}."): v for k, v in w.items() if k.startswith(f"model.layers.{i}.")}
-        h_TE = norm(x_TE, layer["input_layernorm.weight"], config.norm_eps)
-        q, k, v = ((h_TE @ layer[f"self_attn.{p}_proj.weight"].T).reshape(n, -1, d) for p in "qkv")
-        if config.qk_norm:
-            q, k = (norm(x, layer[f"self_attn.{p}_norm.weight"], config.norm_eps) for p, x in (("q", q), ("k", k)))
-        q, k = (rotate(x, view.position, inv_freq_R) for x in (q, k))
-        k, v = (np.repeat(x, config.num_groups, axis=1) for x in (k, v))
-        logits = np.where(view.seen, np.einsum("thd,shd->hts", q, k) / np.sqrt(d), -np.inf)
-        prob = np.exp(logits - logits.max(-1, keepdims=True))
-        out = np.einsum("hts,shd->thd", prob / prob.sum(-1, keepdims=True), v).reshape(n, -1)
-        x_TE = x_TE + out @ layer["self_attn.o_proj.weight"].T
-        h_TE = norm(x_TE, layer["post_attention_layernorm.weight"], config.norm_eps)
-        gate, up = (h_TE @ layer[f"mlp.{p}_proj.weight"].T for p in ("gate", "up"))
-        x_TE = x_TE + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
-    head = w["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
-    rows = norm(x_TE, w["model.norm.weight"], config.norm_eps)[[row for row, _ in view.learned]] @ head.T
+    rows = next_logits(config, tensors, view.token, view.position, view.seen)[[row for row, _ in view.learned]]
     return np.log(np.exp(rows).sum(1)) - rows[np.arange(len(rows)), [x for _, x in view.learned]]
 
 

@@ -1,0 +1,144 @@
+"""Soft tokens while they are trained: what the two models see, the loss and its slope, and a run that is served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragjax.core import Wrapper
+from ragjax.engine import Engine
+from ragjax.models.packet import Packet
+from tests.support import tiny
+from tests.support.plain import tensors_of
+from tests.support.tiny import byte_tokenizer
+from tests.support.training import ROWS, SMALL, next_logits, one_device, weights_of
+from tests.train.test_reading import READING, log_softmax, seen_of, written
+from tests.train.test_train import lines, make_model
+from train.depft import main as depft_main
+from train.example import Coder
+from train.model import Model, gradient_program, loss_program, rotation_of
+from train.packet import main
+from train.sample import write_samples
+from train.soft import Soft
+
+SOFT = Soft(2, 3)
+WRAPPER = SOFT.wrapper(SMALL.vocab_size)
+CODER = Coder.of(byte_tokenizer(), wrapper=WRAPPER)
+MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), soft=SOFT, distil=True)
+ROTATION = rotation_of(SMALL, 512)
+
+
+def places(wrapper: Wrapper = WRAPPER) -> tuple[np.ndarray, np.ndarray]:
+    """Of READING's tokens with packets: which are soft, and the token without packets that each is (-1: none)."""
+    token, position, _, _ = written(READING, apart=True)
+    context = int(np.flatnonzero(np.diff(position) < 0)[0]) + 1 if (np.diff(position) < 0).any() else len(token)
+    text = bytes(int(t) if t < 256 else 0 for t in token).decode(errors="replace")
+    ends = []
+    begin = 0
+    for passage in READING.passages:
+        body = (f"{passage.title}\n" if passage.title else "") + passage.text + "\n\n"
+        begin = text.index(body, begin)
+        ends.append((begin, begin + len(body)))
+        begin += len(body)
+    assert context > ends[-1][1] - 1
+    where: list[int] = []
+    for i in range(len(token)):
+        where += [-1] * len(wrapper.header) if any(i == b for b, _ in ends) else []
+        where.append(i)
+        where += [-1] * len(wrapper.trailer) if any(i == e - 1 for _, e in ends) else []
+    found = np.array(where)
+    return found < 0, found
+
+
+def test_the_student_reads_packets_and_the_teacher_the_text() -> None:
+    example = CODER.example(READING)
+    soft, where = places()
+    token, position, _, learned = written(READING, apart=False)
+    _, _, apart, _ = written(READING, apart=True)
+    assert example.teacher is not None
+    np.testing.assert_array_equal(example.token[~soft], token)
+    expected = [*WRAPPER.header, *WRAPPER.trailer] * 3
+    np.testing.assert_array_equal(example.token[soft], expected)
+    bare = np.flatnonzero(~soft)
+    np.testing.assert_array_equal(example.teacher.position[bare], position)
+    full = seen_of(example.teacher.hide_from, example.teacher.hide_until)
+    np.testing.assert_array_equal(full[np.ix_(bare, bare)], written(READING, apart=False)[2])
+    assert not full[np.ix_(bare, np.flatnonzero(soft))].any(), "the teacher's text sees no soft token"
+    seen = seen_of(example.hide_from, example.hide_until)
+    np.testing.assert_array_equal(seen[np.ix_(bare, bare)], apart)
+    for row in bare[position >= position.max()]:
+        assert seen[row][soft].all(), "questions see all packets whole"
+    ends = np.flatnonzero(np.diff(soft.astype(int)) == 1)  # the last token of text before soft ones
+    first = int(ends[1])  # of the first passage: it sees its header and not its trailer
+    assert seen[first][soft].sum() == len(WRAPPER.header)
+    np.testing.assert_array_equal(np.flatnonzero(example.target >= 0), bare[[row for row, _ in learned]])
+    assert example.position[bare[-1]] == position[-1] + 15, "soft tokens take positions of the student's"
+    assert where[bare[5]] == 5
+
+
+def test_the_loss_is_the_divergence_of_packets_from_the_text() -> None:
+    example = CODER.example(READING)
+    (microbatch,) = ROWS.pack([example])
+    soft_SE = np.random.default_rng(0).standard_normal((SOFT.tokens, SMALL.hidden_size)).astype(np.float32)
+    trained, weights = {"soft": jnp.asarray(soft_SE)}, weights_of(SMALL)
+    kl_N, same_N = (np.asarray(x) for x in loss_program(MODEL)(trained, weights, ROTATION, microbatch.batch))
+    token, position, full, learned = written(READING, apart=False)
+    teacher = log_softmax(next_logits(SMALL, tensors_of(SMALL), token, position, full)[[row for row, _ in learned]])
+    tensors = dict(tensors_of(SMALL))
+    tensors["model.embed_tokens.weight"] = np.concatenate([tensors["model.embed_tokens.weight"], soft_SE])
+    seen = seen_of(example.hide_from, example.hide_until)
+    rows = np.flatnonzero(example.target >= 0)
+    logits = next_logits(SMALL, tensors, example.token, example.position, seen)[rows]
+    student = log_softmax(logits[:, : SMALL.vocab_size])
+    live = microbatch.example_N >= 0
+    np.testing.assert_allclose(kl_N[live], (np.exp(teacher) * (teacher - student)).sum(1), rtol=1e-3, atol=1e-5)
+    assert (same_N[live] == (teacher.argmax(1) == student.argmax(1))).all() and kl_N[live].min() > 1e-3
+
+
+def test_soft_tokens_alone_have_a_gradient() -> None:
+    (microbatch,) = ROWS.pack([CODER.example(READING)])
+    weights = weights_of(SMALL)
+    trained = SOFT.init(weights["embedding"], seed=0)
+    zeros = ({"soft": jnp.zeros_like(trained["soft"])}, jnp.zeros(2))
+    gradient, counts = gradient_program(MODEL)(trained, weights, ROTATION, microbatch.batch, zeros)
+    step = np.random.default_rng(1).standard_normal(trained["soft"].shape).astype(np.float32)
+
+    def total(size: float) -> float:
+        moved = {"soft": trained["soft"] + np.float32(size) * step}
+        return float(loss_program(MODEL)(moved, weights, ROTATION, microbatch.batch)[0].sum())
+
+    got = float((gradient["soft"] * step).sum())
+    assert got == pytest.approx((total(1e-2) - total(-1e-2)) / 2e-2, rel=3e-2, abs=1e-3)
+    assert float(counts[0]) == pytest.approx(total(0.0), rel=1e-5)
+    assert np.abs(gradient["soft"]).min(1).max() > 0
+
+
+@pytest.mark.slow
+def test_a_run_learns_and_its_packets_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
+    model = make_model(tmp_path / "model")
+    write_samples([replace(READING, id=str(i)) for i in range(4)], tmp_path / "s.jsonl")
+    flags = [
+        *("--model", str(model), "--data", str(tmp_path / "s.jsonl"), "--dev", str(tmp_path / "s.jsonl")),
+        *("--row-tokens", "512", "--batch", "4", "--epochs", "24", "--lr", "0.3", "--dtype", "float32"),
+        *("--no-progress", "--eval-every", "24"),
+    ]
+    out = tmp_path / "out"
+    assert main([*flags, "--out", str(out), "--header", "2", "--trailer", "3"]) == 0
+    devs = [line["dev_loss"] for line in lines(out) if "dev_loss" in line]
+    assert devs[-1] < 0.9 * devs[0]
+    assert len(Packet.load(out / "packet.safetensors").header_HE) == 2 and not (out / "model").exists()
+    assert main([*flags, "--out", str(out)]) == 1, "a trained packet is not trained over"
+    assert depft_main([*flags, "--out", str(tmp_path / "o"), "--target", "teacher"]) == 1, "without LoRA"
+    with Engine.load(str(out / "packet.safetensors"), dtype="float32", compile=False) as engine:
+        answer = engine.answer_prompt(tiny.prompt(), strategy="packet", max_tokens=2)
+        assert answer.exact_to == "packet" and answer.tokens
+        digests = {engine.identity}
+    with Engine.load(str(model), dtype="float32", compile=False) as engine:
+        digests.add(engine.identity)
+    assert len(digests) == 2, "KV of a model with packets is its own"
+    assert Packet.load(out / "packet.safetensors").about["model"] == str(model)

@@ -1,0 +1,271 @@
+"""Samples of passages with several questions: files, what a model sees of them, and what it learns from a teacher.
+
+The oracle writes such a sample out as texts, a byte a token, and says by name who sees whom.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ragjax.core import ConfigError, Message
+from ragjax.models.adapter import Adapter
+from ragjax.prompting.chat import INSTRUCTION
+from tests.support.plain import tensors_of
+from tests.support.tiny import byte_tokenizer
+from tests.support.training import LORA, ROWS, SAMPLES, SMALL, adapters, next_logits, one_device, weights_of
+from train.corpus import check_taught
+from train.data import main as data_main
+from train.example import Coder
+from train.export import merge
+from train.model import Model, gradient_program, loss_program, rotation_of
+from train.reading import Question, Shape, from_questions
+from train.sample import Asked, Passage, Sample, read_samples, write_samples
+
+READING = Sample(
+    "r",
+    "Who?",
+    "Ann",
+    passages=(Passage("Ann", "She left."), Passage("", "It rains in Bath."), Passage("C", "Bob stays.")),
+    also=(Asked("Where?", "Bath"), Asked("And Bob?", "He stays.")),
+)
+CODER = Coder.of(byte_tokenizer())
+
+
+def written(sample: Sample, *, apart: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[int, int]]]:
+    """Tokens, positions, who sees whom [n, n], and each learned token with the row that predicts it."""
+    tokens: list[tuple[int, int, str]] = []  # byte, position, part
+    control = {0: 256, 1: 257}
+
+    def add(text: bytes, part: str, at: int | None = None, plain: bool = False) -> None:
+        begin = len(tokens) if at is None else at
+        tokens.extend((c if plain else control.get(c, c), begin + i, part) for i, c in enumerate(text))
+
+    add(b"\x00system\n" + INSTRUCTION.encode() + b"\x01\n\x00user\n", "head")
+    for i, passage in enumerate(sample.passages):
+        heading = f"{passage.title}\n" if passage.title else ""
+        add(f"{heading}{passage.text}\n\n".encode(), f"passage {i}", plain=True)
+    behind, learned = len(tokens), []
+    for i, asked in enumerate(sample.asked):
+        add(b"Question: " + asked.question.encode() + b"\x01\n\x00assistant\n", f"question {i}", behind)
+        answer = [*asked.answer.encode(), 257]
+        learned += [(len(tokens) - 1 + j, x) for j, x in enumerate(answer)]
+        last = tokens[-1][1] + 1
+        tokens.extend((x, last + j, f"question {i}") for j, x in enumerate(answer[:-1]))
+
+    def sees(row: int, key: int) -> bool:
+        a, b = tokens[row][2], tokens[key][2]
+        if key > row or a == b or b == "head":
+            return key <= row
+        return not (b.startswith("question") or (apart and a.startswith("passage")))
+
+    n = len(tokens)
+    seen = np.array([[sees(i, j) for j in range(n)] for i in range(n)])
+    return np.array([t[0] for t in tokens]), np.array([t[1] for t in tokens]), seen, learned
+
+
+def seen_of(hide_from: np.ndarray, hide_until: np.ndarray) -> np.ndarray:
+    order = np.arange(len(hide_from))
+    hidden = (hide_from[None] <= order[:, None]) & (order[:, None] < hide_until[None])
+    return (order[None] <= order[:, None]) & ~hidden
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("attention", ["dependency", "self"])
+def test_each_passage_stands_alone_and_each_question_sees_all_of_them(attention: str, plain: bool) -> None:
+    example = replace(CODER, attention=attention).example(READING, plain=plain)
+    apart = attention == "dependency" and not plain
+    token, position, seen, learned = written(READING, apart=apart)
+    np.testing.assert_array_equal(example.token, token)
+    np.testing.assert_array_equal(example.position, position)
+    np.testing.assert_array_equal(seen_of(example.hide_from, example.hide_until), seen)
+    target = np.full(len(token), -1)
+    for row, what in learned:
+        target[row] = what
+    np.testing.assert_array_equal(example.target, target)
+    assert example.teacher is not None
+    np.testing.assert_array_equal(example.teacher.position, position)
+    np.testing.assert_array_equal(
+        seen_of(example.teacher.hide_from, example.teacher.hide_until), written(READING, apart=False)[2]
+    )
+
+
+def test_a_long_passage_is_cut_as_knowledge_is() -> None:
+    text = " ".join(f"Sentence {i} is here." for i in range(20))
+    example = CODER.example(replace(READING, passages=(Passage("T", text),), also=()))
+    inside = example.token[(example.hide_from > 0) & (example.hide_until < len(example))]
+    assert bytes(int(x) for x in inside).decode().count("T\n") == 3, "three chunks, each under the title"
+
+
+def test_earlier_turns_stand_before_the_passages() -> None:
+    turns = (Message("user", "Hi."), Message("assistant", "Yes?"))
+    example = CODER.example(replace(READING, history=turns, also=()))
+    text = bytes(int(x) for x in example.token if x < 256).decode()
+    assert text.index("Yes?") < text.index("She left.") < text.index("Question: Who?")
+
+
+# ------------------------------------------------------------------------------------------ teacher
+
+
+MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), LORA, distil=True)
+ROTATION = rotation_of(SMALL, 512)
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_loss_is_the_divergence_from_full_attention(plain: bool) -> None:
+    """Of two samples packed into one row: the dense float64 forward of both models, each with its own mask."""
+    samples = (READING, replace(READING, id="s", passages=READING.passages[:2], also=READING.also[:1]))
+    (microbatch,) = ROWS.pack([CODER.example(sample, plain=plain) for sample in samples])
+    pairs = adapters()
+    kl_N, same_N = (np.asarray(x) for x in loss_program(MODEL)(pairs, weights_of(SMALL), ROTATION, microbatch.batch))
+    tensors = tensors_of(SMALL)
+    for i, sample in enumerate(samples):
+        token, position, seen, learned = written(sample, apart=not plain)
+        rows = [row for row, _ in learned]
+        full = written(sample, apart=False)[2]
+        teacher = log_softmax(next_logits(SMALL, tensors, token, position, full)[rows])
+        student = log_softmax(next_logits(SMALL, merged(pairs), token, position, seen)[rows])
+        expected = (np.exp(teacher) * (teacher - student)).sum(1)
+        np.testing.assert_allclose(kl_N[microbatch.example_N == i], expected, rtol=1e-3, atol=1e-5)
+        assert (same_N[microbatch.example_N == i] == (teacher.argmax(1) == student.argmax(1))).all()
+    assert kl_N[microbatch.example_N >= 0].min() > 0 and not kl_N[microbatch.example_N < 0].any()
+
+
+def merged(pairs: dict) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    """The model's tensors with their adapters, by the names that checkpoints have."""
+    about = {part: {k: np.asarray(v) for k, v in pair.items()} for part, pair in pairs.items()}
+    whole = merge(weights_of(SMALL), Adapter(about, LORA.rank, LORA.alpha, {}))
+    return unstacked(whole)
+
+
+def unstacked(whole: dict) -> dict[str, np.ndarray]:  # type: ignore[type-arg]
+    tensors = dict(tensors_of(SMALL))
+    for i in range(SMALL.num_layers):
+        layer, at = {name: np.asarray(x[i]) for name, x in whole["layers"].items()}, f"model.layers.{i}."
+        groups = SMALL.num_groups
+        for name, part in (("q", slice(groups)), ("k", slice(groups, groups + 1)), ("v", slice(groups + 1, None))):
+            tensors[f"{at}self_attn.{name}_proj.weight"] = layer["qkv"][:, part].reshape(-1, SMALL.hidden_size)
+        tensors[f"{at}self_attn.o_proj.weight"] = layer["out"].reshape(SMALL.hidden_size, -1)
+        gate_up = layer["gate_up"].reshape(2, -1, SMALL.hidden_size)
+        tensors[f"{at}mlp.gate_proj.weight"], tensors[f"{at}mlp.up_proj.weight"] = gate_up
+        tensors[f"{at}mlp.down_proj.weight"] = layer["down"]
+    return tensors
+
+
+def test_the_oracle_takes_merged_weights_apart_as_they_were() -> None:
+    for name, x in unstacked(weights_of(SMALL)).items():
+        np.testing.assert_array_equal(x, tensors_of(SMALL)[name], err_msg=name)
+
+
+def test_one_passage_and_plain_samples_teach_nothing_before_training() -> None:
+    alone = replace(READING, passages=READING.passages[:1])
+    fresh = LORA.init(weights_of(SMALL)["layers"], 0)
+    for example in (CODER.example(alone), CODER.example(READING, plain=True), CODER.example(SAMPLES[2])):
+        (microbatch,) = ROWS.pack([example])
+        kl_N, _ = loss_program(MODEL)(fresh, weights_of(SMALL), ROTATION, microbatch.batch)
+        np.testing.assert_allclose(np.asarray(kl_N), 0, atol=1e-6)
+
+
+def test_the_teacher_has_no_gradient() -> None:
+    """The slope along a direction of the adapters, by differences of the loss itself."""
+    (microbatch,) = ROWS.pack([CODER.example(READING)])
+    weights, pairs, step = weights_of(SMALL), adapters(), adapters(1)
+    zeros = ({n: {k: jnp.zeros_like(x) for k, x in p.items()} for n, p in pairs.items()}, jnp.zeros(2))
+    gradient, counts = gradient_program(MODEL)(pairs, weights, ROTATION, microbatch.batch, zeros)
+
+    def total(size: float) -> float:
+        moved = {n: {k: x + jnp.float32(size) * step[n][k] for k, x in p.items()} for n, p in pairs.items()}
+        return float(loss_program(MODEL)(moved, weights, ROTATION, microbatch.batch)[0].sum())
+
+    got = sum(float((gradient[n][k] * step[n][k]).sum()) for n in step for k in step[n])
+    assert got == pytest.approx((total(1e-2) - total(-1e-2)) / 2e-2, rel=2e-2)
+    assert float(counts[0]) == pytest.approx(total(0.0), rel=1e-5)
+
+
+def test_paths_have_no_teacher() -> None:
+    with pytest.raises(ConfigError, match="sample a has paths"):
+        check_taught([CODER.example(READING), CODER.example(SAMPLES[0])])
+    check_taught([CODER.example(READING), CODER.example(SAMPLES[2])])
+
+
+# -------------------------------------------------------------------------------------------- files
+
+
+def test_samples_with_passages_survive_their_file(tmp_path: Path) -> None:
+    write_samples([READING], tmp_path / "s.jsonl")
+    assert read_samples([tmp_path / "s.jsonl"]) == [READING]
+
+
+GOOD = {"question": "Q", "answer": "A", "passages": [{"title": "T", "text": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"paths": [["a", "r", "b"]]}, "passages and paths are both given"),
+        ({"passages": ["text"]}, "a passage must be an object"),
+        ({"passages": [{"text": " "}]}, "text must be a text that is not empty"),
+        ({"passages": [{"text": "x", "title": 3}]}, "title of a passage"),
+        ({"passages": [], "also": [{"question": "Q", "answer": "A"}]}, "there are no passages"),
+        ({"also": [{"question": "Q"}]}, "each of also must be"),
+        ({"also": [{"question": "Q", "answer": ""}]}, "answer must be a text"),
+    ],
+)
+def test_bad_samples_with_passages_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sample.from_json({**GOOD, **change})
+
+
+def questions(count: int) -> list[Question]:
+    lines = [
+        {
+            "question": f"Q{i}?",
+            "answers": [f"A{i}"],
+            "passages": [
+                {
+                    "title": f"T{i}",
+                    "text": f"Number {i} is the one that we look for here today.",
+                    "is_supporting": True,
+                },
+                {"title": f"U{i}", "text": "Short."},
+            ],
+        }
+        for i in range(count)
+    ]
+    return [Question.from_json(json.loads(json.dumps(line))) for line in lines]
+
+
+def test_samples_ask_what_their_passages_answer() -> None:
+    made = from_questions(questions(9), Shape(passages=6, asked=6), 6, seed=1)
+    assert made == from_questions(questions(9), Shape(passages=6, asked=6), 6, seed=1)
+    assert made != from_questions(questions(9), Shape(passages=6, asked=6), 6, seed=2)
+    for sample in made:
+        texts = {p.title: p.text for p in sample.passages}
+        assert len(sample.asked) == 6 and len(set(sample.passages)) == len(sample.passages) <= 6
+        real = [a for a in sample.asked if a.question.startswith("Q")]
+        assert len(real) == 3 and all(f"T{a.question[1:-1]}" in texts for a in real)
+        for asked in sample.asked:
+            if asked not in real:
+                assert any(asked.answer in text for text in texts.values())
+    asked = [a.question for sample in made[:3] for a in sample.asked if a.question.startswith("Q")]
+    assert sorted(asked) == sorted(f"Q{i}?" for i in range(9)), "none twice before all have been asked"
+
+
+def test_command_makes_samples_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps({"question": "Q?", "answers": ["A"], "passages": [{"text": "A b c."}]}) + "\n")
+    assert data_main(["text", str(file), "--out", str(tmp_path / "out.jsonl"), "--count", "3", "--asked", "4"]) == 0
+    made = read_samples([tmp_path / "out.jsonl"])
+    assert len(made) == 3 and {len(sample.asked) for sample in made} == {4}
+    file.write_text(json.dumps({"question": "Q?", "answers": [], "passages": [{"text": "A b c."}]}) + "\n")
+    assert data_main(["text", str(file), "--out", str(tmp_path / "out.jsonl")]) == 1
+    assert "answers is missing" in capsys.readouterr().err

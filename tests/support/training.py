@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,12 @@ from jax.sharding import AxisType, Mesh
 
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
+from ragjax.models.hub import LocalModel
 from tests.support.oracle import Float, rotate
 from tests.support.plain import frequencies, norm, tensors_of
-from tests.support.tiny import CONFIG
+from tests.support.tiny import CONFIG, TEMPLATE, byte_tokenizer, decoder
 from train.batch import Rows
+from train.export import export, hf_config
 from train.lora import Lora
 from train.model import DEVICES, Tree, stacked
 from train.sample import Sample
@@ -75,3 +80,20 @@ def next_logits(
         x_TE = x_TE + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj.weight"].T
     head = w["model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"]
     return norm(x_TE, w["model.norm.weight"], config.norm_eps) @ head.T
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny random model, laid out as on Hugging Face."""
+    made = decoder(config=SMALL)
+    folder.mkdir()
+    tokenizer = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()._definition))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "config.json").write_text(json.dumps(hf_config(SMALL, "float32")))
+    whole = folder.with_name("whole")
+    export(stacked(made), SMALL, LocalModel("tiny", folder, "huggingface"), whole, "float32")
+    return whole
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]

@@ -14,10 +14,9 @@ from ragjax.engine import Engine
 from ragjax.models.packet import Packet
 from tests.support import tiny
 from tests.support.plain import tensors_of
+from tests.support.reading import READING, log_softmax, seen_of, written
 from tests.support.tiny import byte_tokenizer
-from tests.support.training import ROWS, SMALL, next_logits, one_device, weights_of
-from tests.train.test_reading import READING, log_softmax, seen_of, written
-from tests.train.test_train import lines, make_model
+from tests.support.training import ROWS, SMALL, lines, make_model, next_logits, one_device, weights_of
 from train.depft import main as depft_main
 from train.example import Coder
 from train.model import Model, gradient_program, loss_program, rotation_of

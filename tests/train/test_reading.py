@@ -15,8 +15,8 @@ import pytest
 
 from ragjax.core import ConfigError, Message
 from ragjax.models.adapter import Adapter
-from ragjax.prompting.chat import INSTRUCTION
 from tests.support.plain import tensors_of
+from tests.support.reading import READING, log_softmax, seen_of, written
 from tests.support.tiny import byte_tokenizer
 from tests.support.training import LORA, ROWS, SAMPLES, SMALL, adapters, next_logits, one_device, weights_of
 from train.corpus import check_taught
@@ -25,54 +25,9 @@ from train.example import Coder
 from train.export import merge
 from train.model import Model, gradient_program, loss_program, rotation_of
 from train.reading import Question, Shape, from_questions
-from train.sample import Asked, Passage, Sample, read_samples, write_samples
+from train.sample import Passage, Sample, read_samples, write_samples
 
-READING = Sample(
-    "r",
-    "Who?",
-    "Ann",
-    passages=(Passage("Ann", "She left."), Passage("", "It rains in Bath."), Passage("C", "Bob stays.")),
-    also=(Asked("Where?", "Bath"), Asked("And Bob?", "He stays.")),
-)
 CODER = Coder.of(byte_tokenizer())
-
-
-def written(sample: Sample, *, apart: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[int, int]]]:
-    """Tokens, positions, who sees whom [n, n], and each learned token with the row that predicts it."""
-    tokens: list[tuple[int, int, str]] = []  # byte, position, part
-    control = {0: 256, 1: 257}
-
-    def add(text: bytes, part: str, at: int | None = None, plain: bool = False) -> None:
-        begin = len(tokens) if at is None else at
-        tokens.extend((c if plain else control.get(c, c), begin + i, part) for i, c in enumerate(text))
-
-    add(b"\x00system\n" + INSTRUCTION.encode() + b"\x01\n\x00user\n", "head")
-    for i, passage in enumerate(sample.passages):
-        heading = f"{passage.title}\n" if passage.title else ""
-        add(f"{heading}{passage.text}\n\n".encode(), f"passage {i}", plain=True)
-    behind, learned = len(tokens), []
-    for i, asked in enumerate(sample.asked):
-        add(b"Question: " + asked.question.encode() + b"\x01\n\x00assistant\n", f"question {i}", behind)
-        answer = [*asked.answer.encode(), 257]
-        learned += [(len(tokens) - 1 + j, x) for j, x in enumerate(answer)]
-        last = tokens[-1][1] + 1
-        tokens.extend((x, last + j, f"question {i}") for j, x in enumerate(answer[:-1]))
-
-    def sees(row: int, key: int) -> bool:
-        a, b = tokens[row][2], tokens[key][2]
-        if key > row or a == b or b == "head":
-            return key <= row
-        return not (b.startswith("question") or (apart and a.startswith("passage")))
-
-    n = len(tokens)
-    seen = np.array([[sees(i, j) for j in range(n)] for i in range(n)])
-    return np.array([t[0] for t in tokens]), np.array([t[1] for t in tokens]), seen, learned
-
-
-def seen_of(hide_from: np.ndarray, hide_until: np.ndarray) -> np.ndarray:
-    order = np.arange(len(hide_from))
-    hidden = (hide_from[None] <= order[:, None]) & (order[:, None] < hide_until[None])
-    return (order[None] <= order[:, None]) & ~hidden
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -114,10 +69,6 @@ def test_earlier_turns_stand_before_the_passages() -> None:
 
 MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), LORA, distil=True)
 ROTATION = rotation_of(SMALL, 512)
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 @pytest.mark.parametrize("plain", [False, True])

@@ -26,8 +26,8 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from tests.support.devices import ROOT
 from tests.support.plain import FAMILIES, tensors_of
-from tests.support.tiny import TEMPLATE, byte_tokenizer, decoder
-from tests.support.training import LORA, SMALL, adapters
+from tests.support.tiny import byte_tokenizer, decoder
+from tests.support.training import LORA, SMALL, adapters, lines, make_model
 from train.batch import Rows
 from train.checkpoint import Checkpoints
 from train.depft import main
@@ -41,19 +41,6 @@ from train.sample import Sample, write_samples
 pytestmark = pytest.mark.slow
 
 WORDS = ("red", "blue", "green")
-
-
-def make_model(folder: Path) -> Path:
-    """A tiny random model, laid out as on Hugging Face."""
-    made = decoder(config=SMALL)
-    folder.mkdir()
-    tokenizer = {"eos_token": "<|end|>", "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()._definition))
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    (folder / "config.json").write_text(json.dumps(hf_config(SMALL, "float32")))
-    whole = folder.with_name("whole")
-    export(stacked(made), SMALL, LocalModel("tiny", folder, "huggingface"), whole, "float32")
-    return whole
 
 
 def make_samples(file: Path, count: int = 12) -> Path:
@@ -87,10 +74,6 @@ def flags(home: Path, out: str, *more: str) -> list[str]:
         *("--dev", str(home / "dev.jsonl"), "--row-tokens", "512", "--batch", "6", "--epochs", "2", "--lr", "3e-3"),
         *("--dtype", "float32", "--no-progress", "--plain", "0.25", "--seed", "3", *more),
     ]
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -218,7 +201,7 @@ def test_a_trained_model_is_not_trained_over(home: Path, capsys: pytest.CaptureF
 def test_a_folder_that_cannot_be_made_is_said_before_the_model_is_loaded(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.depft.load_decoder", None)
+    monkeypatch.setattr("train.run.load_decoder", None)
     for out in ("samples.jsonl", "samples.jsonl/run"):
         assert main(flags(home, out)) == 1
         error = capsys.readouterr().err

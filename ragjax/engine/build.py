@@ -85,11 +85,10 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     storage = options.storage
     numbers = precision(options.dtype, platform(), cpu_features(), widening_pays)
     dtype = numbers.dtype
+    _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
     wrapper = wrapper_of(local)
     chosen = dict(all_strategies(wrapper=wrapper) if strategies is None else strategies)
-    if options.shadow_rate > 0 and "full" not in chosen:
-        raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
     setting = _setting(options, chosen)
     budget = None if options.quality_budget is None else Budget.parse(options.quality_budget)
     policy = _policy(storage)
@@ -147,14 +146,20 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     )
 
 
+def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> None:
+    """Raise ConfigError if requests may turn to a strategy that is not known."""
+    if options.shadow_rate > 0 and "full" not in known:
+        raise ConfigError("a shadow rate needs the strategy full, to which requests turn after a fault")
+    if options.quality_budget is not None and not {"full", "prefix"} <= known.keys():
+        raise ConfigError("a quality budget needs the strategies full and prefix")
+
+
 def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
     """What requests get that name no strategy; a budget will pick another.
 
     Raises:
         ConfigError: for names that are not known, and a ratio that has no effect.
     """
-    if options.quality_budget is not None and not {"full", "prefix"} <= known.keys():
-        raise ConfigError("a quality budget needs the strategies full and prefix")
     name, ratio = options.strategy or "prefix", options.recompute_ratio
     if name == "packet" and name not in known:
         raise ConfigError("the model has no packets: give an adapter of python -m train.packet as --model")

@@ -123,5 +123,11 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     def to_json(self) -> str:
-        """Write as JSON: equal configurations give equal text, so that it may enter a cache key."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Write as JSON: equal configurations give equal text, so that it may enter a cache key.
+
+        Fields that came later are left out where they change nothing: entries written before them are still found.
+        """
+        fields = asdict(self)
+        if not self.soft_tokens:
+            del fields["soft_tokens"]
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))

@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ragjax.commands.flags import command_line, integer
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.retrieval.path import Triple
@@ -24,22 +26,17 @@ from train.sample import Bad, Sample, lines_of, list_of, read_lines, read_sample
 from train.split import apart, split
 from train.walk import Limits
 
+Source = Callable[[argparse.Namespace], tuple[list[Sample], list[Sample]]]
+"""Makes samples, and those that are put aside."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; an error of ours is one line, and exit status 1."""
     try:
         options = _options(argv)
         aside_out = _aside_out(options)
-        samples = options.make(options)
-        if options.apart:
-            samples = apart(samples, read_samples(options.apart))
-        if not samples:
-            raise ConfigError("no sample could be made")
-        aside: list[Sample] = []
+        samples, aside = options.make(options)
         if options.aside:
-            samples, aside = split(samples, options.aside, options.seed)
-            if not samples:
-                raise ConfigError(f"--aside {options.aside} puts all {len(aside)} samples aside; put fewer there")
             write_samples(aside, aside_out)
         write_samples(samples, options.out)
     except RagjaxError as error:
@@ -47,6 +44,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"{len(samples)} samples written to {options.out}, {len(aside)} put aside")
     return 0
+
+
+def _divided(make: Callable[[argparse.Namespace], list[Sample]]) -> Source:
+    """A source whose samples are all made, and then put aside."""
+
+    def source(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]:
+        samples = _kept(make(options), options)
+        if not options.aside:
+            return samples, []
+        samples, aside = split(samples, options.aside, options.seed)
+        if not samples:
+            raise ConfigError(f"--aside {options.aside} puts all {len(aside)} samples aside; put fewer there")
+        return samples, aside
+
+    return source
+
+
+def _kept(samples: list[Sample], options: argparse.Namespace) -> list[Sample]:
+    """What does not share anything with the samples of `--apart`."""
+    kept = apart(samples, read_samples(options.apart)) if options.apart else samples
+    if not kept:
+        raise ConfigError("no sample could be made")
+    return kept
 
 
 def _aside_out(options: argparse.Namespace) -> Path:
@@ -118,12 +138,19 @@ def _entries(file: Path) -> list[Mapping[str, Any]]:
     return [entry if isinstance(entry, Mapping) else {} for entry in entries]
 
 
-def _from_text(options: argparse.Namespace) -> list[Sample]:
+def _from_text(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]:
+    """Questions are put aside, not samples: a question comes back in many samples."""
     found = read_lines(options.files, Question.from_json, options.max_bad)
     if not found:
         raise ConfigError(f"no questions in {', '.join(options.files)}")
     shape = Shape(options.passages, options.asked)
-    return from_questions([question for _, question in found], shape, options.count, options.seed)
+    order = np.random.default_rng([options.seed, 4]).permutation(len(found))
+    questions, held = [found[i][1] for i in order], options.aside * shape.own
+    if held >= len(questions):
+        raise ConfigError(f"--aside {options.aside} takes {held} of {len(questions)} questions; put fewer there")
+    samples = from_questions(questions[held:], shape, options.count, options.seed)
+    aside = from_questions(questions[:held], shape, options.aside, options.seed) if held else []
+    return _kept(samples, options), aside
 
 
 def _from_samples(options: argparse.Namespace) -> list[Sample]:
@@ -134,15 +161,12 @@ def _named(found: Sequence[tuple[str, Sample]]) -> list[Sample]:
     return [sample if sample.id else replace(sample, id=place) for place, sample in found]
 
 
-SOURCES: Mapping[str, tuple[Callable[[argparse.Namespace], list[Sample]], str]] = {
-    "kg": (_from_kg, "question sets: JSON lines of question, answers, topic_entities, triples, paths"),
-    "graph": (_from_graph, "a graph: head, relation and tail by tabs; questions are made from templates"),
-    "trivia": (_from_trivia, "TriviaQA files, with --triples"),
-    "text": (
-        _from_text,
-        "question sets with passages: JSON lines of question, answers, passages",
-    ),
-    "samples": (_from_samples, "samples: to be joined and split"),
+SOURCES: Mapping[str, tuple[Source, str]] = {
+    "kg": (_divided(_from_kg), "question sets: JSON lines of question, answers, topic_entities, triples, paths"),
+    "graph": (_divided(_from_graph), "a graph: head, relation and tail by tabs; questions are made from templates"),
+    "trivia": (_divided(_from_trivia), "TriviaQA files, with --triples"),
+    "text": (_from_text, "question sets with passages: JSON lines of question, answers, passages"),
+    "samples": (_divided(_from_samples), "samples: to be joined and split"),
 }
 
 
@@ -153,7 +177,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         flag = kinds.add_parser(kind, help=text, description=text, allow_abbrev=False).add_argument
         flag("files", nargs="+", metavar="FILE")
         flag("--out", type=Path, required=True, metavar="FILE", help="samples, JSON lines")
-        flag("--aside", type=integer(0), default=0, metavar="N", help="put so many aside that share no answering path")
+        flag(
+            "--aside", type=integer(0), default=0, metavar="N", help="put so many aside that share no path or question"
+        )
         flag("--aside-out", type=Path, metavar="FILE", help="where to (default: --out with .aside.jsonl)")
         flag("--apart", nargs="+", metavar="FILE", help="leave out what shares an answering path with these samples")
         flag("--paths", type=integer(1), default=30, help="of a question, at most (default: 30)")

@@ -55,6 +55,11 @@ class Shape:
     passages: int = 10
     asked: int = 8
 
+    @property
+    def own(self) -> int:
+        """Questions of the set in a sample; the others are made from templates."""
+        return max(1, self.asked // 2)
+
 
 def from_questions(questions: Sequence[Question], shape: Shape, count: int, seed: int) -> list[Sample]:
     """`count` samples; half of what a sample asks are questions of the set, of which none comes twice before all have.
@@ -66,7 +71,7 @@ def from_questions(questions: Sequence[Question], shape: Shape, count: int, seed
     order = _endless(len(questions), random)
     made = []
     for number in range(count):
-        own = [questions[next(order)] for _ in range(min(max(1, shape.asked // 2), len(questions)))]
+        own = [questions[next(order)] for _ in range(min(shape.own, len(questions)))]
         passages = _context(own, pool, shape.passages, random)
         asked = [*(question.asked for question in own), *_templates(passages, shape.asked - len(own), random)]
         asked = [asked[i] for i in random.permutation(len(asked))]
@@ -110,7 +115,7 @@ def _templates(passages: Sequence[Passage], count: int, random: np.random.Genera
             rest = _shortened(" ".join(words[OPENING:]))
             yield Asked(f"How does the sentence go on that begins with “{begin}”?", rest)
         else:
-            yield Asked("Tell me something that the passages say.", _shortened(sentence))
+            yield Asked(f"Which sentence has the words “{' '.join(words[:2])}”?", _shortened(sentence))
 
 
 def _shortened(text: str) -> str:

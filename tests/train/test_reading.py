@@ -220,3 +220,25 @@ def test_command_makes_samples_of_texts(tmp_path: Path, capsys: pytest.CaptureFi
     file.write_text(json.dumps({"question": "Q?", "answers": [], "passages": [{"text": "A b c."}]}) + "\n")
     assert data_main(["text", str(file), "--out", str(tmp_path / "out.jsonl")]) == 1
     assert "answers is missing" in capsys.readouterr().err
+
+
+def test_questions_are_put_aside_and_not_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A question comes back in many samples, so samples that share one could not be told apart."""
+    file, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"question": f"Q{i}?", "answers": ["A"], "passages": [{"title": f"T{i}", "text": f"Fact {i}."}]}
+        for i in range(9)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    command = ["text", str(file), "--out", str(out), "--count", "20", "--asked", "4"]
+    assert data_main([*command, "--aside", "2"]) == 0
+    asked = [
+        {a.question for sample in read_samples([found]) for a in sample.asked if a.question.startswith("Q")}
+        for found in (out, tmp_path / "out.aside.jsonl")
+    ]
+    assert len(asked[0]) == 5 and len(asked[1]) == 4 and not asked[0] & asked[1]
+    assert len(read_samples([out])) == 20 and len(read_samples([tmp_path / "out.aside.jsonl"])) == 2
+    titles = {p.title for sample in read_samples([out]) for p in sample.passages}
+    assert len(titles) == 5, "passages of the questions put aside are not learned either"
+    assert data_main([*command, "--aside", "5"]) == 1
+    assert "--aside 5 takes 10 of 9 questions" in capsys.readouterr().err

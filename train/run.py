@@ -14,7 +14,7 @@ import numpy as np
 
 from ragjax.commands.flags import from_zero, integer, positive, share
 from ragjax.core import ConfigError
-from ragjax.models.adapter import Adapter
+from ragjax.models.adapter import BLOCK, Adapter
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
@@ -158,7 +158,7 @@ def _write(model: Model, trained: Tree, source: Source, out: Path) -> None:
         return
     if model.lora is not None:
         file = out / "adapter.safetensors"
-        model.lora.save(whole, file, about)
+        model.lora.save(whole, file, {**about, **({"attention": BLOCK} if model.distil else {})})
         whole = merge(stacked(source.decoder("float32")), Adapter.load(file))
     part = out / "model.part"
     shutil.rmtree(part, ignore_errors=True)  # left behind by a run that was killed

@@ -173,8 +173,9 @@ class SegmentReport:
     dropped: int = 0
 
 
-Exactness = Literal["full", "dependency", "packet"]
-"""What an answer may be exact to: full attention, dependency attention, or chunks that stand alone in packets."""
+Exactness = Literal["full", "dependency", "block", "packet"]
+"""What an answer may be exact to: full attention; dependency attention; block attention, under which a chunk sees the
+system prompt and itself, of a model that was trained for it; or the same between the soft tokens of packets."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, 
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
-from ragjax.models.adapter import load_model, model_digest, wrapper_of
+from ragjax.models.adapter import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import cache_dir, resolve
@@ -87,8 +87,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     dtype = numbers.dtype
     _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
-    wrapper = wrapper_of(local)
-    chosen = dict(all_strategies(wrapper=wrapper) if strategies is None else strategies)
+    wrapper, blocks = wrapper_of(local), reads_blocks(local)
+    chosen = dict(all_strategies(wrapper=wrapper, blocks=blocks) if strategies is None else strategies)
     setting = _setting(options, chosen)
     budget = None if options.quality_budget is None else Budget.parse(options.quality_budget)
     policy = _policy(storage)
@@ -101,7 +101,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper)
+        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks)
     contract = Contract(
         setting,
         dtype,

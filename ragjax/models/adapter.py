@@ -30,6 +30,9 @@ INPUTS: Mapping[str, int] = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
 
 FORMAT = "ragjax-lora-1"
 
+BLOCK = "block"
+"""The attention that an adapter says it was trained for, if that is block attention (arXiv 2409.15355)."""
+
 Pair = dict[str, Any]
 """a: [L, rank, *inputs]; b: [L, *outputs, rank]. Of one layer, without L."""
 
@@ -139,6 +142,13 @@ def wrapper_of(model: LocalModel) -> Wrapper | None:
     if model.adapter is None or not has_format(model.adapter, PACKET):
         return None
     return Packet.load(model.adapter).wrapper(open_checkpoint(model.path).config.vocab_size)
+
+
+def reads_blocks(model: LocalModel) -> bool:
+    """Whether a model was trained to read chunks that see the system prompt and themselves alone."""
+    if model.adapter is None or not has_format(model.adapter, FORMAT):
+        return False
+    return Adapter.load(model.adapter).about.get("attention") == BLOCK
 
 
 def has_format(file: str | Path, name: str) -> bool:

@@ -32,15 +32,16 @@ DEPENDENCY = ("dependency", "dependency-preorder")
 """Strategies whose attention follows a knowledge graph; the first is that of graph requests that name none."""
 
 
-def strategies(*, alpha: float = 1.0, wrapper: Wrapper | None = None) -> dict[str, Strategy]:
+def strategies(*, alpha: float = 1.0, wrapper: Wrapper | None = None, blocks: bool = False) -> dict[str, Strategy]:
     """Every strategy a request may name.
 
     alpha: Cache-Craft's, as `ragjax.reuse.calibrate` finds it. wrapper: of the model's packets, if it has some.
+    blocks: whether the model was trained for chunks that see the system prompt and themselves alone.
     """
     made: tuple[Strategy, ...] = (
         Full(),
         Prefix(),
-        Naive(),
+        Naive("block" if blocks else None),
         Selective("blend", Isolated(), Deviation()),
         Gradual(),
         Craft(alpha=alpha),

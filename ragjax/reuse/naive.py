@@ -8,9 +8,11 @@ question) are computed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
-from ragjax.core import Measure, Plan, Prefill, Prompt, Tokens
+from ragjax.core import Exactness, Measure, Plan, Prefill, Prompt, Tokens
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.condense import Condensed
 from ragjax.reuse.stitch import Isolated, keys, outlook, prepare
@@ -19,10 +21,18 @@ SOURCE = Condensed(Isolated())
 
 
 class Naive(Strategy):
-    """Full reuse of isolated chunks; approximate as soon as two chunks stand together."""
+    """Full reuse of isolated chunks; approximate as soon as two chunks stand together.
+
+    A model that was trained to read such chunks (Block-Attention, arXiv 2409.15355; `train.depft --target teacher`)
+    says what it was trained to say: its answers are exact to "block", whatever was kept, from wherever it came.
+    """
 
     name = "naive"
     condensed = True
+
+    def __init__(self, exact_to: Exactness | None = None):
+        """exact_to: what answers over several whole chunks are exact to; None: they are approximate."""
+        self._exact_to = exact_to
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk behind it."""
@@ -36,7 +46,10 @@ class Naive(Strategy):
         """At most two passes: the system prompt and chunks that are missing, then the query segments."""
         stitched = yield from prepare(prompt, allocation, SOURCE)
         results = yield stitched.ask()
-        return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
+        plan = stitched.plan(stitched.spans, results[Measure.LOGITS][0])
+        if plan.exact_to is not None or allocation.lossy or any(report.dropped for report in plan.reports):
+            return plan
+        return replace(plan, exact_to=self._exact_to)
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Answers depend on all chunks at once and are not kept."""

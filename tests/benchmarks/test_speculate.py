@@ -74,7 +74,7 @@ def test_less_of_a_search_is_exposed_where_an_early_stage_has_the_final_chunks(
     made = speculate.row(pairs)
     assert again == pairs and made["n"] == 6 and made["exposed_ms_off"] >= 80
     assert made["less"] == made["exposed_ms_off"] / made["exposed_ms"]
-    assert made["hit"] > 0 and all(on["hit"] for _, on in pairs if on["exposed_ms"] < on["search_ms"])
+    assert all(on["hit"] for _, on in pairs if on["exposed_ms"] < on["search_ms"])
     assert all(off["exposed_ms"] == off["search_ms"] and not off["hit"] + off["wrong"] for off, _ in pairs)
     where = {"set": "nq_open", "index": "flat", "search_ms": 80.0}
     draw([{**where, **made}], tmp_path, speculate.FIGURES)

@@ -742,7 +742,9 @@ def test_settings_of_a_start() -> None:
         with pytest.raises(ConfigError, match=message):
             setting(*wrong, known)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="full and prefix"):
-        setting(None, None, "KL=1", {"naive": Naive()})
+        loading._check_fallbacks(EngineOptions("none", quality_budget="KL=1"), {"naive": Naive()})
+    with pytest.raises(ConfigError, match="the strategy full"):
+        loading._check_fallbacks(EngineOptions("none", shadow_rate=0.1), {"naive": Naive()})
 
 
 def test_the_report_that_a_start_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,212 @@
+"""What training for passages that stand alone is worth: answers and divergence, beside the untouched model.
+
+    python -m benchmarks.passages --data DIR [--adapter A,B] [--packet A,B] [--sets a,b] [--limit N] [--model NAME]
+        [--dtype D] [--quick] [--json FILE]
+
+Every question is asked over its own passages (`demo`: the bundled questions, over the three chunks that retrieval
+finds), of the untouched model by `full`, `naive` and `ragjax`, and of each trained model: one with an adapter of
+`python -m train.depft --target teacher` by `naive`, one with packets of `python -m train.packet` by `packet`, and both
+by `full`, which says what training did to self-attention. --adapter and --packet name files, or packaged models.
+
+`kl` is the divergence from the untouched model's full attention, in nats a token over the reference answer's first 12
+tokens; `answered` the share of answers of 32 tokens that hold a reference. `answered_minus_full`: the paired difference
+from the untouched `full`; `kl_minus_ragjax`: from its `ragjax` at 15%, behind ten neighbours. `ttft_over_naive`:
+the median over questions of the first token's time, all KV warm, over that of `naive` on the same model. Intervals are
+95% paired bootstrap intervals over questions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import report
+from benchmarks.quality import dataset
+from benchmarks.quality.dataset import QuestionSet
+from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style, sample
+from benchmarks.quality.score import Bootstrap
+from benchmarks.quality.similarity import packaged_encoder
+from ragjax.commands.flags import DEMO, integer
+from ragjax.core import Answer, Chunk, Document, StorageOptions
+from ragjax.engine import Engine
+from ragjax.engine.preprocessing import fuse_all
+from ragjax.reuse import strategies as all_strategies
+
+SETS = "demo,musique,2wikimultihopqa"
+"""The demo, and sets that the packaged models were not trained on."""
+
+NEIGHBOURS, TOP_K, TOKENS = 10, 3, 32
+RAGJAX = Setting("ragjax", 0.15, NEIGHBOURS)
+PACKET = Setting("packet")
+
+COLUMNS = (
+    "set", "model", "strategy", "n", "kl", "kl_lo", "kl_hi", "top1", "answered", "answered_minus_full",
+    "answered_minus_full_lo", "answered_minus_full_hi", "kl_minus_ragjax", "kl_minus_ragjax_lo", "kl_minus_ragjax_hi",
+    "rougeL_vs_full", "ttft_ms", "ttft_over_naive",
+)  # fmt: skip
+
+Found = dict[tuple[str, Setting], list[dict[str, Any]]]
+"""Samples by model and setting, one a question."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A model, and how it is asked. name: of its rows; path: what leads to it."""
+
+    name: str
+    path: str
+    settings: tuple[Setting, ...]
+
+
+def arms(chosen: argparse.Namespace) -> list[Arm]:
+    """The untouched model first."""
+    trained = [Arm(name, name, (FULL, NAIVE)) for name in chosen.adapter]
+    packed = [Arm(name, name, (FULL, NAIVE, PACKET)) for name in chosen.packet]
+    return [Arm(chosen.model, chosen.model, (FULL, NAIVE, RAGJAX)), *trained, *packed]
+
+
+# ------------------------------------------------------------------------------------ measurement
+
+
+def measure(arm: Arm, questions: QuestionSet, chosen: argparse.Namespace, exact: dict[str, Answer]) -> Found:
+    """Samples of one model on a set. exact: answers of the untouched model's full attention, filled by the first."""
+    found: Found = {(arm.name, setting): [] for setting in arm.settings}
+    with tempfile.TemporaryDirectory(prefix="ragjax-passages-") as folder:
+        storage = StorageOptions(disk=folder, disk_gb=24.0)
+        with Engine.load(arm.path, strategy="fusion", dtype=chosen.dtype, storage=storage) as engine:
+            work = Evaluation(
+                engine,
+                questions,
+                chosen.limit,
+                packaged_encoder(),
+                Style(max_tokens=TOKENS),
+                all_strategies(),
+                partial(fuse_all, progress=False),
+                whole_corpus=not chosen.quick,
+            )
+            _warm(work, work.questions[0], arm)
+            for question in work.questions:
+                answers = _warm(work, question, arm)
+                for setting, answer in zip(arm.settings, answers, strict=True):
+                    if setting == FULL:
+                        exact.setdefault(question.id, answer)
+                    found[arm.name, setting].append(sample(question, answer, exact[question.id]))
+    return found
+
+
+def _warm(work: Evaluation, question: dataset.Question, arm: Arm) -> list[Answer]:
+    """Answers by every setting, with all that they read on the device."""
+    work.prepare(question, arm.settings)
+    if PACKET in arm.settings:
+        work.engine.answer_prompt(work.prompt(question), strategy="packet", max_tokens=1)
+    return [work.ask(question, setting) for setting in arm.settings]
+
+
+def demo(model: str, limit: int) -> QuestionSet:
+    """The bundled questions, each over the chunks that retrieval finds."""
+    lines = (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()[:limit]
+    asked = [json.loads(line) for line in lines]
+    with Engine.load(model, knowledge=DEMO / "documents") as engine:
+        found = [[hit.chunk for hit in engine.search(one["question"], top_k=TOP_K)] for one in asked]
+        base = engine.knowledge_base()
+        corpus = [_passage(chunk) for chunk in base.chunks(base.numbers).values()]
+    made = [
+        dataset.Question(one["id"], one["question"], tuple(one["answers"]), tuple(map(_passage, chunks)))
+        for one, chunks in zip(asked, found, strict=True)
+    ]
+    return QuestionSet("demo", tuple(made), {passage.id: passage for passage in corpus})
+
+
+def _passage(chunk: Chunk) -> Document:
+    """A document that is cut into this chunk again."""
+    return Document(chunk.id, chunk.text.removeprefix(f"{chunk.title}\n").strip(), chunk.title)
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def rows(name: str, found: Found) -> Iterator[dict[str, Any]]:
+    """The table's rows of a set; the first model of `found` is the untouched one."""
+    base = next(model for model, _ in found)
+    for (model, setting), samples in found.items():
+        bootstrap = Bootstrap([name] * len(samples))
+        naive = found[model, NAIVE]
+        yield {
+            "set": name,
+            "model": model,
+            "strategy": setting.strategy,
+            "n": len(samples),
+            **bootstrap.mean(_values(samples, "kl")).columns("kl"),
+            "top1": float(np.mean(_values(samples, "top1"))),
+            **bootstrap.mean(_values(samples, "answered")).columns("answered"),
+            **_less(bootstrap, samples, found[base, FULL], "answered", "answered_minus_full"),
+            **_less(bootstrap, samples, found[base, RAGJAX], "kl", "kl_minus_ragjax"),
+            "rougeL_vs_full": float(np.mean(_values(samples, "rougeL_vs_full"))),
+            "ttft_ms": float(np.median(_values(samples, "ttft_ms"))),
+            "ttft_over_naive": float(np.median(np.divide(_values(samples, "ttft_ms"), _values(naive, "ttft_ms")))),
+        }
+
+
+def _less(
+    bootstrap: Bootstrap, samples: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], of: str, name: str
+) -> dict[str, float | None]:
+    return bootstrap.difference(_values(samples, of), _values(other, of)).columns(name)
+
+
+def _values(samples: Sequence[Mapping[str, Any]], of: str) -> list[float]:
+    return [float(one[of]) for one in samples]
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line."""
+    flags = report.parser("passages", __doc__)
+    report.add_model(flags)
+    add = flags.add_argument
+    add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
+    add("--sets", default=SETS, metavar="A,B", help="the demo, and sets of the folder (%(default)s)")
+    add("--adapter", type=_names, default=[], metavar="A,B", help="models with adapters of train.depft")
+    add("--packet", type=_names, default=[], metavar="A,B", help="models with packets of train.packet")
+    add("--limit", type=integer(1), metavar="N", help="questions a set (100; 4 with --quick)")
+    chosen = flags.parse_args(arguments)
+    chosen.sets = chosen.sets.split(",")
+    chosen.limit = chosen.limit or (4 if chosen.quick else 100)
+    if chosen.data is None and chosen.sets != ["demo"]:
+        flags.error("give --data for the sets of a folder, or --sets demo")
+    if not chosen.adapter and not chosen.packet:
+        flags.error("give --adapter, --packet or both")
+    return chosen
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = options(arguments)
+
+    def measured(_: report.Session) -> Iterator[dict[str, Any]]:
+        for name in chosen.sets:
+            asked = demo(chosen.model, chosen.limit) if name == "demo" else dataset.load(chosen.data, name)
+            found: Found = {}
+            exact: dict[str, Answer] = {}
+            for arm in arms(chosen):
+                found |= measure(arm, asked, chosen, exact)
+            yield from rows(name, found)
+
+    return report.run("passages", COLUMNS, chosen.json, measured)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -125,10 +125,19 @@ def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> De
     """
     decoder = load_decoder(model.path, dtype, cache_dir)
     if model.adapter is not None:
-        adapter = Packet.load(model.adapter) if has_format(model.adapter, PACKET) else Adapter.load(model.adapter)
-        check_weights(adapter.about, weights_digest(model.path, cache_dir), str(model.path))
-        adapter.apply(decoder)
+        trained = load_trained(model.adapter)
+        check_weights(trained.about, weights_digest(model.path, cache_dir), str(model.path))
+        trained.apply(decoder)
     return decoder
+
+
+def load_trained(file: str | Path) -> Adapter | Packet:
+    """What a file adds to a model.
+
+    Raises:
+        ConfigError: if it is neither an adapter nor a packet.
+    """
+    return Packet.load(file) if has_format(file, PACKET) else Adapter.load(file)
 
 
 def check_weights(about: Mapping[str, str], digest: bytes, model: str) -> None:

@@ -88,8 +88,11 @@ PACKAGED: Mapping[str, Wheel] = {
 }
 
 
-ADAPTED: Mapping[str, Path] = {"smollm2-135m-graph": Path(__file__).parent / "smollm2-135m-graph.safetensors"}
-"""Packaged models with adapters, which come with ragjax; each file names the model it is for."""
+ADAPTED: Mapping[str, Path] = {
+    name: Path(__file__).parent / f"{name}.safetensors"
+    for name in ("smollm2-135m-graph", "smollm2-135m-passages", "smollm2-135m-packet")
+}
+"""Packaged models with adapters or packets, which come with ragjax; each file names the model it is for."""
 
 
 def cache_dir() -> Path:

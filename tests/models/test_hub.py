@@ -341,14 +341,14 @@ def test_packaged_models_are_what_their_names_say() -> None:
 
 
 @pytest.mark.model
-def test_the_packaged_adapter_is_small_and_of_a_packaged_model() -> None:
-    from ragjax.models.adapter import Adapter, check_weights
+def test_packaged_adapters_are_small_and_of_a_packaged_model() -> None:
+    from ragjax.models.adapter import check_weights, load_trained
     from ragjax.models.weights import weights_digest
 
     for name, file in hub.ADAPTED.items():
         assert file.stat().st_size <= 15e6
         model = resolve(name)
         assert (model.name, model.adapter) == (name, file)
-        adapter = Adapter.load(file)
-        assert adapter.about["model"] in hub.PACKAGED
-        check_weights(adapter.about, weights_digest(model.path, hub.cache_dir()), name)
+        trained = load_trained(file)
+        assert trained.about["model"] in hub.PACKAGED
+        check_weights(trained.about, weights_digest(model.path, hub.cache_dir()), name)

@@ -3,7 +3,7 @@
     python -m benchmarks.compress [--data DIR --sets A,B] [--methods A,B] [--graphs A,B] [--budgets N,M] [--heads all]
         [--context N] [--limit N] [--tokens N] [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
     python -m benchmarks.compress --part decode [--methods A,B] [--budgets N] [--context N] [--clients N] [--json FILE]
-    python -m benchmarks.compress --part condense --data DIR [--sets A,B] [--limit N] [--tokens N] [--json FILE]
+    python -m benchmarks.compress --part condense|rest --data DIR [--sets A,B] [--limit N] [--tokens N] [--json FILE]
 
 A prompt is prefilled once with full attention, and answered greedily. Its KV is then compressed in every way, as arrays
 without an engine, and the same answer is read again over what is kept. The set `demo` is the bundled documents and
@@ -20,9 +20,10 @@ tokens; `decode_tokens_per_s` is the sum of their rates, the median of three run
 in turns.
 
 `--part condense` asks an engine over chunks of which a share of the KV is kept once (`chosen_by`: what chose it),
-beside chunks that are kept whole, and in int8. `bytes_share` is what the chunks take at rest over what they take whole
-in the engine's dtype. `kl` is over the positions that predict the first 12 tokens of the reference answer, `over_blend`
-the paired difference from `blend` at 15%.
+beside chunks that are kept whole, and in int8; `--part rest` over whole chunks in each encoding. `bytes_share` is what
+the chunks take at rest over what they take whole in the engine's dtype. `kl` is over the positions that predict the
+first 12 tokens of the reference answer, `over_blend` the paired difference from `blend` at 15% over exact KV,
+`over_raw` that from the same strategy over exact KV.
 """
 
 from __future__ import annotations
@@ -84,7 +85,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = report.parser("compress", __doc__)
     report.add_model(flags)
     flags.add_argument(
-        "--part", choices=("quality", "decode", "condense"), default="quality", help="what to measure (%(default)s)"
+        "--part",
+        choices=("quality", "decode", "condense", "rest"),
+        default="quality",
+        help="what to measure (%(default)s)",
     )
     flags.add_argument("--clients", type=integer(1), default=8, help="requests that decode together (%(default)s)")
     flags.add_argument("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
@@ -97,8 +101,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument("--limit", type=integer(1), help=f"questions of a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
     flags.add_argument("--tokens", type=integer(2), default=16, help="of an answer, at most (%(default)s)")
     chosen = flags.parse_args(arguments)
-    if chosen.part == "condense" and chosen.data is None:
-        flags.error("--part condense needs --data")
+    if chosen.part in ("condense", "rest") and chosen.data is None:
+        flags.error(f"--part {chosen.part} needs --data")
     chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     chosen.context = chosen.context or (QUICK_CONTEXT if chosen.quick else CONTEXT)
     chosen.budgets = chosen.budgets or ([128] if chosen.quick else [128, 512])
@@ -115,8 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if chosen.part == "decode":
         return report.run("compress", COLUMNS, chosen.json, lambda _: decode.rows(chosen))
-    if chosen.part == "condense":
-        made = (row for name in chosen.sets for row in condense.rows(chosen, name))
+    if chosen.part in ("condense", "rest"):
+        ways = condense.WHOLE if chosen.part == "rest" else condense.WAYS
+        made = (row for name in chosen.sets for row in condense.rows(chosen, name, ways))
         return report.run("compress", condense.COLUMNS, chosen.json, lambda _: made)
 
     def measure(_: report.Session) -> Iterator[dict[str, Any]]:

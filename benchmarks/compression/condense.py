@@ -20,7 +20,7 @@ from benchmarks.quality.dataset import Question
 from benchmarks.quality.evaluation import FULL, Evaluation, Setting, Style, sample
 from benchmarks.quality.score import Bootstrap
 from benchmarks.quality.similarity import packaged_encoder
-from ragjax.core import AtRest, Kind, Prompt, Segment, StorageOptions, Tokens
+from ragjax.core import Answer, AtRest, Kind, Prompt, Segment, StorageOptions, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.condensing import Probe, condense_all
 from ragjax.engine.preprocessing import fuse_all
@@ -32,7 +32,8 @@ RATIO = 0.15
 SHARES = (0.5, 1 / 3, 0.25)
 COLUMNS = (
     "set", "n", "strategy", "ratio", "chosen_by", "kept_share", "at_rest", "bytes_share", "kl", "kl_lo", "kl_hi",
-    "over_blend", "over_blend_lo", "over_blend_hi", "top1", "f1", "answered", "recomputed_share",
+    "over_blend", "over_blend_lo", "over_blend_hi", "over_raw", "over_raw_lo", "over_raw_hi", "top1", "f1", "answered",
+    "recomputed_share",
 )  # fmt: skip
 
 
@@ -61,7 +62,15 @@ WAYS = (
     Way("ragjax", RATIO, "repeat", 0.5, "int8"),
     Way("ragjax", RATIO, "repeat", 2 / 3, "int8"),
 )
-"""What is measured. With two thirds of the tokens in int8 a chunk takes a third of its bytes."""
+"""What `--part condense` measures. With two thirds of the tokens in int8 a chunk takes a third of its bytes."""
+
+RESTS: tuple[AtRest, ...] = ("raw", "int8", "int4")
+WHOLE = (
+    BLEND,
+    *(Way(name, ratio, at_rest=rest) for rest in RESTS for name, ratio in
+      (("naive", None), ("fusion", RATIO), ("ragjax", RATIO))),
+)  # fmt: skip
+"""What `--part rest` measures: whole chunks, encoded at rest."""
 
 
 class Blind(Condense):
@@ -75,37 +84,50 @@ class Blind(Condense):
         return np.sort(np.random.default_rng(tokens).permutation(tokens)[:count]).astype(np.int32)
 
 
-def rows(chosen: argparse.Namespace, name: str) -> Iterator[Row]:
-    """The table's lines of a set of DIR."""
+def rows(chosen: argparse.Namespace, name: str, ways: Sequence[Way] = WAYS) -> Iterator[Row]:
+    """The table's lines of a set of DIR; `BLEND` must be among the ways."""
     found: dict[Way, Sequence[Mapping[str, float]]] = {}
-    for at_rest in dict.fromkeys(way.at_rest for way in WAYS):
-        found |= _figures(chosen, name, at_rest)
+    full: dict[str, Answer] = {}
+    for at_rest in dict.fromkeys(way.at_rest for way in ways):
+        found |= _figures(chosen, name, [way for way in ways if way.at_rest == at_rest], full)
         gc.collect()  # an engine's programs take memory maps, and two engines more of them than a process may have
     bootstrap = Bootstrap([name] * len(found[BLEND]))
-    for way in WAYS:
+    for way in ways:
         column = {key: [figures[key] for figures in found[way]] for key in found[way][0]}
-        over = bootstrap.difference(column["kl"], [figures["kl"] for figures in found[BLEND]])
         means = {key: float(np.mean(values)) for key, values in column.items() if key != "kl"}
         yield {
             "set": name, "n": len(found[way]), "strategy": way.strategy, "ratio": way.ratio,
             "chosen_by": way.probe or "all", "kept_share": way.share, "at_rest": way.at_rest,
             **bootstrap.mean(column["kl"]).columns("kl"),
-            **({} if way is BLEND else over.columns("over_blend")), **means,
+            **_over(bootstrap, "over_blend", found, way, BLEND),
+            **_over(bootstrap, "over_raw", found, way, replace(way, at_rest="raw")), **means,
         }  # fmt: skip
 
 
-def _figures(chosen: argparse.Namespace, name: str, at_rest: AtRest) -> Mapping[Way, Sequence[Mapping[str, float]]]:
-    """Figures of all questions, by way; of the ways with this codec at rest."""
+def _over(
+    bootstrap: Bootstrap, column: str, found: Mapping[Way, Sequence[Mapping[str, float]]], way: Way, other: Way
+) -> Row:
+    """The paired difference in KL of a way from another; nothing if there is no other."""
+    if way == other or other not in found:
+        return {}
+    return bootstrap.difference(*([figures["kl"] for figures in found[one]] for one in (way, other))).columns(column)
+
+
+def _figures(
+    chosen: argparse.Namespace, name: str, ways: Sequence[Way], full: dict[str, Answer]
+) -> Mapping[Way, Sequence[Mapping[str, float]]]:
+    """Figures of all questions, by way; all ways have the same encoding at rest. full: answers kept for the next."""
     found: dict[Way, list[Mapping[str, float]]] = defaultdict(list)
-    ways = [way for way in WAYS if way.at_rest == at_rest]
+    at_rest = ways[0].at_rest
     storage = StorageOptions(host_gb=2.0, at_rest=at_rest)
     with Engine.load(
-        chosen.model, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=1.0, storage=storage, lookup=0
-    ) as engine:
+        chosen.model, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=1.0, storage=storage, lookup=0,
+        compile=False,  # nothing is timed
+    ) as engine:  # fmt: skip
         work = _Work(engine, Evaluation(
             engine, dataset.load(chosen.data, name), chosen.limit, packaged_encoder(),
             Style(max_tokens=chosen.tokens), strategies(), fuse_all, whole_corpus=False,
-        ))  # fmt: skip
+        ), full)  # fmt: skip
         for question in tqdm(work.evaluation.questions, desc=f"{name}, {at_rest}", unit="question"):
             for way, figures in work.measure(question, ways):
                 found[way].append(figures)
@@ -116,6 +138,7 @@ def _figures(chosen: argparse.Namespace, name: str, at_rest: AtRest) -> Mapping[
 class _Work:
     engine: Engine
     evaluation: Evaluation
+    full: dict[str, Answer]
 
     def measure(self, question: Question, ways: Sequence[Way]) -> Iterator[tuple[Way, dict[str, float]]]:
         """Figures of a question, every way's."""
@@ -126,14 +149,15 @@ class _Work:
             for way in ways
             if way.probe is not None
         }
-        full = self.evaluation.ask(question, FULL)
+        if question.id not in self.full:
+            self.full[question.id] = self.evaluation.ask(question, FULL)
         for way in ways:
             asked = prompt if way.probe is None else marked[way.probe, way.share]
             if way.at_rest != "raw":
                 self.engine.vacate_device()
             setting = Setting(way.strategy, way.ratio)
             answer = self.evaluation._ask(question, asked, setting, tenant=f"{way.probe}{way.share}/")
-            seen = sample(question, answer, full)
+            seen = sample(question, answer, self.full[question.id])
             kept = ("kl", "top1", "f1", "answered", "recomputed_share")
             yield way, {**{key: float(seen[key]) for key in kept}, "bytes_share": self._share(asked, way)}
 

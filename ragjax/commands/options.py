@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from ragjax.commands.flags import from_zero, graph, integer, knowledge, positive, share
-from ragjax.core import DTYPES, ORDERS, EngineOptions, StorageOptions
+from ragjax.core import DTYPES, ORDERS, AtRest, EngineOptions, StorageOptions
 
 INDEXES = ("flat", "ivf", "hnsw")
 STORAGE = "storage."
@@ -69,7 +69,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "storage.at_rest": (
         "--at-rest",
-        {"choices": ("raw", "int8", "float8"), "help": "KV below the device; only raw is exact (%(default)s)"},
+        {"choices": get_args(AtRest), "help": "KV below the device; only raw is exact (%(default)s)"},
     ),
     "storage.load_timeout": (
         "--load-timeout",

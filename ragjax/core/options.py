@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from ragjax.core.compression import Compression
 from ragjax.core.errors import ConfigError
 
-AtRest = Literal["raw", "int8", "float8"]
+AtRest = Literal["raw", "int8", "float8", "int4"]
 """How KV is encoded below the device."""
 
 
@@ -34,7 +34,7 @@ class StorageOptions:
     policy: name of the replacement policy. cost_profile: JSON of measured prefill times, which "pgdsf" needs.
     host_gb: host memory for KV, in 2^30 bytes (0: none). disk: folder of the disk tier (None: none), shared by any
     number of processes; disk_gb: its limit.
-    at_rest: "raw" (exact), or "int8" or "float8": smaller, and all that comes back is labelled approximate.
+    at_rest: "raw" (exact), or "int8", "float8" or "int4": smaller, and all that comes back is labelled approximate.
     load_timeout: seconds after which a request computes KV rather than wait for it.
     quotas: most 2^30 bytes of KV that a tenant may hold on the device, and as much in host memory.
     variants: most variants of chunks that Cache-Craft's strategies keep, of all chunks together (its N times M).

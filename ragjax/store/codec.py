@@ -1,34 +1,33 @@
-"""How KV is kept at rest, in host memory and on disk: as it is, or in 8 bits per value with a scale per channel.
+"""How KV is kept at rest, in host memory and on disk: as it is, or in 8 or 4 bits per value.
 
-A channel is one (layer, KV head, head dimension) of the keys or of the values; its float32 scale maps the channel's
-largest magnitude over the entry's tokens to that of the 8-bit format: int8, or float8_e4m3fn (arXiv:2209.05433). Keys
-have a few channels of large magnitude, the same for all tokens, which would drown the others if a token had one scale
-(KIVI, arXiv:2402.02750, section 3). All tokens share the scales, so some can be cut out without decoding the entry.
+`ragjax/store/encoding/` has a file for each way. All can cut out some tokens, and some layers, of an entry without
+decoding it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, get_args
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import AtRest
+from ragjax.store.encoding.base import BFLOAT16, Arrays, Dims, Encoding
+from ragjax.store.encoding.channel import ByChannel
+from ragjax.store.encoding.group import ByGroup
+from ragjax.store.encoding.raw import Raw
 
-Arrays = Mapping[str, NDArray[Any]]
-"""An entry at rest. raw: "k", "v" [L, K, n, D]; else "k.int8" or "k.float8" (its bits as uint8) [L, K, n, D] and
-"k.scale" float32 [L, K, D], and the same for v."""
+__all__ = ["Arrays", "Codec", "cut", "kind_of", "layers", "length", "rest_dtype"]
 
-LARGEST = {"int8": 127.0, "float8": 448.0}
-"""Largest magnitude of a format."""
-
-BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
-BITS = {"int8": np.dtype(np.int8), "float8": np.dtype(np.uint8)}
-FLOAT8_VALUES = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
-"""The value of each of float8's bit patterns: looking them up is ten times faster than casting."""
+ENCODINGS: Mapping[AtRest, Encoding] = {
+    "raw": Raw(),
+    "int8": ByChannel("int8"),
+    "float8": ByChannel("float8"),
+    "int4": ByGroup(),
+}
 
 
 def rest_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -57,39 +56,21 @@ class Codec:
             raise ValueError(f"kind {self.kind!r} is none of {', '.join(get_args(AtRest))}")
 
     def size(self, tokens: int) -> int:
-        """Bytes that an entry of so many tokens takes at rest."""
-        channels = 2 * self.layers * self.heads * self.dim
-        if self.kind == "raw":
-            return channels * tokens * self.dtype.itemsize
-        return channels * (tokens + np.dtype(np.float32).itemsize)
+        """Bytes that an entry of so many tokens takes at rest; one that was cut out of a longer one may take more."""
+        layout = ENCODINGS[self.kind].layout(self._dims(tokens))
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in layout.values())
 
     def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float]:
         """The entry's arrays, and the relative RMS error of its keys or its values, whichever is larger.
 
-        An entry with values that are not finite is kept raw, since no scale fits them.
+        An entry with values that are not finite, which no scale fits, is kept raw.
         """
-        raw = {"k": k_LKTD, "v": v_LKTD}
-        if self.kind == "raw":
-            return raw, 0.0
-        peaks = [_peaks(x) for x in raw.values()]
-        if not all(np.isfinite(peak).all() for peak in peaks):
-            return raw, 0.0
-        arrays: dict[str, NDArray[Any]] = {}
-        losses = []
-        for (name, x_LKTD), peak_LKD in zip(raw.items(), peaks, strict=True):
-            scale_LKD = _scales(peak_LKD, LARGEST[self.kind])
-            arrays[f"{name}.{self.kind}"], loss = _quantise(x_LKTD, scale_LKD, self.kind)
-            arrays[f"{name}.scale"] = scale_LKD
-            losses.append(loss)
-        return arrays, max(losses)
+        raw = {"k": k_LKTD, "v": v_LKTD}, 0.0
+        return ENCODINGS[self.kind].encode(k_LKTD, v_LKTD) or raw
 
     def decode(self, arrays: Arrays) -> tuple[NDArray[Any], NDArray[Any]]:
         """Keys and values, [L, K, n, D] each; of a raw entry its own arrays."""
-        kind = kind_of(arrays)
-        if kind == "raw":
-            return arrays["k"], arrays["v"]
-        k_LKTD, v_LKTD = (_restore(arrays[f"{x}.{kind}"], arrays[f"{x}.scale"], self.dtype) for x in "kv")
-        return k_LKTD, v_LKTD
+        return _encoding(arrays).decode(arrays, self.dtype)
 
     def check(self, arrays: Arrays, tokens: int) -> None:
         """See that these are `tokens` tokens or more of this model's KV.
@@ -97,18 +78,13 @@ class Codec:
         Raises:
             ValueError: naming the array and what is wrong with it.
         """
-        kind = kind_of(arrays)
         found = length(arrays)
         if found < tokens:
             raise ValueError(f"an entry has {found} tokens, of which {tokens} are wanted")
-        values = (self.layers, self.heads, found, self.dim), (self.dtype if kind == "raw" else BITS[kind])
-        scales = (self.layers, self.heads, self.dim), np.dtype(np.float32)
-        for name, array in arrays.items():
-            shape, dtype = scales if name.endswith(".scale") else values
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(
-                    f"array {name} of an entry is {array.dtype} {list(array.shape)}, not {dtype} {list(shape)}"
-                )
+        _encoding(arrays).check(arrays, self._dims(found))
+
+    def _dims(self, tokens: int) -> Dims:
+        return Dims(self.layers, self.heads, tokens, self.dim, self.dtype)
 
 
 def kind_of(arrays: Arrays) -> AtRest:
@@ -117,22 +93,20 @@ def kind_of(arrays: Arrays) -> AtRest:
     Raises:
         ValueError: if its arrays are those of no known encoding.
     """
-    for kind in get_args(AtRest):
-        if set(arrays) == _names(kind):
-            known: AtRest = kind
-            return known
+    for kind, encoding in ENCODINGS.items():
+        if arrays.keys() == encoding.names:
+            return kind
     raise ValueError(f"an entry of arrays {sorted(arrays)} has no known encoding")
 
 
 def length(arrays: Arrays) -> int:
     """Tokens of an entry."""
-    shape = next(array.shape for name, array in arrays.items() if not name.endswith(".scale"))
-    return int(shape[2]) if len(shape) > 2 else 0
+    return _encoding(arrays).length(arrays)
 
 
 def cut(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
     """Tokens [begin, end) of an entry, as views."""
-    return {name: x if name.endswith(".scale") else x[:, :, begin:end] for name, x in arrays.items()}
+    return _encoding(arrays).cut(arrays, begin, end)
 
 
 def layers(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
@@ -140,63 +114,5 @@ def layers(arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
     return {name: x[begin:end] for name, x in arrays.items()}
 
 
-def _names(kind: AtRest) -> set[str]:
-    return {"k", "v"} if kind == "raw" else {f"{x}.{part}" for x in "kv" for part in (kind, "scale")}
-
-
-# One layer at a time below: float32 copies of a whole entry would take several times its size.
-
-
-def _peaks(x_LKTD: NDArray[Any]) -> NDArray[np.float32]:
-    """Largest magnitude of each channel, [L, K, D]."""
-    return np.stack([np.abs(_widen(x_KTD)).max(axis=1, initial=0) for x_KTD in x_LKTD])
-
-
-def _scales(peak_LKD: NDArray[np.float32], largest: float) -> NDArray[np.float32]:
-    limits = np.finfo(np.float32)
-    # half the range, since decoding may round the peak up; and a channel too small for a scale is kept as zeros
-    scale_LKD = np.minimum(peak_LKD, limits.max / 2) / np.float32(largest)
-    return np.where(scale_LKD < limits.tiny, np.float32(1), scale_LKD)
-
-
-def _quantise(x_LKTD: NDArray[Any], scale_LKD: NDArray[np.float32], kind: str) -> tuple[NDArray[Any], float]:
-    """The 8-bit values, and their relative RMS error."""
-    bits_LKTD = np.empty(x_LKTD.shape, BITS[kind])
-    error = norm = 0.0
-    for x_KTD, scale_KD, bits_KTD in zip(x_LKTD, scale_LKD, bits_LKTD, strict=True):
-        wide_KTD = _widen(x_KTD)
-        scaled_KTD = np.clip(wide_KTD / scale_KD[:, None], -LARGEST[kind], LARGEST[kind])
-        bits_KTD[...] = np.rint(scaled_KTD) if kind == "int8" else scaled_KTD.astype(FLOAT8).view(np.uint8)
-        back_KTD = _widen(_narrow(_expand(bits_KTD, scale_KD), x_LKTD.dtype))
-        error += _squares(np.subtract(back_KTD, wide_KTD, dtype=np.float64))
-        norm += _squares(wide_KTD.astype(np.float64))
-    return bits_LKTD, float(np.sqrt(error / norm)) if norm else 0.0
-
-
-def _restore(bits_LKTD: NDArray[Any], scale_LKD: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
-    x_LKTD = np.empty(bits_LKTD.shape, dtype)
-    for bits_KTD, scale_KD, x_KTD in zip(bits_LKTD, scale_LKD, x_LKTD, strict=True):
-        x_KTD[...] = _narrow(_expand(bits_KTD, scale_KD), dtype)
-    return x_LKTD
-
-
-def _expand(bits_KTD: NDArray[Any], scale_KD: NDArray[np.float32]) -> NDArray[np.float32]:
-    wide_KTD: NDArray[np.float32]
-    wide_KTD = FLOAT8_VALUES.take(bits_KTD) if bits_KTD.dtype == np.uint8 else bits_KTD.astype(np.float32)
-    wide_KTD *= scale_KD[:, None]
-    return wide_KTD
-
-
-def _squares(x: NDArray[np.float64]) -> float:
-    return float(np.square(x).sum())
-
-
-def _widen(x: NDArray[Any]) -> NDArray[np.float32]:
-    if x.dtype == np.uint16:
-        bits: NDArray[np.uint32] = x.astype(np.uint32) << np.uint32(16)
-        return bits.view(np.float32)
-    return x.astype(np.float32)
-
-
-def _narrow(x: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
-    return x.astype(BFLOAT16).view(np.uint16) if dtype == np.uint16 else x.astype(dtype)
+def _encoding(arrays: Arrays) -> Encoding:
+    return ENCODINGS[kind_of(arrays)]

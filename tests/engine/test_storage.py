@@ -118,7 +118,7 @@ def test_a_later_prompt_takes_the_part_that_it_shares(reference: dict[int, Answe
         engine.audit()
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
+@pytest.mark.parametrize("kind", ["int8", "float8", "int4"])
 def test_lossy_storage_is_labelled_and_so_is_what_is_built_on_it(kind: str, tmp_path: Path) -> None:
     with tiny.engine(disk=disk(tmp_path), at_rest=kind) as engine:  # type: ignore[arg-type]
         exact = ask(engine, 0)
@@ -250,7 +250,7 @@ def test_a_disk_that_always_fails_is_asked_once_a_request(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"host_gb": -1}, {"disk_gb": 0}, {"at_rest": "int4"}, {"load_timeout": float("nan")}, {"quotas": {"a": 1e305}}],
+    [{"host_gb": -1}, {"disk_gb": 0}, {"at_rest": "int3"}, {"load_timeout": float("nan")}, {"quotas": {"a": 1e305}}],
 )
 def test_options_that_cannot_work_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

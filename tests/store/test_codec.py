@@ -1,4 +1,4 @@
-"""`codec`: exact where it says so, errors within what 8 bits can do, and slices that need no decoding of the rest."""
+"""`codec`: exact where it says so, errors within what 8 and 4 bits can do, and slices that need no decoding of the rest."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ragjax.store.codec import Codec, cut, kind_of, length, rest_dtype
 
 LAYERS, HEADS, DIM = 3, 2, 8
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.float16)]
-LOSSY = {"int8": 0.01, "float8": 0.03}
+LOSSY = {"int8": 0.01, "float8": 0.03, "int4": 0.1}
 """Bound of the relative RMS error on normal data, 200 tokens: a step of 3 sigma / 127 gives 0.0068 in int8; three
-mantissa bits give 2^-4 / sqrt(3) = 0.036 at worst and 0.026 on average over a binade in float8."""
+mantissa bits give 2^-4 / sqrt(3) = 0.036 at worst and 0.026 on average over a binade in float8.
+32 normal numbers span 4.1 sigma, of which int4 makes 15 steps: 4.1 / 15 / sqrt(12) = 0.079."""
 
 
 def codec(kind: str = "raw", dtype: Any = np.float32) -> Codec:
@@ -95,7 +96,7 @@ def test_size_is_that_of_the_arrays(kind: str, dtype: np.dtype[Any]) -> None:
 @pytest.mark.parametrize("kind", ["raw", *LOSSY])
 @given(data=st.data())
 def test_decoding_a_slice_is_slicing_the_decoded(kind: str, data: st.DataObject) -> None:
-    tokens = data.draw(st.integers(1, 12))
+    tokens = data.draw(st.integers(1, 12) | st.integers(30, 110))
     begin = data.draw(st.integers(0, tokens))
     end = data.draw(st.integers(begin, tokens))
     arrays, _ = codec(kind).encode(*normal(tokens, np.dtype(np.float32), loud=50))
@@ -117,7 +118,7 @@ def test_values_that_are_not_finite_are_kept_exactly(kind: str, dtype: np.dtype[
     assert codec(kind, dtype).decode(arrays)[1].tobytes() == v.tobytes()
 
 
-@pytest.mark.parametrize("kind", LOSSY)
+@pytest.mark.parametrize("kind", ["int8", "float8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_zeros_and_extremes_stay_finite(kind: str, dtype: np.dtype[Any]) -> None:
     limits = ml_dtypes.finfo(ml_dtypes.bfloat16 if dtype == np.uint16 else dtype)
@@ -172,8 +173,8 @@ def test_other_precision_is_foreign() -> None:
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind 'int4' is none of raw, int8, float8"):
-        codec("int4")
+    with pytest.raises(ValueError, match="kind 'int3' is none of raw, int8, float8, int4"):
+        codec("int3")
 
 
 def test_only_bfloat16_changes_its_name_at_rest() -> None:

@@ -1,0 +1,1 @@
+"""The encodings of KV at rest, one file each; `ragjax.store.codec` chooses among them."""

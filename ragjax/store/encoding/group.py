@@ -1,0 +1,200 @@
+"""4 bits per value, with a scale and a minimum per group of 32: keys by channel, values by token.
+
+KIVI (arXiv:2402.02750, section 3): a value x of a group becomes round((x - min) / scale), 0 to 15, where
+scale = (max - min) / 15. A group of keys is one channel of 32 tokens, since keys have a few channels of large
+magnitude; a group of values is 32 channels of one token, so that its error stays with the token. KIVI leaves the tokens
+that do not fill a group unquantised; here they join the last group, which has up to 63 (or they are the only one).
+
+Scales and minima are bfloat16, which has float32's range. The bits of a key and of the value at the same place share a
+byte, so no dimension need be even. Keys are encoded as they come, rotated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.store.encoding.base import Arrays, Dims, Encoding, Layout, Loss, narrow, require, tokens_of, widen
+
+GROUP = 32
+"""Tokens of a group of keys, channels of a group of values."""
+
+LARGEST = np.float32(15)
+TINY = np.finfo(np.float32).tiny
+LOW, HIGH = np.uint8(15), np.uint8(4)
+
+Floats = NDArray[np.float32]
+
+
+class ByGroup(Encoding):
+    """In the arrays, Z are groups of tokens and E of channels; bfloat16 is kept as uint16 bits.
+
+    "kv.int4" uint8 [L, K, n, D]: keys in the low half, values in the high one. "k.scale", "k.least" uint16
+    [L, K, Z, D]. "v.scale", "v.least" uint16 [L, K, n, E]. "k.skip" uint8 [L], all the same: tokens of the first group
+    of keys that were cut off. Token t is of the group min((skip + t) // 32, Z - 1).
+    """
+
+    names = frozenset({"kv.int4", "k.scale", "k.least", "k.skip", "v.scale", "v.least"})
+
+    def layout(self, dims: Dims) -> Layout:
+        """Half a byte a value, and four bytes a group."""
+        return _layout(dims, _groups(dims.tokens))
+
+    def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float] | None:
+        """None if a value is not finite, or would not be when it is decoded."""
+        layers, heads, tokens, dim = k_LKTD.shape
+        layout = self.layout(Dims(layers, heads, tokens, dim, k_LKTD.dtype))
+        arrays = {name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()}
+        losses = Loss(), Loss()
+        if k_LKTD.size:
+            spread = _Spread(_group_of(arrays), k_LKTD.shape[-1])
+            for layer, pair in enumerate(zip(k_LKTD, v_LKTD, strict=True)):
+                _encode_layer({name: x[layer] for name, x in arrays.items()}, pair, spread, losses)
+        loss = [one.value for one in losses]
+        return (arrays, max(loss)) if np.isfinite(loss).all() else None
+
+    def decode(self, arrays: Arrays, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Each value times its group's scale, on top of its minimum."""
+        bits_LKTD = arrays["kv.int4"]
+        k_LKTD, v_LKTD = (np.empty(bits_LKTD.shape, dtype) for _ in "kv")
+        if bits_LKTD.size:
+            spread = _Spread(_group_of(arrays), bits_LKTD.shape[-1])
+            for layer, (k_KTD, v_KTD) in enumerate(zip(k_LKTD, v_LKTD, strict=True)):
+                wide = _decode_layer({name: x[layer] for name, x in arrays.items()}, spread)
+                k_KTD[...], v_KTD[...] = (narrow(x_KTD, dtype) for x_KTD in wide)
+        return k_LKTD, v_LKTD
+
+    def length(self, arrays: Arrays) -> int:
+        """Of the bits."""
+        return tokens_of(arrays["kv.int4"])
+
+    def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
+        """Views; of keys, the groups that the tokens lie in, with the number of tokens before them in the first."""
+        group_T = _group_of(arrays)[begin:end]
+        first, stop = (group_T[0], group_T[-1] + 1) if len(group_T) else (0, 0)
+        skip = _skip(arrays) + begin - GROUP * first if len(group_T) else 0
+        by_token = {name: arrays[name][:, :, begin:end] for name in ("kv.int4", "v.scale", "v.least")}
+        by_group = {name: arrays[name][:, :, first:stop] for name in ("k.scale", "k.least")}
+        return {**by_token, **by_group, "k.skip": np.full_like(arrays["k.skip"], skip)}
+
+    def check(self, arrays: Arrays, dims: Dims) -> None:
+        """The groups of keys must be those of the tokens; the last one may be long.
+
+        Raises:
+            ValueError: naming the array and what is wrong with it.
+        """
+        found = tokens_of(arrays["k.scale"])
+        require(arrays, _layout(dims, found))
+        skip = _skip(arrays)
+        if (arrays["k.skip"] != skip).any():
+            raise ValueError("array k.skip of an entry is not the same for all layers")
+        full = -(-(skip + dims.tokens) // GROUP) if dims.tokens else 0
+        if skip >= 2 * GROUP or not full - 1 <= found <= full or bool(found) != bool(dims.tokens):
+            raise ValueError(f"array k.scale of an entry is of {found} groups for {dims.tokens} tokens from {skip} on")
+
+
+def _layout(dims: Dims, groups: int) -> Layout:
+    """With so many groups of keys."""
+    layers, heads, tokens, dim, _ = astuple(dims)
+    byte, level = np.dtype(np.uint8), np.dtype(np.uint16)
+    keys = (layers, heads, groups, dim), level
+    values = (layers, heads, tokens, -(-dim // GROUP)), level
+    bits = (layers, heads, tokens, dim), byte
+    return {
+        "kv.int4": bits, "k.scale": keys, "k.least": keys, "v.scale": values, "v.least": values,
+        "k.skip": ((layers,), byte),
+    }  # fmt: skip
+
+
+def _groups(tokens: int) -> int:
+    """Groups of keys of a whole entry."""
+    return max(tokens // GROUP, min(tokens, 1))
+
+
+def _skip(arrays: Arrays) -> int:
+    return int(arrays["k.skip"][0])
+
+
+def _group_of(arrays: Arrays) -> NDArray[np.intp]:
+    """Each token's group of keys, [n]."""
+    group_T = (_skip(arrays) + np.arange(tokens_of(arrays["kv.int4"]))) // GROUP
+    return np.minimum(group_T, tokens_of(arrays["k.scale"]) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """Spreads what groups have over the tokens and channels in them. group_T: each token's group of keys. dim: D."""
+
+    group_T: NDArray[np.intp]
+    dim: int
+
+    def keys(self, x_KZD: NDArray[np.uint16]) -> Floats:
+        """[K, n, D]."""
+        return widen(x_KZD).take(self.group_T, axis=1)
+
+    def values(self, x_KTE: NDArray[np.uint16]) -> Floats:
+        """[K, n, D]."""
+        return widen(x_KTE).repeat(GROUP, axis=2)[..., : self.dim]
+
+
+# One layer at a time below: float32 copies of a whole entry would take several times its size.
+
+
+def _encode_layer(
+    arrays: Arrays, pair: tuple[NDArray[Any], NDArray[Any]], spread: _Spread, losses: tuple[Loss, Loss]
+) -> None:
+    """Fill a layer's arrays, and add to the losses."""
+    k_KTD, v_KTD = map(widen, pair)
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of values that are too large is not kept
+        for name, x_KTD, axis in (("k", k_KTD, 1), ("v", v_KTD, 2)):
+            least, scale = _levels(x_KTD, axis, arrays[f"{name}.scale"].shape[axis])
+            arrays[f"{name}.least"][...], arrays[f"{name}.scale"][...] = least, scale
+        k_bits_KTD = _quantise(k_KTD, spread.keys(arrays["k.least"]), spread.keys(arrays["k.scale"]))
+        v_bits_KTD = _quantise(v_KTD, spread.values(arrays["v.least"]), spread.values(arrays["v.scale"]))
+        arrays["kv.int4"][...] = k_bits_KTD | v_bits_KTD << HIGH
+        for loss, wide_KTD, back_KTD, x_KTD in zip(
+            losses, (k_KTD, v_KTD), _decode_layer(arrays, spread), pair, strict=True
+        ):
+            loss.add(wide_KTD, back_KTD, x_KTD.dtype)
+
+
+def _levels(x: Floats, axis: int, groups: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """Minimum, rounded down, and the scale that fits it, of each group along an axis: bfloat16 bits."""
+    starts = GROUP * np.arange(groups)
+    least = _below(np.minimum.reduceat(x, starts, axis=axis))
+    scale: Floats = (np.maximum.reduceat(x, starts, axis=axis) - widen(least)) / LARGEST
+    return least, _bits(np.where(scale < TINY, np.float32(1), scale))  # a group too flat for a scale is its minimum
+
+
+def _quantise(x: Floats, least: Floats, scale: Floats) -> NDArray[np.uint8]:
+    steps = x - least
+    steps /= scale
+    np.rint(steps, out=steps)
+    np.maximum(steps, np.float32(0), out=steps)
+    np.minimum(steps, LARGEST, out=steps)
+    return steps.astype(np.uint8)
+
+
+def _decode_layer(arrays: Arrays, spread: _Spread) -> tuple[Floats, Floats]:
+    """Keys and values of a layer, [K, n, D]."""
+    bits_KTD = arrays["kv.int4"]
+    k_KTD, v_KTD = (bits_KTD & LOW).astype(np.float32), (bits_KTD >> HIGH).astype(np.float32)
+    k_KTD *= spread.keys(arrays["k.scale"])
+    k_KTD += spread.keys(arrays["k.least"])
+    v_KTD *= spread.values(arrays["v.scale"])
+    v_KTD += spread.values(arrays["v.least"])
+    return k_KTD, v_KTD
+
+
+def _bits(x: Floats) -> NDArray[np.uint16]:
+    bits: NDArray[np.uint16] = narrow(x, np.dtype(np.uint16))
+    return bits
+
+
+def _below(x: Floats) -> NDArray[np.uint16]:
+    """The nearest bfloat16 that is not larger: dropped bits bring a number towards zero, so a negative one gets more."""
+    bits = x.view(np.uint32) + np.where(x < 0, np.uint32(0xFFFF), np.uint32(0))
+    return (bits >> np.uint32(16)).astype(np.uint16)

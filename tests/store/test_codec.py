@@ -1,4 +1,4 @@
-"""`codec`: exact where it says so, errors within what 8 and 4 bits can do, and slices that need no decoding of the rest."""
+"""`codec`: exact where it says so, errors within what 8 and 4 bits can do, and slices that decode nothing else."""
 
 from __future__ import annotations
 

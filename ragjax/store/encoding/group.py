@@ -195,6 +195,6 @@ def _bits(x: Floats) -> NDArray[np.uint16]:
 
 
 def _below(x: Floats) -> NDArray[np.uint16]:
-    """The nearest bfloat16 that is not larger: dropped bits bring a number towards zero, so a negative one gets more."""
+    """The nearest bfloat16 that is not larger: dropping bits moves a number towards zero."""
     bits = x.view(np.uint32) + np.where(x < 0, np.uint32(0xFFFF), np.uint32(0))
     return (bits >> np.uint32(16)).astype(np.uint16)

@@ -144,3 +144,11 @@ def test_condensed_chunks_are_measured_beside_whole_ones(tmp_path: Path, monkeyp
     assert found["naive", "repeat", 0.25, "raw"]["kl"] != naive["kl"] != found["naive", "all", 1.0, "int8"]["kl"]
     assert found["naive", "all", 1.0, "int8"]["bytes_share"] < 0.5
     assert found["blend", "all", 1.0, "raw"].get("over_blend") is None
+
+    ways = [way for way in condense.WHOLE if way.strategy in ("naive", "blend") and way.at_rest != "int8"]
+    whole = {(row["strategy"], row["at_rest"]): row for row in condense.rows(options(), "small", ways)}
+    assert whole.keys() == {("blend", "raw"), ("naive", "raw"), ("naive", "int4")}
+    assert whole["naive", "int4"]["bytes_share"] < found["naive", "all", 1.0, "int8"]["bytes_share"]
+    assert whole["naive", "raw"]["kl"] == pytest.approx(naive["kl"]) and "over_raw" not in whole["naive", "raw"]
+    change = whole["naive", "int4"]["kl"] - naive["kl"]
+    assert whole["naive", "int4"]["over_raw"] == pytest.approx(change) and abs(change) > 0

@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import Ceilings, ceilings, machine, versions
 from benchmarks.common.samples import Samples
-from ragjax.core import ConfigError, RequestError
+from ragjax.core import RagjaxError
 
 Row = Mapping[str, Any]
 
@@ -214,7 +214,7 @@ def run(
     try:
         session = Session(benchmark)
         rows = list(measure(session))
-    except (ConfigError, RequestError, RivalError) as error:
+    except (RagjaxError, RivalError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     session.finish(rows, columns, json_file)

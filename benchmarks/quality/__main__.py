@@ -1,7 +1,8 @@
 """How close each strategy's answers come to full attention's, and to the references, at equal shares recomputed.
 
     python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--ratios 0.15,0,0.05] [--limit N]
-        [--sweep N] [--deviation N] [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
+        [--sweep N] [--deviation N] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
+        [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
 
 Each question is asked over its own passages, as chat requests are. Distributions are compared over the positions that
 predict the first 12 tokens of the first reference answer (`kl` in nats, `top1`); then up to 24 tokens are generated,
@@ -16,8 +17,16 @@ the device waits on disk, in the engine's dtype, until the set is done.
 
 Intervals are 95% paired bootstrap intervals over questions (2,000 resamples, sets kept in proportion in "pooled" rows);
 `kl_over_fusion` and `kl_minus_fusion` compare with fusion at the same ratio. `normalised_f1` is FusionRAG's equation 11
-as a ratio of sums over questions, undefined where full attention is no better than full reuse. `answered` is the share
-of answers that hold a reference. Other programs on the machine disturb `ttft_ms` and nothing else.
+as a ratio of sums over questions, undefined (`normalised_f1_note` says so) unless the interval of full attention's F1
+minus full reuse's lies above zero. `answered` is the share of answers that hold a reference, `grounded` the share of an
+answer's words that occur in its passages. Other programs on the machine disturb `ttft_ms` and nothing else.
+
+With --options N every question is also a multiple choice: `accuracy` is the share of questions whose right answer has
+the highest log-probability a token of N options, `accuracy_sum` that of the sum, `right_p` the right answer's mean
+probability among them (`benchmarks/quality/choice.py` says where options come from). The table "non-inferiority" gives
+the smallest ratio at which a strategy is at most two points below full attention. Questions without passages (mmlu)
+get the five most similar documents of --corpus. With --judge an endpoint judges each answer: `faithful` is the share of
+its statements that its passages support, over the `judged` answers that have one.
 """
 
 from __future__ import annotations
@@ -36,13 +45,15 @@ from tqdm import tqdm
 from benchmarks.common import report
 from benchmarks.common.plot import draw
 from benchmarks.common.samples import Progress, Samples, weights_of
-from benchmarks.quality import dataset
+from benchmarks.quality import dataset, inferiority, judge
+from benchmarks.quality.choice import choices
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import Evaluation, Setting, Style
+from benchmarks.quality.judge import Judge
 from benchmarks.quality.plot import FIGURES
 from benchmarks.quality.rival import RIVALS
 from benchmarks.quality.rows import Question, main_settings, rows, sweep_settings, verdicts
-from benchmarks.quality.similarity import History, packaged_encoder
+from benchmarks.quality.similarity import History, packaged_encoder, search_in
 from ragjax.commands.flags import integer
 from ragjax.core import StorageOptions
 from ragjax.engine import Engine
@@ -63,7 +74,8 @@ QUICK_SET, QUICK_LIMIT = "hotpotqa", 2
 
 COLUMNS = (
     "set", "part", "strategy", "ratio", "neighbours", "n", "kl", "kl_lo", "kl_hi", "kl_over_fusion", "top1", "em", "f1",
-    "answered", "rougeL", "rougeL_vs_full", "jaccard_vs_full", "normalised_f1", "normalised_f1_lo", "normalised_f1_hi",
+    "answered", "grounded", "faithful", "judged", "accuracy", "accuracy_lo", "accuracy_hi", "options", "rougeL",
+    "rougeL_vs_full", "jaccard_vs_full", "normalised_f1", "normalised_f1_lo", "normalised_f1_hi", "normalised_f1_note",
     "recomputed_share", "ttft_ms",
 )  # fmt: skip
 
@@ -77,6 +89,7 @@ def measure(
     *,
     swept: int = 0,
     deviations: int = 0,
+    judged_by: Judge | None = None,
 ) -> list[Question]:
     """Samples of every question of a set: `main` on all, `sweep` on the first `swept`."""
     plans = [[*main, *(sweep if i < swept else ())] for i in range(len(work.questions))]
@@ -96,6 +109,8 @@ def measure(
             continue
         for setting, sample in work.measure(question, settings, deviations=i < deviations):
             if setting in settings:
+                if judged_by is not None:
+                    sample["faithful"] = judged_by.faithful(question, sample["text"])
                 samples.put(keys[question.id, setting], sample)
         progress.step(f"{work.name}: {question.id}")
     return [
@@ -133,10 +148,19 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--craft-history", default="similar", choices=get_args(History), help="past requests (%(default)s)")
     add("--device-cache-gb", type=float, default=2.0, metavar="GB", help="KV on the device (%(default)s)")
     add("--disk-cache-gb", type=float, default=24.0, metavar="GB", help="KV on disk, for a while (%(default)s)")
+    add("--options", type=integer(2, 8), metavar="N", help="also choose among N options (no choice)")
+    add("--corpus", metavar="A,B", help="sets among whose passages questions without any find theirs")
+    add("--judge", metavar="URL", help="OpenAI-compatible endpoint that judges answers, with its /v1")
+    add("--judge-model", metavar="NAME", help="model that the judge shall use")
+    add("--judge-key", metavar="VARIABLE", help="environment variable with its key (OPENAI_API_KEY, if set)")
     add("--plot", type=Path, metavar="DIR", help="also draw the papers' figures")
     chosen = flags.parse_args(arguments)
     if chosen.data is None and chosen.triviaqa is None:
         flags.error("give --data, --triviaqa or both")
+    if (chosen.judge is None) != (chosen.judge_model is None) or (chosen.judge_key and chosen.judge is None):
+        flags.error("--judge and --judge-model belong together, and --judge-key to both")
+    if chosen.corpus is not None and chosen.data is None:
+        flags.error("--corpus names sets of --data")
     chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     if chosen.quick:
         chosen.ratios, chosen.sweep = [RATIO], 0
@@ -174,16 +198,26 @@ def opened(chosen: argparse.Namespace, strategies: dict[str, Strategy]) -> Itera
             yield engine
 
 
-def run(chosen: argparse.Namespace, samples: Samples, encoder: TextEncoder) -> list[dict[str, Any]]:
+def sets_of(chosen: argparse.Namespace, encoder: TextEncoder) -> list[QuestionSet]:
+    """The sets asked for, with passages for questions that bring none if a corpus is named."""
+    search = None
+    if chosen.corpus is not None:
+        corpora = [dataset.load(chosen.data, name).corpus for name in chosen.corpus.split(",")]
+        search = search_in(list({d.id: d for corpus in corpora for d in corpus.values()}.values()), encoder)
+    sets = [dataset.load(chosen.data, name, search) for name in chosen.sets]
+    return sets if chosen.triviaqa is None else [*sets, dataset.triviaqa(chosen.triviaqa)]
+
+
+def run(
+    chosen: argparse.Namespace, samples: Samples, encoder: TextEncoder, judged_by: Judge | None = None
+) -> list[dict[str, Any]]:
     """Measure all sets; the rows."""
     known = all_strategies()
     selective = frozenset(name for name, s in known.items() if s.selective) | frozenset(chosen.rivals)
     ratio = RATIO if RATIO in chosen.ratios else chosen.ratios[0]
     main = main_settings([*chosen.strategies, *chosen.rivals], selective, ratio, chosen.neighbours[0])
     sweep = sweep_settings(main, chosen.ratios, chosen.neighbours[1:]) if chosen.sweep else []
-    sets: list[QuestionSet] = [dataset.load(chosen.data, name) for name in chosen.sets]
-    if chosen.triviaqa is not None:
-        sets.append(dataset.triviaqa(chosen.triviaqa))
+    sets = sets_of(chosen, encoder)
     style = Style(chosen.instruction, chosen.max_tokens, chosen.craft_history)
     measured: dict[str, list[Question]] = {}
     progress = Progress(sum(min(chosen.limit, len(questions.questions)) for questions in sets))
@@ -199,19 +233,28 @@ def run(chosen: argparse.Namespace, samples: Samples, encoder: TextEncoder) -> l
                 partial(fuse_all, progress=False),
                 [RIVALS[name](engine) for name in chosen.rivals],
                 whole_corpus=not chosen.quick,
+                choices=choices(questions, chosen.options) if chosen.options else None,
             )
             if work.left_out:
                 print(f"{work.name}: {work.left_out} questions are too long for the model", file=sys.stderr)
             progress.total -= min(chosen.limit, len(questions.questions)) - len(work.questions)
             measured[questions.name] = measure(
-                work, main, sweep, samples, progress, swept=chosen.sweep, deviations=chosen.deviation
+                work,
+                main,
+                sweep,
+                samples,
+                progress,
+                swept=chosen.sweep,
+                deviations=chosen.deviation,
+                judged_by=judged_by,
             )
     return rows(measured, main, sweep, chosen.model)
 
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
-    kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation")
+    kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation",
+            "options", "corpus", "judge", "judge_model")  # fmt: skip
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 
 
@@ -220,7 +263,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = options(arguments)
 
     def measured(session: report.Session) -> list[dict[str, Any]]:
-        return run(chosen, session.samples(settings_of(chosen)), packaged_encoder())
+        judged_by = None if chosen.judge is None else judge.opened(chosen.judge, chosen.judge_model, chosen.judge_key)
+        if judged_by is not None:
+            judged_by.check()
+        made = run(chosen, session.samples(settings_of(chosen)), packaged_encoder(), judged_by)
+        session.tables["non-inferiority"] = inferiority.smallest(made)
+        return made
 
     def show(made: Sequence[report.Row]) -> None:
         claims = verdicts(made)

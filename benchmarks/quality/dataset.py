@@ -7,8 +7,8 @@ which a chunk's neighbours are looked for. Sets without a `corpus.jsonl` take th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,21 @@ SETS = ("musique", "hotpotqa", "2wikimultihopqa", "nq_open", "squad_xquad_en", "
 """Sets that the benchmark is made for; any other folder of the same form will do."""
 
 MULTIHOP = "MultiHopRAG.json"
+LETTERS = "ABCDEFGH"
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its reference answers (the first is the one teacher-forced) and the passages it is asked over."""
+    """A question, its reference answers (the first is the one teacher-forced) and the passages it is asked over.
+
+    choices: the options of a set with multiple choice; the first answer is one of them.
+    """
 
     id: str
     text: str
     answers: tuple[str, ...]
     passages: tuple[Document, ...]
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,15 @@ class QuestionSet:
     corpus: Mapping[str, Document]
 
 
-def load(data: Path, name: str) -> QuestionSet:
+Search = Callable[[str], Sequence[Document]]
+"""Finds passages for a question."""
+
+
+def load(data: Path, name: str, search: Search | None = None) -> QuestionSet:
     """A set of a data folder; questions without an answer or without passages are left out.
 
-    A set is a folder with `questions.jsonl`, or with MultiHop-RAG's two files.
+    A set is a folder with `questions.jsonl`, or with MultiHop-RAG's two files. search: finds passages for questions
+    that bring none. A question with `choices` may have the letter of the right one as its answer.
 
     Raises:
         ConfigError: if the folder has no such set, or it holds no question that can be used.
@@ -55,6 +65,8 @@ def load(data: Path, name: str) -> QuestionSet:
         known = ", ".join(sorted(p.parent.name for p in data.glob("text/*/questions.jsonl"))) or "none"
         raise ConfigError(f"{data} has no set {name!r} (text/{name}/questions.jsonl); there is: {known}")
     found = [_question(entry) for entry in read_lines(path, "id", "question", "answers", "passages")]
+    if search is not None:
+        found = [q if q.passages else replace(q, passages=tuple(search(q.text))) for q in found]
     corpus = path.with_name("corpus.jsonl")
     documents = [_document(entry) for entry in read_lines(corpus, "id", "text")] if corpus.is_file() else []
     return _set(name, found, documents, path)
@@ -114,7 +126,9 @@ def _multihop(number: int, entry: Mapping[str, Any], corpus: Mapping[str, Docume
 def _set(name: str, found: Sequence[Question], documents: Iterable[Document], path: Path) -> QuestionSet:
     questions = tuple(question for question in found if question.answers and question.passages)
     if not questions:
-        raise ConfigError(f"{path}: no question has both an answer and a passage")
+        raise ConfigError(
+            f"{path}: no question has both an answer and a passage; --corpus finds passages in another set"
+        )
     passages = (passage for question in questions for passage in question.passages)
     return QuestionSet(name, questions, {d.id: d for d in (*documents, *passages)})
 
@@ -122,7 +136,13 @@ def _set(name: str, found: Sequence[Question], documents: Iterable[Document], pa
 def _question(entry: Mapping[str, Any]) -> Question:
     answers = tuple(a.strip() for a in entry["answers"] if a.strip())
     passages = {p["id"]: _document(p) for p in entry["passages"] if p["text"].strip()}
-    return Question(entry["id"], entry["question"].strip(), answers, tuple(passages.values()))
+    choices = tuple(dict.fromkeys(c.strip() for c in entry.get("choices") or () if c.strip()))
+    if choices and answers and answers[0] not in choices:
+        given = dict(zip(LETTERS, entry["choices"], strict=False))
+        if given.get(answers[0], "").strip() not in choices:
+            raise ConfigError(f"question {entry['id']}: the answer {answers[0]!r} is neither a choice nor its letter")
+        answers = (given[answers[0]].strip(),)
+    return Question(entry["id"], entry["question"].strip(), answers, tuple(passages.values()), choices)
 
 
 def _document(entry: Mapping[str, Any]) -> Document:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Protocol
 
-from benchmarks.quality import score
+from benchmarks.quality import choice, score
+from benchmarks.quality.choice import Choice
 from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.probe import Probe, deviation, places
 from benchmarks.quality.similarity import History, Similarity
@@ -107,14 +108,16 @@ class Evaluation:
         rivals: Sequence[Rival] = (),
         *,
         whole_corpus: bool = True,
+        choices: Mapping[str, Choice] | None = None,
     ):
         """Take the first `limit` questions whose prompt and answer fit the engine's context.
 
         strategies: the engine's, by name. whole_corpus: whether neighbours come from the whole corpus of the set, or
-        from the passages of the questions taken.
+        from the passages of the questions taken. choices: by question id, what is to be chosen from besides.
         """
         self.engine, self.style, self.name = engine, style, questions.name
         self._fuse, self._strategies = fuse, strategies
+        self._choices = choices or {}
         self._rivals = {rival.name: rival for rival in rivals}
         self._chunker = Chunker(partial(engine.tokenizer.encode, special=False, continued=True))
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
@@ -221,7 +224,7 @@ class Evaluation:
             recompute_ratio=setting.ratio,
             continuation=self.continuation(question),
             max_tokens=self.style.max_tokens,
-            tenant=f"{tenant}{self.name}/{question.id}/{setting.key}",
+            tenant=tenant + self._tenant(question, setting),
         )
 
     def warm_up(self, settings: Sequence[Setting]) -> None:
@@ -240,19 +243,46 @@ class Evaluation:
         deviations: also compare the KV that each leaves behind with full attention's.
         """
         self.prepare(question, [*settings, NAIVE])
-        full = self.ask(question, FULL)
+        full, chosen = self._answered(question, FULL)
         exact = self._probed(question, FULL) if deviations else None
-        yield FULL, sample(question, full, full)
+        yield FULL, sample(question, full, full) | chosen
         for setting in settings:
             if setting == FULL:
                 continue
             if setting.strategy in self._rivals:
                 yield setting, self._rival_sample(question, setting, full)
                 continue
-            found = sample(question, self.ask(question, setting), full)
+            answer, chosen = self._answered(question, setting)
+            found = sample(question, answer, full) | chosen
             if exact is not None:
                 found |= _deviations(self.prompt(question), exact, self._probed(question, setting))
             yield setting, found
+
+    def _answered(self, question: Question, setting: Setting) -> tuple[Answer, dict[str, Any]]:
+        """The answer, and what is measured of the question's choice; the prompt is computed once for both."""
+        asked = self._choices.get(question.id)
+        if asked is None:
+            return self.ask(question, setting), {}
+        engine = self.engine
+        with engine.compute_kv(
+            self.prompt(question, None, setting.neighbours),
+            strategy=setting.strategy,
+            recompute_ratio=setting.ratio,
+            tenant=self._tenant(question, setting),
+        ) as kv:
+            answer = engine.generate_with_depkv(
+                kv, continuation=self.continuation(question), max_tokens=self.style.max_tokens
+            )
+            scores = []
+            for option in asked.options:
+                tokens = engine.tokenizer.encode(option, special=False, continued=True)
+                logits_NV = engine.generate_with_depkv(kv, continuation=tokens, max_tokens=1).scores
+                assert logits_NV is not None
+                scores.append(choice.token_scores(logits_NV, tokens))
+        return replace(answer, timings=kv.timings, segments=kv.reports), choice.judged(scores, asked.right)
+
+    def _tenant(self, question: Question, setting: Setting) -> str:
+        return f"{self.name}/{question.id}/{setting.key}"
 
     def _probed(self, question: Question, setting: Setting) -> Probe:
         runner = self.engine._runner  # KV is read by nobody else, and in the engine's thread
@@ -295,6 +325,7 @@ def sample(question: Question, answer: Answer, full: Answer) -> dict[str, Any]:
         "em": score.exact_match(answer.text, question.answers),
         "f1": score.f1(answer.text, question.answers),
         "answered": score.answered(answer.text, question.answers),
+        "grounded": score.grounded(answer.text, [f"{p.title} {p.text}" for p in question.passages]),
         "rougeL": score.rouge_l(answer.text, question.answers),
         "rougeL_vs_full": score.rouge_l(answer.text, [full.text]),
         "jaccard_vs_full": score.jaccard(answer.text, full.text),

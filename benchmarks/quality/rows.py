@@ -12,9 +12,22 @@ from benchmarks.quality.evaluation import FULL, FUSED, NAIVE, Setting
 from benchmarks.quality.score import Bootstrap, normalised_f1
 
 METRICS = (
-    *("kl", "top1", "em", "f1", "answered", "rougeL", "rougeL_vs_full", "jaccard_vs_full", "recomputed_share"),
+    *(
+        "kl",
+        "top1",
+        "em",
+        "f1",
+        "answered",
+        "grounded",
+        "rougeL",
+        "rougeL_vs_full",
+        "jaccard_vs_full",
+        "recomputed_share",
+    ),
     *("ttft_ms", "load_ms", "prompt_tokens"),
 )
+CHOICE = ("accuracy", "accuracy_sum", "right_p")
+"""Metrics of questions with a choice."""
 LISTS = ("deviation_k", "deviation_v", "place_in_chunk", "place_of_chunk")
 
 Question = Mapping[str, Mapping[str, Any]]
@@ -95,7 +108,8 @@ def row(
     for metric in METRICS:
         made |= bootstrap.mean(values(setting, metric)).columns(metric)
     f1s, full = values(setting, "f1"), values(FULL, "f1")
-    made |= normalised_f1(bootstrap, f1s, full, values(NAIVE, "f1")).columns("normalised_f1")
+    recovered, why_not = normalised_f1(bootstrap, f1s, full, values(NAIVE, "f1"))
+    made |= recovered.columns("normalised_f1") | {"normalised_f1_note": why_not}
     made |= bootstrap.difference(f1s, full).columns("f1_minus_full")
     fusion = next((s for s in main if s.strategy == "fusion"), None)
     if fusion is not None:
@@ -104,10 +118,27 @@ def row(
             mine, theirs = values(setting, "kl"), values(beside, "kl")
             made |= bootstrap.difference(mine, theirs).columns("kl_minus_fusion")
             made |= bootstrap.ratio(mine, theirs).columns("kl_over_fusion")
+    made |= optional(setting, pairs)
     for key in LISTS:
         found = [q[setting.key][key] for q in questions if key in q[setting.key]]
         if found:
             made[key] = [float(x) for x in np.mean(found, axis=0)]
+    return made
+
+
+def optional(setting: Setting, pairs: Sequence[tuple[Question, str]]) -> dict[str, Any]:
+    """Columns of what only some questions have: a choice, an answer that the judge could judge."""
+    made: dict[str, Any] = {}
+    for metric, count in (*((name, "chosen") for name in CHOICE), ("faithful", "judged")):
+        both = [(q, g) for q, g in pairs if all(q[s.key].get(metric) is not None for s in (setting, FULL))]
+        if not both:
+            continue
+        bootstrap = Bootstrap([g for _, g in both])
+        mine, full = ([float(q[s.key][metric]) for q, _ in both] for s in (setting, FULL))
+        made |= {count: len(both), **bootstrap.mean(mine).columns(metric)}
+        made |= bootstrap.difference(mine, full).columns(f"{metric}_minus_full")
+        if metric == "accuracy":
+            made["options"] = float(np.mean([q[setting.key]["options"] for q, _ in both]))
     return made
 
 

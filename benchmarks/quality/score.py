@@ -3,7 +3,8 @@
 EM and F1 are those of SQuAD v1.1's official script (Rajpurkar et al. 2016, arXiv:1606.05250), transcribed because no
 small package keeps them; ROUGE-L (Lin 2004) is rapidfuzz's longest common subsequence over the words that Google's
 `rouge-score` cuts, without stemming; Jaccard and the comparison with full recomputation's own answer
-are Cache-Craft's (section 5), normalised F1 is FusionRAG's equation 11.
+are Cache-Craft's (section 5), normalised F1 is FusionRAG's equation 11. `grounded` is K-Precision (Adlakha et al. 2023,
+arXiv:2307.16877).
 """
 
 from __future__ import annotations
@@ -79,6 +80,16 @@ def jaccard(text: str, other: str) -> float:
     return len(mine & theirs) / len(mine | theirs) if mine or theirs else 1.0
 
 
+def grounded(text: str, passages: Sequence[str]) -> float:
+    """Share of the answer's words that occur in a passage, all normalised (K-Precision); 0 for an answer without words.
+
+    A deterministic stand-in for a judge of faithfulness: it sees words that come from nowhere, not what they say.
+    """
+    words = normalised(text).split()
+    known = {word for passage in passages for word in normalised(passage).split()}
+    return sum(word in known for word in words) / len(words) if words else 0.0
+
+
 # --------------------------------------------------------------------------------------- intervals
 
 
@@ -89,6 +100,10 @@ class Estimate:
     value: float | None
     lo: float | None
     hi: float | None
+
+    def __str__(self) -> str:
+        bounds = ("-" if x is None else f"{x:.3f}" for x in (self.lo, self.hi))
+        return f"{'-' if self.value is None else f'{self.value:.3f}'} [{', '.join(bounds)}]"
 
     def columns(self, name: str) -> dict[str, float | None]:
         """As a report's row has it."""
@@ -144,7 +159,14 @@ class Bootstrap:
         return Estimate(value, float(lo), float(hi))
 
 
-def normalised_f1(bootstrap: Bootstrap, f1s: Values, full: Values, reused: Values) -> Estimate:
-    """FusionRAG, equation 11, as a share: 0 is full reuse without repair, 1 is full attention; ratio of sums."""
+def normalised_f1(bootstrap: Bootstrap, f1s: Values, full: Values, reused: Values) -> tuple[Estimate, str | None]:
+    """FusionRAG, equation 11, as a share: 0 is full reuse without repair, 1 is full attention; ratio of sums.
+
+    Only where full attention beats full reuse by an interval that excludes zero is there anything to recover. Otherwise
+    it is undefined, and the second value says why.
+    """
     base = np.asarray(reused, np.float64)
-    return bootstrap.ratio(np.asarray(f1s, np.float64) - base, np.asarray(full, np.float64) - base)
+    gap = bootstrap.difference(full, base)
+    if gap.lo is None or gap.lo <= 0:
+        return Estimate(None, None, None), f"full - naive F1 {gap}"
+    return bootstrap.ratio(np.asarray(f1s, np.float64) - base, np.asarray(full, np.float64) - base), None

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import samples
-from ragjax.core import Chunk
+from benchmarks.quality.dataset import Search
+from ragjax.core import Chunk, Document
 from ragjax.retrieval.knowledge import TextEncoder
 
 History = Literal["similar", "random", "none"]
@@ -87,6 +88,17 @@ class Similarity:
 
     def _others(self, chunk: Chunk) -> tuple[Chunk, ...]:
         return tuple(other for other in self.chunks if other.id != chunk.id)
+
+
+def search_in(documents: Sequence[Document], encoder: TextEncoder, count: int = TOGETHER) -> Search:
+    """A search among documents: the `count` most similar ones (cosine), best first."""
+    vectors_NE = encoder.encode([f"{d.title} {d.text}" for d in documents])
+
+    def search(text: str) -> tuple[Document, ...]:
+        scores_N = vectors_NE @ encoder.encode([text])[0]
+        return tuple(documents[i] for i in np.argsort(-scores_N, kind="stable")[:count])
+
+    return search
 
 
 def packaged_encoder() -> TextEncoder:

@@ -372,18 +372,40 @@ class Engine:
         """
         name = DEPENDENCY[0] if positions == "path" else DEPENDENCY[1]
         made = prompt.prompt() if isinstance(prompt, DepPrompt) else prompt
+        return self.compute_kv(made, strategy=name, tenant=tenant)
+
+    def compute_kv(
+        self, prompt: Prompt, *, strategy: str, recompute_ratio: float | None = None, tenant: str = ""
+    ) -> DepKV:
+        """Compute a prompt by any strategy, and hold its KV until it is closed: for many continuations of one prompt.
+
+        Raises:
+            RequestError: if the prompt cannot be served, or there is no such strategy.
+        """
+        inner = self._strategies.get(strategy)
+        if inner is None:
+            known = ", ".join(self._strategies)
+            raise RequestError(f"unknown strategy {strategy!r}; choose one of {known}", param="strategy")
+        dressed = inner.dress(prompt)
         found: list[DepKV] = []
 
         def keep(plan: Plan, allocation: Allocation) -> None:
-            found.append(DepKV(made, name, tenant, plan, allocation, allocation.label, self._release))
+            found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, self._release))
             self._loop.kept[allocation.label] = found[-1]
 
         try:
-            self.answer_prompt(made, strategy=Keeping(self._strategies[name], keep), max_tokens=1, tenant=tenant)
+            answer = self.answer_prompt(
+                prompt,
+                strategy=Keeping(inner, keep),
+                recompute_ratio=recompute_ratio,
+                max_tokens=1,
+                tenant=tenant,
+            )
         except BaseException:
             for kv in found:
                 kv.close()
             raise
+        found[-1].timings = answer.timings
         return found[-1]
 
     def generate_with_depkv(
@@ -391,14 +413,19 @@ class Engine:
         kv: DepKV,
         *,
         sampling: Sampling | None = None,
+        continuation: Tokens | None = None,
         **options: float | int | str | tuple[str, ...] | Mapping[int, float] | None,
     ) -> Answer:
         """Generate behind a prompt whose KV is held; nothing of it is computed again. `options` as in `answer`.
 
+        continuation: as in `core.Request`.
+
         Raises:
             RequestError: if it was closed.
         """
-        return self.answer_prompt(kv.prompt, strategy=Resumed(kv), sampling=sampling, tenant=kv.tenant, **options)
+        return self.answer_prompt(
+            kv.prompt, strategy=Resumed(kv), sampling=sampling, continuation=continuation, tenant=kv.tenant, **options
+        )
 
     def _release(self, kv: DepKV) -> None:
         def give_back() -> None:

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
-from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, RequestError, SegmentReport, Span
+from ragjax.core import Measure, Pass, Plan, Prefill, Prompt, RequestError, SegmentReport, Span, Timings
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report
 
 
@@ -23,7 +23,8 @@ from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report
 class DepKV:
     """A prompt whose KV is held.
 
-    label: under which name it is held. release: how to give it back. closed: why it cannot be used any more.
+    prompt: as the strategy has the model read it. label: under which name it is held. release: how to give it back.
+    closed: why it cannot be used any more. timings: of the request that made it, up to its first token.
     """
 
     prompt: Prompt
@@ -34,6 +35,7 @@ class DepKV:
     label: str
     release: Callable[[DepKV], None] = field(repr=False)
     closed: str = ""
+    timings: Timings = field(default_factory=Timings)
 
     @property
     def reports(self) -> tuple[SegmentReport, ...]:
@@ -61,13 +63,17 @@ class Keeping(Strategy):
     """Another strategy, whose plan and allocation go to `keep` and outlive the request; it generates nothing."""
 
     def __init__(self, inner: Strategy, keep: Callable[[Plan, Allocation], None]):
-        self.name = inner.name
-        self.measures = inner.measures
+        self.name, self.measures, self.selective = inner.name, inner.measures, inner.selective
+        self.early_end, self.condensed = inner.early_end, inner.condensed
         self._inner, self._keep = inner, keep
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The other's."""
         return self._inner.keys(prompt, cache, tenant)
+
+    def dress(self, prompt: Prompt) -> Prompt:
+        """As the other does."""
+        return self._inner.dress(prompt)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The other's."""

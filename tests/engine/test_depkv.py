@@ -118,3 +118,20 @@ def test_an_answer_that_finds_no_entries_fails_alone() -> None:
             assert engine.stats()["errors_total"] == 1 and engine.stats()["queue_depth"] == 0
             assert engine.generate_with_depkv(kv, max_tokens=2).tokens
         engine.audit()
+
+
+@pytest.mark.parametrize(("strategy", "ratio"), [("full", None), ("prefix", None), ("naive", None), ("epic", 0.3)])
+def test_kv_of_any_strategy_is_held_for_many_continuations(engine: Engine, strategy: str, ratio: float | None) -> None:
+    prompt, behind = tiny.prompt(7), [tokens(5), tokens(1), tokens(3)]
+    asked = {"strategy": strategy, "recompute_ratio": ratio}
+    with engine.compute_kv(prompt, tenant="held", **asked) as kv:  # type: ignore[arg-type]
+        assert kv.timings.ttft > 0
+        for continuation in behind:
+            found = engine.generate_with_depkv(kv, continuation=continuation, max_tokens=4)
+            alone = engine.answer_prompt(prompt, continuation=continuation, max_tokens=4, tenant="alone", **asked)
+            assert found.scores is not None and alone.scores is not None and found.tokens == alone.tokens
+            np.testing.assert_allclose(found.scores, alone.scores, atol=1e-4)
+    with pytest.raises(RequestError, match="unknown strategy 'best'"):
+        engine.compute_kv(prompt, strategy="best")
+    with pytest.raises(RequestError, match="takes no recompute_ratio"):
+        engine.compute_kv(prompt, strategy="naive", recompute_ratio=0.5)

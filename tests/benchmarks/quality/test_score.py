@@ -44,6 +44,11 @@ def test_jaccard_and_answered() -> None:
     assert score.answered("It was built in Newyork.", ["York"]) == 0.0
 
 
+def test_grounded_is_the_share_of_words_that_a_passage_has() -> None:
+    assert score.grounded("The ferry leaves at ten!", ["A Ferry. It leaves...", "at nine"]) == 0.75
+    assert score.grounded("the", ["x"]) == 0.0
+
+
 def test_bootstrap_pairs_figures_and_keeps_the_sets_in_proportion() -> None:
     base = np.arange(40.0)
     paired = score.Bootstrap(["s"] * 40).difference(base + 1, base)
@@ -59,8 +64,12 @@ def test_bootstrap_pairs_figures_and_keeps_the_sets_in_proportion() -> None:
 
 def test_normalised_f1_is_a_ratio_of_sums_and_says_where_it_is_undefined() -> None:
     bootstrap = score.Bootstrap(["s"] * 4)
-    found = score.normalised_f1(bootstrap, [0.5, 0.5, 1, 1], [1.0, 1, 1, 1], [0.5, 0, 0.5, 1])
-    assert found.value == pytest.approx(0.5)
-    assert score.normalised_f1(bootstrap, [1.0] * 4, [0.2] * 4, [0.4] * 4) == score.Estimate(None, None, None)
-    unbounded = score.normalised_f1(bootstrap, [0, 1.0, 0, 0], [1.0, 0, 0.3, 0], [0, 1.0, 0, 0])
-    assert unbounded.value is not None and unbounded.hi is None
+    found, note = score.normalised_f1(bootstrap, [0.5, 0.5, 1, 1], [1.0, 1, 1, 1], [0.5, 0, 0.5, 1])
+    assert found.value == pytest.approx(0.5) and note is None
+    nothing = score.Estimate(None, None, None)
+    assert score.normalised_f1(bootstrap, [1.0] * 4, [0.2] * 4, [0.4] * 4) == (
+        nothing,
+        "full - naive F1 -0.200 [-0.200, -0.200]",
+    )
+    close = score.normalised_f1(bootstrap, [0, 1.0, 0, 0], [1.0, 0, 0.3, 0], [0, 1.0, 0, 0])
+    assert close[0] == nothing and close[1] is not None and close[1].startswith("full - naive F1 0.075 [-0.")

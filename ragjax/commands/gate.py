@@ -20,7 +20,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,22 +28,27 @@ import numpy as np
 from tqdm import tqdm
 
 from ragjax import core
+from ragjax.commands import fitting
 from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Tokens
+from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError
 from ragjax.engine import Engine
-from ragjax.engine.build import craft_alpha, report_path
+from ragjax.engine.build import SOME_FIT, craft_alpha, fit_path, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
-from ragjax.reuse import BASELINES, DEPENDENCY, strategies
+from ragjax.reuse import BASELINES, DEPENDENCY, PREPROCESSED, strategies
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.budget import UNFITTED
 
 RATIOS = (0.0, 0.05, 0.15, 0.3)
 """Recompute ratios measured of selective strategies, besides their own choice."""
 
 ALONE = 16
 """Questions that are also asked with one chunk alone."""
+
+BUNDLED = DEMO / "questions.jsonl"
+"""Questions on the packaged documents."""
 
 REFERENCE = 16
 """Most tokens of a reference answer."""
@@ -53,12 +58,8 @@ class BrokenCache(RagjaxError):
     """An answer that is labelled exact differs from full attention's, or one's logits are no finite numbers."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt, and tokens of the answer it should get, int32 [n]."""
-
-    prompt: Prompt
-    reference: Tokens
+class Question(fitting.Asked):
+    """A question, and what else is asked of it."""
 
     @property
     def turned(self) -> Prompt:
@@ -78,10 +79,19 @@ class Question:
         return Prompt(tuple(segments))
 
 
-def demo_questions(engine: Engine, limit: int | None = None) -> tuple[Question, ...]:
-    """The bundled questions over the engine's default knowledge base."""
-    lines = (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    return tuple(_question(engine, json.loads(line)) for line in lines[:limit])
+def demo_questions(engine: Engine, limit: int | None = None, file: Path = BUNDLED) -> tuple[Question, ...]:
+    """The bundled questions, or those of another file, over the engine's default knowledge base.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a line has no question and answers.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        entries = [json.loads(line) for line in lines[:limit]]
+        return tuple(_question(engine, entry) for entry in entries)
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        shape = '{"question": "…", "answers": ["…"]}'
+        raise ConfigError(f"{file}: each line must be {shape}: {error!r}") from error
 
 
 def _question(engine: Engine, entry: dict[str, list[str]]) -> Question:
@@ -208,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code."""
     try:
         options = _options(argv)
+        if options.fit:
+            return _fit(options)
         report = _measured(options)
     except BrokenCache as error:
         print(f"ragjax.reuse.gate: THE CACHE IS BROKEN: {error}", file=sys.stderr)
@@ -226,15 +238,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if chosen else 1
 
 
+def _fit(options: argparse.Namespace) -> int:
+    """Load, fit a selector, and keep it where the server looks for it; the exit code."""
+    with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge)) as engine:
+        preprocess(engine)
+        questions = demo_questions(engine, options.limit, options.questions)
+        with tqdm(total=fitting.answers_of(len(questions)), desc="fitting", unit="answer") as bar:
+            report = fitting.fit(engine, questions, bar.update)
+        report.save(fit_path(engine.identity))
+    for line in fitting.table(report):
+        print(line)
+    if options.json is not None:
+        options.json.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
 def _measured(options: argparse.Namespace) -> Report:
     """Load, measure, and keep the report where the server looks for it."""
-    settings = settings_of(strategies(), options.strategies, options.ratios)
-    names = {setting.strategy for setting in settings}
-    with Engine.load(engine_options(options), knowledge=knowledge("demo")) as engine:
+    settings = settings_of(strategies(fit=SOME_FIT), options.strategies, options.ratios)
+    with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge)) as engine:
+        settings = _known(engine, settings, options.strategies is not None)
+        names = {setting.strategy for setting in settings}
         alpha = craft_alpha(engine.identity)
-        if any(name.startswith(("fusion", "ragjax")) for name in names):
+        if names & PREPROCESSED:
             preprocess(engine, record="fusion+craft" in names)
-        questions = demo_questions(engine, options.limit)
+        questions = demo_questions(engine, options.limit, options.questions)
         with tqdm(total=answers_of(len(questions), settings), desc="measuring", unit="answer") as bar:
             measurements = measure(engine, questions, settings, bar.update)
         report = Report(
@@ -249,6 +277,18 @@ def _measured(options: argparse.Namespace) -> Report:
         )
         report.save(report_path(engine.identity))
         return report
+
+
+def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[Setting, ...]:
+    """Those of strategies that the model has. named: whether the command line names them.
+
+    Raises:
+        ConfigError: if it names one that the model lacks.
+    """
+    lacking = [setting.strategy for setting in settings if setting.strategy not in engine.strategies]
+    if lacking and named:
+        raise ConfigError(f"{lacking[0]} needs {UNFITTED}")
+    return tuple(setting for setting in settings if setting.strategy in engine.strategies)
 
 
 def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[str]:
@@ -269,13 +309,21 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flag = parser.add_argument
     add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb"))
-    flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
+    flag("--budget", help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
+    flag("--fit", action="store_true", help="fit the selector of the strategy fitted instead, and measure nothing else")
+    flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
+    flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")
     flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
     flag("--ratios", type=_ratios, default=RATIOS, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
     flag("--limit", type=integer(2), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
-    options.budget = Budget.parse(options.budget)
+    if options.fit == (options.budget is not None):
+        raise ConfigError("give --budget, or --fit; run both one after the other")
+    if (options.knowledge is None) != (options.questions is None):
+        raise ConfigError("give --knowledge and --questions together")
+    options.knowledge, options.questions = options.knowledge or "demo", options.questions or BUNDLED
+    options.budget = None if options.fit else Budget.parse(options.budget)
     if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise ConfigError(f"--json: {options.json} cannot be written: name a file in a folder that exists")
     return options

@@ -115,6 +115,7 @@ class Rag:
     keep_top: of the chunks in the prompt, in order, how many the strategy "prefix" keeps KV of; None: the engine's
         default. What comes behind them is kept for nobody.
     compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
+    kl: nats; the recompute ratio is the least whose divergence is forecast to lie within (`ragjax/reuse/budget.py`).
 
     Raises:
         RequestError: for fields that exclude each other, or a number that cannot be.
@@ -128,6 +129,7 @@ class Rag:
     graph: Graph | None = None
     keep_top: int | None = None
     compression: Compression | Literal["none"] | None = None
+    kl: float | None = None
 
     def __post_init__(self) -> None:
         texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
@@ -137,6 +139,13 @@ class Rag:
         _check(self.keep_top is None or self.keep_top >= 0, "keep_top must be at least 0", "rag.keep_top")
         ratio = self.recompute_ratio
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
+        kl = self.kl
+        _check(kl is None or 0.0 < kl < float("inf"), "quality.kl must be above 0, and finite", "rag.quality.kl")
+        for name in ("strategy", "recompute_ratio", "graph", "keep_top"):
+            both = kl is not None and getattr(self, name) is not None
+            _check(not both, f"give {name} or quality, not both: quality picks the ratio", f"rag.{name}")
+        packed = kl is not None and self.compression not in (None, "none")
+        _check(not packed, "give compression or quality, not both: the forecast is of whole prompts", "rag.compression")
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,8 @@ class Answer:
     """The outcome of a request.
 
     segments: account for every segment of the prompt. notices: what did not go as configured, a fallback for example.
-    recompute_ratio: what the strategy was asked for; None if it takes none, or went by its own.
+    recompute_ratio: what the strategy was asked for, or what a budget of the request took; None if it takes none, or
+    went by its own.
     predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
     scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
     figures: as `Plan.figures`. facts: relation paths of the prompt.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ragjax.core import Answer, Plan, SegmentReport, Timings
+from ragjax.core import Answer, Divergence, Plan, SegmentReport, Timings
 from ragjax.quality.contract import Contract
+from ragjax.reuse.budget import RATIO
 from ragjax.schedule.state import RequestState
 
 
@@ -38,17 +39,34 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         logits=state.logits if state.request.want_logits else None,
         notices=(
             *state.notices,
+            *_missed(state, plan),
             *(contract.notices_of(state.prompt.preprocessed) if _by_setting(state, contract) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
         ),
-        recompute_ratio=state.ratio,
-        predicted=contract.predicted(state.setting, state.exact_to == "full", state.chunks, state.prompt.preprocessed),
+        recompute_ratio=plan.figures.get(RATIO, state.ratio),
+        predicted=_predicted(state, plan, contract),
         scores=state.scores,
         figures={**plan.figures, **_figures(state)},
         facts=state.facts,
         compression=state.compression,
         kept=_kept(state, plan),
     )
+
+
+def _missed(state: RequestState, plan: Plan) -> tuple[str, ...]:
+    """What an answer has to say if no ratio below 1 keeps its budget."""
+    if plan.figures.get(RATIO) != 1.0:
+        return ()
+    kl = None if state.request.rag is None else state.request.rag.kl
+    return (f"no recompute ratio below 1 is forecast to keep KL within {kl:g}: all was recomputed",)
+
+
+def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
+    """Divergence to expect; none but 0 of a request with a budget, whose figures have its bound."""
+    exact = state.exact_to == "full"
+    if RATIO in plan.figures and not exact:
+        return None
+    return contract.predicted(state.setting, exact, state.chunks, state.prompt.preprocessed)
 
 
 def _kept(state: RequestState, plan: Plan) -> int | None:
@@ -70,8 +88,8 @@ def _timings(state: RequestState) -> Timings:
 
 
 def _by_setting(state: RequestState, contract: Contract) -> bool:
-    """Whether the contract's setting served a request: those for a graph have a default of their own."""
-    return state.by_default and (contract.faulted or not state.has_graph)
+    """Whether the contract's setting served a request: one for a graph, or with a budget, has a default of its own."""
+    return state.by_default and (contract.faulted or not (state.has_graph or state.has_budget))
 
 
 def _figures(state: RequestState) -> dict[str, float]:

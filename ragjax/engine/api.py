@@ -299,6 +299,7 @@ class Engine:
         graph: Graph | str | None = None,
         keep_top: int | None = None,
         compression: Compression | str | None = None,
+        quality: float | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -309,7 +310,8 @@ class Engine:
 
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
         compression: which of the prompt's tokens the answer sees; a short form, "snapkv+graph:512" for instance, or
-        "none" (None: the engine's default).
+        "none" (None: the engine's default). quality: KL from full attention, in nats, that the answer is to keep
+        within; it picks the recompute ratio (`core.Rag.kl`).
 
         Raises:
             RequestError: if it cannot be served as asked.
@@ -318,7 +320,9 @@ class Engine:
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
         asked = Graph(graph) if isinstance(graph, str) else graph
         given = None if documents is None else tuple(documents)
-        rag = Rag(knowledge, top_k, strategy, given, recompute_ratio, asked, keep_top, _compression(compression))
+        rag = Rag(
+            knowledge, top_k, strategy, given, recompute_ratio, asked, keep_top, _compression(compression), quality
+        )
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
         self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()
@@ -340,6 +344,7 @@ class Engine:
         strategy: str | Strategy | None = None,
         recompute_ratio: float | None = None,
         compression: Compression | str | None = None,
+        quality: float | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -349,7 +354,8 @@ class Engine:
     ) -> Future[Answer]:
         """Begin to answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks.
 
-        strategy: a name, or one of your own. compression: as in `answer`; by default none for a strategy of your own.
+        strategy: a name, or one of your own. compression, quality: as in `answer`; a strategy of your own has no
+        compression by default.
         continuation, background: see `core.Request`. Cancelling the future cancels the request.
 
         Raises:
@@ -360,7 +366,7 @@ class Engine:
         own = None if isinstance(strategy, str) else strategy
         if own is not None and compression is None:
             compression = "none"
-        rag = Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression))
+        rag = Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression), kl=quality)
         request = Request((), None, sampling, rag, tenant, want_logits, continuation, background)
         return self._begin(lambda sink, arrival: self._preparation.state(prompt, request, sink, Times(arrival), own))
 

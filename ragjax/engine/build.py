@@ -18,6 +18,7 @@ from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
+from ragjax.core.fit import Fit
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
@@ -28,6 +29,7 @@ from ragjax.models.hub import cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import Contract
+from ragjax.quality.fit import FitReport
 from ragjax.quality.report import Budget, Report, Setting
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
@@ -35,6 +37,7 @@ from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse import PREPROCESSED, compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.budget import UNFITTED
 from ragjax.reuse.craft import Craft
 from ragjax.runner.device import cpu_features, platform, precision, use_compilation_cache, widening_pays
 from ragjax.runner.runner import Runner
@@ -47,6 +50,8 @@ _log = logging.getLogger(__name__)
 PAGE_SIZE = 64
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 ENCODER = "all-minilm-l6-v2"
+SOME_FIT = Fit({}, 0)
+"""Stands for the model's until it is known which model that is."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
     wrapper, blocks = wrapper_of(local), reads_blocks(local)
-    chosen = dict(all_strategies(wrapper=wrapper, blocks=blocks) if strategies is None else strategies)
+    chosen = dict(all_strategies(wrapper=wrapper, blocks=blocks, fit=SOME_FIT) if strategies is None else strategies)
     setting = _setting(options, chosen)
     budget = None if options.quality_budget is None else Budget.parse(options.quality_budget)
     policy = _policy(storage)
@@ -101,7 +106,11 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks)
+        chosen = all_strategies(
+            alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks, fit=fit_of(identity)
+        )
+    if setting.strategy not in chosen:
+        raise ConfigError(f"{setting.strategy} needs {UNFITTED}")
     contract = Contract(
         setting,
         dtype,
@@ -190,6 +199,21 @@ def craft_alpha(identity: bytes) -> float:
     """
     path = alpha_path(identity)
     return Alpha.load(path, identity.hex()).value if path.exists() else 1.0
+
+
+def fit_path(identity: bytes) -> Path:
+    """Where the fit of a model's selector is kept, next to its quality report, by what its KV depends on."""
+    return cache_dir() / "quality" / f"{identity.hex()}.fit.json"
+
+
+def fit_of(identity: bytes) -> Fit | None:
+    """What the gate fitted to this model; None if it did not.
+
+    Raises:
+        ConfigError: if its file cannot be used.
+    """
+    path = fit_path(identity)
+    return FitReport.load(path, identity.hex()).fit if path.exists() else None
 
 
 def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:

@@ -32,6 +32,9 @@ from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import DEPENDENCY, compaction
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.budget import UNFITTED, Fitted
+from ragjax.reuse.fitted import NAME as FITTED
+from ragjax.reuse.full import Full
 from ragjax.schedule.generation import Generation
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.sampling import Sampler
@@ -43,6 +46,9 @@ PATH_CHARS = 64
 
 MOST_COMPRESSIONS = 32
 """Compressions that an engine compiles programs for, at most: each new one makes all requests wait."""
+
+
+FULLY = "the request ran full attention"
 
 
 class Compressions:
@@ -161,6 +167,9 @@ class Preparation:
             RequestError: if it cannot be served as asked.
         """
         rag = request.rag or Rag()
+        notice, budgeted = None, rag.kl is not None and not self.contract.faulted
+        if strategy is None and budgeted:
+            strategy, notice = self._within(rag, prompt)
         strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag, prompt.preprocessed)
         text, prompt = prompt.tokens, strategy.dress(prompt)
         if strategy.trims:
@@ -174,12 +183,13 @@ class Preparation:
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"
         compression = self._compression(request, strategy)
-        if compression is not None or (rag.strategy is None and self.contract.budgeted):
+        if compression is not None or budgeted or (rag.strategy is None and self.contract.budgeted):
             prompt = prompt.whole  # all tokens are scored; a budget was measured with all of a chunk's KV
         if compression is not None and compression != self.compression and len(prompt) > compression.budget:
             self.compressions.take(compression)
         state = RequestState(name, request, prompt, strategy, ratio, compression, generation, sink, times)
         state.sampler = Sampler(request.sampling, text)
+        state.notices += [] if notice is None else [notice]
         if self.lookup:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)
@@ -193,6 +203,10 @@ class Preparation:
         if given == "none" or (given is None and request.background):
             return None
         chosen = self.compression if given is None else given
+        if chosen is not None and request.rag is not None and request.rag.kl is not None:
+            reason = f"quality is promised of whole prompts, and this server compresses them ({chosen}): "
+            reason += "add compression none, which keeps all"
+            raise RequestError(reason, param="rag.compression", code="invalid_value")
         if chosen is not None:
             compaction.check(chosen, strategy)
         return chosen
@@ -207,6 +221,8 @@ class Preparation:
         """Name of the strategy that serves a request, as it says or leaves open."""
         if rag is not None and rag.strategy is not None:
             return rag.strategy
+        if rag is not None and rag.kl is not None and not self.contract.faulted:
+            return FITTED
         if rag is None or rag.graph is None or self.contract.faulted:
             return self.contract.setting.strategy
         return DEPENDENCY[0]
@@ -281,6 +297,24 @@ class Preparation:
 
     # --------------------------------------------------------------------------------------- strategy
 
+    def _within(self, rag: Rag, prompt: Prompt) -> tuple[Strategy, str | None]:
+        """What serves a request with a budget, and what its answer has to say of that.
+
+        Raises:
+            RequestError: if the model was not fitted.
+        """
+        assert rag.kl is not None
+        fitted = self.strategies.get(FITTED)
+        if not isinstance(fitted, Fitted):
+            raise RequestError(f"quality needs {UNFITTED}", param="rag.quality", code="invalid_value")
+        chunks = sum(segment.kind is Kind.CHUNK for segment in prompt.segments)
+        within = fitted.within(rag.kl)
+        if chunks > fitted.top_k:
+            return Full(), f"quality was measured with up to {fitted.top_k} chunks, and here are {chunks}: {FULLY}"
+        if not prompt.preprocessed:
+            return Full(), f"quality was measured with preprocessed chunks, and these are not: {FULLY}"
+        return within, None
+
     def _resolve(self, rag: Rag, preprocessed: bool = True) -> tuple[Strategy, float | None]:
         """What serves a request, and the recompute ratio. preprocessed: whether all its chunks are."""
         default = self.contract.setting_of(preprocessed)
@@ -289,6 +323,8 @@ class Preparation:
             if rag.strategy == "packet":
                 reason = "the model has no packets: start the server with an adapter of python -m train.packet"
                 raise RequestError(reason, param="rag.strategy", code="invalid_value")
+            if rag.strategy == FITTED:
+                raise RequestError(f"fitted needs {UNFITTED}", param="rag.strategy", code="invalid_value")
             known = ", ".join(self.strategies)
             raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
         if rag.recompute_ratio is not None and not strategy.selective:

@@ -157,6 +157,12 @@ class GraphRag(_Body):
         return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization or "path")
 
 
+class Quality(_Body):
+    """How far the answer may be from full attention's. kl: nats a token, above 0."""
+
+    kl: float
+
+
 def _named(graph: object) -> object:
     return {"name": graph} if isinstance(graph, str) else graph
 
@@ -165,13 +171,14 @@ class ChatRag(TextRag):
     """What knowledge to use, too.
 
     documents: passages used instead of retrieval: ids of the knowledge base, or whole documents. graph: facts of a
-    knowledge graph, by its name or in detail.
+    knowledge graph, by its name or in detail. quality: a budget, which picks the recompute ratio of this request.
     """
 
     knowledge: Name | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     documents: Annotated[list[Passage], Field(fail_fast=True)] | None = None
     keep_top: Annotated[int, Field(ge=0)] | None = None
+    quality: Quality | None = None
     graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:
@@ -187,6 +194,7 @@ class ChatRag(TextRag):
             graph,
             self.keep_top,
             self.compressed(),
+            None if self.quality is None else self.quality.kl,
         )
 
 

@@ -1,0 +1,178 @@
+"""`python -m ragjax.reuse.gate --fit`: fits the selector of `fitted` to a model, on questions over its documents.
+
+Half of the questions, every other one, give random trials (`reuse/trial.py`), of which weights of signals are made
+(`quality/fit.py`). The others are held out: they are asked at each ratio of a ladder with these weights, which gives
+the margin of the forecast that budgets of requests go by, and the check against `ragjax` that the report shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import ConfigError, Kind, Prompt, Tokens
+from ragjax.core.fit import CONFIDENCE, Fit
+from ragjax.engine import Engine
+from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, weights_of
+from ragjax.quality.report import divergence
+from ragjax.reuse.anchor import Anchored, Valued
+from ragjax.reuse.budget import entropy
+from ragjax.reuse.repair import RATIO, Selective, Selector
+from ragjax.reuse.select import share
+from ragjax.reuse.signals import NAMES, Signals
+from ragjax.reuse.trial import Drawn, Once, Told
+
+TRIALS = (0.05, 0.15, 0.3, 0.15) * 4
+"""Ratios of the random trials on a question."""
+
+LADDER = (0.0, 0.05, 0.1, 0.15, 0.3, 0.5)
+"""Ratios that a budget may pick."""
+
+LEAST = 4
+"""Questions that a fit takes."""
+
+PRIOR = {"received-3": 1.0, "received-4": 1.0}
+"""Weights before any trial: those of `ragjax`."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question: its prompt, and tokens of the answer it should get, int32 [n]."""
+
+    prompt: Prompt
+    reference: Tokens
+
+
+class Bench:
+    """Answers one question by selections, and compares them with full attention.
+
+    kl, entropy: with nothing recomputed: mean KL from full attention, and the entropy of the answer's first token.
+    """
+
+    def __init__(self, engine: Engine, asked: Asked, step: Callable[[], object]):
+        self._engine, self._asked, self._step, self._once = engine, asked, step, Once()
+        self._full = self._scores("full")
+        bare = self._scores(_trial(Valued()), 0.0)
+        self.kl, self.entropy = divergence(self._full, bare).kl, entropy(bare[0])
+
+    def tried(self, random: np.random.Generator) -> Tried:
+        """Random trials."""
+        drawn = Drawn(self._once, random)
+        strategy, trials = _trial(drawn), []
+        for ratio in TRIALS:
+            kl = self._kl(strategy, ratio)
+            trials.append(Trial(drawn.covered_S, kl))
+        return Tried(self.kl, self._found.mass, self.entropy, tuple(trials))
+
+    def ladder(self, weights: Mapping[str, float]) -> tuple[Rung, ...]:
+        """KL at each ratio of the ladder."""
+        told = Told(weights, self._once)
+        strategy, rungs = _trial(told), []
+        kls = {ratio: self._kl(strategy, ratio) for ratio in LADDER if ratio}
+        total = sum(len(segment) for segment in self._asked.prompt.segments if segment.kind is Kind.CHUNK)
+        for ratio in LADDER:
+            part = told.part(self._found, told.highest(self._found, share(ratio, total)))
+            rungs.append(Rung(part, self._found.mass, self.entropy, kls.get(ratio, self.kl)))
+        return tuple(rungs)
+
+    def prior(self) -> float:
+        """Mean KL of the selector of `ragjax`."""
+        return self._kl(_trial(Valued()), RATIO)
+
+    @property
+    def _found(self) -> Signals:
+        assert self._once.found is not None
+        return self._once.found
+
+    def _kl(self, strategy: Selective, ratio: float) -> float:
+        return divergence(self._full, self._scores(strategy, ratio)).kl
+
+    def _scores(self, strategy: str | Selective, ratio: float | None = None) -> NDArray[np.float32]:
+        answer = self._engine.answer_prompt(
+            self._asked.prompt,
+            strategy=strategy,
+            recompute_ratio=ratio,
+            continuation=self._asked.reference,
+            max_tokens=1,
+        )
+        self._step()
+        assert answer.scores is not None
+        if not np.isfinite(answer.scores).all():
+            raise ConfigError("logits are no finite numbers: nothing can be fitted to them")
+        return answer.scores
+
+
+def _trial(selector: Selector) -> Selective:
+    return Selective("trial", Anchored(), selector)
+
+
+def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], seed: int = 0) -> FitReport:
+    """Fit on every other question, and check on the others; `step` is called after each of `answers_of(...)` answers.
+
+    The documents are preprocessed.
+
+    Raises:
+        ConfigError: if there are too few questions, or none over two chunks.
+    """
+    usable = [asked for asked in questions if _chunks(asked) > 1 and len(asked.reference)]
+    if len(usable) < LEAST:
+        raise ConfigError(f"a fit takes {LEAST} questions over two chunks or more, and there are {len(usable)}")
+    random = np.random.default_rng(seed)
+    tried = [Bench(engine, asked, step).tried(random) for asked in usable[::2]]
+    prior_S = np.array([PRIOR.get(name, 0.0) for name in NAMES])
+    weights_S = weights_of(tried, prior_S)
+    weights = {name: float(weight) for name, weight in zip(NAMES, weights_S, strict=True) if weight > 0}
+    held, before = [], []
+    for asked in usable[1::2]:
+        bench = Bench(engine, asked, step)
+        held.append(bench.ladder(weights))
+        before.append(bench.prior())
+    at = LADDER.index(RATIO)
+    checked = {"fitted": float(np.mean([rungs[at].kl for rungs in held])), "ragjax": float(np.mean(before))}
+    return FitReport(
+        identity=engine.identity.hex(),
+        model=engine.model_name,
+        dtype=engine.dtype,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        fitted=len(tried),
+        held=len(held),
+        checked=checked,
+        fit=Fit(weights, engine.top_k, forecast_of(_seen(tried, weights_S), held, LADDER)),
+    )
+
+
+def answers_of(questions: int) -> int:
+    """How many answers a fit on so many questions asks for, at most."""
+    held = questions // 2
+    return (questions - held) * (2 + len(TRIALS)) + held * (2 + len(LADDER))
+
+
+def table(report: FitReport) -> Iterator[str]:
+    """What the command prints of a fit."""
+    yield f"{report.model}, {report.dtype}: fitted on {report.fitted} questions, checked on {report.held} others"
+    for name, weight in sorted(report.fit.weights.items(), key=lambda pair: -pair[1]):
+        yield f"  {name:16} {weight:.3f}"
+    yield "mean KL at 15%: " + ", ".join(f"{name} {kl:.3g}" for name, kl in report.checked.items())
+    forecast = report.fit.forecast
+    if forecast is None:
+        yield "too few questions were held out to forecast divergence: requests with a budget are refused"
+    else:
+        yield f"KL is forecast within a factor of {math.exp(forecast.margin):.3g} for {CONFIDENCE:.0%} of questions"
+
+
+def _seen(tried: Sequence[Tried], weights_S: NDArray[np.float64]) -> list[Rung]:
+    """What the trials say of divergence by the part of the weighted signals that is recomputed."""
+    found = []
+    for one in tried:
+        found.append(Rung(0.0, one.mass, one.entropy, one.kl))
+        found += [Rung(float(weights_S @ trial.covered_S), one.mass, one.entropy, trial.kl) for trial in one.trials]
+    return found
+
+
+def _chunks(asked: Asked) -> int:
+    return sum(segment.kind is Kind.CHUNK for segment in asked.prompt.segments)

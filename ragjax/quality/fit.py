@@ -1,0 +1,192 @@
+"""Fitting: from random sets of recomputed tokens to weights of signals, and to a bound on divergence that holds.
+
+**Weights.** A trial recomputes a set of a prompt's tokens; `covered` is the part of each signal that the set has. The
+fall of ln KL is regressed on `covered`, with weights that are not negative and a penalty on their distance from those
+of a prior, so that few trials change little (a linear datamodel: Ilyas et al., arXiv 2202.00622).
+
+**Forecast.** ln KL is regressed on what is known before the repair (`core.fit.features_of`). Its errors on prompts
+that were held out give the margin (split conformal prediction: Vovk et al. 2005; Lei et al. 2018): of m prompts, the
+error of rank ceil((m + 1) * confidence). A prompt's error is its largest over the ladder, so that it holds at whichever
+ratio is picked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import ConfigError
+from ragjax.core.fit import CONFIDENCE, Fit, Forecast, features_of
+from ragjax.quality.report import write
+
+VERSION = 1
+"""Of the file format."""
+
+LEAST_KL = 0.02
+"""Share of a prompt's KL without repair, which is added before logarithms: smaller differences are noise."""
+
+PENALTY = 0.3
+"""On the squared distance of a weight from the prior's, for each trial."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A set of tokens that was recomputed: the part of each signal that it has, float64 [signals], and the KL then."""
+
+    covered_S: Array
+    kl: float
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Trials on one prompt. kl: with nothing recomputed. mass, entropy: as `features_of`."""
+
+    kl: float
+    mass: float
+    entropy: float
+    trials: tuple[Trial, ...]
+
+
+def weights_of(tried: Sequence[Tried], prior_S: Array, penalty: float = PENALTY) -> Array:
+    """Weights of signals, none negative, that add up to 1.
+
+    prior_S: what they are without trials, up to a factor.
+    """
+    covered, fall = [], []
+    for prompt in tried:
+        for trial in prompt.trials:
+            covered.append(trial.covered_S)
+            fall.append(_log(prompt.kl, prompt.kl) - _log(trial.kl, prompt.kl))
+    if not covered:
+        return _normal(prior_S)
+    x_TS, y_T = np.stack(covered), np.array(fall)
+    along_T = x_TS @ prior_S
+    prior_S = prior_S * max(float(along_T @ y_T) / max(float(along_T @ along_T), 1e-12), 1e-6)  # its best factor
+    strength = penalty * len(y_T) * float((x_TS**2).mean())
+    found = not_negative(x_TS.T @ x_TS + strength * np.eye(len(prior_S)), x_TS.T @ y_T + strength * prior_S)
+    return _normal(found if found.any() else prior_S)
+
+
+def _normal(weights_S: Array) -> Array:
+    whole: Array = weights_S / weights_S.sum()
+    return whole
+
+
+def not_negative(a_SS: Array, b_S: Array, rounds: int = 2000) -> Array:
+    """The x >= 0 that makes x' a x / 2 - b' x least, for a positive definite `a`; by coordinate descent."""
+    x_S = np.zeros(len(b_S))
+    for _ in range(rounds):
+        before_S = x_S.copy()
+        for i in range(len(x_S)):
+            x_S[i] = max(0.0, x_S[i] + (b_S[i] - a_SS[i] @ x_S) / a_SS[i, i])
+        if np.abs(x_S - before_S).max() <= 1e-12 * max(1.0, float(np.abs(x_S).max())):
+            break
+    return x_S
+
+
+def _log(kl: float, without: float) -> float:
+    return math.log(kl + LEAST_KL * without + 1e-9)
+
+
+# ------------------------------------------------------------------------------------------ forecast
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What was known of a prompt at one ratio, and its KL there. part, mass, entropy: as `features_of`."""
+
+    part: float
+    mass: float
+    entropy: float
+    kl: float
+
+
+def forecast_of(
+    seen: Sequence[Rung], held: Sequence[Sequence[Rung]], ratios: Sequence[float], confidence: float = CONFIDENCE
+) -> Forecast | None:
+    """A forecast at these ratios; None if too few were held out for this confidence.
+
+    seen: to fit it on. held: of each prompt held out, its KL at each of the ratios.
+    """
+    x_NF = np.array([features_of(one.part, one.mass, one.entropy) for one in seen])
+    y_N = np.array([math.log(max(one.kl, 1e-6)) for one in seen])
+    ridge = 1e-2 * np.diag([0.0, 1.0, 1.0, 1.0]) * len(y_N)
+    intercept, slope, mass, uncertainty = map(float, np.linalg.solve(x_NF.T @ x_NF + ridge, x_NF.T @ y_N))
+    bare = Forecast(tuple(ratios), intercept, slope, mass, uncertainty, 0.0)
+    errors = [
+        max(math.log(max(one.kl, 1e-9)) - math.log(bare.kl(one.part, one.mass, one.entropy)) for one in prompt)
+        for prompt in held
+    ]
+    added = margin(errors, confidence)
+    return None if added is None else replace(bare, margin=added)
+
+
+def margin(errors: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
+    """What is to be added so that a new prompt's error lies below with this confidence; None for too few."""
+    rank = math.ceil((len(errors) + 1) * confidence - 1e-9)
+    return sorted(errors)[rank - 1] if rank <= len(errors) else None
+
+
+# ---------------------------------------------------------------------------------------------- file
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """A fit of one model, and what it did on the questions held out.
+
+    identity: hex of what KV depends on. created: ISO 8601, UTC. fitted, held: how many questions were fitted on, and
+    held out. checked: mean KL on these at 15%, by strategy.
+    """
+
+    identity: str
+    model: str
+    dtype: str
+    created: str
+    fitted: int
+    held: int
+    checked: Mapping[str, float]
+    fit: Fit
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, at once or not at all."""
+        write(path, {"version": VERSION, **asdict(self)})
+
+    @classmethod
+    def load(cls, path: Path, identity: str) -> FitReport:
+        """Read what `save` wrote for this model.
+
+        Raises:
+            ConfigError: if it is damaged, of another version or of another model.
+        """
+        try:
+            report = cls._of(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{path}: no fit of a selector: {error!r}; {AGAIN}") from error
+        if report.identity != identity:
+            raise ConfigError(f"{path}: the fit is of another model, {report.model} in {report.dtype}; {AGAIN}")
+        return report
+
+    @classmethod
+    def _of(cls, data: Any) -> FitReport:
+        if data.pop("version") != VERSION:
+            raise ValueError(f"not version {VERSION}")
+        fit = data.pop("fit")
+        weights = {str(name): float(weight) for name, weight in fit["weights"].items()}
+        if not weights or not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
+            raise ValueError("weights are finite numbers from 0 on")
+        given = fit["forecast"]
+        forecast = None if given is None else Forecast(**{**given, "ratios": tuple(given["ratios"])})
+        return cls(**data, fit=Fit(weights, int(fit["top_k"]), forecast))
+
+
+AGAIN = "make one by python -m ragjax.reuse.gate --fit"
+"""What to do without a fit."""

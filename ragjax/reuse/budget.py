@@ -1,0 +1,133 @@
+"""A budget for one request: the least recompute ratio whose divergence is forecast to lie within it.
+
+Ours. The question is computed over the chunks as they are. From its signals (`signals.py`), the attention that it pays
+to what may be recomputed, and the entropy of the next token, the divergence at each ratio of a ladder is bounded
+(`core.fit.Forecast`): held-out questions lay below the bound at the stated confidence. The least ratio whose bound lies
+within the budget is carried out as `fitted` does; where none does, all chunk tokens are recomputed, which is full
+attention, and the answer says so.
+
+The slots for a repair of all tokens are reserved before the first pass, and those that are not needed are given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.outlook import Outlook
+from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError
+from ragjax.core.fit import Fit, Forecast
+from ragjax.reuse.anchor import Anchored
+from ragjax.reuse.base import Allocation, Strategy
+from ragjax.reuse.condense import Condensed
+from ragjax.reuse.fitted import NAME, Weighted, probe, read
+from ragjax.reuse.repair import Selective, chunk_tokens
+from ragjax.reuse.select import share
+from ragjax.reuse.signals import MEASURES, Signals
+from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, outlook, prepare, reserve
+
+UNFITTED = "a selector that was fitted to this model: run python -m ragjax.reuse.gate --fit, and start again"
+"""What a request lacks that asks for `fitted`, or brings a budget, where there is no fit."""
+
+RATIO, BOUND = "quality_ratio", "quality_kl"
+"""Figures of an answer: the ratio carried out, and the KL that was forecast for it, in nats."""
+
+
+class Budgeted(Strategy):
+    """`fitted` at the ratio that one request's budget takes.
+
+    kl: nats, what the answer's mean KL is to be at most.
+    """
+
+    name = NAME
+    measures = LOGITS | MEASURES
+
+    def __init__(self, source: Source, selector: Weighted, forecast: Forecast, kl: float):
+        self.kl = kl
+        self._source = source
+        self._selector = selector
+        self._forecast = forecast
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the system prompt, and each chunk as its source's candidates."""
+        return keys(prompt, cache, tenant, self._source)
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The same, each chunk by itself."""
+        return outlook(prompt, cache, tenant, self._source)
+
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        """What is missing, the pass that is measured, and the repair that the forecast takes."""
+        total = chunk_tokens(prompt)
+        stitched = yield from prepare(prompt, allocation, self._source, repaired=total)
+        results = yield probe(stitched, LOGITS)
+        found, logits = read(stitched, results), results[Measure.LOGITS][0]
+        if not len(found.tokens):  # no chunk, or one that is exact as it is
+            return _told(stitched.plan(stitched.spans, logits), 0.0, 0.0)
+        ratio, bound = self.pick(found, entropy(logits), total)
+        count = share(ratio, total)
+        chosen = stitched.chunks if ratio == 1.0 else self._selector.highest(found, count)
+        stitched = self._keep_only(stitched, allocation, len(chosen) if count else 0)
+        if not count:
+            return _told(stitched.plan(stitched.spans, logits), ratio, bound)
+        last = stitched.repair(chosen)
+        results = yield last
+        return _told(stitched.plan(last.spans, results[Measure.LOGITS][0], chosen), ratio, bound)
+
+    def pick(self, found: Signals, entropy: float, total: int) -> tuple[float, float]:
+        """The least ratio within the budget, and its bound in nats; 1 and 0 if there is none.
+
+        entropy: of the next token, in nats. total: chunk tokens, of which the ratio is a share.
+        """
+        for ratio in sorted(self._forecast.ratios):
+            part = self._selector.part(found, self._selector.highest(found, share(ratio, total)))
+            bound = self._forecast.kl(part, found.mass, entropy)
+            if bound <= self.kl:
+                return ratio, bound
+        return 1.0, 0.0
+
+    def _keep_only(self, stitched: Stitched, allocation: Allocation, count: int) -> Stitched:
+        """Of the slots for recomputed tokens only so many; fewer than were given back can always be had."""
+        allocation.free(stitched.repaired)
+        return replace(stitched, repaired=reserve(allocation, count))
+
+
+class Fitted(Selective):
+    """The strategy `fitted`, of a model that was fitted. top_k: chunks of a question that it was fitted with."""
+
+    def __init__(self, fit: Fit):
+        self._weighted = Weighted(fit.weights)
+        self._forecast = fit.forecast
+        self.top_k = fit.top_k
+        super().__init__(NAME, Condensed(Anchored()), self._weighted)
+
+    def within(self, kl: float) -> Budgeted:
+        """The same for one request, at the ratio that its budget takes. kl: nats.
+
+        Raises:
+            RequestError: if no forecast was made with the fit.
+        """
+        if self._forecast is None:
+            raise RequestError(
+                "the model's fit forecasts no divergence, for too few questions were held out: run "
+                "python -m ragjax.reuse.gate --fit with more of them",
+                param="rag.quality.kl",
+                code="invalid_value",
+            )
+        return Budgeted(Anchored(), self._weighted, self._forecast, kl)
+
+
+def entropy(logits_V: np.ndarray) -> float:
+    """Of the distribution that logits give, in nats."""
+    x_V = logits_V.astype(np.float64) - float(logits_V.max())
+    p_V = np.exp(x_V)
+    total = float(p_V.sum())
+    return float(np.log(total) - (p_V * x_V).sum() / total)
+
+
+def _told(plan: Plan, ratio: float, bound: float) -> Plan:
+    figures: Mapping[str, float] = {**plan.figures, RATIO: ratio, BOUND: bound}
+    return replace(plan, figures=figures)

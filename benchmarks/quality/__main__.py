@@ -1,7 +1,7 @@
 """How close each strategy's answers come to full attention's, and to the references, at equal shares recomputed.
 
-    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--ratios 0.15,0,0.05] [--limit N]
-        [--sweep N] [--deviation N] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
+    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--fit FILE] [--ratios 0.15,0,0.05]
+        [--limit N] [--sweep N] [--deviation N] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
         [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
 
 Each question is asked over its own passages, as chat requests are. Distributions are compared over the positions that
@@ -57,11 +57,14 @@ from benchmarks.quality.similarity import History, packaged_encoder, search_in
 from ragjax.commands.flags import integer
 from ragjax.core import StorageOptions
 from ragjax.engine import Engine
+from ragjax.engine.build import SOME_FIT
 from ragjax.engine.preprocessing import fuse_all
+from ragjax.quality.fit import FitReport
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.fitted import NAME as FITTED
 
 RATIO = 0.15
 """Share that every selective strategy recomputes on every question; both papers' setting."""
@@ -125,8 +128,8 @@ def measure(
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     flags = report.parser("quality", __doc__)
-    known = all_strategies()
-    everything = [name for name in known if name not in DEPENDENCY]
+    known = all_strategies(fit=SOME_FIT)
+    everything = [name for name in known if name not in (*DEPENDENCY, FITTED)]
     report.add_model(flags)
     add = flags.add_argument
     add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
@@ -134,6 +137,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--triviaqa", type=Path, metavar="FILE", help="also a file in TriviaQA's format, with the text of its evidence")
     add("--strategies", type=report.among(known, "strategy"), default=everything, metavar="A,B",
         help="strategies besides full and naive (all)")  # fmt: skip
+    add("--fit", type=Path, metavar="FILE", help="the model's fit, by ragjax.reuse.gate --fit; fitted is measured, too")
     add("--rivals", type=report.among(RIVALS, "rival"), default=[], metavar="A,B",
         help=f"rivals that shorten passages: {', '.join(RIVALS)} (none)")  # fmt: skip
     add("--ratios", type=_numbers(float, 1.0), default=RATIOS, metavar="R,R",
@@ -161,6 +165,10 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         flags.error("--judge and --judge-model belong together, and --judge-key to both")
     if chosen.corpus is not None and chosen.data is None:
         flags.error("--corpus names sets of --data")
+    if chosen.fit is not None and FITTED not in chosen.strategies:
+        chosen.strategies = [*chosen.strategies, FITTED]
+    if FITTED in chosen.strategies and chosen.fit is None:
+        flags.error("fitted needs --fit FILE, which python -m ragjax.reuse.gate --fit --json FILE writes")
     chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     if chosen.quick:
         chosen.ratios, chosen.sweep = [RATIO], 0
@@ -212,7 +220,8 @@ def run(
     chosen: argparse.Namespace, samples: Samples, encoder: TextEncoder, judged_by: Judge | None = None
 ) -> list[dict[str, Any]]:
     """Measure all sets; the rows."""
-    known = all_strategies()
+    fitted = None if chosen.fit is None else FitReport.load(chosen.fit)
+    known = all_strategies(fit=None if fitted is None else fitted.fit)
     selective = frozenset(name for name, s in known.items() if s.selective) | frozenset(chosen.rivals)
     ratio = RATIO if RATIO in chosen.ratios else chosen.ratios[0]
     main = main_settings([*chosen.strategies, *chosen.rivals], selective, ratio, chosen.neighbours[0])
@@ -223,6 +232,8 @@ def run(
     progress = Progress(sum(min(chosen.limit, len(questions.questions)) for questions in sets))
     for questions in sets:
         with opened(chosen, known) as engine:
+            if fitted is not None:
+                fitted.check(engine.identity.hex(), chosen.fit)
             work = Evaluation(
                 engine,
                 questions,
@@ -255,7 +266,8 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
     kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation",
             "options", "corpus", "judge", "judge_model")  # fmt: skip
-    return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
+    fit = "" if chosen.fit is None else chosen.fit.read_text(encoding="utf-8")
+    return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model), "fit": fit}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from ragjax.reuse.base import Strategy
 FORCED = 12
 """Tokens of the reference answer over which distributions are compared."""
 
-FUSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax"})
+FUSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax", "fitted"})
 """Strategies that use preprocessed chunks."""
 
 WARMED = ("naive", "h2o")

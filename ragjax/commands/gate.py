@@ -249,7 +249,7 @@ def _fit(options: argparse.Namespace) -> int:
     for line in fitting.table(report):
         print(line)
     if options.json is not None:
-        options.json.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+        report.save(options.json)
     return 0
 
 

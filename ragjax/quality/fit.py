@@ -161,8 +161,8 @@ class FitReport:
         write(path, {"version": VERSION, **asdict(self)})
 
     @classmethod
-    def load(cls, path: Path, identity: str) -> FitReport:
-        """Read what `save` wrote for this model.
+    def load(cls, path: Path, identity: str | None = None) -> FitReport:
+        """Read what `save` wrote for this model (None: for whichever).
 
         Raises:
             ConfigError: if it is damaged, of another version or of another model.
@@ -171,9 +171,18 @@ class FitReport:
             report = cls._of(json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path}: no fit of a selector: {error!r}; {AGAIN}") from error
-        if report.identity != identity:
-            raise ConfigError(f"{path}: the fit is of another model, {report.model} in {report.dtype}; {AGAIN}")
+        if identity is not None:
+            report.check(identity, path)
         return report
+
+    def check(self, identity: str, path: Path) -> None:
+        """Refuse a fit of another model. path: where it came from.
+
+        Raises:
+            ConfigError: if it is one.
+        """
+        if self.identity != identity:
+            raise ConfigError(f"{path}: the fit is of another model, {self.model} in {self.dtype}; {AGAIN}")
 
     @classmethod
     def _of(cls, data: Any) -> FitReport:

@@ -10,7 +10,8 @@ a token receives from the question's rows, plain and times the norm of its value
   `received-root` the square root over all layers, which is flatter.
 - `nearby`: what the tokens around a token receive, its own left out; `chunk`: what its chunk receives, the same for all
   tokens of the chunk.
-- `start`: 1 / (1 + place in the chunk) (EPIC); `place`: the same for all, so that a token counts by itself.
+- `start`: 1 / (1 + place in the chunk) (EPIC); `received-start`: the same times what the token receives in all layers.
+- `place`: the same for all, so that a token counts by itself.
 - `isolated`: the same for all tokens of chunks whose KV was computed behind the system prompt alone, 0 for others.
 """
 
@@ -72,6 +73,7 @@ def signals(stitched: Stitched, results: Results, tokens: Tokens) -> Signals:
         "nearby": _nearby(whole, chunk_N),
         "chunk": _spread(whole, chunk_N),
         "start": 1.0 / (1.0 + place_N),
+        "received-start": whole / (1.0 + place_N),
         "place": np.ones(len(tokens)),
         "isolated": alone_N.astype(np.float64),
     }
@@ -82,7 +84,17 @@ def signals(stitched: Stitched, results: Results, tokens: Tokens) -> Signals:
 NAMES = (
     *(f"attention-{i + 1}" for i in range(QUARTERS)),
     *(f"received-{i + 1}" for i in range(QUARTERS)),
-    *("attention-last", "attention-even", "received-root", "nearby", "chunk", "start", "place", "isolated"),
+    *(
+        "attention-last",
+        "attention-even",
+        "received-root",
+        "nearby",
+        "chunk",
+        "start",
+        "received-start",
+        "place",
+        "isolated",
+    ),
 )
 """Every signal, in order."""
 

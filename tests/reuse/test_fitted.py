@@ -1,4 +1,4 @@
-"""`fitted`, its signals, and budgets of requests: against formulas over dense float64 attention, by the literal executor."""
+"""`fitted`, its signals, and budgets of requests, against formulas over dense float64 attention."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ def literal(prompt: Prompt, kept: tuple[Array, Array], tokens: list[int]) -> dic
     mates = {t: [o for o in tokens if chunk[o] == chunk[t]] for t in tokens}
     found["chunk"] = [sum(whole[o] for o in mates[t]) / len(mates[t]) for t in tokens]
     found["start"] = [1 / (1 + t - prompt.starts[chunk[t]]) for t in tokens]
+    found["received-start"] = [whole[t] / (1 + t - prompt.starts[chunk[t]]) for t in tokens]
     found["place"] = [1.0 for _ in tokens]
     marked = {i for i, s in enumerate(prompt.segments) if s.kind is Kind.CHUNK and s.behind}
     found["isolated"] = [0.0 if chunk[t] in marked else 1.0 for t in tokens]

@@ -1,0 +1,136 @@
+"""Budgets of requests in the engine: what is picked, told and counted, what is refused; and a fit from end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from ragjax.commands import fitting
+from ragjax.core import ConfigError, Divergence, Document, Message, Rag, RequestError
+from ragjax.core.fit import Fit, Forecast
+from ragjax.engine import Engine
+from ragjax.engine.preprocessing import preprocess
+from ragjax.prompting.chat import chat_prompt
+from ragjax.quality.contract import Contract
+from ragjax.quality.report import Setting
+from ragjax.reuse.budget import BOUND, RATIO, Fitted
+from ragjax.reuse.fitted import Weighted
+from ragjax.serve.response import _rag
+from tests.support import tiny
+
+WORDS = [
+    "ferry",
+    "harbour",
+    "lantern",
+    "council",
+    "mayor",
+    "bridge",
+    "orchard",
+    "copper",
+    "violin",
+    "glacier",
+    "meadow",
+    "candle",
+]
+DOCUMENTS = [
+    Document(name, f"The {name} of {other} stands by the {third}.")
+    for name, other, third in zip(WORDS, WORDS[3:], WORDS[5:], strict=False)
+]
+FORECAST = Forecast((0.0, 0.1, 0.4), intercept=0.0, slope=1.0, mass=0.0, uncertainty=0.0, margin=0.0)
+FITTED = Fitted(Fit({"received-4": 0.8, "start": 0.2}, 3, FORECAST))
+QUESTION = "Where does the ferry of the council stand?"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with tiny.engine(extra=[FITTED], top_k=3) as made:
+        made.add_documents(DOCUMENTS)
+        preprocess(made, n=2, progress=False)
+        yield made
+
+
+def test_the_ratio_falls_with_the_budget_and_is_told(engine: Engine) -> None:
+    answers = [engine.answer(QUESTION, quality=kl, max_tokens=2) for kl in (1e-4, 0.5, 0.9, 1.5)]
+    ratios = [answer.figures[RATIO] for answer in answers]
+    assert ratios == sorted(ratios, reverse=True) and ratios[0] == 1.0 and ratios[-1] == 0.0
+    assert any(0 < ratio < 1 for ratio in ratios)
+    for kl, answer in zip((1e-4, 0.5, 0.9, 1.5), answers, strict=True):
+        assert answer.strategy == "fitted" and answer.recompute_ratio == answer.figures[RATIO]
+        assert answer.figures[BOUND] <= kl and _rag(answer)["figures"][BOUND] == answer.figures[BOUND]
+    assert answers[-1].predicted is None and answers[-1].exact_to is None and not answers[-1].notices
+
+
+def test_a_budget_that_no_ratio_keeps_is_full_attention_and_says_so(engine: Engine) -> None:
+    before = engine.stats()["quality_requests_total"]
+    tight = engine.answer(QUESTION, quality=1e-4, max_tokens=3)
+    wide = engine.answer(QUESTION, quality=1.5, max_tokens=3)
+    assert tight.exact_to == "full" and tight.tokens == engine.answer(QUESTION, strategy="full", max_tokens=3).tokens
+    assert tight.predicted == Divergence(0.0, 1.0) and "within 0.0001: all was recomputed" in tight.notices[0]
+    after = engine.stats()["quality_requests_total"]
+    assert isinstance(before, dict) and isinstance(after, dict) and wide.figures[RATIO] < 1
+    assert {name: after[name] - before[name] for name in after} == {"within": 1, "full": 1}
+
+
+def test_what_was_not_calibrated_runs_full_attention_and_says_so(engine: Engine) -> None:
+    given = engine.answer(QUESTION, quality=1.5, documents=DOCUMENTS[:2], max_tokens=2)
+    assert given.strategy == "full" and given.exact_to == "full" and "preprocessed chunks" in given.notices[0]
+    many = engine.answer(QUESTION, quality=1.5, top_k=4, max_tokens=2)
+    assert many.strategy == "full" and "up to 3 chunks, and here are 4" in many.notices[0]
+
+
+def test_a_budget_excludes_what_it_picks(engine: Engine) -> None:
+    for field, value in (("strategy", "naive"), ("recompute_ratio", 0.2), ("keep_top", 1), ("graph", "facts")):
+        with pytest.raises(RequestError, match=f"give {field} or quality, not both") as refused:
+            engine.answer(QUESTION, quality=0.1, **{field: value})
+        assert refused.value.param == f"rag.{field}"
+    with pytest.raises(RequestError, match="give compression or quality"):
+        engine.answer(QUESTION, quality=0.1, compression="snapkv:64")
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(RequestError, match="must be above 0"):
+            Rag(kl=wrong)
+
+
+def test_without_a_fit_budgets_and_the_strategy_are_refused() -> None:
+    with tiny.engine() as engine:
+        for asked in ({"quality": 0.1}, {"strategy": "fitted"}):
+            with pytest.raises(RequestError, match="gate --fit"):
+                engine.answer("Where?", **asked)
+
+
+def test_a_server_that_compresses_takes_budgets_of_whole_prompts_only() -> None:
+    with tiny.engine(extra=[FITTED], compression="knorm:64") as engine:
+        with pytest.raises(RequestError, match="add compression none"):
+            engine.answer("Where?", quality=0.1)
+        assert engine.answer("Where?", quality=0.1, compression="none", max_tokens=1).compression is None
+
+
+def test_after_a_fault_a_budget_runs_full_attention() -> None:
+    contract = Contract(Setting("prefix"), "float32")
+    with tiny.engine(extra=[FITTED], contract=contract) as engine:
+        engine.add_documents(DOCUMENTS)
+        contract.observe(Setting("prefix"), True, Divergence(1.0, 0.0))
+        answer = engine.answer(QUESTION, quality=1.5, max_tokens=1)
+        assert answer.strategy == "full" and "labelled exact and is not" in answer.notices[-1]
+
+
+def test_a_fit_end_to_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "TRIALS", (0.1, 0.3, 0.5))
+    questions = [asked(engine, f"What of the {word}?", seed) for seed, word in enumerate(WORDS[:6])]
+    steps: list[int] = []
+    report = fitting.fit(engine, questions, lambda: steps.append(1))
+    assert len(steps) == fitting.answers_of(6) and (report.fitted, report.held) == (3, 3)
+    Weighted(report.fit.weights)
+    assert sum(report.fit.weights.values()) == pytest.approx(1) and report.fit.top_k == 3
+    assert report.fit.forecast is None, "three questions held out promise nothing"
+    assert report.checked.keys() == {"fitted", "ragjax"} and all(kl > 0 for kl in report.checked.values())
+    assert "too few questions were held out" in "\n".join(fitting.table(report))
+    engine.audit()
+    with pytest.raises(ConfigError, match="a fit takes 4 questions"):
+        fitting.fit(engine, questions[:3], int)
+
+
+def asked(engine: Engine, text: str, seed: int) -> fitting.Asked:
+    prompt = chat_prompt(engine.tokenizer, (Message("user", text),), engine.search(text))
+    return fitting.Asked(prompt, np.random.default_rng(seed).integers(0, 256, 5).astype(np.int32))

@@ -1,0 +1,134 @@
+"""Fitting by data whose truth is planted: weights come back, and forecasts hold as often as they say."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragjax.core import ConfigError
+from ragjax.core.fit import Fit, Forecast, features_of
+from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, margin, not_negative, weights_of
+
+FORECAST = Forecast((0.0, 0.3), -1.0, 0.8, 0.2, 0.1, 0.4)
+REPORT = FitReport(
+    "ab" * 32, "tiny", "float32", "2026-01-01T00:00:00+00:00", 20, 20, {"fitted": 0.1}, Fit({"start": 1.0}, 4, FORECAST)
+)
+
+
+def planted(weights: np.ndarray, prompts: int, trials: int, noise: float, seed: int = 0) -> list[Tried]:
+    """Trials in which KL falls as these weights say."""
+    random, found = np.random.default_rng(seed), []
+    for _ in range(prompts):
+        kl = float(random.lognormal(-2, 1))
+        sets = random.random((trials, len(weights)))
+        falls = 3 * sets @ weights + noise * random.normal(size=trials)
+        found.append(Tried(kl, 0.5, 1.0, tuple(Trial(s, kl * math.exp(-f)) for s, f in zip(sets, falls, strict=True))))
+    return found
+
+
+def test_planted_weights_come_back_whatever_the_prior() -> None:
+    weights = np.array([0.6, 0.0, 0.3, 0.1, 0.0])
+    for prior in (np.array([0.0, 1.0, 0.0, 0.0, 1.0]), np.ones(5)):
+        found = weights_of(planted(weights, 30, 20, 0.1), prior, penalty=1e-4)
+        np.testing.assert_allclose(found, weights, atol=0.06)
+        assert (found >= 0).all() and found.sum() == pytest.approx(1)
+
+
+def test_without_trials_or_with_a_heavy_penalty_the_prior_stays() -> None:
+    prior, weights = np.array([0.0, 3.0, 1.0]), np.array([1.0, 0.0, 0.0])
+    np.testing.assert_allclose(weights_of([], prior), prior / 4)
+    np.testing.assert_allclose(weights_of(planted(weights, 4, 8, 0.1), prior, penalty=1e6), prior / 4, atol=1e-3)
+    harmful = planted(np.array([-1.0, -1.0, -1.0]), 5, 8, 0.0)
+    np.testing.assert_allclose(weights_of(harmful, prior, penalty=1e-6), prior / 4)
+
+
+def test_the_least_squares_without_negative_numbers_meet_their_conditions() -> None:
+    random = np.random.default_rng(4)
+    for _ in range(20):
+        x, y = random.normal(size=(30, 6)), random.normal(size=30)
+        a, b = x.T @ x, x.T @ y
+        found = not_negative(a, b)
+        slope = a @ found - b  # Karush, Kuhn, Tucker: 0 where positive, not negative where 0
+        assert (found >= 0).all() and (slope >= -1e-8).all() and np.abs(slope * found).max() < 1e-8
+
+
+# ------------------------------------------------------------------------------------------------ forecast
+
+RATIOS = (0.0, 0.2, 0.5)
+
+
+def prompt(random: np.random.Generator, noise: float) -> tuple[Rung, ...]:
+    """Rungs of a prompt whose ln KL is linear in the features, but for noise of its own with a long tail."""
+    mass, entropy, off = random.uniform(0.1, 0.9), random.uniform(0, 4), noise * random.standard_t(3)
+    parts = np.sort(random.random(len(RATIOS)))
+    truth = Forecast(RATIOS, -1.0, 0.9, 0.5, 0.2, 0.0)
+    return tuple(
+        Rung(p, mass, entropy, truth.kl(p, mass, entropy) * math.exp(off + 0.1 * random.normal())) for p in parts
+    )
+
+
+def test_a_forecast_finds_what_divergence_is_linear_in() -> None:
+    random = np.random.default_rng(0)
+    seen = [rung for _ in range(300) for rung in prompt(random, 0.05)]
+    found = forecast_of(seen, [prompt(random, 0.05) for _ in range(40)], RATIOS)
+    assert found is not None and found.ratios == RATIOS
+    got = np.array([found.slope, found.mass, found.uncertainty])
+    np.testing.assert_allclose(got, [0.9, 0.5, 0.2], atol=0.12)
+
+
+def test_bounds_hold_for_as_many_new_prompts_as_promised_whatever_the_noise() -> None:
+    """Split conformal: coverage, the mean over calibrations, is 95% at least, and not much above."""
+    random, held, kept = np.random.default_rng(1), [], []
+    for _ in range(60):
+        seen = [rung for _ in range(20) for rung in prompt(random, 0.6)]
+        forecast = forecast_of(seen, [prompt(random, 0.6) for _ in range(39)], RATIOS)
+        assert forecast is not None
+        new = [prompt(random, 0.6) for _ in range(40)]
+        held += [all(r.kl <= forecast.kl(r.part, r.mass, r.entropy) for r in rungs) for rungs in new]
+        for rungs in new:  # what a request relies on: the ratio that its budget picks
+            bounds = [(forecast.kl(r.part, r.mass, r.entropy), r.kl) for r in rungs]
+            picked = next((kl for bound, kl in bounds if bound <= 0.5), 0.0)
+            kept.append(picked <= 0.5)
+    assert 0.935 <= np.mean(held) <= 0.99 and np.mean(kept) >= 0.94
+
+
+def test_too_few_prompts_promise_nothing() -> None:
+    assert margin([0.1] * 18, 0.95) is None and margin(list(range(19)), 0.95) == 18
+    assert margin(list(range(39)), 0.95) == 37 and margin([3.0, 1.0, 2.0], 0.5) == 2.0
+    random = np.random.default_rng(0)
+    assert forecast_of([*prompt(random, 0.1)], [prompt(random, 0.1)] * 18, RATIOS) is None
+
+
+def test_a_bound_falls_with_the_part_that_is_recomputed() -> None:
+    bounds = [FORECAST.kl(part, 0.4, 1.0) for part in (0.0, 0.3, 0.9, 1.0)]
+    assert bounds == sorted(bounds, reverse=True) and bounds[-1] > 0
+    expected = math.exp(-1 + 0.8 * math.log(0.7) + 0.2 * math.log(0.4) + 0.1 + 0.4)
+    assert FORECAST.kl(0.3, 0.4, 1.0) == pytest.approx(expected)
+    assert all(map(math.isfinite, features_of(1.0, 0.0, 0.0)))
+
+
+# ---------------------------------------------------------------------------------------------------- file
+
+
+def test_a_fit_is_read_as_it_was_written(tmp_path: Path) -> None:
+    for report in (REPORT, replace(REPORT, fit=Fit({"start": 0.5, "chunk": 0.5}, 2))):
+        report.save(tmp_path / "fit.json")
+        assert FitReport.load(tmp_path / "fit.json", REPORT.identity) == report
+
+
+def test_a_fit_of_another_model_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "fit.json"
+    REPORT.save(path)
+    with pytest.raises(ConfigError, match=r"of another model, tiny in float32.*gate --fit"):
+        FitReport.load(path, "cd" * 32)
+    good = json.loads(path.read_text())
+    weights = {**good["fit"], "weights": {"start": -1.0}}
+    for wrong in ({**good, "version": 0}, {**good, "fit": weights}, {**good, "fit": None}, {**good, "luck": 1}, []):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ConfigError, match=r"no fit of a selector.*gate --fit"):
+            FitReport.load(path, REPORT.identity)

@@ -1,6 +1,7 @@
 """How close each strategy's answers come to full attention's, and to the references, at equal shares recomputed.
 
     python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--fit FILE] [--ratios 0.15,0,0.05]
+    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--fit FILE] [--ratios 0.15,0,0.05]
         [--limit N] [--sweep N] [--deviation N] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
         [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
 

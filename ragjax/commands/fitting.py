@@ -1,8 +1,10 @@
 """`python -m ragjax.reuse.gate --fit`: fits the selector of `fitted` to a model, on questions over its documents.
 
 Half of the questions, every other one, give random trials (`reuse/trial.py`), of which weights of signals are made
-(`quality/fit.py`). The others are held out: they are asked at each ratio of a ladder with these weights, which gives
-the margin of the forecast that budgets of requests go by, and the check against `ragjax` that the report shows.
+(`quality/fit.py`). A regression sees little of the order of tokens that are nearly chosen, so the weights then compete
+with plainer ones on the same questions at 15%, those of published selectors among them, and the least mean ln KL wins.
+The other questions are held out: they are asked at each ratio of a ladder with the weights that won, which gives the
+margin of the forecast that budgets of requests go by, and the check against `ragjax` that the report shows.
 """
 
 from __future__ import annotations
@@ -18,17 +20,34 @@ from numpy.typing import NDArray
 from ragjax.core import ConfigError, Kind, Prompt, Tokens
 from ragjax.core.fit import CONFIDENCE, Fit
 from ragjax.engine import Engine
-from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, weights_of
+from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, least, weights_of
 from ragjax.quality.report import divergence
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.budget import entropy
 from ragjax.reuse.repair import RATIO, Selective, Selector
 from ragjax.reuse.select import share
-from ragjax.reuse.signals import NAMES, Signals
+from ragjax.reuse.signals import NAMES, QUARTERS, Signals
 from ragjax.reuse.trial import Drawn, Once, Told
 
-TRIALS = (0.05, 0.15, 0.3, 0.15) * 4
+TRIALS = (0.05, 0.15, 0.3, 0.15) * 2
 """Ratios of the random trials on a question."""
+
+PENALTIES = (0.03, 0.3)
+"""Of the regressions that compete."""
+
+_RECEIVED = {f"received-{i + 1}": 0.25 for i in range(QUARTERS)}
+CONTESTANTS: Sequence[Mapping[str, float]] = (
+    {"received-3": 0.5, "received-4": 0.5},
+    {"attention-last": 1.0},
+    {"attention-even": 1.0},
+    _RECEIVED,
+    {**_RECEIVED, "start": 0.15},
+    {**_RECEIVED, "start": 0.5},
+    {"attention-even": 1.0, "start": 0.15},
+    {**_RECEIVED, "received-start": 0.5},
+    {"received-root": 1.0},
+)
+"""Weights that compete besides: of `ragjax`, `fusion`, `prophet`; all quarters alike; these and starts of chunks."""
 
 LADDER = (0.0, 0.05, 0.1, 0.15, 0.3, 0.5)
 """Ratios that a budget may pick."""
@@ -36,8 +55,8 @@ LADDER = (0.0, 0.05, 0.1, 0.15, 0.3, 0.5)
 LEAST = 4
 """Questions that a fit takes."""
 
-PRIOR = {"received-3": 1.0, "received-4": 1.0}
-"""Weights before any trial: those of `ragjax`."""
+PRIOR = _RECEIVED
+"""Weights before any trial."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +98,10 @@ class Bench:
             part = told.part(self._found, told.highest(self._found, share(ratio, total)))
             rungs.append(Rung(part, self._found.mass, self.entropy, kls.get(ratio, self.kl)))
         return tuple(rungs)
+
+    def contest(self, contestants: Sequence[Mapping[str, float]]) -> list[float]:
+        """KL at 15% by the weights of each."""
+        return [self._kl(_trial(Told(weights, self._once)), RATIO) for weights in contestants]
 
     def prior(self) -> float:
         """Mean KL of the selector of `ragjax`."""
@@ -123,10 +146,12 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
     if len(usable) < LEAST:
         raise ConfigError(f"a fit takes {LEAST} questions over two chunks or more, and there are {len(usable)}")
     random = np.random.default_rng(seed)
-    tried = [Bench(engine, asked, step).tried(random) for asked in usable[::2]]
-    prior_S = np.array([PRIOR.get(name, 0.0) for name in NAMES])
-    weights_S = weights_of(tried, prior_S)
-    weights = {name: float(weight) for name, weight in zip(NAMES, weights_S, strict=True) if weight > 0}
+    benches = [Bench(engine, asked, step) for asked in usable[::2]]
+    tried = [bench.tried(random) for bench in benches]
+    contestants = [*CONTESTANTS, *(_named(weights_of(tried, _array(PRIOR), penalty)) for penalty in PENALTIES)]
+    seen = [(bench.kl, bench.contest(contestants)) for bench in benches]
+    weights = contestants[least(seen)]
+    weights_S = _array(weights) / sum(weights.values())
     held, before = [], []
     for asked in usable[1::2]:
         bench = Bench(engine, asked, step)
@@ -142,14 +167,23 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
         fitted=len(tried),
         held=len(held),
         checked=checked,
-        fit=Fit(weights, engine.top_k, forecast_of(_seen(tried, weights_S), held, LADDER)),
+        fit=Fit(_named(weights_S), engine.top_k, forecast_of(_seen(tried, weights_S), held, LADDER)),
     )
 
 
 def answers_of(questions: int) -> int:
     """How many answers a fit on so many questions asks for, at most."""
     held = questions // 2
-    return (questions - held) * (2 + len(TRIALS)) + held * (2 + len(LADDER))
+    fitted = 2 + len(TRIALS) + len(CONTESTANTS) + len(PENALTIES)
+    return (questions - held) * fitted + held * (2 + len(LADDER))
+
+
+def _array(weights: Mapping[str, float]) -> NDArray[np.float64]:
+    return np.array([weights.get(name, 0.0) for name in NAMES])
+
+
+def _named(weights_S: NDArray[np.float64]) -> dict[str, float]:
+    return {name: float(weight) for name, weight in zip(NAMES, weights_S, strict=True) if weight > 0}
 
 
 def table(report: FitReport) -> Iterator[str]:

@@ -81,6 +81,14 @@ def _normal(weights_S: Array) -> Array:
     return whole
 
 
+def least(seen: Sequence[tuple[float, Sequence[float]]]) -> int:
+    """Which of the contestants has the least mean ln KL; of equal ones the first.
+
+    seen: of each prompt, its KL with nothing recomputed, and with what each contestant chose.
+    """
+    return int(np.argmin(np.mean([[_log(kl, without) for kl in kls] for without, kls in seen], axis=0)))
+
+
 def not_negative(a_SS: Array, b_S: Array, rounds: int = 2000) -> Array:
     """The x >= 0 that makes x' a x / 2 - b' x least, for a positive definite `a`; by coordinate descent."""
     x_S = np.zeros(len(b_S))

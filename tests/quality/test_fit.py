@@ -12,7 +12,7 @@ import pytest
 
 from ragjax.core import ConfigError
 from ragjax.core.fit import Fit, Forecast, features_of
-from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, margin, not_negative, weights_of
+from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, least, margin, not_negative, weights_of
 
 FORECAST = Forecast((0.0, 0.3), -1.0, 0.8, 0.2, 0.1, 0.4)
 REPORT = FitReport(
@@ -45,6 +45,15 @@ def test_without_trials_or_with_a_heavy_penalty_the_prior_stays() -> None:
     np.testing.assert_allclose(weights_of(planted(weights, 4, 8, 0.1), prior, penalty=1e6), prior / 4, atol=1e-3)
     harmful = planted(np.array([-1.0, -1.0, -1.0]), 5, 8, 0.0)
     np.testing.assert_allclose(weights_of(harmful, prior, penalty=1e-6), prior / 4)
+
+
+def test_the_contestant_with_the_least_divergence_wins_in_the_mean_of_logarithms() -> None:
+    assert least([(0.5, [0.10, 0.05, 0.2]), (0.5, [0.02, 0.03, 0.2])]) == 1
+    assert least([(0.5, [0.30, 0.31, 0.31]), (0.5, [0.02, 0.01, 0.01])]) == 1, (
+        "a large one does not outweigh all others"
+    )
+    assert least([(9.0, [1e-9, 0.002]), (0.5, [0.2, 0.19])]) == 1, "what is far below the rest is noise"
+    assert least([(0.5, [0.1, 0.1])]) == 0
 
 
 def test_the_least_squares_without_negative_numbers_meet_their_conditions() -> None:

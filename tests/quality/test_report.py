@@ -788,6 +788,9 @@ def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypa
         (["--budget", "KL=1", "--top-k", "0"], "--top-k"),
         (["--budget", "KL=1", "--json", "nowhere/out.json"], "--json"),
         (["--budget", "KL=1", "--json", "."], "--json"),
+        (["--fit", "--budget", "KL=1"], "--fit"),
+        (["--budget", "KL=1", "--knowledge", "demo"], "--questions"),
+        (["--fit", "--questions", "questions.jsonl"], "--knowledge"),
     ],
 )
 def test_bad_flag_of_the_gate_is_one_line_and_code_2(
@@ -796,6 +799,18 @@ def test_bad_flag_of_the_gate_is_one_line_and_code_2(
     assert gate.main(flags) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and word in err
+
+
+def test_questions_of_a_file_are_read_or_refused(engine: Engine, tmp_path: Path) -> None:
+    engine.add_documents([Document("a", "The ferry leaves at nine.")])
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "Where?", "answers": ["Here."]}\n{"question": "Who?", "answers": ["A.", "B."]}\n')
+    found = gate.demo_questions(engine, None, file)
+    assert [bytes(one.reference.astype(np.uint8)) for one in found] == [b"Here.", b"A."]
+    for wrong in ("{}", '{"question": "Where?", "answers": []}', "nothing"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match="each line must be"):
+            gate.demo_questions(engine, None, file)
 
 
 def test_what_is_named_twice_is_measured_once() -> None:

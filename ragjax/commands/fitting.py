@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ragjax.core import ConfigError, Kind, Prompt, Tokens
 from ragjax.core.fit import CONFIDENCE, Fit
 from ragjax.engine import Engine
-from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, least, weights_of
+from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, least, spent, weights_of
 from ragjax.quality.report import divergence
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.budget import entropy
@@ -51,6 +51,9 @@ CONTESTANTS: Sequence[Mapping[str, float]] = (
 
 LADDER = (0.0, 0.05, 0.1, 0.15, 0.3, 0.5)
 """Ratios that a budget may pick."""
+
+BUDGETS = (0.01, 0.02, 0.05, 0.1, 0.2)
+"""Nats, of which the report says what they take."""
 
 LEAST = 4
 """Questions that a fit takes."""
@@ -157,6 +160,7 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
         bench = Bench(engine, asked, step)
         held.append(bench.ladder(weights))
         before.append(bench.prior())
+    forecast = forecast_of(_seen(tried, weights_S), held, LADDER)
     at = LADDER.index(RATIO)
     checked = {"fitted": float(np.mean([rungs[at].kl for rungs in held])), "ragjax": float(np.mean(before))}
     return FitReport(
@@ -167,7 +171,8 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
         fitted=len(tried),
         held=len(held),
         checked=checked,
-        fit=Fit(_named(weights_S), engine.top_k, forecast_of(_seen(tried, weights_S), held, LADDER)),
+        fit=Fit(_named(weights_S), engine.top_k, forecast),
+        budgets=() if forecast is None else tuple(spent(forecast, held, kl) for kl in BUDGETS),
     )
 
 
@@ -197,6 +202,11 @@ def table(report: FitReport) -> Iterator[str]:
         yield "too few questions were held out to forecast divergence: requests with a budget are refused"
     else:
         yield f"KL is forecast within a factor of {math.exp(forecast.margin):.3g} for {CONFIDENCE:.0%} of questions"
+    for one in report.budgets:
+        yield (
+            f"  budget {one.kl:g}: {one.within:.0%} within at a mean ratio of {one.ratio:.2f}; "
+            f"a fixed ratio takes {one.fixed:g}"
+        )
 
 
 def _seen(tried: Sequence[Tried], weights_S: NDArray[np.float64]) -> list[Rung]:

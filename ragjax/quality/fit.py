@@ -130,18 +130,53 @@ def forecast_of(
     ridge = 1e-2 * np.diag([0.0, 1.0, 1.0, 1.0]) * len(y_N)
     intercept, slope, mass, uncertainty = map(float, np.linalg.solve(x_NF.T @ x_NF + ridge, x_NF.T @ y_N))
     bare = Forecast(tuple(ratios), intercept, slope, mass, uncertainty, 0.0)
-    errors = [
-        max(math.log(max(one.kl, 1e-9)) - math.log(bare.kl(one.part, one.mass, one.entropy)) for one in prompt)
-        for prompt in held
-    ]
-    added = margin(errors, confidence)
+    added = margin([_error(bare, prompt) for prompt in held], confidence)
     return None if added is None else replace(bare, margin=added)
+
+
+def _error(forecast: Forecast, prompt: Sequence[Rung]) -> float:
+    """How far ln KL lies above what was forecast without a margin, at the worst ratio."""
+    bare = replace(forecast, margin=0.0)
+    return max(math.log(max(rung.kl, 1e-9)) - math.log(bare.kl(rung.part, rung.mass, rung.entropy)) for rung in prompt)
 
 
 def margin(errors: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
     """What is to be added so that a new prompt's error lies below with this confidence; None for too few."""
     rank = math.ceil((len(errors) + 1) * confidence - 1e-9)
     return sorted(errors)[rank - 1] if rank <= len(errors) else None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a budget did on the prompts held out, each by the margin of the others.
+
+    kl: the budget, nats. within: share of prompts whose KL lay within. ratio: mean ratio picked, 1 where none sufficed.
+    fixed: the least ratio of the ladder at which as many prompts lie within as promised; 1 if there is none.
+    """
+
+    kl: float
+    within: float
+    ratio: float
+    fixed: float
+
+
+def spent(forecast: Forecast, held: Sequence[Sequence[Rung]], kl: float, confidence: float = CONFIDENCE) -> Spent:
+    """Of one budget. held: as for `forecast_of`."""
+    errors = [_error(forecast, prompt) for prompt in held]
+    picked, within = [], []
+    for i, prompt in enumerate(held):
+        added = margin(errors[:i] + errors[i + 1 :], confidence)
+        found = (1.0, 0.0)
+        if added is not None:
+            own = replace(forecast, margin=added)
+            rungs = zip(forecast.ratios, prompt, strict=True)
+            kept = ((r, rung.kl) for r, rung in rungs if own.kl(rung.part, rung.mass, rung.entropy) <= kl)
+            found = next(kept, found)
+        picked.append(found[0])
+        within.append(found[1] <= kl)
+    shares = [float(np.mean([prompt[i].kl <= kl for prompt in held])) for i in range(len(forecast.ratios))]
+    fixed = next((r for r, share in zip(forecast.ratios, shares, strict=True) if share >= confidence), 1.0)
+    return Spent(kl, float(np.mean(within)), float(np.mean(picked)), fixed)
 
 
 # ---------------------------------------------------------------------------------------------- file
@@ -152,7 +187,7 @@ class FitReport:
     """A fit of one model, and what it did on the questions held out.
 
     identity: hex of what KV depends on. created: ISO 8601, UTC. fitted, held: how many questions were fitted on, and
-    held out. checked: mean KL on these at 15%, by strategy.
+    held out. checked: mean KL on these at 15%, by strategy. budgets: what some budgets did on them.
     """
 
     identity: str
@@ -163,6 +198,7 @@ class FitReport:
     held: int
     checked: Mapping[str, float]
     fit: Fit
+    budgets: tuple[Spent, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write it as JSON, at once or not at all."""
@@ -202,7 +238,8 @@ class FitReport:
             raise ValueError("weights are finite numbers from 0 on")
         given = fit["forecast"]
         forecast = None if given is None else Forecast(**{**given, "ratios": tuple(given["ratios"])})
-        return cls(**data, fit=Fit(weights, int(fit["top_k"]), forecast))
+        budgets = tuple(Spent(**one) for one in data.pop("budgets"))
+        return cls(**data, budgets=budgets, fit=Fit(weights, int(fit["top_k"]), forecast))
 
 
 AGAIN = "make one by python -m ragjax.reuse.gate --fit"

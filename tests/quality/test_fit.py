@@ -12,7 +12,19 @@ import pytest
 
 from ragjax.core import ConfigError
 from ragjax.core.fit import Fit, Forecast, features_of
-from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, least, margin, not_negative, weights_of
+from ragjax.quality.fit import (
+    FitReport,
+    Rung,
+    Spent,
+    Trial,
+    Tried,
+    forecast_of,
+    least,
+    margin,
+    not_negative,
+    spent,
+    weights_of,
+)
 
 FORECAST = Forecast((0.0, 0.3), -1.0, 0.8, 0.2, 0.1, 0.4)
 REPORT = FitReport(
@@ -106,6 +118,23 @@ def test_bounds_hold_for_as_many_new_prompts_as_promised_whatever_the_noise() ->
     assert 0.935 <= np.mean(held) <= 0.99 and np.mean(kept) >= 0.94
 
 
+def test_what_budgets_take_is_told_of_prompts_that_were_held_out() -> None:
+    flat = Forecast((0.0, 0.2), 0.0, 1.0, 0.0, 0.0, 9.0)  # KL = 1 - part; the margin it has is of no account
+    held = [(Rung(0.0, 1.0, 0.0, 0.5), Rung(0.8, 1.0, 0.0, 0.1))] * 19 + [
+        (Rung(0.0, 1.0, 0.0, 1.0), Rung(0.8, 1.0, 0.0, 0.2))
+    ]
+    # 19 others: the margin is the largest error, ln(0.5) for the last prompt, 0 for the others
+    for kl, *expected in (
+        (1.01, 1.0, 0.0, 0.0),
+        (0.51, 0.95, 0.2 * 0.95, 0.0),
+        (0.19, 0.95, 0.95 + 0.2 / 20, 0.2),
+        (0.05, 1.0, 1.0, 1.0),
+    ):
+        found = spent(flat, held, kl)
+        assert [found.within, found.ratio, found.fixed] == pytest.approx(expected), kl
+    assert spent(flat, held[:5], 1.01) == Spent(1.01, 1.0, 1.0, 0.0), "too few to promise anything: all is recomputed"
+
+
 def test_too_few_prompts_promise_nothing() -> None:
     assert margin([0.1] * 18, 0.95) is None and margin(list(range(19)), 0.95) == 18
     assert margin(list(range(39)), 0.95) == 37 and margin([3.0, 1.0, 2.0], 0.5) == 2.0
@@ -125,7 +154,10 @@ def test_a_bound_falls_with_the_part_that_is_recomputed() -> None:
 
 
 def test_a_fit_is_read_as_it_was_written(tmp_path: Path) -> None:
-    for report in (REPORT, replace(REPORT, fit=Fit({"start": 0.5, "chunk": 0.5}, 2))):
+    for report in (
+        replace(REPORT, budgets=(Spent(0.1, 0.95, 0.2, 0.3),)),
+        replace(REPORT, fit=Fit({"start": 0.5, "chunk": 0.5}, 2)),
+    ):
         report.save(tmp_path / "fit.json")
         assert FitReport.load(tmp_path / "fit.json", REPORT.identity) == report
 

@@ -106,9 +106,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        chosen = all_strategies(
-            alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks, fit=fit_of(identity)
-        )
+        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks, fit=fit_of(identity))
     if setting.strategy not in chosen:
         raise ConfigError(f"{setting.strategy} needs {UNFITTED}")
     contract = Contract(

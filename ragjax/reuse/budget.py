@@ -22,7 +22,6 @@ from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError
 from ragjax.core.fit import Fit, Forecast
 from ragjax.reuse.anchor import Anchored
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.reuse.condense import Condensed
 from ragjax.reuse.fitted import NAME, Weighted, probe, read
 from ragjax.reuse.repair import Selective, chunk_tokens
 from ragjax.reuse.select import share
@@ -102,7 +101,7 @@ class Fitted(Selective):
         self._weighted = Weighted(fit.weights)
         self._forecast = fit.forecast
         self.top_k = fit.top_k
-        super().__init__(NAME, Condensed(Anchored()), self._weighted)
+        super().__init__(NAME, Anchored(), self._weighted)
 
     def within(self, kl: float) -> Budgeted:
         """The same for one request, at the ratio that its budget takes. kl: nats.

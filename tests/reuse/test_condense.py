@@ -16,6 +16,7 @@ from ragjax.cache.keys import raw_of
 from ragjax.cache.tree import Node, Provenance
 from ragjax.commands.preprocess import main
 from ragjax.core import ConfigError, Document, Kind, Message, OutOfPages, Prompt, Segment
+from ragjax.core.fit import Fit
 from ragjax.engine import Engine
 from ragjax.engine.condensing import condense, condense_all
 from ragjax.prompting.chat import chat_prompt
@@ -144,7 +145,7 @@ def test_tokens_of_condensed_chunks_are_recomputed_as_any_others(name: str, rati
 
 def test_other_strategies_leave_condensed_chunks_alone() -> None:
     system, *chunks = segments(8)
-    for name, strategy in strategies().items():
+    for name, strategy in strategies(fit=Fit({"start": 1.0}, 3)).items():
         if strategy.condensed or name.startswith("dependency"):
             continue
         plain, marked = Executor(), Executor()

@@ -18,6 +18,7 @@ from ragjax.reuse.select import share
 from ragjax.reuse.signals import NAMES, NEAR, QUARTERS
 from ragjax.reuse.trial import Drawn, Once, Told
 from tests.reuse.test_selection import (
+    FIT,
     MODEL,
     chosen_of,
     counted,
@@ -27,12 +28,11 @@ from tests.reuse.test_selection import (
     joins,
     preprocessed,
     repaired,
-    two_turns,
 )
 from tests.support import tiny
 from tests.support.executor import Array, Executor
 
-WEIGHTS = {"received-4": 0.5, "attention-even": 0.3, "start": 0.2}
+WEIGHTS = FIT.weights
 LADDER = (0.0, 0.1, 0.3)
 FORECAST = Forecast(LADDER, intercept=0.0, slope=1.0, mass=0.0, uncertainty=0.0, margin=0.0)
 """KL = 1 - part: the bound is what the score leaves."""
@@ -125,33 +125,13 @@ def test_fitted_with_the_weights_of_ragjax_chooses_alike() -> None:
     )
 
 
-def test_limits_of_the_ratio() -> None:
-    prompt, executor = tiny.prompt(11), Executor()
-    full = MODEL.dense(prompt.tokens).logits[-1]
-    for _ in ("cold", "warm"):
-        done = executor.run(FITTED, prompt, 1.0)
-        np.testing.assert_allclose(done.logits, full, atol=1e-5)
-        assert done.plan.exact_to == "full"
-    none = executor.run(FITTED, prompt, 0.0)
-    np.testing.assert_allclose(none.logits, repaired(prompt, isolated(prompt), ()), atol=1e-5)
-    assert none.plan.exact_to is None and len(none.passes) == 1
-
-
-def test_one_chunk_alone_is_full() -> None:
+def test_one_chunk_alone_is_full_within_any_budget() -> None:
     prompt, executor = tiny.prompt(12, chunks=(50,)), Executor()
-    full = MODEL.dense(prompt.tokens).logits[-1]
     assert isinstance(FITTED, Fitted)
-    for strategy, ratio in ((FITTED, None), (FITTED, 0.0), (FITTED, 0.3), (FITTED.within(0.5), None)):
-        done = executor.run(strategy, prompt, ratio)
-        np.testing.assert_allclose(done.logits, full, atol=1e-5)
-        assert done.plan.exact_to == "full"
-
-
-def test_two_turns() -> None:
-    prompt, executor = two_turns(), Executor()
-    done = executor.run(FITTED, prompt, 0.2)
-    assert len(chosen_of(done, prompt)) == counted(prompt, 0.2)
-    np.testing.assert_allclose(done.logits, repaired(prompt, isolated(prompt), chosen_of(done, prompt)), atol=1e-5)
+    for kl in (0.001, 2.0):
+        done = executor.run(FITTED.within(kl), prompt)
+        np.testing.assert_allclose(done.logits, MODEL.dense(prompt.tokens).logits[-1], atol=1e-5)
+        assert done.plan.exact_to == "full" and done.plan.figures == {RATIO: 0.0, BOUND: 0.0}
 
 
 def test_weights_are_of_known_signals_and_not_negative() -> None:

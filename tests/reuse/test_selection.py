@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import KnowledgeTree, Provenance
 from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
+from ragjax.core.fit import Fit
 from ragjax.reuse import prophet, setcache, strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
@@ -28,7 +29,9 @@ from tests.support import tiny
 from tests.support.executor import Array, Dense, Done, Executor, model, softmax
 
 MODEL = model()
-SELECTIVE = sorted(name for name, strategy in strategies().items() if strategy.selective)
+FIT = Fit({"received-4": 0.5, "attention-even": 0.3, "start": 0.2}, top_k=3)
+KNOWN = strategies(fit=FIT)
+SELECTIVE = sorted(name for name, strategy in KNOWN.items() if strategy.selective)
 STITCHED = [name for name in SELECTIVE if "craft" not in name]  # Cache-Craft's have a test of their own
 
 
@@ -169,7 +172,7 @@ def test_budgets_are_proportional_and_add_up():
 
 @pytest.mark.parametrize("name", STITCHED)
 def test_limits_of_the_ratio(name):
-    prompt, executor, strategy = tiny.prompt(11), Executor(), strategies()[name]
+    prompt, executor, strategy = tiny.prompt(11), Executor(), KNOWN[name]
     full = MODEL.dense(prompt.tokens).logits[-1]
     for _ in ("cold", "warm"):
         done = executor.run(strategy, prompt, 1.0)
@@ -184,7 +187,7 @@ def test_limits_of_the_ratio(name):
 
 @pytest.mark.parametrize("name", [*STITCHED, "unmoved", "set-cache", "naive"])
 def test_one_chunk_alone_is_full(name):
-    prompt, executor, strategy = tiny.prompt(12, chunks=(50,)), Executor(), strategies()[name]
+    prompt, executor, strategy = tiny.prompt(12, chunks=(50,)), Executor(), KNOWN[name]
     full = MODEL.dense(prompt.tokens).logits[-1]
     for ratio in (None, 0.0, 0.3) if strategy.selective else (None,):
         done = executor.run(strategy, prompt, ratio)
@@ -194,7 +197,7 @@ def test_one_chunk_alone_is_full(name):
 
 @pytest.mark.parametrize("name", STITCHED)
 def test_two_turns(name):
-    prompt, executor, strategy = two_turns(), Executor(), strategies()[name]
+    prompt, executor, strategy = two_turns(), Executor(), KNOWN[name]
     done = executor.run(strategy, prompt, 1.0)
     np.testing.assert_allclose(done.logits, MODEL.dense(prompt.tokens).logits[-1], atol=1e-5)
     done = executor.run(strategy, prompt, 0.2)
@@ -560,7 +563,7 @@ def test_set_cache_tries_equal_chunks_in_one_order(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["blend", "blend-gradual", "fusion", "h2o", "unmoved", "set-cache"])
 def test_waiting_requests_name_the_nodes_they_will_use(name):
-    prompt, executor, strategy = tiny.prompt(43), Executor(), strategies()[name]
+    prompt, executor, strategy = tiny.prompt(43), Executor(), KNOWN[name]
     if name == "fusion":
         prompt, _ = preprocessed(executor, prompt)
     executor.run(strategy, prompt)
@@ -572,7 +575,7 @@ def test_waiting_requests_name_the_nodes_they_will_use(name):
 def test_slots_of_the_probe_are_given_back(name):
     prompt, executor = tiny.prompt(44), Executor()
     executor.run(strategies()["naive"], prompt)
-    talk = executor.talk(strategies()[name], prompt, 0.15, decode_tokens=1)
+    talk = executor.talk(KNOWN[name], prompt, 0.15, decode_tokens=1)
     held = []
     while talk.step():
         held.append(len(talk.allocation.own_pages))
@@ -597,12 +600,12 @@ def test_requests_with_different_sets_share_chunks():
         executor.run(strategies()["naive"], base)
         return executor
 
-    alone = [warmed().run(strategies()[name], prompt, ratio).logits for name, prompt, ratio in asked]
+    alone = [warmed().run(KNOWN[name], prompt, ratio).logits for name, prompt, ratio in asked]
     executor = warmed()
     kept = [node.run for node in executor.cache.tree.nodes()]
     slots = np.concatenate([run.slots(executor.page_size) for run in kept if isinstance(run, Run)])
     before = executor.k[:, slots].tobytes(), executor.v[:, slots].tobytes()
-    talks = [executor.talk(strategies()[name], prompt, ratio) for name, prompt, ratio in asked]
+    talks = [executor.talk(KNOWN[name], prompt, ratio) for name, prompt, ratio in asked]
     running = list(talks)
     while running:
         running = [talk for talk in running if talk.step()]
@@ -620,7 +623,7 @@ def test_running_out_of_pages_shows_before_the_first_pass(name):
     prompt, failed, done = tiny.prompt(41, chunks=(20, 24)), 0, 0
     for pages in range(4, 26, 3):
         executor = Executor(pages=pages)
-        talk = executor.talk(strategies()[name], prompt, 0.4)
+        talk = executor.talk(KNOWN[name], prompt, 0.4)
         try:
             more = talk.step()
         except OutOfPages:

@@ -841,7 +841,7 @@ def test_the_command_says_what_the_budget_picks(
 
 def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(gate, "DEMO", tmp_path)
+    monkeypatch.setattr(gate, "BUNDLED", tmp_path / "questions.jsonl")
     documents = [
         Document(name, f"The {name} of Marn is {i} miles off.", name) for i, name in enumerate(("mill", "inn"))
     ]

@@ -17,20 +17,9 @@ from ragjax.reuse.repair import Selective
 from ragjax.reuse.select import share
 from ragjax.reuse.signals import NAMES, NEAR, QUARTERS
 from ragjax.reuse.trial import Drawn, Once, Told
-from tests.reuse.test_selection import (
-    FIT,
-    MODEL,
-    chosen_of,
-    counted,
-    highest,
-    indices_of,
-    isolated,
-    joins,
-    preprocessed,
-    repaired,
-)
 from tests.support import tiny
-from tests.support.executor import Array, Executor
+from tests.support.executor import Array, Executor, model
+from tests.support.literal import FIT, chosen_of, counted, highest, indices_of, isolated, joins, preprocessed, repaired
 
 WEIGHTS = FIT.weights
 LADDER = (0.0, 0.1, 0.3)
@@ -51,7 +40,7 @@ def anchored(executor: Executor, prompt: Prompt) -> tuple[Prompt, tuple[Array, A
 
 def literal(prompt: Prompt, kept: tuple[Array, Array], tokens: list[int]) -> dict[str, list[float]]:
     """Every signal as its definition says, token by token."""
-    dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
+    dense = model().dense(prompt.tokens, rows=joins(prompt), kept=kept)
     asking = np.arange(prompt.starts[-2], len(prompt))
     layers, heads, group = len(dense.prob), dense.prob.shape[2], dense.prob.shape[2] // dense.v.shape[2]
 
@@ -130,7 +119,7 @@ def test_one_chunk_alone_is_full_within_any_budget() -> None:
     assert isinstance(FITTED, Fitted)
     for kl in (0.001, 2.0):
         done = executor.run(FITTED.within(kl), prompt)
-        np.testing.assert_allclose(done.logits, MODEL.dense(prompt.tokens).logits[-1], atol=1e-5)
+        np.testing.assert_allclose(done.logits, model().dense(prompt.tokens).logits[-1], atol=1e-5)
         assert done.plan.exact_to == "full" and done.plan.figures == {RATIO: 0.0, BOUND: 0.0}
 
 

@@ -6,18 +6,14 @@ pages, offsets or caches: KV of whole prompts as arrays, `sorted` for the top-k.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import KnowledgeTree, Provenance
 from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
-from ragjax.core.fit import Fit
 from ragjax.reuse import prophet, setcache, strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
@@ -26,110 +22,26 @@ from ragjax.reuse.repair import Selective
 from ragjax.reuse.select import budgets, share, top, top_each
 from ragjax.reuse.stitch import Isolated
 from tests.support import tiny
-from tests.support.executor import Array, Dense, Done, Executor, model, softmax
+from tests.support.executor import Array, Executor, model, softmax
+from tests.support.literal import (
+    FIT,
+    chosen_of,
+    counted,
+    deviations,
+    highest,
+    indices_of,
+    isolated,
+    joins,
+    plant,
+    preprocessed,
+    repaired,
+    results_of,
+    shifted,
+)
 
-MODEL = model()
-FIT = Fit({"received-4": 0.5, "attention-even": 0.3, "start": 0.2}, top_k=3)
 KNOWN = strategies(fit=FIT)
 SELECTIVE = sorted(name for name, strategy in KNOWN.items() if strategy.selective)
 STITCHED = [name for name in SELECTIVE if "craft" not in name]  # Cache-Craft's have a test of their own
-
-
-# ------------------------------------------------------------------------------- what the papers say, over arrays
-
-
-def isolated(prompt: Prompt, *, moved: bool = True) -> tuple[Array, Array]:
-    """K and V [L, T, K, D] of every chunk computed behind the system prompt alone, at its place; zeros for joins."""
-    system = prompt.segments[0].tokens
-    parts = []
-    for i, segment in enumerate(prompt.segments):
-        if segment.kind is Kind.CHUNK:
-            shift = prompt.starts[i] - len(system) if moved else 0
-            parts.append(shifted(MODEL.dense(np.concatenate([system, segment.tokens])), len(system), shift))
-        elif segment.kind is Kind.SYSTEM:
-            parts.append(shifted(MODEL.dense(segment.tokens), 0, 0))
-        else:
-            parts.append(shifted(MODEL.dense(segment.tokens * 0), 0, 0))
-    return np.concatenate([k for k, _ in parts], 1), np.concatenate([v for _, v in parts], 1)
-
-
-def shifted(dense: Dense, begin: int, shift: int) -> tuple[Array, Array]:
-    """K and V from token `begin` on, K turned further."""
-    n = dense.k.shape[1]
-    k = np.stack([MODEL.rotate(k, np.full(n, shift)) for k in dense.k])
-    return k[:, begin:], dense.v[:, begin:]
-
-
-def fused(prompt: Prompt, i: int, behind: Sequence[Segment]) -> Dense:
-    """FusionRAG eq. 10: chunk i computed behind the isolated KV of its neighbours; the last tokens are the chunk's."""
-    context = Prompt((prompt.segments[0], *behind, prompt.segments[i]))
-    rows = np.arange(context.starts[-2], len(context))
-    return MODEL.dense(context.tokens, rows=rows, kept=isolated(context))
-
-
-def joins(prompt: Prompt) -> NDArray[np.int64]:
-    return indices_of(prompt, Kind.QUERY)
-
-
-def indices_of(prompt: Prompt, kind: Kind) -> NDArray[np.int64]:
-    parts = [np.arange(prompt.starts[i], prompt.starts[i + 1]) for i in segments_of(prompt, kind)]
-    return np.concatenate(parts)
-
-
-def repaired(prompt: Prompt, kept: tuple[Array, Array], chosen: Sequence[int]) -> Array:
-    """FusionRAG eq. 9: logits of the last token, chosen tokens and joins computed over everything before them."""
-    rows = np.array(sorted({*chosen, *joins(prompt)}))
-    return MODEL.dense(prompt.tokens, rows=rows, kept=kept).logits[-1]
-
-
-def highest(scores: dict[int, float], count: int) -> list[int]:
-    """The `count` orders of highest score, lower orders first among equals."""
-    return sorted(sorted(scores, key=lambda order: (-scores[order], order))[:count])
-
-
-def deviations(prompt: Prompt, kept: tuple[Array, Array], layer: int = 1) -> tuple[dict[int, float], dict[int, float]]:
-    """Eq. 7 at one layer (the second), of keys and of values, for every chunk token."""
-    full = MODEL.dense(prompt.tokens)
-    key, value = {}, {}
-    for order in map(int, indices_of(prompt, Kind.CHUNK)):
-        key[order] = float(((full.k[layer, order] - kept[0][layer, order]) ** 2).sum())
-        value[order] = float(((full.v[layer, order] - kept[1][layer, order]) ** 2).sum())
-    return key, value
-
-
-def chosen_of(done: Done, prompt: Prompt) -> list[int]:
-    """Chunk tokens among the rows of the last pass."""
-    last = done.passes[-1]
-    assert isinstance(last, Pass)
-    return [int(order) for order in last.rows if order not in set(joins(prompt))]
-
-
-def results_of(done: Done, what: Measure) -> NDArray[np.float32]:
-    found = [results[what] for results in done.results if what in results]
-    assert len(found) == 1
-    return found[0]
-
-
-def counted(prompt: Prompt, ratio: float) -> int:
-    return math.ceil(round(ratio * len(indices_of(prompt, Kind.CHUNK)), 9))
-
-
-def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment]) -> bytes:
-    """Keep chunk i as preprocessed behind these neighbours, as offline preprocessing would; its digest."""
-    dense, cache = fused(prompt, i, behind), executor.cache
-    n, system = len(prompt.segments[i]), len(prompt.segments[0])
-    run = cache.reserve(n)
-    slots = run.slots(executor.page_size)
-    executor.k[:, slots], executor.v[:, slots] = dense.k[:, -n:], dense.v[:, -n:]
-    digest = neighbours_digest([segment.tokens for segment in behind])
-    with cache.match_prefix(prompt.segments[0].tokens) as context:
-        assert context.complete, "run a strategy first, so that the system prompt is kept"
-        local_start = system + sum(len(segment) for segment in behind)
-        cache.admit_segment(
-            context, prompt.segments[i].tokens, run, local_start, Provenance.APPROXIMATE, "fusion", behind=digest
-        )
-    cache.free(run)
-    return digest
 
 
 def two_turns(seed: int = 3) -> Prompt:
@@ -173,7 +85,7 @@ def test_budgets_are_proportional_and_add_up():
 @pytest.mark.parametrize("name", STITCHED)
 def test_limits_of_the_ratio(name):
     prompt, executor, strategy = tiny.prompt(11), Executor(), KNOWN[name]
-    full = MODEL.dense(prompt.tokens).logits[-1]
+    full = model().dense(prompt.tokens).logits[-1]
     for _ in ("cold", "warm"):
         done = executor.run(strategy, prompt, 1.0)
         np.testing.assert_allclose(done.logits, full, atol=1e-5)
@@ -188,7 +100,7 @@ def test_limits_of_the_ratio(name):
 @pytest.mark.parametrize("name", [*STITCHED, "unmoved", "set-cache", "naive"])
 def test_one_chunk_alone_is_full(name):
     prompt, executor, strategy = tiny.prompt(12, chunks=(50,)), Executor(), KNOWN[name]
-    full = MODEL.dense(prompt.tokens).logits[-1]
+    full = model().dense(prompt.tokens).logits[-1]
     for ratio in (None, 0.0, 0.3) if strategy.selective else (None,):
         done = executor.run(strategy, prompt, ratio)
         np.testing.assert_allclose(done.logits, full, atol=1e-5)
@@ -199,7 +111,7 @@ def test_one_chunk_alone_is_full(name):
 def test_two_turns(name):
     prompt, executor, strategy = two_turns(), Executor(), KNOWN[name]
     done = executor.run(strategy, prompt, 1.0)
-    np.testing.assert_allclose(done.logits, MODEL.dense(prompt.tokens).logits[-1], atol=1e-5)
+    np.testing.assert_allclose(done.logits, model().dense(prompt.tokens).logits[-1], atol=1e-5)
     done = executor.run(strategy, prompt, 0.2)
     if name != "blend-gradual":
         assert len(chosen_of(done, prompt)) == counted(prompt, 0.2)
@@ -224,7 +136,7 @@ def test_fused_chunk_alone_is_full_too():
     digest = plant(executor, prompt, 1, prompt.segments[2:3])
     single = Prompt((prompt.segments[0], replace(prompt.segments[1], behind=digest), prompt.segments[-1]))
     done = executor.run(strategies()["fusion"], single, 0.0)
-    np.testing.assert_allclose(done.logits, MODEL.dense(single.tokens).logits[-1], atol=1e-5)
+    np.testing.assert_allclose(done.logits, model().dense(single.tokens).logits[-1], atol=1e-5)
     assert done.plan.exact_to == "full"
 
 
@@ -262,17 +174,17 @@ def literal_gradual(
     chosen = highest(key, min(2 * count, total))
     numbers = [round(len(chosen) + (count - len(chosen)) * s / (len(stages) - 2)) for s in range(1, len(stages) - 1)]
     rows = np.array(sorted({*chosen, *joins(prompt)}))
-    x = MODEL.embedding[prompt.tokens[rows]]
-    for layer in range(len(MODEL.layers)):
-        q, k[layer, rows], v[layer, rows] = MODEL.project(layer, x, rows)
+    x = model().embedding[prompt.tokens[rows]]
+    for layer in range(len(model().layers)):
+        q, k[layer, rows], v[layer, rows] = model().project(layer, x, rows)
         seen = np.arange(len(prompt)) <= rows[:, None]
-        x = MODEL.finish(layer, x, MODEL.mix(softmax(MODEL.scores(q, k[layer]), seen[:, None]), v[layer]))
+        x = model().finish(layer, x, model().mix(softmax(model().scores(q, k[layer]), seen[:, None]), v[layer]))
         if layer + 1 in stages[:-1]:
             scores = {o: float(((k[layer, o] - kept[0][layer, o]) ** 2).sum()) for o in chosen}
             chosen = highest(scores, numbers.pop(0))
             staying = np.isin(rows, [*chosen, *joins(prompt)])
             rows, x = rows[staying], x[staying]
-    return MODEL.unembed(x)[-1], k, v
+    return model().unembed(x)[-1], k, v
 
 
 def test_gradual_narrows_at_stage_boundaries():
@@ -285,7 +197,7 @@ def test_gradual_narrows_at_stage_boundaries():
         pass
     tokens, rows = np.concatenate([prompt.tokens, continuation]), np.arange(len(prompt), len(prompt) + 3)
     room = np.zeros((3, 3, 2, 16))
-    behind = MODEL.dense(tokens, rows=rows, kept=(np.concatenate([k, room], 1), np.concatenate([v, room], 1)))
+    behind = model().dense(tokens, rows=rows, kept=(np.concatenate([k, room], 1), np.concatenate([v, room], 1)))
     np.testing.assert_allclose(talk.score(continuation)[1:], behind.logits[rows[:-1]], atol=1e-5)
     talk.close()
     kinds = ["move" if isinstance(item, Move) else item.layers for item in done.passes]
@@ -304,22 +216,6 @@ def test_narrowing_ends_at_the_target():
     assert narrowing(0, 130, 4) == (0, 0, 0, 0) and narrowing(130, 130, 2) == (130, 130)
 
 
-def preprocessed(executor: Executor, prompt: Prompt) -> tuple[Prompt, tuple[Array, Array]]:
-    """The prompt with every chunk but the last fused behind the others; the KV that its chunks then have."""
-    executor.run(strategies()["naive"], prompt)
-    k, v = isolated(prompt)
-    marked = list(prompt.segments)
-    chunks = segments_of(prompt, Kind.CHUNK)
-    for i in chunks[:-1]:
-        behind = [prompt.segments[j] for j in reversed(chunks) if j != i]
-        begin, n = prompt.starts[i], len(prompt.segments[i])
-        local_start = len(prompt.segments[0]) + sum(len(segment) for segment in behind)
-        fresh_k, fresh_v = shifted(fused(prompt, i, behind), local_start, begin - local_start)
-        k[:, begin : begin + n], v[:, begin : begin + n] = fresh_k, fresh_v
-        marked[i] = replace(prompt.segments[i], behind=plant(executor, prompt, i, behind))
-    return Prompt(tuple(marked)), (k, v)
-
-
 @pytest.mark.parametrize("softmax_over", ["joint", "chunk"])
 @pytest.mark.parametrize("source", ["isolated", "fused"])
 def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, softmax_over):
@@ -327,7 +223,7 @@ def test_fusion_takes_what_the_question_attends_to_in_the_last_layer(source, sof
     kept = isolated(prompt)
     if source == "fused":
         prompt, kept = preprocessed(executor, prompt)
-    dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
+    dense = model().dense(prompt.tokens, rows=joins(prompt), kept=kept)
     scores: dict[int, float] = {}
     for i in segments_of(prompt, Kind.CHUNK):
         inside = np.arange(prompt.starts[i], prompt.starts[i + 1])
@@ -354,7 +250,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
     kept = tuple(x.copy() for x in kept)
     for mixed, alone in zip(kept, isolated(prompt), strict=True):
         mixed[:, first] = alone[:, first]
-    dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
+    dense = model().dense(prompt.tokens, rows=joins(prompt), kept=kept)
     group = dense.prob.shape[2] // dense.v.shape[2]
     scores = dict.fromkeys(map(int, indices_of(prompt, Kind.CHUNK)), 0.0)
     for layer, prob in list(enumerate(dense.prob))[2:]:  # the later of stages (0, 1), (1, 2), (2, 3)
@@ -373,7 +269,7 @@ def test_ragjax_takes_what_moves_the_question_most_and_nothing_of_the_anchor():
     np.testing.assert_allclose(done.logits, repaired(prompt, kept, chosen_of(done, prompt)), atol=1e-5)
     near_all = executor.run(strategy, prompt, 0.99)
     assert set(chosen_of(near_all, prompt)) == set(others)
-    np.testing.assert_allclose(near_all.logits, MODEL.dense(prompt.tokens).logits[-1], atol=1e-5)
+    np.testing.assert_allclose(near_all.logits, model().dense(prompt.tokens).logits[-1], atol=1e-5)
 
 
 def test_an_anchor_that_lost_precision_is_repaired_like_others():
@@ -389,7 +285,7 @@ def test_an_anchor_that_lost_precision_is_repaired_like_others():
 def test_fusion_asks_the_last_question_only():
     prompt, executor = two_turns(), Executor()
     kept = isolated(prompt)
-    prob = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept).prob[-1, prompt.starts[-2] :].sum(0).mean(0)
+    prob = model().dense(prompt.tokens, rows=joins(prompt), kept=kept).prob[-1, prompt.starts[-2] :].sum(0).mean(0)
     done = executor.run(strategies()["fusion"], prompt, 0.2)
     scores = {int(order): float(prob[order]) for order in indices_of(prompt, Kind.CHUNK)}
     assert chosen_of(done, prompt) == highest(scores, counted(prompt, 0.2))
@@ -442,7 +338,7 @@ def test_h2o_takes_what_its_own_chunk_attended_to(seed):
     prompt, executor = tiny.prompt(30 + seed), Executor()
     system, scores = prompt.segments[0].tokens, {}
     for i in segments_of(prompt, Kind.CHUNK):
-        prob = MODEL.dense(np.concatenate([system, prompt.segments[i].tokens])).prob
+        prob = model().dense(np.concatenate([system, prompt.segments[i].tokens])).prob
         for j in range(len(prompt.segments[i])):
             at = len(system) + j
             scores[prompt.starts[i] + j] = float(sum(prob[layer, at:, :, at].mean(1).sum() for layer in range(3)))
@@ -469,7 +365,7 @@ def test_epic_takes_the_first_tokens_of_every_chunk_but_the_first(ratio):
 def test_prophet_takes_what_the_question_attends_to_over_all_layers():
     prompt, executor = tiny.prompt(24), Executor(stages=(0, 1, 3))
     kept, chunks = isolated(prompt), indices_of(prompt, Kind.CHUNK)
-    dense = MODEL.dense(prompt.tokens, rows=joins(prompt), kept=kept)
+    dense = model().dense(prompt.tokens, rows=joins(prompt), kept=kept)
     scores = dict.fromkeys(map(int, chunks), 0.0)
     for prob in dense.prob:
         received = {order: float(prob[joins(prompt), :, order].sum()) for order in scores}
@@ -512,7 +408,7 @@ def test_set_cache_takes_the_first_chunks_in_any_order():
     cold = executor.run(strategy, Prompt((system, c, a, b, question)))
     assert cold.plan.exact_to == "full" and cold.plan.reports[1].reused == 0
     prompt = Prompt((system, a, c, replace(b, tokens=b.tokens[::-1].copy()), question))
-    path = MODEL.dense(np.concatenate([system.tokens, c.tokens, a.tokens]))
+    path = model().dense(np.concatenate([system.tokens, c.tokens, a.tokens]))
     n, size = len(system), len(prompt)
     k, v = np.zeros((3, size, 2, 16)), np.zeros((3, size, 2, 16))
     k[:, :n], v[:, :n] = path.k[:, :n], path.v[:, :n]
@@ -521,7 +417,7 @@ def test_set_cache_takes_the_first_chunks_in_any_order():
         moved_k, moved_v = shifted(path, at, begin - at)
         k[:, begin : begin + length], v[:, begin : begin + length] = moved_k[:, :length], moved_v[:, :length]
     done = executor.run(strategy, prompt)
-    expected = MODEL.dense(prompt.tokens, rows=np.arange(prompt.starts[3], size), kept=(k, v)).logits[-1]
+    expected = model().dense(prompt.tokens, rows=np.arange(prompt.starts[3], size), kept=(k, v)).logits[-1]
     np.testing.assert_allclose(done.logits, expected, atol=1e-5)
     assert done.plan.exact_to is None and [r.reused for r in done.plan.reports] == [20, 40, 57, 0, 0]
     again = executor.run(strategy, prompt)
@@ -535,7 +431,7 @@ def test_set_cache_wants_the_first_chunks_and_prefers_their_own_order():
     other = executor.run(strategy, Prompt((system, a, b, c, question)))  # {a, c} is no set of first chunks
     assert other.plan.exact_to == "full" and other.plan.reports[1].reused == 0
     warm = executor.run(strategy, Prompt((system, a, b, c, question)))
-    np.testing.assert_allclose(warm.logits, MODEL.dense(base.tokens).logits[-1], atol=1e-5)
+    np.testing.assert_allclose(warm.logits, model().dense(base.tokens).logits[-1], atol=1e-5)
     assert warm.plan.exact_to == "full" and len(warm.passes[0].rows) == 1
     part = executor.run(strategy, Prompt((system, b, a, question)))  # a, b are kept in the other order
     assert part.plan.exact_to is None and [r.reused for r in part.plan.reports] == [20, 33, 40, 0]
@@ -647,7 +543,7 @@ def test_generated_tokens_see_the_repaired_prompt():
         scores = talk.score(continuation)
         tokens = np.concatenate([prompt.tokens, continuation])
         if expected is None:
-            logits = MODEL.dense(tokens).logits
+            logits = model().dense(tokens).logits
         else:
             k, v = isolated(prompt)
             rest = np.zeros((3, 4, 2, 16))
@@ -655,6 +551,6 @@ def test_generated_tokens_see_the_repaired_prompt():
             assert isinstance(last, Pass)
             rows = np.concatenate([last.rows, np.arange(len(prompt), len(tokens))])
             kept = np.concatenate([k, rest], 1), np.concatenate([v, rest], 1)
-            logits = MODEL.dense(tokens, rows=rows, kept=kept).logits
+            logits = model().dense(tokens, rows=rows, kept=kept).logits
         np.testing.assert_allclose(scores, logits[len(prompt) - 1 : -1], atol=1e-5)
         talk.close()

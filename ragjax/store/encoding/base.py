@@ -122,3 +122,9 @@ def widen(x: NDArray[Any]) -> NDArray[np.float32]:
 def narrow(x: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
     """As `dtype`, rounded to the nearest; uint16 are bfloat16 bits."""
     return x.astype(BFLOAT16).view(np.uint16) if dtype == np.uint16 else x.astype(dtype)
+
+
+def put(x: NDArray[Any], wide: NDArray[np.float32]) -> None:
+    """Fill an array with floats, rounded as `narrow` does."""
+    whole = x.view(BFLOAT16) if x.dtype == np.uint16 else x
+    whole[...] = wide

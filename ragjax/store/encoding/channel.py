@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.store.encoding.base import Arrays, Dims, Encoding, Layout, Loss, narrow, tokens_of, widen
+from ragjax.store.encoding.base import Arrays, Dims, Encoding, Layout, Loss, put, tokens_of, widen
 
 LARGEST = {"int8": 127.0, "float8": 448.0}
 """Largest magnitude of a format."""
@@ -102,7 +102,7 @@ def _quantise(x_LKTD: NDArray[Any], scale_LKD: NDArray[np.float32], kind: str) -
 def _restore(bits_LKTD: NDArray[Any], scale_LKD: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
     x_LKTD = np.empty(bits_LKTD.shape, dtype)
     for bits_KTD, scale_KD, x_KTD in zip(bits_LKTD, scale_LKD, x_LKTD, strict=True):
-        x_KTD[...] = narrow(_expand(bits_KTD, scale_KD), dtype)
+        put(x_KTD, _expand(bits_KTD, scale_KD))
     return x_LKTD
 
 

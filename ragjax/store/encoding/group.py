@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.store.encoding.base import Arrays, Dims, Encoding, Layout, Loss, narrow, require, tokens_of, widen
+from ragjax.store.encoding.base import Arrays, Dims, Encoding, Layout, Loss, narrow, put, require, tokens_of, widen
 
 GROUP = 32
 """Tokens of a group of keys, channels of a group of values."""
@@ -25,6 +25,9 @@ GROUP = 32
 LARGEST = np.float32(15)
 TINY = np.finfo(np.float32).tiny
 LOW, HIGH = np.uint8(15), np.uint8(4)
+
+AT_ONCE = 2**16
+"""Keys that are decoded together: NumPy's calls take long beside the work on one layer of a short entry."""
 
 Floats = NDArray[np.float32]
 
@@ -60,11 +63,15 @@ class ByGroup(Encoding):
         """Each value times its group's scale, on top of its minimum."""
         bits_LKTD = arrays["kv.int4"]
         k_LKTD, v_LKTD = (np.empty(bits_LKTD.shape, dtype) for _ in "kv")
-        if bits_LKTD.size:
-            spread = _Spread(_group_of(arrays), bits_LKTD.shape[-1])
-            for layer, (k_KTD, v_KTD) in enumerate(zip(k_LKTD, v_LKTD, strict=True)):
-                wide = _decode_layer({name: x[layer] for name, x in arrays.items()}, spread)
-                k_KTD[...], v_KTD[...] = (narrow(x_KTD, dtype) for x_KTD in wide)
+        if not bits_LKTD.size:
+            return k_LKTD, v_LKTD
+        spread = _Spread(_group_of(arrays), bits_LKTD.shape[-1])
+        step = max(1, AT_ONCE // bits_LKTD[0].size)
+        for first in range(0, len(bits_LKTD), step):
+            some = slice(first, first + step)
+            wide = _decode_layers({name: x[some] for name, x in arrays.items()}, spread)
+            for x_LKTD, wide_LKTD in zip((k_LKTD, v_LKTD), wide, strict=True):
+                put(x_LKTD[some], wide_LKTD)
         return k_LKTD, v_LKTD
 
     def length(self, arrays: Arrays) -> int:
@@ -131,34 +138,37 @@ class _Spread:
     group_T: NDArray[np.intp]
     dim: int
 
-    def keys(self, x_KZD: NDArray[np.uint16]) -> Floats:
-        """[K, n, D]."""
-        return widen(x_KZD).take(self.group_T, axis=1)
+    def keys(self, x: NDArray[np.uint16]) -> Floats:
+        """From [..., K, Z, D] to [..., K, n, D]."""
+        return widen(x).take(self.group_T, axis=-2)
 
-    def values(self, x_KTE: NDArray[np.uint16]) -> Floats:
-        """[K, n, D]."""
-        return widen(x_KTE).repeat(GROUP, axis=2)[..., : self.dim]
+    def values(self, x: NDArray[np.uint16]) -> Floats:
+        """From [..., K, n, E] to [..., K, n, D]."""
+        return widen(x).repeat(GROUP, axis=-1)[..., : self.dim]
 
 
-# One layer at a time below: float32 copies of a whole entry would take several times its size.
+# Few layers at a time below: float32 copies of a whole entry would take several times its size, and leave the caches.
 
 
 def _encode_layer(
     arrays: Arrays, pair: tuple[NDArray[Any], NDArray[Any]], spread: _Spread, losses: tuple[Loss, Loss]
 ) -> None:
     """Fill a layer's arrays, and add to the losses."""
-    k_KTD, v_KTD = map(widen, pair)
+    halves = []
+    ways = ("k", 1, spread.keys), ("v", 2, spread.values)
     with np.errstate(over="ignore", invalid="ignore"):  # what comes of values that are too large is not kept
-        for name, x_KTD, axis in (("k", k_KTD, 1), ("v", v_KTD, 2)):
-            least, scale = _levels(x_KTD, axis, arrays[f"{name}.scale"].shape[axis])
-            arrays[f"{name}.least"][...], arrays[f"{name}.scale"][...] = least, scale
-        k_bits_KTD = _quantise(k_KTD, spread.keys(arrays["k.least"]), spread.keys(arrays["k.scale"]))
-        v_bits_KTD = _quantise(v_KTD, spread.values(arrays["v.least"]), spread.values(arrays["v.scale"]))
-        arrays["kv.int4"][...] = k_bits_KTD | v_bits_KTD << HIGH
-        for loss, wide_KTD, back_KTD, x_KTD in zip(
-            losses, (k_KTD, v_KTD), _decode_layer(arrays, spread), pair, strict=True
-        ):
-            loss.add(wide_KTD, back_KTD, x_KTD.dtype)
+        for (name, axis, over), x_KTD, loss in zip(ways, pair, losses, strict=True):
+            wide_KTD = widen(x_KTD)
+            levels = _levels(wide_KTD, axis, arrays[f"{name}.scale"].shape[axis])
+            arrays[f"{name}.least"][...], arrays[f"{name}.scale"][...] = levels
+            least_KTD, scale_KTD = map(over, levels)
+            steps_KTD = _steps(wide_KTD, least_KTD, scale_KTD)
+            halves.append(steps_KTD.astype(np.uint8))
+            steps_KTD *= scale_KTD
+            steps_KTD += least_KTD
+            loss.add(wide_KTD, steps_KTD, x_KTD.dtype)
+    k_bits_KTD, v_bits_KTD = halves
+    arrays["kv.int4"][...] = k_bits_KTD | v_bits_KTD << HIGH
 
 
 def _levels(x: Floats, axis: int, groups: int) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
@@ -169,24 +179,25 @@ def _levels(x: Floats, axis: int, groups: int) -> tuple[NDArray[np.uint16], NDAr
     return least, _bits(np.where(scale < TINY, np.float32(1), scale))  # a group too flat for a scale is its minimum
 
 
-def _quantise(x: Floats, least: Floats, scale: Floats) -> NDArray[np.uint8]:
+def _steps(x: Floats, least: Floats, scale: Floats) -> Floats:
+    """Whole numbers from 0 to 15."""
     steps = x - least
     steps /= scale
     np.rint(steps, out=steps)
     np.maximum(steps, np.float32(0), out=steps)
     np.minimum(steps, LARGEST, out=steps)
-    return steps.astype(np.uint8)
+    return steps
 
 
-def _decode_layer(arrays: Arrays, spread: _Spread) -> tuple[Floats, Floats]:
-    """Keys and values of a layer, [K, n, D]."""
-    bits_KTD = arrays["kv.int4"]
-    k_KTD, v_KTD = (bits_KTD & LOW).astype(np.float32), (bits_KTD >> HIGH).astype(np.float32)
-    k_KTD *= spread.keys(arrays["k.scale"])
-    k_KTD += spread.keys(arrays["k.least"])
-    v_KTD *= spread.values(arrays["v.scale"])
-    v_KTD += spread.values(arrays["v.least"])
-    return k_KTD, v_KTD
+def _decode_layers(arrays: Arrays, spread: _Spread) -> tuple[Floats, Floats]:
+    """Keys and values of some layers, [L, K, n, D]."""
+    bits_LKTD = arrays["kv.int4"]
+    k_LKTD, v_LKTD = (bits_LKTD & LOW).astype(np.float32), (bits_LKTD >> HIGH).astype(np.float32)
+    k_LKTD *= spread.keys(arrays["k.scale"])
+    k_LKTD += spread.keys(arrays["k.least"])
+    v_LKTD *= spread.values(arrays["v.scale"])
+    v_LKTD += spread.values(arrays["v.least"])
+    return k_LKTD, v_LKTD
 
 
 def _bits(x: Floats) -> NDArray[np.uint16]:

@@ -386,12 +386,14 @@ class Engine:
         """Compute a prompt by any strategy, and hold its KV until it is closed: for many continuations of one prompt.
 
         Raises:
-            RequestError: if the prompt cannot be served, or there is no such strategy.
+            RequestError: if the prompt cannot be served, or there is no such strategy, or it takes no ratio.
         """
         inner = self._strategies.get(strategy)
         if inner is None:
             known = ", ".join(self._strategies)
             raise RequestError(f"unknown strategy {strategy!r}; choose one of {known}", param="strategy")
+        if recompute_ratio is not None and not inner.selective:
+            raise RequestError(f"the strategy {strategy} takes no recompute_ratio", param="recompute_ratio")
         dressed = inner.dress(prompt)
         found: list[DepKV] = []
 

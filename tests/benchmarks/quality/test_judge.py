@@ -133,7 +133,7 @@ def test_the_endpoint_is_asked_with_the_key_of_the_variable(
 @pytest.mark.parametrize(
     ("status", "text", "message"),
     [(401, '{"error": {"message": "bad key"}}', "answered 401: bad key"), (200, "<html>", "correct --judge"),
-     (200, says("I cannot do that."), "answers with no JSON array")],
+     (200, says("I cannot do that."), "does not answer with a JSON array")],
 )  # fmt: skip
 def test_an_endpoint_that_cannot_judge_ends_the_command_in_one_line_before_anything_is_measured(
     server: Callable[[Reply], str], data: Path, status: int, text: str, message: str,

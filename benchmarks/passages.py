@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,10 +31,11 @@ from benchmarks.common import report
 from benchmarks.quality import dataset
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style, sample
+from benchmarks.quality.run import opened
 from benchmarks.quality.score import Bootstrap
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import DEMO, integer
-from ragjax.core import Answer, Chunk, Document, StorageOptions
+from ragjax.core import Answer, Chunk, Document
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import fuse_all
 from ragjax.reuse import strategies as all_strategies
@@ -79,26 +79,24 @@ def arms(chosen: argparse.Namespace) -> list[Arm]:
 def measure(arm: Arm, questions: QuestionSet, chosen: argparse.Namespace, exact: dict[str, Answer]) -> Found:
     """Samples of one model on a set. exact: answers of the untouched model's full attention, filled by the first."""
     found: Found = {(arm.name, setting): [] for setting in arm.settings}
-    with tempfile.TemporaryDirectory(prefix="ragjax-passages-") as folder:
-        storage = StorageOptions(disk=folder, disk_gb=24.0)
-        with Engine.load(arm.path, strategy="fusion", dtype=chosen.dtype, storage=storage) as engine:
-            work = Evaluation(
-                engine,
-                questions,
-                chosen.limit,
-                packaged_encoder(),
-                Style(max_tokens=TOKENS),
-                all_strategies(),
-                partial(fuse_all, progress=False),
-                whole_corpus=not chosen.quick,
-            )
-            _warm(work, work.questions[0], arm)
-            for question in work.questions:
-                answers = _warm(work, question, arm)
-                for setting, answer in zip(arm.settings, answers, strict=True):
-                    if setting == FULL:
-                        exact.setdefault(question.id, answer)
-                    found[arm.name, setting].append(sample(question, answer, exact[question.id]))
+    with opened(arm.path, chosen.dtype, ahead=not chosen.quick) as engine:
+        work = Evaluation(
+            engine,
+            questions,
+            chosen.limit,
+            packaged_encoder(),
+            Style(max_tokens=TOKENS),
+            all_strategies(),
+            partial(fuse_all, progress=False),
+            whole_corpus=not chosen.quick,
+        )
+        _warm(work, work.questions[0], arm)
+        for question in work.questions:
+            answers = _warm(work, question, arm)
+            for setting, answer in zip(arm.settings, answers, strict=True):
+                if setting == FULL:
+                    exact.setdefault(question.id, answer)
+                found[arm.name, setting].append(sample(question, answer, exact[question.id]))
     return found
 
 

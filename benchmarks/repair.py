@@ -20,14 +20,14 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import report
 from benchmarks.common.samples import Progress
-from benchmarks.latency.prompt import CHUNKS, Workload, workload
+from benchmarks.latency.prompt import CHUNKS, Workload, jobs, marked, workload
 from benchmarks.quality.evaluation import RECORDED, TAUGHT, WARMED
 from benchmarks.quality.probe import Probe
 from ragjax.commands.flags import integer, share
@@ -52,17 +52,6 @@ class Preprocessing:
 
     warm_s: float
     cold_s: float
-
-
-def jobs(prompt: Prompt) -> list[Job]:
-    """Each chunk behind all others, in the prompt's order."""
-    chunks = [replace(segment, behind=b"") for segment in prompt.segments if segment.kind is Kind.CHUNK]
-    return [Job(prompt.segments[0], chunk, tuple(c for c in chunks if c is not chunk)) for chunk in chunks]
-
-
-def marked(prompt: Prompt, behind: Mapping[str, bytes]) -> Prompt:
-    """The prompt with its chunks marked as preprocessed."""
-    return Prompt(tuple(replace(segment, behind=behind.get(segment.id, b"")) for segment in prompt.segments))
 
 
 def reordered(prompt: Prompt) -> Prompt:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.common.machine import ROOT
 from ragjax.core import Kind, Prompt, Segment
+from ragjax.engine.preprocessing import Job
 from ragjax.models.tokenizer import Tokenizer
 
 TEXTS = ROOT / "benchmarks" / "texts"
@@ -85,6 +87,17 @@ def workload(tokenizer: Tokenizer) -> Workload:
         shuffled=Prompt((system, *(chunks[i] for i in order), second)),
         short=Prompt((system, *chunks[:2], cut, second)),
     )
+
+
+def jobs(prompt: Prompt) -> list[Job]:
+    """Each chunk behind all others, in the prompt's order."""
+    chunks = [replace(segment, behind=b"") for segment in prompt.segments if segment.kind is Kind.CHUNK]
+    return [Job(prompt.segments[0], chunk, tuple(c for c in chunks if c is not chunk)) for chunk in chunks]
+
+
+def marked(prompt: Prompt, behind: Mapping[str, bytes]) -> Prompt:
+    """The prompt with its chunks marked as preprocessed."""
+    return Prompt(tuple(replace(segment, behind=behind.get(segment.id, b"")) for segment in prompt.segments))
 
 
 def common_prefix(one: Prompt, other: Prompt) -> int:

@@ -34,14 +34,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
-
-from tqdm import tqdm
 
 from benchmarks.common import report
 from benchmarks.common.plot import draw
@@ -49,22 +45,20 @@ from benchmarks.common.samples import Progress, Samples, weights_of
 from benchmarks.quality import dataset, inferiority, judge
 from benchmarks.quality.choice import choices
 from benchmarks.quality.dataset import QuestionSet
-from benchmarks.quality.evaluation import Evaluation, Setting, Style
+from benchmarks.quality.evaluation import Evaluation, Style
 from benchmarks.quality.judge import Judge
 from benchmarks.quality.plot import FIGURES
 from benchmarks.quality.rival import RIVALS
 from benchmarks.quality.rows import Question, main_settings, rows, sweep_settings, verdicts
+from benchmarks.quality.run import measure, opened
 from benchmarks.quality.similarity import History, packaged_encoder, search_in
 from ragjax.commands.flags import integer
-from ragjax.core import StorageOptions
-from ragjax.engine import Engine
 from ragjax.engine.build import SOME_FIT
 from ragjax.engine.preprocessing import fuse_all
 from ragjax.quality.fit import FitReport
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
-from ragjax.reuse.base import Strategy
 from ragjax.reuse.fitted import NAME as FITTED
 
 RATIO = 0.15
@@ -72,8 +66,6 @@ RATIO = 0.15
 
 RATIOS = "0,0.05,0.1,0.15,0.3,1"
 LIMIT, SWEEP = 100, 25
-VARIANTS = 100_000
-"""No limit: every chunk of the evaluated questions is to have one."""
 QUICK_SET, QUICK_LIMIT = "hotpotqa", 2
 
 COLUMNS = (
@@ -82,45 +74,6 @@ COLUMNS = (
     "rougeL_vs_full", "jaccard_vs_full", "normalised_f1", "normalised_f1_lo", "normalised_f1_hi", "normalised_f1_note",
     "recomputed_share", "ttft_ms",
 )  # fmt: skip
-
-
-def measure(
-    work: Evaluation,
-    main: Sequence[Setting],
-    sweep: Sequence[Setting],
-    samples: Samples,
-    progress: Progress,
-    *,
-    swept: int = 0,
-    deviations: int = 0,
-    judged_by: Judge | None = None,
-) -> list[Question]:
-    """Samples of every question of a set: `main` on all, `sweep` on the first `swept`."""
-    plans = [[*main, *(sweep if i < swept else ())] for i in range(len(work.questions))]
-    keys = {(q.id, s): f"{work.name}/{q.id}/{s.key}" for q, p in zip(work.questions, plans, strict=True) for s in p}
-    waiting = [
-        [s for s in plan if samples.get(keys[q.id, s]) is None] for q, plan in zip(work.questions, plans, strict=True)
-    ]
-    if any(waiting):
-        everything = [*main, *(sweep if swept else ())]
-        with tqdm(desc=f"{work.name}: past requests", unit="request") as bar:
-            for bar.n, bar.total in work.teach([s.strategy for s in everything]):
-                bar.refresh()
-        work.warm_up(everything)
-    for i, (question, settings) in enumerate(zip(work.questions, waiting, strict=True)):
-        if not settings:
-            progress.skip()
-            continue
-        for setting, sample in work.measure(question, settings, deviations=i < deviations):
-            if setting in settings:
-                if judged_by is not None:
-                    sample["faithful"] = judged_by.faithful(question, sample["text"])
-                samples.put(keys[question.id, setting], sample)
-        progress.step(f"{work.name}: {question.id}")
-    return [
-        {s.key: found for s in plan if (found := samples.get(keys[q.id, s])) is not None}
-        for q, plan in zip(work.questions, plans, strict=True)
-    ]
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -191,22 +144,6 @@ def _numbers(kind: Callable[[str], Any], most: float) -> Callable[[str], list[An
     return parse
 
 
-@contextmanager
-def opened(chosen: argparse.Namespace, strategies: dict[str, Strategy]) -> Iterator[Engine]:
-    """An engine whose disk tier is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="ragjax-quality-") as folder:
-        storage = StorageOptions(disk=folder, disk_gb=chosen.disk_cache_gb, variants=VARIANTS)
-        with Engine.load(
-            chosen.model,
-            strategy="fusion",  # whose programs are most of what others need
-            dtype=chosen.dtype,
-            device_cache_gb=chosen.device_cache_gb,
-            storage=storage,
-            strategies=strategies,
-        ) as engine:
-            yield engine
-
-
 def sets_of(chosen: argparse.Namespace, encoder: TextEncoder) -> list[QuestionSet]:
     """The sets asked for, with passages for questions that bring none if a corpus is named."""
     search = None
@@ -232,7 +169,8 @@ def run(
     measured: dict[str, list[Question]] = {}
     progress = Progress(sum(min(chosen.limit, len(questions.questions)) for questions in sets))
     for questions in sets:
-        with opened(chosen, known) as engine:
+        limits = {"device_gb": chosen.device_cache_gb, "disk_gb": chosen.disk_cache_gb}
+        with opened(chosen.model, chosen.dtype, known, **limits) as engine:
             if fitted is not None:
                 fitted.check(engine.identity.hex(), chosen.fit)
             work = Evaluation(

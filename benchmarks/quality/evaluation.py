@@ -108,18 +108,21 @@ class Evaluation:
         rivals: Sequence[Rival] = (),
         *,
         whole_corpus: bool = True,
+        chunk_tokens: int = 192,
         choices: Mapping[str, Choice] | None = None,
     ):
         """Take the first `limit` questions whose prompt and answer fit the engine's context.
 
         strategies: the engine's, by name. whole_corpus: whether neighbours come from the whole corpus of the set, or
-        from the passages of the questions taken. choices: by question id, what is to be chosen from besides.
+        from the passages of the questions taken. chunk_tokens: most tokens of a chunk. choices: by question id, what is
+        to be chosen from besides.
         """
         self.engine, self.style, self.name = engine, style, questions.name
         self._fuse, self._strategies = fuse, strategies
         self._choices = choices or {}
         self._rivals = {rival.name: rival for rival in rivals}
-        self._chunker = Chunker(partial(engine.tokenizer.encode, special=False, continued=True))
+        encode = partial(engine.tokenizer.encode, special=False, continued=True)
+        self._chunker = Chunker(encode, chunk_tokens)
         self._chunks: dict[str, tuple[Chunk, ...]] = {}
         self._behind: dict[tuple[str, int], bytes] = {}
         self.left_out = 0
@@ -160,9 +163,10 @@ class Evaluation:
         """
         chunks = self.chunks(question) if chunks is None else chunks
         marked = [replace(chunk, behind=self._behind.get((chunk.id, neighbours), b"")) for chunk in chunks]
-        return self._chat(question.text, marked)
+        return self.chat(question.text, marked)
 
-    def _chat(self, text: str, chunks: Sequence[Chunk]) -> Prompt:
+    def chat(self, text: str, chunks: Sequence[Chunk]) -> Prompt:
+        """The prompt of any question over any chunks, with the marks that these have."""
         own = () if self.style.instruction is None else (Message("system", self.style.instruction),)
         prompt = chat_prompt(self.engine.tokenizer, (*own, Message("user", text)), [Hit(c, 1.0) for c in chunks])
         behind = {chunk.id: chunk.behind for chunk in chunks}
@@ -174,7 +178,7 @@ class Evaluation:
 
     @cached_property
     def _system(self) -> Segment:
-        return self._chat(PAST_QUESTION, ()).segments[0]
+        return self.chat(PAST_QUESTION, ()).segments[0]
 
     # --------------------------------------------------------------------------------- knowledge
 
@@ -184,7 +188,7 @@ class Evaluation:
         needed = list(dict.fromkeys(chunk.id for question in self.questions for chunk in self.chunks(question)))
         requests = list(self.similarity.past_requests(needed, self.style.history)) if teachers else []
         for done, chunks in enumerate(requests, 1):
-            prompt = self._chat(PAST_QUESTION, chunks)
+            prompt = self.chat(PAST_QUESTION, chunks)
             for teacher in teachers:
                 self.engine.answer_prompt(prompt, strategy=teacher, max_tokens=1)
             yield done, len(requests)
@@ -244,7 +248,7 @@ class Evaluation:
         """
         self.prepare(question, [*settings, NAIVE])
         full, chosen = self._answered(question, FULL)
-        exact = self._probed(question, FULL) if deviations else None
+        exact = self.probed(question, FULL) if deviations else None
         yield FULL, sample(question, full, full) | chosen
         for setting in settings:
             if setting == FULL:
@@ -255,7 +259,7 @@ class Evaluation:
             answer, chosen = self._answered(question, setting)
             found = sample(question, answer, full) | chosen
             if exact is not None:
-                found |= _deviations(self.prompt(question), exact, self._probed(question, setting))
+                found |= _deviations(self.prompt(question), exact, self.probed(question, setting))
             yield setting, found
 
     def _answered(self, question: Question, setting: Setting) -> tuple[Answer, dict[str, Any]]:
@@ -284,7 +288,8 @@ class Evaluation:
     def _tenant(self, question: Question, setting: Setting) -> str:
         return f"{self.name}/{question.id}/{setting.key}"
 
-    def _probed(self, question: Question, setting: Setting) -> Probe:
+    def probed(self, question: Question, setting: Setting) -> Probe:
+        """A probe that has seen the KV that a setting leaves behind on a question."""
         runner = self.engine._runner  # KV is read by nobody else, and in the engine's thread
         config = runner.config
         frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)

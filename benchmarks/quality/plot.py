@@ -84,7 +84,9 @@ def _places(rows: Sequence[Row]) -> Iterator[Panel]:
     return _each(lambda s: [_profile(_of(main, "main", s), s, key, x) for key, x in keys.items()], main)
 
 
-def _by_ratio(*values: str) -> Panels:
+def by_ratio(*values: str) -> Panels:
+    """Scores by recomputed share, a line for each strategy."""
+
     def panels(rows: Sequence[Row]) -> Iterator[Panel]:
         sweep = _of(rows, "sweep")
         return _each(lambda s: [_lines(_of(sweep, "sweep", s), s, "ratio", y) for y in values], sweep)
@@ -104,11 +106,16 @@ def _combinations(rows: Sequence[Row]) -> Iterator[Panel]:
     return _each(panels, main)
 
 
-def _neighbours(rows: Sequence[Row]) -> Iterator[Panel]:
-    chosen = [r for r in _of(rows, "neighbours") if r["neighbours"] is not None]
-    return _each(
-        lambda s: [_lines(_of(chosen, "neighbours", s), s, "neighbours", y, "ratio") for y in ("kl", "f1")], chosen
-    )
+def by_neighbours(*values: str) -> Panels:
+    """Scores by the number of neighbours, a line for each ratio."""
+
+    def panels(rows: Sequence[Row]) -> Iterator[Panel]:
+        chosen = [r for r in _of(rows, "neighbours") if r["neighbours"] is not None]
+        return _each(
+            lambda s: [_lines(_of(chosen, "neighbours", s), s, "neighbours", y, "ratio") for y in values], chosen
+        )
+
+    return panels
 
 
 def _components(rows: Sequence[Row]) -> Iterator[Panel]:
@@ -131,21 +138,26 @@ def _components(rows: Sequence[Row]) -> Iterator[Panel]:
     return _each(panels, _of(rows, "neighbours"))
 
 
-def _against_cost(rows: Sequence[Row]) -> Iterator[Panel]:
-    chosen = _of(rows, "sweep") or _of(rows, "main")
+def against_cost(*values: str) -> Panels:
+    """Scores by the share that was recomputed in truth, a line for each strategy."""
 
-    def scatter(name: str) -> Panel:
-        here = [r for r in chosen if r["set"] == name]
+    def panels(rows: Sequence[Row]) -> Iterator[Panel]:
+        chosen = _of(rows, "sweep") or _of(rows, "main")
 
-        def panel(axes: Any) -> None:
-            for strategy in dict.fromkeys(r["strategy"] for r in here):
-                points = sorted((r["recomputed_share"], r["rougeL_vs_full"]) for r in here if r["strategy"] == strategy)
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.7, label=strategy)
-            label(axes, name, "recomputed_share", "rougeL_vs_full")
+        def scatter(name: str, y: str) -> Panel:
+            here = [r for r in chosen if r["set"] == name]
 
-        return panel
+            def panel(axes: Any) -> None:
+                for strategy in dict.fromkeys(r["strategy"] for r in here):
+                    points = sorted((r["recomputed_share"], r[y]) for r in here if r["strategy"] == strategy)
+                    axes.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=0.7, label=strategy)
+                label(axes, name, "recomputed_share", y)
 
-    return _each(lambda s: [scatter(s)], chosen)
+            return panel
+
+        return _each(lambda s: [scatter(s, y) for y in values], chosen)
+
+    return panels
 
 
 def _ladder(rows: Sequence[Row]) -> Iterator[Panel]:
@@ -162,12 +174,15 @@ def _ladder(rows: Sequence[Row]) -> Iterator[Panel]:
 FIGURES: Figures = {
     "fusionrag_3": ("KV deviation from full attention by layer", _deviation),
     "fusionrag_8": ("Where recomputed tokens lie", _places),
-    "fusionrag_13": ("Normalised F1 and EM by recomputed share", _by_ratio("normalised_f1", "em")),
+    "fusionrag_13": ("Normalised F1 and EM by recomputed share", by_ratio("normalised_f1", "em")),
     "fusionrag_16": ("Selections without and with preprocessing", _combinations),
-    "fusionrag_17": ("fusion by number of neighbours; a line for each ratio", _neighbours),
+    "fusionrag_17": ("fusion by number of neighbours; a line for each ratio", by_neighbours("kl", "f1")),
     "fusionrag_18": ("What preprocessing and selection each bring", _components),
-    "cachecraft_15": ("Divergence from full attention by recomputed share", _by_ratio("kl")),
-    "cachecraft_20": ("ROUGE-L against full attention's answers by recomputed share", _by_ratio("rougeL_vs_full")),
-    "cachecraft_26": ("ROUGE-L against full attention's answers by tokens recomputed in truth", _against_cost),
+    "cachecraft_15": ("Divergence from full attention by recomputed share", by_ratio("kl")),
+    "cachecraft_20": ("ROUGE-L against full attention's answers by recomputed share", by_ratio("rougeL_vs_full")),
+    "cachecraft_26": (
+        "ROUGE-L against full attention's answers by tokens recomputed in truth",
+        against_cost("rougeL_vs_full"),
+    ),
     "cachecraft_table_3": ("Position and causality: ROUGE-L against full attention's answers", _ladder),
 }

@@ -19,6 +19,10 @@ from ragjax.core import NEVER, Asked, Kind, Pass, Plan, Prefill, Prompt, Results
 from ragjax.reuse.base import Allocation, Strategy
 
 Floats = NDArray[np.float32]
+
+READ = 512
+"""Slots are read in multiples of this: each number of slots is a shape that is compiled."""
+
 Reader = Callable[[NDArray[np.int32]], tuple[Floats, Floats]]
 """Keys and values of slots, float32 [layers, slots, KV heads, head dim] each: `Runner.read`."""
 
@@ -85,8 +89,9 @@ class Probe(Strategy):
         self.recomputed = index_N[own_N]
         if self._read is not None:
             assert self._inv_freq_R is not None
-            k_LNKD, v_LNKD = self._read(slot_N)
-            self.kv = rotated(k_LNKD, offset_N, self._inv_freq_R), v_LNKD
+            k_LNKD, v_LNKD = self._read(np.pad(slot_N, (0, -len(slot_N) % READ), mode="edge"))
+            own = slice(len(slot_N))
+            self.kv = rotated(k_LNKD[:, own], offset_N, self._inv_freq_R), v_LNKD[:, own]
         self._inner.finish(prompt, plan, generated, allocation)
 
     @property

@@ -56,8 +56,14 @@ class Similarity:
         Neither itself nor a chunk of the same tokens, and no two of the same tokens: a copy tells nothing.
         """
         own = self._at[chunk_id]
-        scores_N = self._vectors_NE @ self._vectors_NE[own]
-        seen = {self._raw[own]}
+        return self._nearest(self._vectors_NE[own], n, {self._raw[own]})
+
+    def search(self, vector_E: NDArray[np.float32], n: int) -> tuple[Chunk, ...]:
+        """The n chunks most similar to a question's vector, as `neighbours` has them."""
+        return self._nearest(vector_E, n, set())
+
+    def _nearest(self, vector_E: NDArray[np.float32], n: int, seen: set[bytes]) -> tuple[Chunk, ...]:
+        scores_N = self._vectors_NE @ vector_E
         found: list[Chunk] = []
         for i in np.argsort(-scores_N, kind="stable"):
             if len(found) == n:

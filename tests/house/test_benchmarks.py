@@ -19,6 +19,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "quality": frozenset({"common"}),
     "graph": frozenset({"common", "quality"}),
     "latency": frozenset({"common", "kernels"}),
+    "figures": frozenset({"common", "latency", "policies", "quality"}),
     "load": frozenset({"common", "graph", "latency", "quality"}),
 }
 """room -> the rooms whose modules it may import besides its own; commands may import all rooms."""

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from benchmarks.common.samples import Progress, Samples
-from benchmarks.quality import __main__ as quality
 from benchmarks.quality import evaluation, probe, rival
 from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style
+from benchmarks.quality.run import measure
 from ragjax.core import ConfigError, Document, Kind
 from ragjax.engine import Engine
 from ragjax.engine.build import SOME_FIT
@@ -140,8 +140,8 @@ def test_a_stopped_run_goes_on_and_repeats_no_sample(boats: QuestionSet) -> None
 
         work.measure = stopping  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            quality.measure(work, main, sweep, Samples("quality", {}), Progress(3), swept=1)
-        found = quality.measure(work, main, sweep, Samples("quality", {}), Progress(3), swept=1)
+            measure(work, main, sweep, Samples("quality", {}), Progress(3), swept=1)
+        found = measure(work, main, sweep, Samples("quality", {}), Progress(3), swept=1)
     assert calls == ["q0", "q1", "q2", "q2"]
     assert [sorted(q) for q in found] == [sorted(s.key for s in [*main, *sweep]), *[sorted(s.key for s in main)] * 2]
 

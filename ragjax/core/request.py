@@ -150,7 +150,7 @@ class Rag:
 
 @dataclass(frozen=True)
 class Request:
-    """One question. Either `messages` (chat template applied) or `prompt` (raw text, no retrieval).
+    """One question. Either `messages` (chat template applied) or `prompt` (raw text or token ids, no retrieval).
 
     tenant salts every cache key: requests of different tenants share no KV.
     want_logits: hand back the logits of the prompt's last token in the answer.
@@ -159,7 +159,7 @@ class Request:
     """
 
     messages: tuple[Message, ...] = ()
-    prompt: str | None = None
+    prompt: str | tuple[int, ...] | None = None
     sampling: Sampling = field(default_factory=Sampling)
     rag: Rag | None = field(default_factory=Rag)
     tenant: str = ""

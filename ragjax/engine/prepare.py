@@ -354,7 +354,7 @@ class Preparation:
 
     def _check_texts(self, request: Request) -> None:
         """Refuse what is clearly too long before all of it is encoded."""
-        if request.prompt is not None and self.chunker.exceeds(request.prompt, 2 * self.context_length):
+        if isinstance(request.prompt, str) and self.chunker.exceeds(request.prompt, 2 * self.context_length):
             raise self._overlong("prompt has", "Shorten it", "prompt")
         # a template may leave out the reasoning of earlier answers
         said = "\n".join(message.content for message in request.messages)

@@ -116,11 +116,22 @@ def chunk_segment(hit: Hit) -> Segment:
     )
 
 
-def text_prompt(tokenizer: Tokenizer, text: str) -> Prompt:
-    """The prompt of a raw text completion: one join."""
-    tokens = tokenizer.encode(text, special=False)
-    if tokenizer.add_bos and tokenizer.bos_id is not None:
-        tokens = np.concatenate([np.array([tokenizer.bos_id], np.int32), tokens])
+def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int]) -> Prompt:
+    """The prompt of a raw completion: one join. Token ids stand as they are; in front of a text comes BOS.
+
+    Raises:
+        RequestError: if it is empty, or an id has no token.
+    """
+    if isinstance(text, str):
+        tokens = tokenizer.encode(text, special=False)
+        if tokenizer.add_bos and tokenizer.bos_id is not None:
+            tokens = np.concatenate([np.array([tokenizer.bos_id], np.int32), tokens])
+    else:
+        unknown = next((token for token in text if not 0 <= token < tokenizer.vocab_size), None)
+        if unknown is not None:
+            reason = f"the prompt has token {unknown}; the model's tokens are 0 to {tokenizer.vocab_size - 1}"
+            raise RequestError(reason, param="prompt", code="invalid_value")
+        tokens = np.array(text, np.int32)
     if not len(tokens):
         raise RequestError("the prompt is empty", param="prompt")
     return Prompt((_segment("prompt", Kind.QUERY, tokens),))

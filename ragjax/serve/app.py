@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -14,12 +14,15 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from ragjax import core
+from ragjax.serve.choices import merged
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
+from ragjax.serve.neutral import settle
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, chunks, whole
 from ragjax.serve.schema import ChatBody, CompletionBody
 from ragjax.serve.stop import Drain
@@ -38,6 +41,8 @@ def create_app(
     keys: Mapping[str, str] = MappingProxyType({}),
     max_body_bytes: int = MAX_BODY_BYTES,
     drain: Drain | None = None,
+    strict: bool = False,
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """The HTTP application over `engine`, which the caller closes once the app has stopped.
 
@@ -47,21 +52,35 @@ def create_app(
             bearer token.
         max_body_bytes: limit of a request's body.
         drain: shared with the server, which says by it that it stops.
+        strict: refuse fields that have no effect, rather than name them in a notice.
+        cors_origins: where pages of a browser may come from that call this server; "*": anywhere.
     """
     metrics = Metrics(engine)
-    endpoints = _Endpoints(engine, metrics)
+    endpoints = _Endpoints(engine, metrics, strict)
     # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
     app = FastAPI(title="ragjax", docs_url=None, redoc_url=None, redirect_slashes=False, strict_content_type=False)
     app.add_api_route("/health", endpoints.health)
+    app.add_api_route("/health", endpoints.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", endpoints.metrics, response_class=Response)
     app.add_api_route("/v1/models", endpoints.models)
     app.add_api_route("/v1/models/{model:path}", endpoints.model)
-    for path, endpoint in (("/v1/chat/completions", endpoints.chat), ("/v1/completions", endpoints.completion)):
-        sized = [Depends(endpoints.check_sizes)]  # runs before the body is validated
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=sized)
+    # what runs before the body is validated
+    for path, endpoint, before in (
+        ("/v1/chat/completions", endpoints.chat, endpoints.before_chat),
+        ("/v1/completions", endpoints.completion, endpoints.before_completion),
+    ):
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=[Depends(before)])
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     app.add_middleware(Door, metrics=metrics, keys=keys, max_body_bytes=max_body_bytes, drain=drain or Drain())
+    if cors_origins:  # in front of the door: a browser asks first, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return app
 
 
@@ -72,9 +91,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 class _Endpoints:
     """The endpoints over one engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics):
+    def __init__(self, engine: Engine, metrics: Metrics, strict: bool):
         self._engine = engine
         self._metrics = metrics
+        self._strict = strict
         self._created = int(time.time())
 
     async def health(self) -> Json:
@@ -90,9 +110,20 @@ class _Endpoints:
         self._check_model(model)
         return self._model()
 
-    async def check_sizes(self, request: Request) -> None:
+    async def before_chat(self, request: Request) -> None:
+        await self._before(request, ChatBody)
+
+    async def before_completion(self, request: Request) -> None:
+        await self._before(request, CompletionBody)
+
+    async def _before(self, request: Request, form: type[ChatBody] | type[CompletionBody]) -> None:
+        """Check sizes, and take out what changes nothing: the request keeps the body as parsed, to be validated."""
+        request.state.notices = ()
         with suppress(ValueError):  # what is no JSON is refused with its reason
-            check_sizes(await request.json(), self._engine.context_length)
+            body = await request.json()
+            check_sizes(body, self._engine.context_length)
+            if not self._strict:
+                request.state.notices = settle(body, form)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         return await self._respond(ChatForm, body, request)
@@ -102,9 +133,11 @@ class _Endpoints:
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         self._check_model(body.model)
-        asked = replace(body.to_core(), tenant=request.state.tenant)
-        form = form_of(self._engine, asked.sampling.logprobs is not None)
-        events = self._events(asked, request.state.arrived)
+        asked = [replace(one, tenant=request.state.tenant) for one in body.to_core()]
+        form = form_of(
+            self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, request.state.notices
+        )
+        events = merged([self._events(one, request.state.arrived) for one in asked])
         if body.stream:
             return EventStream(chunks(form, events, body.include_usage))
         return JSONResponse(await while_connected(whole(form, events), request.receive))

@@ -66,6 +66,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
+    flag("--strict", action="store_true", help="refuse fields of requests that have no effect, instead of a notice")
+    flag("--cors-origin", action="append", default=[], metavar="ORIGIN", help="whose pages may call; repeatable")
     flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
@@ -183,7 +185,14 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     drain = Drain()
     config = uvicorn.Config(
-        create_app(engine, keys=_keys(options), max_body_bytes=int(options.max_body_mb * 2**20), drain=drain),
+        create_app(
+            engine,
+            keys=_keys(options),
+            max_body_bytes=int(options.max_body_mb * 2**20),
+            drain=drain,
+            strict=options.strict,
+            cors_origins=options.cors_origin,
+        ),
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,

@@ -103,5 +103,6 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 
 def _path(location: tuple[str | int, ...]) -> str:
     """`("messages", 0, "role")` as `messages[0].role`; the tags of a union are no part of the body."""
-    steps = location[:3] + location[4:] if location[:2] == ("rag", "documents") else location
+    tag = 3 if location[:2] == ("rag", "documents") else 2 if location[:1] == ("prompt",) else len(location)
+    steps = location[:tag] + location[tag + 1 :]
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragjax import core
+from ragjax.serve.choices import Numbered
 
 if TYPE_CHECKING:
     from ragjax.engine import Engine
@@ -19,45 +20,75 @@ Json = dict[str, Any]
 
 
 class Form(ABC):
-    """How one response is put; a new one for each request."""
+    """How one response is put; a new one for each body. choices: in all; n: of each prompt, one behind another."""
 
     prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, engine: Engine, want_logprobs: bool):
+    def __init__(self, engine: Engine, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
         number = f"{self.prefix}-{uuid.uuid4().hex}"
         self._head: Json = {"id": number, "created": int(time.time()), "model": engine.model_name}
         self._want_logprobs = want_logprobs
+        self._choices = choices
+        self._n = n
+        self._notices = tuple(notices)
 
-    def whole(self, answer: core.Answer) -> Json:
-        """The one body of a response that is no stream."""
-        choice = self._choice(self._message(answer.text), answer.logprobs, answer.finish_reason)
-        return self._object(self.kind, [choice], usage=_usage(answer), rag=_rag(answer))
+    def whole(self, answers: Sequence[core.Answer]) -> Json:
+        """The one body of a response that is no stream; the answers in the order of their choices."""
+        choices = [
+            self._choice(i, self._message(answer.text), answer.logprobs, answer.finish_reason, **self._account(answer))
+            for i, answer in enumerate(answers)
+        ]
+        return self._object(self.kind, choices, usage=self._usage(answers), rag=self._rag(answers[0]))
 
     def opening(self) -> list[Json]:
         """Chunks before the first text."""
         return []
 
-    def chunk(self, event: core.Event) -> Json:
+    def chunk(self, number: int, event: core.Event) -> Json:
         """The chunk of one event; the answer's carries no text, but the end's reason and the account."""
         if isinstance(event, core.Delta):
-            return self._object(self.chunk_kind, [self._choice(self._delta(event.text), event.logprobs)])
-        choice = self._choice(self._delta(None), None, event.finish_reason)
-        return self._object(self.chunk_kind, [choice], rag=_rag(event))
+            return self._object(self.chunk_kind, [self._choice(number, self._delta(event.text), event.logprobs)])
+        choice = self._choice(number, self._delta(None), None, event.finish_reason, **self._account(event))
+        return self._object(self.chunk_kind, [choice], rag=self._rag(event))
 
-    def sums(self, answer: core.Answer) -> Json:
+    def sums(self, answers: Sequence[core.Answer]) -> Json:
         """The chunk without choices that `include_usage` asks for."""
-        return self._object(self.chunk_kind, [], usage=_usage(answer))
+        return self._object(self.chunk_kind, [], usage=self._usage(answers))
+
+    def _rag(self, answer: core.Answer) -> Json:
+        return {**_rag(answer), "notices": [*self._notices, *answer.notices]}
+
+    def _usage(self, answers: Sequence[core.Answer]) -> Json:
+        """Token counts. A prompt counts once, with what was cached of it for its first choice."""
+        prompts = sum(answer.prompt_tokens for answer in answers[:: self._n])
+        cached = sum(answer.cached_tokens for answer in answers[:: self._n])
+        completion = sum(len(answer.tokens) for answer in answers)
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": completion,
+            "total_tokens": prompts + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _account(self, answer: core.Answer) -> Json:
+        """Where there are several choices, each has an account of its own."""
+        return {"rag": self._rag(answer)} if self._choices > 1 else {}
 
     def _object(self, kind: str, choices: list[Json], **more: Json) -> Json:
         return {**self._head, "object": kind, "choices": choices, **more}
 
     def _choice(
-        self, said: Json, tokens: Sequence[core.TokenLogprob] | None = None, finish_reason: str | None = None
+        self,
+        number: int,
+        said: Json,
+        tokens: Sequence[core.TokenLogprob] | None = None,
+        finish_reason: str | None = None,
+        **more: Json,
     ) -> Json:
         logprobs = None if tokens is None or not self._want_logprobs else self._logprobs(tokens)
-        return {"index": 0, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {"index": number, **said, "logprobs": logprobs, "finish_reason": finish_reason, **more}
 
     @abstractmethod
     def _message(self, text: str) -> Json: ...
@@ -75,9 +106,9 @@ class ChatForm(Form):
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
-        """The role."""
+        """The role, for each choice."""
         said = {"delta": {"role": "assistant", "content": "", "refusal": None}}
-        return [self._object(self.chunk_kind, [self._choice(said)])]
+        return [self._object(self.chunk_kind, [self._choice(i, said)]) for i in range(self._choices)]
 
     def _message(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -114,41 +145,34 @@ class TextForm(Form):
         }
 
 
-async def whole(form: Form, events: AsyncGenerator[core.Event, None]) -> Json:
+async def whole(form: Form, events: AsyncGenerator[Numbered, None]) -> Json:
     """The body of a response that is no stream."""
+    answers: dict[int, core.Answer] = {}
     async with aclosing(events):
-        # To the end, not to the answer only: closing earlier would be a cancellation.
-        *_, answer = [event async for event in events]
-    assert isinstance(answer, core.Answer)
-    return form.whole(answer)
+        # To the end, not to the answers only: closing earlier would be a cancellation.
+        async for number, event in events:
+            if isinstance(event, core.Answer):
+                answers[number] = event
+    return form.whole([answers[number] for number in sorted(answers)])
 
 
-async def chunks(
-    form: Form, events: AsyncGenerator[core.Event, None], include_usage: bool
-) -> AsyncGenerator[Json, None]:
+async def chunks(form: Form, events: AsyncGenerator[Numbered, None], include_usage: bool) -> AsyncGenerator[Json, None]:
     """The chunks of a stream; the first waits for the first event, and so for the errors before it.
 
     With `include_usage`, each says `usage: null`, and one without choices follows with the sums.
     """
     opening = form.opening()
     more = {"usage": None} if include_usage else {}
+    answers: dict[int, core.Answer] = {}
     async with aclosing(events):
-        async for event in events:
-            for chunk in (*opening, form.chunk(event)):
+        async for number, event in events:
+            for chunk in (*opening, form.chunk(number, event)):
                 yield {**chunk, **more}
             opening = []
-            if include_usage and isinstance(event, core.Answer):
-                yield form.sums(event)
-
-
-def _usage(answer: core.Answer) -> Json:
-    completion = len(answer.tokens)
-    return {
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": answer.prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-    }
+            if isinstance(event, core.Answer):
+                answers[number] = event
+    if include_usage:
+        yield form.sums([answers[number] for number in sorted(answers)])
 
 
 def _rag(answer: core.Answer) -> Json:
@@ -165,7 +189,6 @@ def _rag(answer: core.Answer) -> Json:
         "segments": [asdict(report) for report in answer.segments],
         "facts": [asdict(path) for path in answer.facts],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
-        "notices": list(answer.notices),
     }
 
 

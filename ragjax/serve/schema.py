@@ -1,16 +1,29 @@
 """Bodies of requests, in the form of OpenAI's API reference, and what they ask of the engine.
 
 A body is strict: an unknown field or a value of another type is an error, and null counts as absent: each field that
-may be left out takes it. `rag: null` alone says more.
+may be left out takes it. `rag: null` alone says more. Unless the server is strict too, `neutral.py` takes out before
+what changes nothing.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ragjax import core
+from ragjax.serve.choices import choices
 
 NAME_CHARS = 1024
 """Characters of a name or stop string: every chunk of a document has its id and title."""
@@ -32,8 +45,21 @@ def _strings(stop: object) -> object:
     return tuple(stop) if isinstance(stop, list) else stop
 
 
-def _one_text(prompt: object) -> object:
-    return prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+def _prompts(prompt: object) -> object:
+    """A list of prompts, each a text or token ids, from any of OpenAI's four forms."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    return prompt
+
+
+def _no_refusal(refusal: object) -> object:
+    if refusal is not None:
+        raise ValueError("send what was said as content")
+    return refusal
+
+
+def _prompt_kind(prompt: object) -> str:
+    return "tokens" if isinstance(prompt, list) else "text"
 
 
 # With a length to check, pydantic refuses half of a surrogate pair: JSON can spell it, and no tokenizer takes it.
@@ -45,6 +71,8 @@ Count = Annotated[int, Field(ge=1)]
 # Literal[1] would take true and 1.0, which are values of another type.
 One = Annotated[int, Field(ge=1, le=1)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[Annotated[Filled, Tag("text")] | Annotated[TokenIds, Tag("tokens")], Discriminator(_prompt_kind)]
 
 
 class _Body(BaseModel):
@@ -72,14 +100,22 @@ class ChatMessage(_Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[TextPart], Field(fail_fast=True), BeforeValidator(_parts, json_schema_input_type=str | list[TextPart])
-    ]
-    refusal: None = None
+        Annotated[list[TextPart], Field(fail_fast=True)] | None,
+        BeforeValidator(_parts, json_schema_input_type=str | list[TextPart] | None),
+    ] = None
+    refusal: Annotated[None, BeforeValidator(_no_refusal)] = None
+
+    @field_validator("content")
+    @classmethod
+    def _said(cls, content: list[TextPart] | None, info: ValidationInfo) -> list[TextPart] | None:
+        if content is None and info.data.get("role") != "assistant":
+            raise ValueError("only an assistant's message may have no content; give a text")
+        return content
 
     def to_core(self) -> core.Message:
         """The message, its parts as lines."""
         role = "system" if self.role == "developer" else self.role
-        return core.Message(role, "\n".join(part.text for part in self.content))
+        return core.Message(role, "\n".join(part.text for part in self.content or ()))
 
 
 class InlineDocument(_Body):
@@ -222,7 +258,7 @@ class _Generation(_Body):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    n: One | None = None
+    n: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Annotated[tuple[Name, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
@@ -230,6 +266,7 @@ class _Generation(_Body):
     logit_bias: Annotated[dict[TokenId, float], Field(fail_fast=True)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     user: Text | None = None
 
     @property
@@ -240,7 +277,8 @@ class _Generation(_Body):
     def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
         if self.stream_options is not None and not self.stream:
             raise core.RequestError("stream_options needs stream: true", param="stream_options")
-        names = {"temperature", "top_p", "top_k", "seed", "stop", "presence_penalty", "frequency_penalty"}
+        names = {"temperature", "top_p", "top_k", "seed", "stop"}
+        names |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
         given = self.model_dump(include=names, exclude_none=True)
         given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         if max_tokens is not None:
@@ -258,8 +296,8 @@ class ChatBody(_Generation):
     response_format: ResponseFormat | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
-    def to_core(self) -> core.Request:
-        """What the body asks of the engine.
+    def to_core(self) -> tuple[core.Request, ...]:
+        """What the body asks of the engine, a request for each choice.
 
         Raises:
             core.RequestError: for fields that contradict each other.
@@ -269,24 +307,29 @@ class ChatBody(_Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise core.RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         alternatives = (self.top_logprobs or 0) if self.logprobs else None
-        return core.Request(
+        request = core.Request(
             messages=tuple(message.to_core() for message in self.messages),
             sampling=self._sampling(self.max_tokens or self.max_completion_tokens, alternatives),
             rag=None if self.rag is None else self.rag.to_core(),
         )
+        return choices([request], self.n or 1)
 
 
 class CompletionBody(_Generation):
     """Body of POST /v1/completions: raw text, no chat template and no retrieval."""
 
-    prompt: Annotated[Filled, BeforeValidator(_one_text, json_schema_input_type=str | list[str])]
+    prompt: Annotated[
+        list[Prompt],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Annotated[bool, AfterValidator(_only_false)] | None = None
     best_of: One | None = None
     rag: TextRag | None = None
 
-    def to_core(self) -> core.Request:
-        """What the body asks of the engine; raises as in chat."""
+    def to_core(self) -> tuple[core.Request, ...]:
+        """What the body asks of the engine, a request for each choice; raises as in chat."""
         asked = self.rag or TextRag()
         rag = core.Rag(
             top_k=0,
@@ -294,4 +337,6 @@ class CompletionBody(_Generation):
             recompute_ratio=asked.recompute_ratio,
             compression=asked.compressed(),
         )
-        return core.Request(prompt=self.prompt, sampling=self._sampling(self.max_tokens, self.logprobs), rag=rag)
+        sampling = self._sampling(self.max_tokens, self.logprobs)
+        prompts = (prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt)
+        return choices([core.Request(prompt=prompt, sampling=sampling, rag=rag) for prompt in prompts], self.n or 1)

@@ -353,3 +353,15 @@ def test_raw_text_begins_with_bos_where_the_model_wants_one():
 def test_empty_raw_text_is_refused():
     with pytest.raises(RequestError, match="the prompt is empty"):
         text_prompt(TOKENIZER, "")
+
+
+def test_token_ids_stand_as_they_are():
+    tokenizer = Tokenizer(
+        TOKENIZER._definition, special={"bos_token": 256}, eos_ids=(257,), add_bos=True, chat_template=""
+    )
+    assert text_prompt(tokenizer, (256, 65, 257)).tokens.tolist() == [256, 65, 257]
+    with pytest.raises(RequestError, match="token 259; the model's tokens are 0 to 258") as refused:
+        text_prompt(TOKENIZER, (65, 259))
+    assert refused.value.param == "prompt"
+    with pytest.raises(RequestError, match="empty"):
+        text_prompt(TOKENIZER, ())

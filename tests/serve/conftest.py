@@ -18,6 +18,12 @@ def shared() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
+def strict() -> Iterator[Served]:
+    with serving(FakeEngine(), strict=True) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
 def caught() -> Iterator[Caught]:
     engine = FakeEngine(context_length=10**6)
     with serving(engine) as served:

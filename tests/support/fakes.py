@@ -143,6 +143,8 @@ class FakeEngine:
         return () if request.sampling.logprobs is None else tuple(logprobs)
 
     def _prompt_tokens(self, request: core.Request) -> int:
+        if isinstance(request.prompt, tuple):
+            return len(request.prompt)
         text = request.prompt or " ".join(message.content for message in request.messages)
         return self.count_tokens(text)
 

@@ -79,7 +79,7 @@ def arms(chosen: argparse.Namespace) -> list[Arm]:
 def measure(arm: Arm, questions: QuestionSet, chosen: argparse.Namespace, exact: dict[str, Answer]) -> Found:
     """Samples of one model on a set. exact: answers of the untouched model's full attention, filled by the first."""
     found: Found = {(arm.name, setting): [] for setting in arm.settings}
-    with opened(arm.path, chosen.dtype, ahead=not chosen.quick) as engine:
+    with opened(arm.path, chosen.dtype, device_gb=0.5, ahead=not chosen.quick) as engine:
         work = Evaluation(
             engine,
             questions,

@@ -4,12 +4,11 @@ Half of the questions, every other one, give random trials (`reuse/trial.py`), o
 (`quality/fit.py`). A regression sees little of the order of tokens that are nearly chosen, so the weights then compete
 with plainer ones on the same questions at 15%, those of published selectors among them, and the least mean ln KL wins.
 The other questions are held out: they are asked at each ratio of a ladder with the weights that won, which gives the
-margin of the forecast that budgets of requests go by, and the check against `ragjax` that the report shows.
+cutoffs that budgets of requests go by, and the check against `ragjax` that the report shows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Kind, Prompt, Tokens
-from ragjax.core.fit import CONFIDENCE, Fit
+from ragjax.core.fit import Fit
 from ragjax.engine import Engine
 from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, least, spent, weights_of
 from ragjax.quality.report import divergence
@@ -172,7 +171,7 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
         held=len(held),
         checked=checked,
         fit=Fit(_named(weights_S), engine.top_k, forecast),
-        budgets=() if forecast is None else tuple(spent(forecast, held, kl) for kl in BUDGETS),
+        budgets=() if forecast is None else tuple(spent(forecast, kl) for kl in BUDGETS),
     )
 
 
@@ -197,11 +196,8 @@ def table(report: FitReport) -> Iterator[str]:
     for name, weight in sorted(report.fit.weights.items(), key=lambda pair: -pair[1]):
         yield f"  {name:16} {weight:.3f}"
     yield "mean KL at 15%: " + ", ".join(f"{name} {kl:.3g}" for name, kl in report.checked.items())
-    forecast = report.fit.forecast
-    if forecast is None:
+    if report.fit.forecast is None:
         yield "too few questions were held out to forecast divergence: requests with a budget are refused"
-    else:
-        yield f"KL is forecast within a factor of {math.exp(forecast.margin):.3g} for {CONFIDENCE:.0%} of questions"
     for one in report.budgets:
         yield (
             f"  budget {one.kl:g}: {one.within:.0%} within at a mean ratio of {one.ratio:.2f}; "

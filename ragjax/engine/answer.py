@@ -62,7 +62,7 @@ def _missed(state: RequestState, plan: Plan) -> tuple[str, ...]:
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
-    """Divergence to expect; none but 0 of a request with a budget, whose figures have its bound."""
+    """Divergence to expect; none but 0 of a request with a budget, whose figures have what is forecast."""
     exact = state.exact_to == "full"
     if RATIO in plan.figures and not exact:
         return None

@@ -4,10 +4,8 @@
 fall of ln KL is regressed on `covered`, with weights that are not negative and a penalty on their distance from those
 of a prior, so that few trials change little (a linear datamodel: Ilyas et al., arXiv 2202.00622).
 
-**Forecast.** ln KL is regressed on what is known before the repair (`core.fit.features_of`). Its errors on prompts
-that were held out give the margin (split conformal prediction: Vovk et al. 2005; Lei et al. 2018): of m prompts, the
-error of rank ceil((m + 1) * confidence). A prompt's error is its largest over the ladder, so that it holds at whichever
-ratio is picked.
+**Forecast.** ln KL is regressed on what is known before the repair (`core.fit.features_of`). Prompts that were held out
+say how low a forecast must be for a budget to be kept (`core.fit.Forecast.cutoff`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
-from ragjax.core.fit import CONFIDENCE, Fit, Forecast, features_of
+from ragjax.core.fit import CONFIDENCE, Fit, Forecast, features_of, rank_of
 from ragjax.quality.report import write
 
 VERSION = 1
@@ -118,37 +116,25 @@ class Rung:
     kl: float
 
 
-def forecast_of(
-    seen: Sequence[Rung], held: Sequence[Sequence[Rung]], ratios: Sequence[float], confidence: float = CONFIDENCE
-) -> Forecast | None:
-    """A forecast at these ratios; None if too few were held out for this confidence.
+def forecast_of(seen: Sequence[Rung], held: Sequence[Sequence[Rung]], ratios: Sequence[float]) -> Forecast | None:
+    """A forecast at these ratios, ascending; None if too few prompts were held out for the confidence.
 
     seen: to fit it on. held: of each prompt held out, its KL at each of the ratios.
     """
+    if rank_of(len(held)) is None:
+        return None
     x_NF = np.array([features_of(one.part, one.mass, one.entropy) for one in seen])
     y_N = np.array([math.log(max(one.kl, 1e-6)) for one in seen])
     ridge = 1e-2 * np.diag([0.0, 1.0, 1.0, 1.0]) * len(y_N)
     intercept, slope, mass, uncertainty = map(float, np.linalg.solve(x_NF.T @ x_NF + ridge, x_NF.T @ y_N))
-    bare = Forecast(tuple(ratios), intercept, slope, mass, uncertainty, 0.0)
-    added = margin([_error(bare, prompt) for prompt in held], confidence)
-    return None if added is None else replace(bare, margin=added)
-
-
-def _error(forecast: Forecast, prompt: Sequence[Rung]) -> float:
-    """How far ln KL lies above what was forecast without a margin, at the worst ratio."""
-    bare = replace(forecast, margin=0.0)
-    return max(math.log(max(rung.kl, 1e-9)) - math.log(bare.kl(rung.part, rung.mass, rung.entropy)) for rung in prompt)
-
-
-def margin(errors: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
-    """What is to be added so that a new prompt's error lies below with this confidence; None for too few."""
-    rank = math.ceil((len(errors) + 1) * confidence - 1e-9)
-    return sorted(errors)[rank - 1] if rank <= len(errors) else None
+    bare = Forecast(tuple(ratios), intercept, slope, mass, uncertainty)
+    pairs = (tuple((bare.log_kl(r.part, r.mass, r.entropy), r.kl) for r in prompt) for prompt in held)
+    return replace(bare, held=tuple(pairs))
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What a budget did on the prompts held out, each by the margin of the others.
+    """What a budget did on the prompts held out, each by the cutoff of the others.
 
     kl: the budget, nats. within: share of prompts whose KL lay within. ratio: mean ratio picked, 1 where none sufficed.
     fixed: the least ratio of the ladder at which as many prompts lie within as promised; 1 if there is none.
@@ -160,22 +146,17 @@ class Spent:
     fixed: float
 
 
-def spent(forecast: Forecast, held: Sequence[Sequence[Rung]], kl: float, confidence: float = CONFIDENCE) -> Spent:
-    """Of one budget. held: as for `forecast_of`."""
-    errors = [_error(forecast, prompt) for prompt in held]
+def spent(forecast: Forecast, kl: float) -> Spent:
+    """Of one budget."""
     picked, within = [], []
-    for i, prompt in enumerate(held):
-        added = margin(errors[:i] + errors[i + 1 :], confidence)
-        found = (1.0, 0.0)
-        if added is not None:
-            own = replace(forecast, margin=added)
-            rungs = zip(forecast.ratios, prompt, strict=True)
-            kept = ((r, rung.kl) for r, rung in rungs if own.kl(rung.part, rung.mass, rung.entropy) <= kl)
-            found = next(kept, found)
-        picked.append(found[0])
-        within.append(found[1] <= kl)
-    shares = [float(np.mean([prompt[i].kl <= kl for prompt in held])) for i in range(len(forecast.ratios))]
-    fixed = next((r for r, share in zip(forecast.ratios, shares, strict=True) if share >= confidence), 1.0)
+    for i, prompt in enumerate(forecast.held):
+        others = replace(forecast, held=forecast.held[:i] + forecast.held[i + 1 :])
+        at = others.pick(kl, [expected for expected, _ in prompt])
+        picked.append(1.0 if at is None else forecast.ratios[at])
+        within.append(at is None or prompt[at][1] <= kl)
+    rungs = zip(forecast.ratios, zip(*forecast.held, strict=True), strict=True)
+    kept = {ratio: np.mean([seen <= kl for _, seen in prompts]) for ratio, prompts in rungs}
+    fixed = next((ratio for ratio, share in kept.items() if share >= CONFIDENCE), 1.0)
     return Spent(kl, float(np.mean(within)), float(np.mean(picked)), fixed)
 
 
@@ -237,9 +218,14 @@ class FitReport:
         if not weights or not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
             raise ValueError("weights are finite numbers from 0 on")
         given = fit["forecast"]
-        forecast = None if given is None else Forecast(**{**given, "ratios": tuple(given["ratios"])})
+        forecast = None if given is None else _forecast(given)
         budgets = tuple(Spent(**one) for one in data.pop("budgets"))
         return cls(**data, budgets=budgets, fit=Fit(weights, int(fit["top_k"]), forecast))
+
+
+def _forecast(given: Mapping[str, Any]) -> Forecast:
+    held = tuple(tuple((float(expected), float(kl)) for expected, kl in prompt) for prompt in given["held"])
+    return Forecast(**{**given, "ratios": tuple(given["ratios"]), "held": held})
 
 
 AGAIN = "make one by python -m ragjax.reuse.gate --fit"

@@ -1,16 +1,17 @@
 """A budget for one request: the least recompute ratio whose divergence is forecast to lie within it.
 
 Ours. The question is computed over the chunks as they are. From its signals (`signals.py`), the attention that it pays
-to what may be recomputed, and the entropy of the next token, the divergence at each ratio of a ladder is bounded
-(`core.fit.Forecast`): held-out questions lay below the bound at the stated confidence. The least ratio whose bound lies
-within the budget is carried out as `fitted` does; where none does, all chunk tokens are recomputed, which is full
-attention, and the answer says so.
+to what may be recomputed, and the entropy of the next token, the divergence at each ratio of a ladder is forecast
+(`core.fit.Forecast`). Questions that were held out say how low a forecast must be for the budget to be kept at the
+stated confidence. The least ratio whose forecast is as low is carried out as `fitted` does; where none is, all chunk
+tokens are recomputed, which is full attention, and the answer says so.
 
 The slots for a repair of all tokens are reserved before the first pass, and those that are not needed are given back.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -31,8 +32,8 @@ from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, outlook, prepare
 UNFITTED = "a selector that was fitted to this model: run python -m ragjax.reuse.gate --fit, and start again"
 """What a request lacks that asks for `fitted`, or brings a budget, where there is no fit."""
 
-RATIO, BOUND = "quality_ratio", "quality_kl"
-"""Figures of an answer: the ratio carried out, and the KL that was forecast for it, in nats."""
+RATIO, EXPECTED = "quality_ratio", "quality_kl"
+"""Figures of an answer: the ratio carried out, and the KL to expect there, in nats."""
 
 
 class Budgeted(Strategy):
@@ -66,27 +67,26 @@ class Budgeted(Strategy):
         found, logits = read(stitched, results), results[Measure.LOGITS][0]
         if not len(found.tokens):  # no chunk, or one that is exact as it is
             return _told(stitched.plan(stitched.spans, logits), 0.0, 0.0)
-        ratio, bound = self.pick(found, entropy(logits), total)
+        ratio, expected = self.pick(found, entropy(logits), total)
         count = share(ratio, total)
         chosen = stitched.chunks if ratio == 1.0 else self._selector.highest(found, count)
         stitched = self._keep_only(stitched, allocation, len(chosen) if count else 0)
         if not count:
-            return _told(stitched.plan(stitched.spans, logits), ratio, bound)
+            return _told(stitched.plan(stitched.spans, logits), ratio, expected)
         last = stitched.repair(chosen)
         results = yield last
-        return _told(stitched.plan(last.spans, results[Measure.LOGITS][0], chosen), ratio, bound)
+        return _told(stitched.plan(last.spans, results[Measure.LOGITS][0], chosen), ratio, expected)
 
     def pick(self, found: Signals, entropy: float, total: int) -> tuple[float, float]:
-        """The least ratio within the budget, and its bound in nats; 1 and 0 if there is none.
+        """The least ratio that keeps the budget, and the KL to expect there, in nats; 1 and 0 if there is none.
 
         entropy: of the next token, in nats. total: chunk tokens, of which the ratio is a share.
         """
-        for ratio in sorted(self._forecast.ratios):
-            part = self._selector.part(found, self._selector.highest(found, share(ratio, total)))
-            bound = self._forecast.kl(part, found.mass, entropy)
-            if bound <= self.kl:
-                return ratio, bound
-        return 1.0, 0.0
+        counts = [share(ratio, total) for ratio in self._forecast.ratios]
+        parts = (self._selector.part(found, self._selector.highest(found, count)) for count in counts)
+        expected = [self._forecast.log_kl(part, found.mass, entropy) for part in parts]
+        at = self._forecast.pick(self.kl, expected)
+        return (1.0, 0.0) if at is None else (self._forecast.ratios[at], math.exp(expected[at]))
 
     def _keep_only(self, stitched: Stitched, allocation: Allocation, count: int) -> Stitched:
         """Of the slots for recomputed tokens only so many; fewer than were given back can always be had."""
@@ -127,6 +127,6 @@ def entropy(logits_V: np.ndarray) -> float:
     return float(np.log(total) - (p_V * x_V).sum() / total)
 
 
-def _told(plan: Plan, ratio: float, bound: float) -> Plan:
-    figures: Mapping[str, float] = {**plan.figures, RATIO: ratio, BOUND: bound}
+def _told(plan: Plan, ratio: float, expected: float) -> Plan:
+    figures: Mapping[str, float] = {**plan.figures, RATIO: ratio, EXPECTED: expected}
     return replace(plan, figures=figures)

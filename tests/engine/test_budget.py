@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +16,7 @@ from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
-from ragjax.reuse.budget import BOUND, RATIO, Fitted
+from ragjax.reuse.budget import EXPECTED, RATIO, Fitted
 from ragjax.reuse.fitted import Weighted
 from ragjax.serve.response import _rag
 from tests.support import tiny
@@ -38,7 +39,8 @@ DOCUMENTS = [
     Document(name, f"The {name} of {other} stands by the {third}.")
     for name, other, third in zip(WORDS, WORDS[3:], WORDS[5:], strict=False)
 ]
-FORECAST = Forecast((0.0, 0.1, 0.4), intercept=0.0, slope=1.0, mass=0.0, uncertainty=0.0, margin=0.0)
+HELD = tuple(((math.log(x), x), (-9.0, 0.0), (-9.0, 0.0)) for x in np.linspace(0.02, 1.0, 40))
+FORECAST = Forecast((0.0, 0.1, 0.4), intercept=0.0, slope=1.0, mass=0.0, uncertainty=0.0, held=HELD)
 FITTED = Fitted(Fit({"received-4": 0.8, "start": 0.2}, 3, FORECAST))
 QUESTION = "Where does the ferry of the council stand?"
 
@@ -58,7 +60,7 @@ def test_the_ratio_falls_with_the_budget_and_is_told(engine: Engine) -> None:
     assert any(0 < ratio < 1 for ratio in ratios)
     for kl, answer in zip((1e-4, 0.5, 0.9, 1.5), answers, strict=True):
         assert answer.strategy == "fitted" and answer.recompute_ratio == answer.figures[RATIO]
-        assert answer.figures[BOUND] <= kl and _rag(answer)["figures"][BOUND] == answer.figures[BOUND]
+        assert answer.figures[EXPECTED] <= kl * 1.2 and _rag(answer)["figures"][EXPECTED] == answer.figures[EXPECTED]
     assert answers[-1].predicted is None and answers[-1].exact_to is None and not answers[-1].notices
 
 

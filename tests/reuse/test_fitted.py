@@ -11,7 +11,7 @@ from ragjax.core import Kind, Prompt, RequestError
 from ragjax.core.fit import Fit, Forecast
 from ragjax.reuse import strategies
 from ragjax.reuse.anchor import Anchored, Valued
-from ragjax.reuse.budget import BOUND, RATIO, Fitted, entropy
+from ragjax.reuse.budget import EXPECTED, RATIO, Fitted, entropy
 from ragjax.reuse.fitted import Weighted
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.select import share
@@ -23,8 +23,9 @@ from tests.support.literal import FIT, chosen_of, counted, highest, indices_of, 
 
 WEIGHTS = FIT.weights
 LADDER = (0.0, 0.1, 0.3)
-FORECAST = Forecast(LADDER, intercept=0.0, slope=1.0, mass=0.0, uncertainty=0.0, margin=0.0)
-"""KL = 1 - part: the bound is what the score leaves."""
+HELD = tuple(((math.log(x) - 0.1, x), (-9.0, 0.0), (-9.0, 0.0)) for x in np.linspace(0.01, 1.0, 19))
+FORECAST = Forecast(LADDER, intercept=0.0, slope=1.0, mass=0.0, uncertainty=0.0, held=HELD)
+"""KL = 1 - part, which held-out prompts exceeded by a factor of exp(0.1)."""
 
 FITTED = strategies(fit=Fit(WEIGHTS, 3, FORECAST))["fitted"]
 
@@ -120,7 +121,7 @@ def test_one_chunk_alone_is_full_within_any_budget() -> None:
     for kl in (0.001, 2.0):
         done = executor.run(FITTED.within(kl), prompt)
         np.testing.assert_allclose(done.logits, model().dense(prompt.tokens).logits[-1], atol=1e-5)
-        assert done.plan.exact_to == "full" and done.plan.figures == {RATIO: 0.0, BOUND: 0.0}
+        assert done.plan.exact_to == "full" and done.plan.figures == {RATIO: 0.0, EXPECTED: 0.0}
 
 
 def test_weights_are_of_known_signals_and_not_negative() -> None:
@@ -149,7 +150,7 @@ def test_trials_differ_and_measure_once() -> None:
 # ------------------------------------------------------------------------------------------------- budgets
 
 
-def test_a_budget_takes_the_least_ratio_whose_bound_lies_within() -> None:
+def test_a_budget_takes_the_least_ratio_whose_forecast_is_low_enough() -> None:
     assert isinstance(FITTED, Fitted)
     ratios = []
     for kl in (0.05, 0.3, 0.5, 0.7, 0.85, 0.99, 1.01):
@@ -160,11 +161,12 @@ def test_a_budget_takes_the_least_ratio_whose_bound_lies_within() -> None:
         assert once.found is not None
         total = len(indices_of(prompt, Kind.CHUNK))
         sets = {ratio: weighted.highest(once.found, share(ratio, total)) for ratio in LADDER}
-        bounds = {ratio: max(1 - weighted.part(once.found, chosen), 1e-3) for ratio, chosen in sets.items()}
-        expected = min((ratio for ratio, bound in bounds.items() if bound <= kl), default=1.0)
+        left = {ratio: max(1 - weighted.part(once.found, chosen), 1e-3) for ratio, chosen in sets.items()}
+        worst = min((x for x in np.linspace(0.01, 1.0, 19) if x > kl), default=math.inf)  # of 19, the one of rank 19
+        expected = min((ratio for ratio, kl in left.items() if kl < worst * math.exp(-0.1)), default=1.0)
         done = executor.run(FITTED.within(kl), prompt)
         assert done.plan.figures[RATIO] == expected
-        assert done.plan.figures[BOUND] == pytest.approx(bounds.get(expected, 0.0), rel=1e-5)
+        assert done.plan.figures[EXPECTED] == pytest.approx(left.get(expected, 0.0), rel=1e-5)
         assert done.plan.exact_to == ("full" if expected == 1.0 else None)
         chosen = indices_of(prompt, Kind.CHUNK) if expected == 1.0 else sets[expected]
         np.testing.assert_allclose(done.logits, repaired(prompt, isolated(prompt), list(chosen)), atol=1e-5)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ragjax.core import ConfigError, Kind, Prompt, Tokens
 from ragjax.core.fit import Fit
 from ragjax.engine import Engine
-from ragjax.quality.fit import FitReport, Rung, Trial, Tried, forecast_of, least, spent, weights_of
+from ragjax.quality.fit import Contestant, FitReport, Rung, Trial, Tried, forecast_of, least, spent, weights_of
 from ragjax.quality.report import divergence
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.budget import entropy
@@ -171,6 +171,7 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
         held=len(held),
         checked=checked,
         fit=Fit(_named(weights_S), engine.top_k, forecast),
+        contest=_contest(contestants, [kls for _, kls in seen]),
         budgets=() if forecast is None else tuple(spent(forecast, kl) for kl in BUDGETS),
     )
 
@@ -180,6 +181,13 @@ def answers_of(questions: int) -> int:
     held = questions // 2
     fitted = 2 + len(TRIALS) + len(CONTESTANTS) + len(PENALTIES)
     return (questions - held) * fitted + held * (2 + len(LADDER))
+
+
+def _contest(contestants: Sequence[Mapping[str, float]], kls: Sequence[Sequence[float]]) -> tuple[Contestant, ...]:
+    """kls: of each question, what each contestant left."""
+    return tuple(
+        Contestant(weights, tuple(left)) for weights, left in zip(contestants, zip(*kls, strict=True), strict=True)
+    )
 
 
 def _array(weights: Mapping[str, float]) -> NDArray[np.float64]:

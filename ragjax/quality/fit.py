@@ -164,11 +164,20 @@ def spent(forecast: Forecast, kl: float) -> Spent:
 
 
 @dataclass(frozen=True)
+class Contestant:
+    """Weights that competed, by signal, and the KL that they left of each question at 15%."""
+
+    weights: Mapping[str, float]
+    kls: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class FitReport:
     """A fit of one model, and what it did on the questions held out.
 
     identity: hex of what KV depends on. created: ISO 8601, UTC. fitted, held: how many questions were fitted on, and
     held out. checked: mean KL on these at 15%, by strategy. budgets: what some budgets did on them.
+    contest: all that competed on the questions fitted on.
     """
 
     identity: str
@@ -180,6 +189,7 @@ class FitReport:
     checked: Mapping[str, float]
     fit: Fit
     budgets: tuple[Spent, ...] = ()
+    contest: tuple[Contestant, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write it as JSON, at once or not at all."""
@@ -220,7 +230,8 @@ class FitReport:
         given = fit["forecast"]
         forecast = None if given is None else _forecast(given)
         budgets = tuple(Spent(**one) for one in data.pop("budgets"))
-        return cls(**data, budgets=budgets, fit=Fit(weights, int(fit["top_k"]), forecast))
+        contest = tuple(Contestant(one["weights"], tuple(one["kls"])) for one in data.pop("contest"))
+        return cls(**data, budgets=budgets, contest=contest, fit=Fit(weights, int(fit["top_k"]), forecast))
 
 
 def _forecast(given: Mapping[str, Any]) -> Forecast:

@@ -125,6 +125,7 @@ def test_a_fit_end_to_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(steps) == fitting.answers_of(6) and (report.fitted, report.held) == (3, 3)
     Weighted(report.fit.weights)
     assert sum(report.fit.weights.values()) == pytest.approx(1) and report.fit.top_k == 3
+    assert len(report.contest) == len(fitting.CONTESTANTS) + 2 and all(len(one.kls) == 3 for one in report.contest)
     assert report.fit.forecast is None, "three questions held out promise nothing"
     assert report.checked.keys() == {"fitted", "ragjax"} and all(kl > 0 for kl in report.checked.values())
     assert "too few questions were held out" in "\n".join(fitting.table(report))

@@ -13,6 +13,7 @@ import pytest
 from ragjax.core import ConfigError
 from ragjax.core.fit import Fit, Forecast, features_of, rank_of
 from ragjax.quality.fit import (
+    Contestant,
     FitReport,
     Rung,
     Spent,
@@ -164,7 +165,7 @@ def test_a_forecast_falls_with_the_part_that_is_recomputed() -> None:
 
 def test_a_fit_is_read_as_it_was_written(tmp_path: Path) -> None:
     for report in (
-        replace(REPORT, budgets=(Spent(0.1, 0.95, 0.2, 0.3),)),
+        replace(REPORT, budgets=(Spent(0.1, 0.95, 0.2, 0.3),), contest=(Contestant({"start": 1.0}, (0.1, 0.2)),)),
         replace(REPORT, fit=Fit({"start": 0.5, "chunk": 0.5}, 2)),
     ):
         report.save(tmp_path / "fit.json")

@@ -3,7 +3,8 @@
 A setting is not inferior if the 95% interval of its accuracy minus full attention's (paired bootstrap) lies above minus
 two points, inferior if all of it lies below, and otherwise it cannot be told. Where few questions are answered
 differently a bootstrap interval is too short, down to a point: below 150 questions nothing is called not inferior,
-since what is not seen in n questions may still happen in 3/n of them (rule of three, Hanley and Lippman-Hand 1983).
+since what is not seen in n questions may still happen in 3/n of them (rule of three, Hanley and Lippman-Hand 1983), and
+below 30 nothing is told at all.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MARGIN = 0.02
-LEAST = math.ceil(3 / MARGIN)
-"""Questions."""
+LEAST, FEWEST = math.ceil(3 / MARGIN), 30
+"""Questions for a setting to be not inferior, and for any verdict."""
 
 NOT_INFERIOR, INFERIOR, UNKNOWN = "not inferior", "inferior", "cannot tell"
 
@@ -26,7 +27,7 @@ def verdict(row: Row) -> str:
     lo, hi = row["accuracy_minus_full_lo"], row["accuracy_minus_full_hi"]
     if lo > -MARGIN and row["chosen"] >= LEAST:
         return NOT_INFERIOR
-    return INFERIOR if hi < -MARGIN else UNKNOWN
+    return INFERIOR if hi < -MARGIN and row["chosen"] >= FEWEST else UNKNOWN
 
 
 def needed(row: Row) -> int | None:

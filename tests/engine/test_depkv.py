@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from ragjax.cache.pool import AuditError
-from ragjax.core import Grid, RequestError
+from ragjax.core import Grid, Kind, Prompt, RequestError, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode
 from ragjax.engine import Engine
+from ragjax.reuse.full import Full
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 
@@ -135,3 +136,17 @@ def test_kv_of_any_strategy_is_held_for_many_continuations(engine: Engine, strat
         engine.compute_kv(prompt, strategy="best")
     with pytest.raises(RequestError, match="takes no recompute_ratio"):
         engine.compute_kv(prompt, strategy="naive", recompute_ratio=0.5)
+
+
+def test_kv_is_held_of_the_prompt_as_the_strategy_has_it_read() -> None:
+    class Longer(Full):
+        name = "longer"
+
+        def dress(self, prompt: Prompt) -> Prompt:
+            return prompt if prompt.segments[-1].id == "more" else Prompt((*prompt.segments, more))
+
+    more = Segment("more", Kind.QUERY, tokens(6))
+    with tiny.engine(extra=[Longer()]) as engine, engine.compute_kv(tiny.prompt(7), strategy="longer") as kv:
+        expected = engine.answer_prompt(Prompt((*tiny.prompt(7).segments, more)), strategy="full", max_tokens=6)
+        assert engine.generate_with_depkv(kv, max_tokens=6).tokens == expected.tokens
+        assert len(kv.prompt) == expected.prompt_tokens

@@ -31,7 +31,7 @@ def test_metrics() -> None:
     with serving(FakeEngine()) as served:
         served.post(json=CHAT)
         served.post(json={**CHAT, "stream": True, "rag": {"strategy": "naive"}})
-        served.post(json={**CHAT, "frobnicate": 1})
+        served.post(json={**CHAT, "temperature": "hot"})
         served.get("/nowhere/1")
         served.get("/nowhere/2")
         samples = _samples(served)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.quality.evaluation import FULL, NAIVE, Setting
-from benchmarks.quality.inferiority import INFERIOR, LEAST, NOT_INFERIOR, UNKNOWN, needed, smallest
+from benchmarks.quality.inferiority import FEWEST, INFERIOR, LEAST, NOT_INFERIOR, UNKNOWN, needed, smallest
 from benchmarks.quality.rows import METRICS, main_settings, sweep_settings
 from benchmarks.quality.rows import rows as rows_of
 
@@ -45,6 +45,9 @@ def test_few_questions_cannot_tell_even_if_all_agree() -> None:
     assert found["epic"]["verdict"] == UNKNOWN and found["epic"]["accuracy_minus_full_lo"] == 0.0
     assert found["epic"]["ratio"] == 0.3 and found["epic"]["needed"] == LEAST
     assert table(measured(LEAST))["epic"]["verdict"] == NOT_INFERIOR
+    everything = list(range(FEWEST))
+    assert table(measured(FEWEST, naive=everything))["naive"]["verdict"] == INFERIOR
+    assert table(measured(FEWEST - 1, naive=everything))["naive"]["verdict"] == UNKNOWN
 
 
 def test_the_questions_needed_would_do() -> None:

@@ -202,6 +202,7 @@ class FakeEngine:
             "disk_set_aside_total": 0,
             "disk_evicted_total": 0,
             "quality_fallback": 0,
+            "quality_requests_total": {"within": 0, "full": 0},
             "shadow_replays_total": {"replayed": 1, "dropped": 0, "failed": 0},
             "shadow_escalations_total": {"raise": 0, "exact": 0, "fault": 0},
             "shadow_faults_total": 0,

@@ -39,6 +39,7 @@ from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.budget import UNFITTED
 from ragjax.reuse.craft import Craft
+from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.runner.device import cpu_features, platform, precision, use_compilation_cache, widening_pays
 from ragjax.runner.runner import Runner
 from ragjax.schedule.budget import StepBudget
@@ -106,7 +107,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks, fit=fit_of(identity))
+        fit = _fit(identity, setting.strategy == FITTED)
+        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks, fit=fit)
     if setting.strategy not in chosen:
         raise ConfigError(f"{setting.strategy} needs {UNFITTED}")
     contract = Contract(
@@ -212,6 +214,21 @@ def fit_of(identity: bytes) -> Fit | None:
     """
     path = fit_path(identity)
     return FitReport.load(path, identity.hex()).fit if path.exists() else None
+
+
+def _fit(identity: bytes, wanted: bool) -> Fit | None:
+    """The model's fit; None, and a warning, if its file cannot be used and nothing needs it.
+
+    Raises:
+        ConfigError: as `fit_of`, if it is wanted.
+    """
+    try:
+        return fit_of(identity)
+    except ConfigError as error:
+        if wanted:
+            raise
+        _log.warning("the strategy %s is not served: %s", FITTED, error)
+        return None
 
 
 def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:

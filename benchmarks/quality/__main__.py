@@ -1,8 +1,7 @@
 """How close each strategy's answers come to full attention's, and to the references, at equal shares recomputed.
 
     python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--fit FILE] [--ratios 0.15,0,0.05]
-    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--fit FILE] [--ratios 0.15,0,0.05]
-        [--limit N] [--sweep N] [--deviation N] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
+        [--limit N] [--sweep N] [--deviation N] [--lazy] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
         [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
 
 Each question is asked over its own passages, as chat requests are. Distributions are compared over the positions that
@@ -106,6 +105,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--craft-history", default="similar", choices=get_args(History), help="past requests (%(default)s)")
     add("--device-cache-gb", type=float, default=2.0, metavar="GB", help="KV on the device (%(default)s)")
     add("--disk-cache-gb", type=float, default=24.0, metavar="GB", help="KV on disk, for a while (%(default)s)")
+    add("--lazy", action="store_true", help="compile programs when first used: times mean nothing then, scores do")
     add("--options", type=integer(2, 8), metavar="N", help="also choose among N options (no choice)")
     add("--corpus", metavar="A,B", help="sets among whose passages questions without any find theirs")
     add("--judge", metavar="URL", help="OpenAI-compatible endpoint that judges answers, with its /v1")
@@ -170,7 +170,7 @@ def run(
     progress = Progress(sum(min(chosen.limit, len(questions.questions)) for questions in sets))
     for questions in sets:
         limits = {"device_gb": chosen.device_cache_gb, "disk_gb": chosen.disk_cache_gb}
-        with opened(chosen.model, chosen.dtype, known, **limits) as engine:
+        with opened(chosen.model, chosen.dtype, known, ahead=not chosen.lazy, **limits) as engine:
             if fitted is not None:
                 fitted.check(engine.identity.hex(), chosen.fit)
             work = Evaluation(
@@ -204,7 +204,7 @@ def run(
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
     kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation",
-            "options", "corpus", "judge", "judge_model")  # fmt: skip
+            "lazy", "options", "corpus", "judge", "judge_model")  # fmt: skip
     fit = "" if chosen.fit is None else chosen.fit.read_text(encoding="utf-8")
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model), "fit": fit}
 

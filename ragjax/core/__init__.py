@@ -47,6 +47,9 @@ from ragjax.core.request import (
     Sampling,
     Timings,
     TokenLogprob,
+    Tool,
+    ToolCall,
+    Tools,
 )
 from ragjax.core.step import Grid, Residual, RowShape, Step, StepMeasure
 from ragjax.core.tokens import NEVER, Tokens, is_unicode
@@ -109,6 +112,9 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "Tokens",
+    "Tool",
+    "ToolCall",
+    "Tools",
     "Visibility",
     "VisibilityError",
     "Wrapper",

@@ -26,7 +26,9 @@ class Draw:
     """How a token is chosen: the likeliest, unless a temperature is given.
 
     top_k: likeliest tokens that may be drawn (0: all). top_p: mass that the likeliest of these reach together. uniform:
-    where in the distribution to draw, in [0, 1). logprobs: whether log-probabilities are wanted.
+    where in the distribution to draw, in [0, 1). logprobs: whether log-probabilities are wanted. allowed: which tokens
+    may be chosen, uint32 [W], token t by bit t % 32 of word t // 32; no others, and none beyond the last word (None:
+    all may).
     """
 
     temperature: float = 0.0
@@ -35,6 +37,7 @@ class Draw:
     uniform: float = 0.0
     adjusted: Adjusted | None = None
     logprobs: bool = False
+    allowed: NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True)

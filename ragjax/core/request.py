@@ -17,11 +17,40 @@ from ragjax.core.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class Message:
-    """One chat message."""
+class ToolCall:
+    """A tool that the assistant called: id of the call, name of the tool, and its arguments as JSON text."""
 
-    role: Literal["system", "user", "assistant"]
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Message:
+    """One chat message. tool_calls: of an assistant. tool_call_id: which of them a tool's message answers."""
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the answer may call. parameters: JSON Schema of its arguments, an object, as JSON text."""
+
+    name: str
+    description: str
+    parameters: str
+
+
+@dataclass(frozen=True)
+class Tools:
+    """Functions that the answer may call, one of them and once. required: it must. named: it must call this one."""
+
+    offered: tuple[Tool, ...]
+    required: bool = False
+    named: str | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +77,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    json_schema: str | None = None
+    """JSON Schema, as JSON text, of which the answer is an instance in JSON."""
 
     def __post_init__(self) -> None:
         _check(self.max_tokens >= 1, "max_tokens must be at least 1", "max_tokens")
@@ -156,6 +187,7 @@ class Request:
     want_logits: hand back the logits of the prompt's last token in the answer.
     continuation: tokens, int32 [n]: the logits that predict them are wanted as `Answer.scores`, before generation.
     background: runs only while no other request waits or runs, and is left out of the counters.
+    tools: functions that the answer to messages may call; the call is its text (`prompting/tools.py`).
     """
 
     messages: tuple[Message, ...] = ()
@@ -166,6 +198,12 @@ class Request:
     want_logits: bool = False
     continuation: Tokens | None = None
     background: bool = False
+    tools: Tools | None = None
+
+    @property
+    def question(self) -> str:
+        """What the user said last; empty if nothing."""
+        return next((message.content for message in reversed(self.messages) if message.role == "user"), "")
 
 
 @dataclass(frozen=True)

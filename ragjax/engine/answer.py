@@ -40,6 +40,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         notices=(
             *state.notices,
             *_missed(state, plan),
+            *(() if state.sampler is None else state.sampler.notices),
             *(contract.notices_of(state.prompt.preprocessed) if _by_setting(state, contract) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
         ),

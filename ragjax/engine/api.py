@@ -58,6 +58,7 @@ from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.full import Full
+from ragjax.schedule.grammar import Grammars
 from ragjax.schedule.odds import Odds
 from ragjax.schedule.order import order_of
 from ragjax.schedule.state import RequestState, Sink, Times
@@ -96,6 +97,7 @@ class Engine:
             recorder=parts.recorder,
         )
         self._odds = Odds()
+        eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
         self._preparation = Preparation(
             tokenizer=parts.tokenizer,
             chunker=parts.chunker,
@@ -106,7 +108,8 @@ class Engine:
             limits=self._loop.limits,
             pool=parts.cache.pool,
             context_length=parts.context_length,
-            eos_ids=frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids),
+            eos_ids=eos_ids,
+            grammars=Grammars(parts.tokenizer, eos_ids),
             top_k=options.top_k,
             keep_top=options.keep_top,
             share=options.storage.share_knowledge,

@@ -25,7 +25,7 @@ from ragjax.core import (
 )
 from ragjax.engine.registry import Registry
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.prompting import chat, facts
+from ragjax.prompting import chat, facts, tools
 from ragjax.quality.contract import Contract
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
@@ -36,6 +36,7 @@ from ragjax.reuse.budget import UNFITTED, Fitted
 from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.reuse.full import Full
 from ragjax.schedule.generation import Generation
+from ragjax.schedule.grammar import Constraint, Grammars
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.sampling import Sampler
 from ragjax.schedule.state import RequestState, Sink, Times
@@ -85,9 +86,9 @@ class Preparation:
     """What requests are prepared with. Any thread may call it.
 
     context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
-    eos_ids: tokens that end an answer. top_k, keep_top: chunks retrieved, and kept (None: all), for requests that say
-    nothing else. share: whether tenants share the KV of the knowledge bases. lookup: tokens that prompt lookup proposes
-    in a step. compression: of prompts whose requests say nothing else.
+    eos_ids: tokens that end an answer. grammars: reads those that answers follow. top_k, keep_top: chunks retrieved,
+    and kept (None: all), for requests that say nothing else. share: whether tenants share the KV of knowledge bases.
+    lookup: tokens that prompt lookup proposes in a step. compression: of prompts whose requests say nothing else.
     compressions: all that were asked for. check: called at each step of a loop over what
     a request brings; an error of it ends the work.
     """
@@ -102,6 +103,7 @@ class Preparation:
     pool: PagePool
     context_length: int
     eos_ids: frozenset[int]
+    grammars: Grammars
     top_k: int
     keep_top: int | None
     share: bool
@@ -146,7 +148,7 @@ class Preparation:
         if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
             return None
         base = self.knowledge.get(rag.knowledge)
-        found = base.stages(request.messages[-1].content, self._top_k(rag), stages)
+        found = base.stages(request.question, self._top_k(rag), stages)
         return (replace(stage, hits=self._shared(stage.hits)) for stage in found)
 
     def ground(self, request: Request, hits: tuple[Hit, ...] | None, sink: Sink, times: Times) -> RequestState:
@@ -155,7 +157,7 @@ class Preparation:
         Raises:
             RequestError: if it cannot be served as asked.
         """
-        prompt = chat.chat_prompt(self.tokenizer, request.messages, hits, public=self.share)
+        prompt = chat.chat_prompt(self.tokenizer, request.messages, hits, public=self.share, tools=request.tools)
         return self.state(prompt, request, sink, times)
 
     def state(
@@ -188,7 +190,7 @@ class Preparation:
         if compression is not None and compression != self.compression and len(prompt) > compression.budget:
             self.compressions.take(compression)
         state = RequestState(name, request, prompt, strategy, ratio, compression, generation, sink, times)
-        state.sampler = Sampler(request.sampling, text)
+        state.sampler = Sampler(request.sampling, text, self._constraint(request))
         state.notices += [] if notice is None else [notice]
         if self.lookup:
             state.lookup = Lookup(self.lookup)
@@ -210,6 +212,11 @@ class Preparation:
         if chosen is not None:
             compaction.check(chosen, strategy)
         return chosen
+
+    def _constraint(self, request: Request) -> Constraint | None:
+        """What the answer has to follow."""
+        asked = tools.grammar(request, self.tokenizer.knows_tools)
+        return None if asked is None else self.grammars.constraint(*asked)
 
     def _check_bias(self, request: Request) -> None:
         unknown = [token for token in request.sampling.logit_bias if token >= self.tokenizer.vocab_size]
@@ -236,10 +243,10 @@ class Preparation:
         strategy, _ = self._resolve(replace(rag, strategy=self.strategy_of(rag)))
         build = partial(
             chat.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
-            public=self.share, share=self.share and asked.relation_paths is None,
+            public=self.share, share=self.share and asked.relation_paths is None, tools=request.tools,
         )  # fmt: skip
         room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
-        grounded = facts.ground(facts.gather(graph, asked, request.messages[-1].content, self.check), build, room)
+        grounded = facts.ground(facts.gather(graph, asked, request.question, self.check), build, room)
         times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
         state = self.state(grounded.prompt, request, sink, times, strategy)
         state.facts = grounded.facts
@@ -258,7 +265,7 @@ class Preparation:
             return self._given(rag.documents, rag.knowledge)
         if not self._searches(request, rag):
             return None
-        return self._shared(self.knowledge.get(rag.knowledge).search(request.messages[-1].content, self._top_k(rag)))
+        return self._shared(self.knowledge.get(rag.knowledge).search(request.question, self._top_k(rag)))
 
     def _shared(self, hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
         return tuple(replace(hit, public=self.share) for hit in hits)
@@ -357,7 +364,9 @@ class Preparation:
         if isinstance(request.prompt, str) and self.chunker.exceeds(request.prompt, 2 * self.context_length):
             raise self._overlong("prompt has", "Shorten it", "prompt")
         # a template may leave out the reasoning of earlier answers
-        said = "\n".join(message.content for message in request.messages)
+        texts = (text for m in request.messages for text in (m.content, *(call.arguments for call in m.tool_calls)))
+        listed = () if request.tools is None else request.tools.offered
+        said = "\n".join((*texts, *(f"{tool.description}{tool.parameters}" for tool in listed)))
         if self.chunker.exceeds(said, 4 * self.context_length):
             raise self._overlong("messages have", "Shorten them", "messages")
 

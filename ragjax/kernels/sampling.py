@@ -39,6 +39,18 @@ def adjust(logits_NV: jax.Array, token_NA: jax.Array, factor_NA: jax.Array, add_
     return logits_NV.at[row_N1, token_NA].set(x_NA, mode="drop")
 
 
+def allow(logits_NV: jax.Array, bits_NW: jax.Array) -> jax.Array:
+    """Logits of the tokens that may be chosen, and -inf for the others, float32 [N, V].
+
+    Args:
+        logits_NV: float32.
+        bits_NW: uint32, W words of 32 tokens: token t may be chosen if bit t % 32 of word t // 32 is set.
+    """
+    bit_V = jnp.arange(logits_NV.shape[1], dtype=jnp.uint32)
+    set_NV = (bits_NW[:, bit_V // 32] >> (bit_V % 32)) & 1
+    return jnp.where(set_NV == 1, logits_NV, -jnp.inf)
+
+
 def choose(
     logits_NV: jax.Array, temperature_N: jax.Array, top_k_N: jax.Array, top_p_N: jax.Array, uniform_N: jax.Array
 ) -> jax.Array:

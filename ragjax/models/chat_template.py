@@ -77,6 +77,15 @@ class ChatTemplate:
         except RequestError:
             return False
 
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the template lists the tools that it is given."""
+        tool = {"type": "function", "function": {"name": sentinel(1), "description": "", "parameters": {}}}
+        try:
+            return sentinel(1) in self._render((Message("user", ""),), ("",), True, {"tools": [tool]})
+        except RequestError:
+            return False
+
     def _seated(self, messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
         """The messages as the template takes them, and the text put before the first user message, if any."""
         first = next((i for i, message in enumerate(messages) if message.role == "user"), None)

@@ -170,6 +170,15 @@ class Tokenizer:
         """Text of one token on its own; parts of a character show as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def names_control(self, text: str) -> str | None:
+        """A control token that the text spells, if any."""
+        return next((name for token, name in self._added.items() if token in self._control and name in text), None)
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the model's chat template lists tools; the variable `tools` gives it some."""
+        return self._template is not None and self._template.knows_tools
+
     def is_control(self, token: int) -> bool:
         """Whether a token is a control token, which decoded text leaves out."""
         return token in self._control

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens
+from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens, Tools
 from ragjax.core.depprompt import TreeNode, branches
 from ragjax.models.alignment import Pieces
 from ragjax.models.chat_template import CONTEXT
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.prompting.tools import for_template, told
 from ragjax.retrieval.path import Subgraph
 
 INSTRUCTION = "Answer the question in one short sentence, using the passages."
@@ -29,20 +30,26 @@ GRAPH_INSTRUCTION = "Answer the question in one short sentence, using the facts.
 
 
 def chat_prompt(
-    tokenizer: Tokenizer, messages: Sequence[Message], hits: Sequence[Hit] | None, *, public: bool = False
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    hits: Sequence[Hit] | None,
+    *,
+    public: bool = False,
+    tools: Tools | None = None,
 ) -> Prompt:
     """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
 
-    public: whether the KV of our own instruction may serve every tenant.
+    public: whether the KV of our own instruction may serve every tenant. tools: those that the answer may call.
 
     Raises:
-        RequestError: if there is no user message at the end, or the template refuses the messages.
+        RequestError: if there is no message of the user, or none of the user or a tool at the end, or the template
+            refuses the messages.
     """
     _check(messages)
     if hits is None:
-        pieces = tokenizer.chat_pieces(messages)
+        pieces = tokenizer.chat_pieces(told(tokenizer, messages, tools), tools=for_template(tools))
         return Prompt((_segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
-    before, question = _frame(tokenizer, messages, INSTRUCTION, public)
+    before, question = _frame(tokenizer, messages, INSTRUCTION, public, tools)
     return Prompt((*before, *map(chunk_segment, hits), question))
 
 
@@ -54,17 +61,18 @@ def graph_prompt(
     trees: bool = True,
     public: bool = False,
     share: bool = False,
+    tools: Tools | None = None,
 ) -> Prompt:
     """The prompt of a chat with facts, a line for each relation path (DepCache, section 2.1).
 
     trees: merge the paths of each entity into a tree of tokens; otherwise they stand one behind the other, as a chunk.
-    public: as in `chat_prompt`. share: whether the KV of the facts may serve every tenant.
+    public, tools: as in `chat_prompt`. share: whether the KV of the facts may serve every tenant.
 
     Raises:
         RequestError: as `chat_prompt`.
     """
     _check(messages)
-    before, question = _frame(tokenizer, messages, GRAPH_INSTRUCTION, public)
+    before, question = _frame(tokenizer, messages, GRAPH_INSTRUCTION, public, tools)
     segments = list(before)
     for subgraph in subgraphs:
         lines = [f"{path.text}\n" for path in subgraph.paths]
@@ -82,27 +90,38 @@ def graph_prompt(
 
 
 def _check(messages: Sequence[Message]) -> None:
-    if not messages or messages[-1].role != "user":
-        raise RequestError("the last message must be the user's", param="messages")
-    if not messages[-1].content.strip():
-        raise RequestError("the last message is empty", param="messages")
-    if any(CONTEXT in message.content for message in messages):
+    if not messages or messages[-1].role not in ("user", "tool"):
+        raise RequestError("the last message must be the user's, or a tool's", param="messages")
+    if not messages[_asked(messages)].content.strip():
+        raise RequestError("the user's last message is empty", param="messages")
+    said = (text for m in messages for text in (m.content, *(call.arguments for call in m.tool_calls)))
+    if any(CONTEXT in text for text in said):
         raise RequestError("a message contains reserved private-use characters", param="messages")
 
 
+def _asked(messages: Sequence[Message]) -> int:
+    """Which message is the question: the user's last one."""
+    found = [i for i, message in enumerate(messages) if message.role == "user"]
+    if not found:
+        raise RequestError("no message is the user's", param="messages")
+    return found[-1]
+
+
 def _frame(
-    tokenizer: Tokenizer, messages: Sequence[Message], instruction: str, public: bool
+    tokenizer: Tokenizer, messages: Sequence[Message], instruction: str, public: bool, tools: Tools | None
 ) -> tuple[tuple[Segment, ...], Segment]:
     """What stands before the knowledge, and what behind it."""
     own = messages[0].role == "system"
     if not own:
         messages = (Message("system", instruction), *messages)
-    question = Message("user", f"{CONTEXT}Question: {messages[-1].content.strip()}")
-    pieces = tokenizer.chat_pieces((*messages[:-1], question))
+    asked = _asked(messages)
+    question = Message("user", f"{CONTEXT}Question: {messages[asked].content.strip()}")
+    said = told(tokenizer, (*messages[:asked], question, *messages[asked + 1 :]), tools)
+    pieces = tokenizer.chat_pieces(said, tools=for_template(tools))
     context = pieces.index((CONTEXT, False))
-    system = _end_of_system(tokenizer, messages, pieces)
+    system = _end_of_system(tokenizer, said, pieces, tools)
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
-    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own)
+    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own and tools is None)
     history = _joined(runs[system:context])
     before = (head, *((_segment("history", Kind.QUERY, history),) if len(history) else ()))
     return before, _segment("question", Kind.QUERY, _joined(runs[context + 1 :]))
@@ -137,10 +156,10 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int]) -> Prompt:
     return Prompt((_segment("prompt", Kind.QUERY, tokens),))
 
 
-def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces) -> int:
+def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces, tools: Tools | None) -> int:
     """Number of pieces before what the first user says: those that the first turn began with."""
     first = next(i for i, message in enumerate(messages) if message.role == "user")
-    opening = tokenizer.chat_pieces((*messages[:first], Message("user", CONTEXT)))
+    opening = tokenizer.chat_pieces((*messages[:first], Message("user", CONTEXT)), tools=for_template(tools))
     opening = opening[: opening.index((CONTEXT, False))]
     return next((i for i, (a, b) in enumerate(zip(opening, pieces, strict=False)) if a != b), len(opening))
 

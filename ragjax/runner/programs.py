@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 Name = tuple[Any, ...]
 """A kind and what it is compiled for: begin (rows, entries), stage (rows, entries, layers, and the measure and its
-segments if it measures), end (rows, logits), sample (logits, tokens of a row whose logits are adjusted), logprobs
-(logits), move (slots), extract (pages), insert (pages), compact (compression, tokens)."""
+segments if it measures), end (rows, logits), allow (logits), sample (logits, tokens of a row whose logits are
+adjusted), logprobs (logits), move (slots), extract (pages), insert (pages), compact (compression, tokens)."""
 
 
 class Programs:
@@ -138,6 +138,7 @@ class Programs:
             "begin": self._begin,
             "stage": self._stage,
             "end": self._end,
+            "allow": self._allow,
             "sample": self._sample,
             "logprobs": self._logprobs,
             "move": self._move,
@@ -167,6 +168,12 @@ class Programs:
         arrays = self._replicated((x_TE, jax.ShapeDtypeStruct((n,), jnp.int32)))
         jitted = jax.jit(partial(stages.end, self._spec), out_shardings=NamedSharding(self._spec.mesh, P()))
         return jitted.lower(self._weights.ends, *arrays).compile()
+
+    def _allow(self, n: int) -> Any:
+        vocabulary = self._config.vocab_size
+        logits_NV = jax.ShapeDtypeStruct((n, vocabulary), jnp.float32)
+        bits_NW = jax.ShapeDtypeStruct((n, -(-vocabulary // 32)), jnp.uint32)
+        return jax.jit(sampling.allow).lower(*self._replicated((logits_NV, bits_NW))).compile()
 
     def _sample(self, n: int, adjusted: int) -> Any:
         shapes = stages.sample_shapes(n, self._config.vocab_size, adjusted)

@@ -72,7 +72,10 @@ def sample(programs: Programs, logits: Logits, draws: Sequence[Draw]) -> Sampled
         part = draws[begin : begin + size]
         arrays = arrays_of(part, *logits_NV.shape)
         n, adjusted = arrays[-1].shape
-        token_N = programs.get("sample", n, adjusted)(logits_NV, *arrays)
+        allowed_NV = logits_NV
+        if any(draw.allowed is not None for draw in part):
+            allowed_NV = programs.get("allow", n)(logits_NV, bits_of(part, *logits_NV.shape))
+        token_N = programs.get("sample", n, adjusted)(allowed_NV, *arrays)
         logprobs = None
         if any(draw.logprobs for draw in part):
             logprobs = programs.get("logprobs", n)(logits_NV, token_N)
@@ -80,6 +83,16 @@ def sample(programs: Programs, logits: Logits, draws: Sequence[Draw]) -> Sampled
             x.copy_to_host_async()
         parts.append((size, token_N, logprobs))
     return Sampled(tuple(parts))
+
+
+def bits_of(draws: Sequence[Draw], rows: int, vocabulary: int) -> NDArray[np.uint32]:
+    """Which tokens each row may choose (`kernels.sampling.allow`), uint32 [rows, W]; where nothing is said, all."""
+    bits_NW = np.full((rows, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32)
+    for row, draw in enumerate(draws):
+        if draw.allowed is not None:
+            bits_NW[row] = 0
+            bits_NW[row, : len(draw.allowed)] = draw.allowed
+    return bits_NW
 
 
 def arrays_of(draws: Sequence[Draw], rows: int, vocabulary: int) -> tuple[NDArray[np.generic], ...]:

@@ -8,11 +8,13 @@ are those of the model (temperature 1, nothing cut), as OpenAI's API reports the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ragjax.core import Adjusted, Draw, Sampling, Tokens
+from ragjax.schedule.grammar import Constraint
 
 LEAST_FACTOR, MOST_FACTOR = 1e-30, 1e30
 """Bounds of the repetition penalty on the device: logits stay finite in float32."""
@@ -24,16 +26,23 @@ class Sampler:
     Each generated token has a random number of its own, the i-th of the seed's stream for token i. So the tokens do not
     depend on which steps compute them: with proposed tokens or without, before a restart or after.
 
-    prompt: its tokens, int32 [n]; the repetition penalty counts them.
+    prompt: its tokens, int32 [n]; the repetition penalty counts them. constraint: says which tokens may be chosen
+    (None: all may).
     """
 
-    def __init__(self, sampling: Sampling, prompt: Tokens | None = None):
+    def __init__(self, sampling: Sampling, prompt: Tokens | None = None, constraint: Constraint | None = None):
         self._sampling = sampling
+        self.constraint = constraint
         self._stream = np.random.default_rng(sampling.seed)
         self._uniform: list[float] = []
         self._changes = _Changes(sampling, prompt)
 
-    def draws(self, said: Sequence[int], proposed: Iterable[int] = ()) -> list[Draw]:
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What did not go as asked."""
+        return () if self.constraint is None or not self.constraint.failure else (self.constraint.failure,)
+
+    def draws(self, said: Sequence[int], proposed: Sequence[int] = ()) -> list[Draw]:
         """How the next token is chosen, and the ones behind it if the proposed tokens are accepted.
 
         said: all tokens generated so far; those of the last call are the first of them.
@@ -45,7 +54,10 @@ class Sampler:
                 changes = changes.copy()
                 changes.add(int(token))
             found.append(self._draw(len(said) + i, changes))
-        return found
+        if self.constraint is None:
+            return found
+        masks = self.constraint.masks(said, proposed)
+        return [replace(draw, allowed=mask) for draw, mask in zip(found, masks, strict=True)]
 
     def _draw(self, number: int, changes: _Changes) -> Draw:
         asked = self._sampling

@@ -23,7 +23,7 @@ from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
 from ragjax.serve.neutral import settle
-from ragjax.serve.response import ChatForm, Form, Json, TextForm, chunks, whole
+from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
 from ragjax.serve.schema import ChatBody, CompletionBody
 from ragjax.serve.stop import Drain
 from ragjax.serve.stream import EventStream, while_connected
@@ -134,6 +134,7 @@ class _Endpoints:
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         self._check_model(body.model)
         asked = [replace(one, tenant=request.state.tenant) for one in body.to_core()]
+        form_of = ToolForm if asked[0].tools is not None else form_of
         form = form_of(
             self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, request.state.notices
         )

@@ -16,6 +16,9 @@ TOKENS = 2**14
 STOPS = 4
 """Stop strings."""
 
+TOOLS = 128
+"""Tools of a request."""
+
 ENTITIES = 32
 """Entities of a graph: up to 512 paths of each are compared with the question."""
 
@@ -37,6 +40,7 @@ LIMITS = (
     Limit("messages", "messages", 1, True, "Send fewer messages"),
     Limit("messages[].content", "text parts in all messages", 1, True, "Join parts"),
     Limit("stop", "strings", STOPS, False, "Send fewer stop strings"),
+    Limit("tools", "tools", TOOLS, False, "Send fewer tools"),
     Limit("rag.documents", "documents", 1, True, "Send fewer documents"),
     Limit("rag.graph.entities", "entities", ENTITIES, False, "Name fewer entities"),
     Limit("rag.graph.relation_paths", "paths", 1, True, "Send fewer paths"),
@@ -73,6 +77,7 @@ def _sizes(body: object) -> dict[str, int]:
         "messages": len(messages),
         "messages[].content": _total(_list(message, "content") for message in messages),
         "stop": len(stop),
+        "tools": len(_list(body, "tools")),
         "rag.documents": len(_list(rag, "documents")),
         "rag.graph.entities": len(_list(graph, "entities")),
         "rag.graph.relation_paths": len(paths),

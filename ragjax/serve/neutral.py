@@ -11,10 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel
-
 from ragjax.core import RequestError
-from ragjax.serve.schema import ChatBody, ChatMessage, CompletionBody, ResponseFormat, StreamOptions, TextPart
+from ragjax.serve.schema import (
+    Body,
+    CalledTool,
+    ChatBody,
+    ChatMessage,
+    ChatTool,
+    CompletionBody,
+    FunctionTool,
+    JsonSchema,
+    ResponseFormat,
+    StreamOptions,
+    TextPart,
+)
 
 KNOWN = frozenset(
     {
@@ -32,6 +42,14 @@ NAME_CHARS = 64
 """Characters of a name that a notice shows, at most."""
 
 
+EMPTY: Mapping[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "messages[].tool_calls": ([],),
+}
+"""Values of fields that ask for nothing, as long as there are no tools."""
+
+
 class Refusal(NamedTuple):
     """A field that cannot be had. unless: values that ask for nothing. advice: what to change."""
 
@@ -40,6 +58,7 @@ class Refusal(NamedTuple):
 
 
 _GRAMMAR = Refusal("use response_format with a json_schema instead")
+_CHAT = Refusal("use /v1/chat/completions", ([],))
 _TEXT = "this server reads and answers text: leave it out"
 REFUSED: Mapping[str, Refusal] = {
     "functions": Refusal("use tools instead", ([],)),
@@ -54,9 +73,10 @@ REFUSED: Mapping[str, Refusal] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _GRAMMAR),
     "messages[].audio": Refusal(_TEXT),
     "messages[].function_call": Refusal("use tool_calls instead"),
-    "tools": Refusal("this server calls no tools: leave them out", ([],)),
-    "tool_choice": Refusal('there are no tools: leave it out, or say "none"', ("none", "auto")),
-    "messages[].tool_calls": Refusal("this server calls no tools: leave them out", ([],)),
+    **dict.fromkeys(
+        ("messages", "tools", "tool_choice", "response_format"), Refusal("use /v1/chat/completions", ([],))
+    ),
+    "prompt": Refusal("use messages, or /v1/completions"),
 }
 """Fields that would change the answer."""
 
@@ -78,14 +98,22 @@ def settle(body: object, form: type[ChatBody] | type[CompletionBody]) -> tuple[s
         RequestError: for a field that would change the answer, saying what to change.
     """
     found = _Found()
+    toolless = not isinstance(body, dict) or not body.get("tools")
     for path, given, model in _levels(body, form):
+        names = model.names()
         for name in list(given):
-            if name not in model.model_fields:
+            if name not in names:
                 _take(path, name, given.pop(name), found)
-            elif path + name in KNOWN and given[name] is not None:  # it is validated all the same
-                found.known[name] = None
+            elif _asks_nothing(path + name, given[name], toolless):  # it is validated all the same
+                found.known[path + name] = None
     notices = (("no effect here", found.known), ("unknown and ignored", found.unknown))
     return tuple(_notice(what, list(fields)) for what, fields in notices if fields)
+
+
+def _asks_nothing(path: str, value: object, toolless: bool) -> bool:
+    if path in KNOWN:
+        return value is not None
+    return toolless and any(type(value) is type(x) and value == x for x in EMPTY.get(path, ()))
 
 
 def _take(path: str, name: str, value: object, found: _Found) -> None:
@@ -105,7 +133,7 @@ def _notice(what: str, names: list[str]) -> str:
     return f"fields of the request, {what}: {', '.join(names[:NAMED])}{more}"
 
 
-def _levels(body: object, form: type[BaseModel]) -> Iterator[tuple[str, dict[str, Any], type[BaseModel]]]:
+def _levels(body: object, form: type[Body]) -> Iterator[tuple[str, dict[str, Any], type[Body]]]:
     """The objects of a body that are looked at: their path, themselves, and what they are validated as."""
     if not isinstance(body, dict):
         return
@@ -114,8 +142,16 @@ def _levels(body: object, form: type[BaseModel]) -> Iterator[tuple[str, dict[str
         yield "stream_options.", options, StreamOptions
     if isinstance(wanted := body.get("response_format"), dict):
         yield "response_format.", wanted, ResponseFormat
+        if isinstance(schema := wanted.get("json_schema"), dict):
+            yield "response_format.json_schema.", schema, JsonSchema
+    for tool in _objects(body.get("tools")):
+        yield "tools[].", tool, ChatTool
+        if isinstance(function := tool.get("function"), dict):
+            yield "tools[].function.", function, FunctionTool
     for message in _objects(body.get("messages")):
         yield "messages[].", message, ChatMessage
+        for call in _objects(message.get("tool_calls")):
+            yield "messages[].tool_calls[].", call, CalledTool
         for part in _objects(message.get("content")):
             yield "messages[].content[].", part, TextPart
 

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragjax import core
+from ragjax.serve.calls import CallReader, Piece
 from ragjax.serve.choices import Numbered
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Form(ABC):
     def whole(self, answers: Sequence[core.Answer]) -> Json:
         """The one body of a response that is no stream; the answers in the order of their choices."""
         choices = [
-            self._choice(i, self._message(answer.text), answer.logprobs, answer.finish_reason, **self._account(answer))
+            self._choice(i, self._message(i, answer), answer.logprobs, self._reason(i, answer), **self._account(answer))
             for i, answer in enumerate(answers)
         ]
         return self._object(self.kind, choices, usage=self._usage(answers), rag=self._rag(answers[0]))
@@ -46,12 +47,18 @@ class Form(ABC):
         """Chunks before the first text."""
         return []
 
-    def chunk(self, number: int, event: core.Event) -> Json:
-        """The chunk of one event; the answer's carries no text, but the end's reason and the account."""
+    def chunks(self, number: int, event: core.Event) -> list[Json]:
+        """The chunks of one event; the answer's last carries no text, but the end's reason and the account."""
         if isinstance(event, core.Delta):
-            return self._object(self.chunk_kind, [self._choice(number, self._delta(event.text), event.logprobs)])
-        choice = self._choice(number, self._delta(None), None, event.finish_reason, **self._account(event))
-        return self._object(self.chunk_kind, [choice], rag=self._rag(event))
+            made = [self._choice(number, said) for said in self._deltas(number, event.text)]
+            if made:
+                made[0] = {**made[0], "logprobs": self._reported(event.logprobs)}
+            elif event.logprobs:
+                made = [self._choice(number, self._delta(""), event.logprobs)]
+            return [self._object(self.chunk_kind, [choice]) for choice in made]
+        left = [self._object(self.chunk_kind, [self._choice(number, said)]) for said in self._left(number)]
+        choice = self._choice(number, self._delta(None), None, self._reason(number, event), **self._account(event))
+        return [*left, self._object(self.chunk_kind, [choice], rag=self._rag(event))]
 
     def sums(self, answers: Sequence[core.Answer]) -> Json:
         """The chunk without choices that `include_usage` asks for."""
@@ -87,11 +94,26 @@ class Form(ABC):
         finish_reason: str | None = None,
         **more: Json,
     ) -> Json:
-        logprobs = None if tokens is None or not self._want_logprobs else self._logprobs(tokens)
+        logprobs = self._reported(tokens)
         return {"index": number, **said, "logprobs": logprobs, "finish_reason": finish_reason, **more}
 
+    def _reported(self, tokens: Sequence[core.TokenLogprob] | None) -> Json | None:
+        return None if tokens is None or not self._want_logprobs else self._logprobs(tokens)
+
+    def _reason(self, number: int, answer: core.Answer) -> str:
+        """Why the answer ended."""
+        return answer.finish_reason
+
+    def _deltas(self, number: int, text: str) -> list[Json]:
+        """What new text of a choice becomes."""
+        return [self._delta(text)]
+
+    def _left(self, number: int) -> list[Json]:
+        """What was held back of a choice until its end."""
+        return []
+
     @abstractmethod
-    def _message(self, text: str) -> Json: ...
+    def _message(self, number: int, answer: core.Answer) -> Json: ...
 
     @abstractmethod
     def _delta(self, text: str | None) -> Json: ...
@@ -110,8 +132,8 @@ class ChatForm(Form):
         said = {"delta": {"role": "assistant", "content": "", "refusal": None}}
         return [self._object(self.chunk_kind, [self._choice(i, said)]) for i in range(self._choices)]
 
-    def _message(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _message(self, number: int, answer: core.Answer) -> Json:
+        return {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
 
     def _delta(self, text: str | None) -> Json:
         return {"delta": {} if text is None else {"content": text}}
@@ -124,13 +146,53 @@ class ChatForm(Form):
         return {"content": content, "refusal": None}
 
 
+class ToolForm(ChatForm):
+    """Chat completions that may call a tool: a call stands in `tool_calls`, and not in the content."""
+
+    def __init__(self, engine: Engine, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
+        super().__init__(engine, want_logprobs, choices, n, notices)
+        self._readers = [CallReader() for _ in range(choices)]
+        self._ids = [f"call_{uuid.uuid4().hex}" for _ in range(choices)]
+
+    def _message(self, number: int, answer: core.Answer) -> Json:
+        reader = self._readers[number]
+        pieces = [*reader.push(answer.text), *reader.finish()]
+        said = "".join(piece.said for piece in pieces)
+        message: Json = {"role": "assistant", "content": said, "refusal": None}
+        if reader.name is not None:
+            function = {"name": reader.name, "arguments": "".join(piece.arguments for piece in pieces)}
+            call = {"id": self._ids[number], "type": "function", "function": function}
+            message |= {"content": None, "tool_calls": [call]}
+        return {"message": message}
+
+    def _reason(self, number: int, answer: core.Answer) -> str:
+        called = self._readers[number].name is not None and answer.finish_reason == "stop"
+        return "tool_calls" if called else answer.finish_reason
+
+    def _deltas(self, number: int, text: str) -> list[Json]:
+        return [self._put(number, piece) for piece in self._readers[number].push(text)]
+
+    def _left(self, number: int) -> list[Json]:
+        return [self._put(number, piece) for piece in self._readers[number].finish()]
+
+    def _put(self, number: int, piece: Piece) -> Json:
+        if piece.said:
+            return self._delta(piece.said)
+        if piece.name:
+            function = {"name": piece.name, "arguments": ""}
+            call: Json = {"index": 0, "id": self._ids[number], "type": "function", "function": function}
+        else:
+            call = {"index": 0, "function": {"arguments": piece.arguments}}
+        return {"delta": {"tool_calls": [call]}}
+
+
 class TextForm(Form):
     """Text completions, whose chunks look like the whole."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def _message(self, text: str) -> Json:
-        return {"text": text}
+    def _message(self, number: int, answer: core.Answer) -> Json:
+        return {"text": answer.text}
 
     def _delta(self, text: str | None) -> Json:
         return {"text": text or ""}
@@ -166,7 +228,7 @@ async def chunks(form: Form, events: AsyncGenerator[Numbered, None], include_usa
     answers: dict[int, core.Answer] = {}
     async with aclosing(events):
         async for number, event in events:
-            for chunk in (*opening, form.chunk(number, event)):
+            for chunk in (*opening, *form.chunks(number, event)):
                 yield {**chunk, **more}
             opening = []
             if isinstance(event, core.Answer):

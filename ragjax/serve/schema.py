@@ -7,6 +7,8 @@ what changes nothing.
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -72,38 +74,64 @@ Count = Annotated[int, Field(ge=1)]
 One = Annotated[int, Field(ge=1, le=1)]
 TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 Prompt = Annotated[Annotated[Filled, Tag("text")] | Annotated[TokenIds, Tag("tokens")], Discriminator(_prompt_kind)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """An object of a body."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """What its fields are called in JSON."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
 
     @model_validator(mode="before")
     @classmethod
     def _one_unknown(cls, given: object) -> object:
         """Of unknown fields the first alone: pydantic would make an error of each."""
-        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+        names = cls.names()
+        if not isinstance(given, dict) or len(given) <= len(names):
             return given
-        unknown = next(name for name in given if name not in cls.model_fields)
-        return {name: given[name] for name in (*cls.model_fields, unknown) if name in given}
+        unknown = next(name for name in given if name not in names)
+        return {name: given[name] for name in (*names, unknown) if name in given}
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """One text part of a message; images, audio and files are refused."""
 
     type: Literal["text"]
     text: Text
 
 
-class ChatMessage(_Body):
+class CalledFunction(Body):
+    """What was called: the name of a function, and its arguments as JSON text."""
+
+    name: FunctionName
+    arguments: Text
+
+
+class CalledTool(Body):
+    """A call that the assistant made."""
+
+    id: FilledName
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Body):
     """One message. `developer` is OpenAI's newer name of `system`; `refusal` comes back null with our own answers."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         Annotated[list[TextPart], Field(fail_fast=True)] | None,
         BeforeValidator(_parts, json_schema_input_type=str | list[TextPart] | None),
     ] = None
     refusal: Annotated[None, BeforeValidator(_no_refusal)] = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
 
     @field_validator("content")
     @classmethod
@@ -115,10 +143,12 @@ class ChatMessage(_Body):
     def to_core(self) -> core.Message:
         """The message, its parts as lines."""
         role = "system" if self.role == "developer" else self.role
-        return core.Message(role, "\n".join(part.text for part in self.content or ()))
+        calls = [core.ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+        text = "\n".join(part.text for part in self.content or ())
+        return core.Message(role, text, tuple(calls), self.tool_call_id)
 
 
-class InlineDocument(_Body):
+class InlineDocument(Body):
     """A passage given with the request."""
 
     id: FilledName
@@ -155,7 +185,7 @@ def _short(compression: object) -> object:
     return {"given": compression} if isinstance(compression, dict) else compression
 
 
-class TextRag(_Body):
+class TextRag(Body):
     """How to reuse KV where nothing is retrieved.
 
     compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", the same as an object, or "none".
@@ -176,7 +206,7 @@ class TextRag(_Body):
         return None if self.compression is None else self.compression.to_core()
 
 
-class GraphRag(_Body):
+class GraphRag(Body):
     """Which facts to use. relation_paths: entity, relation, entity, … of each, used instead of retrieval."""
 
     name: Name | None = None
@@ -238,19 +268,90 @@ def _passage(document: str | InlineDocument) -> str | core.Document:
     return document if isinstance(document, str) else core.Document(document.id, document.text, document.title or "")
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """Options of a stream."""
 
     include_usage: bool | None = None
 
 
-class ResponseFormat(_Body):
-    """How an answer is written: as text."""
+class JsonSchema(Body):
+    """The JSON Schema of an answer; it is followed, whatever `strict` says. Its name changes nothing."""
 
-    type: Literal["text"]
+    name: Name | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
 
 
-class _Generation(_Body):
+class ResponseFormat(Body):
+    """How an answer is written: as text, as a JSON object, or as an instance of a JSON Schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def to_core(self) -> str | None:
+        """The JSON Schema of the answer, as JSON text; None: it is text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            reason = 'response_format of type json_schema needs json_schema: {"name": …, "schema": {…}}'
+            raise core.RequestError(reason, param="response_format.json_schema", code="missing_required_parameter")
+        return _as_json(self.json_schema.schema_, "response_format.json_schema.schema")
+
+
+class FunctionTool(Body):
+    """A function that an answer may call. parameters: JSON Schema of its arguments; it is followed in any case."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(Body):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def to_core(self) -> core.Tool:
+        """The same for the engine."""
+        given = self.function
+        schema = given.parameters or {"properties": {}, "additionalProperties": False}
+        schema = {"type": "object", **schema}
+        if schema["type"] != "object":
+            reason = f"the parameters of the tool {given.name} must be an object"
+            raise core.RequestError(reason, param="tools", code="invalid_value")
+        return core.Tool(given.name, given.description or "", _as_json(schema, "tools"))
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    """Whether a tool is called: as the model likes, never, in any case, or this one."""
+
+    type: Literal["auto", "none", "required", "function"]
+    function: NamedFunction | None = None
+
+
+def _as_json(value: object, param: str) -> str:
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise core.RequestError(f"{param} is nested too deeply", param=param, code="invalid_schema") from None
+
+
+def _typed(choice: object) -> object:
+    return {"type": choice} if isinstance(choice, str) else choice
+
+
+class _Generation(Body):
     """The fields that both completion endpoints share."""
 
     model: Name
@@ -294,6 +395,8 @@ class ChatBody(_Generation):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_typed, json_schema_input_type=str | ToolChoice)] | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 
     def to_core(self) -> tuple[core.Request, ...]:
@@ -307,12 +410,33 @@ class ChatBody(_Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise core.RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         alternatives = (self.top_logprobs or 0) if self.logprobs else None
+        sampling = self._sampling(self.max_tokens or self.max_completion_tokens, alternatives)
+        schema = None if self.response_format is None else self.response_format.to_core()
         request = core.Request(
             messages=tuple(message.to_core() for message in self.messages),
-            sampling=self._sampling(self.max_tokens or self.max_completion_tokens, alternatives),
+            sampling=replace(sampling, json_schema=schema),
             rag=None if self.rag is None else self.rag.to_core(),
+            tools=self._tools(),
         )
         return choices([request], self.n or 1)
+
+    def _tools(self) -> core.Tools | None:
+        choice = self.tool_choice or ToolChoice(type="auto")
+        tools = tuple(tool.to_core() for tool in self.tools or ())
+        named = None if choice.type != "function" or choice.function is None else choice.function.name
+        names = [tool.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise core.RequestError("two tools have the same name", param="tools", code="invalid_value")
+        if choice.type == "function" and named not in names:
+            known = ", ".join(names) or "none"
+            reason = f"tool_choice must name one of the tools: {known}"
+            raise core.RequestError(reason, param="tool_choice", code="invalid_value")
+        if choice.type == "required" and not tools:
+            reason = "tool_choice is required, and there are no tools"
+            raise core.RequestError(reason, param="tool_choice", code="invalid_value")
+        if choice.type == "none" or not tools:
+            return None
+        return core.Tools(tools, choice.type != "auto", named)
 
 
 class CompletionBody(_Generation):

@@ -101,3 +101,30 @@ print("agree on", jax.device_count(), "devices")
 @pytest.mark.slow
 def test_a_mesh_chooses_the_same_tokens() -> None:
     assert_agreement(SHARDED, 8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_only_tokens_that_are_allowed_are_chosen(runner: Runner, temperature: float) -> None:
+    """Some rows name a few tokens, others none; log-probabilities stay the model's; words that are not given allow none."""
+    random = np.random.default_rng(3)
+    logits_NV = random.normal(size=(ROWS, CONFIG.vocab_size)).astype(np.float32)
+    draws, allowed = [], []
+    for row in range(ROWS):
+        tokens = np.sort(random.choice(CONFIG.vocab_size, 3, replace=False)) if row % 2 else None
+        bits = None
+        if tokens is not None:
+            bits = np.zeros(tokens[-1] // 32 + 1, np.uint32)
+            np.bitwise_or.at(bits, tokens // 32, np.uint32(1) << (tokens % 32).astype(np.uint32))
+        allowed.append(tokens)
+        draws.append(Draw(temperature, uniform=float(random.random()), logprobs=row == 1, allowed=bits))
+    found = runner.sample(runner.upload_logits(list(logits_NV)), draws).read()
+    free = [replace(draw, allowed=None) for draw in draws]
+    unbound = runner.sample(runner.upload_logits(list(logits_NV)), free).read()
+    for row, (one, tokens) in enumerate(zip(found, allowed, strict=True)):
+        if tokens is None:
+            assert one.token == unbound[row].token
+        else:
+            assert one.token in tokens
+            assert temperature or one.token == tokens[np.argmax(logits_NV[row, tokens])]
+    whole = logits_NV[1].astype(np.float64)
+    assert found[1].logprob == pytest.approx(whole[found[1].token] - np.logaddexp.reduce(whole), abs=1e-5)

@@ -29,6 +29,7 @@ def body(field: str, count: int) -> dict[str, Any]:
         "messages": {**CHAT, "messages": wrong},
         "messages[].content": {**CHAT, "messages": [{"role": "user", "content": wrong[:2]}, {"content": wrong[2:]}]},
         "stop": {**CHAT, "stop": wrong},
+        "tools": {**CHAT, "tools": wrong},
         "rag.documents": {**CHAT, "rag": {"documents": wrong}},
         "rag.graph.entities": {**CHAT, "rag": {"graph": {"entities": wrong}}},
         "rag.graph.relation_paths": {**CHAT, "rag": {"graph": {"relation_paths": wrong}}},

@@ -55,7 +55,7 @@ def test_nulls_count_as_absent(caught: Caught) -> None:
 
 
 def test_every_field_that_may_be_left_out_takes_null() -> None:
-    bodies = [body for body in vars(schema).values() if isinstance(body, type) and issubclass(body, schema._Body)]
+    bodies = [body for body in vars(schema).values() if isinstance(body, type) and issubclass(body, schema.Body)]
     fields = [(body, name, field) for body in bodies for name, field in body.model_fields.items()]
     assert len(fields) > 40
     for body, name, field in fields:
@@ -154,7 +154,7 @@ def test_unknown_field_at_each_level(strict: Served, path: str, param: str) -> N
     [
         ("messages", [], "messages"),
         ("messages", "Hi", "messages"),
-        ("messages.0.role", "tool", "messages[0].role"),
+        ("messages.0.role", "robot", "messages[0].role"),
         ("messages.0.content", None, "messages[0].content"),
         ("messages.0.content", "\ud800", "messages[0].content[0].text"),
         ("messages.0.content.0.type", "image_url", "messages[0].content[0].type"),
@@ -176,7 +176,17 @@ def test_unknown_field_at_each_level(strict: Served, path: str, param: str) -> N
         ("frequency_penalty", -3, "frequency_penalty"),
         ("logit_bias", {"5": 101}, "logit_bias"),
         ("logit_bias", {"5": "1"}, "logit_bias.5"),
-        ("response_format", {"type": "json_object"}, "response_format.type"),
+        ("response_format", {"type": "xml"}, "response_format.type"),
+        ("response_format", {"type": "json_schema"}, "response_format.json_schema"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "response_format.json_schema"),
+        ("tools", [{"type": "browser"}], "tools[0].type"),
+        ("tools", [{"type": "function", "function": {"name": "a b"}}], "tools[0].function.name"),
+        ("tools", [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}], "tools"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 2, "tools"),
+        ("tool_choice", "required", "tool_choice"),
+        ("tool_choice", "sometimes", "tool_choice.type"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
+        ("tool_choice", {"type": "function"}, "tool_choice"),
         ("response_format", {}, "response_format.type"),
         ("n", True, "n"),
         ("n", 1.0, "n"),

@@ -1,0 +1,149 @@
+"""Which tokens may come next, so that an answer follows a grammar: constrained decoding.
+
+The package `llguidance` does the work: it lexes by derivatives of regular expressions, parses by Earley's algorithm,
+and walks the tokens as a trie, to find at each step all tokens after which the text can still be completed. Its
+grammars are in a dialect of Lark, in which a rule may be a JSON Schema.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import RequestError
+from ragjax.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Bits = NDArray[np.uint32]
+"""A set of tokens, [W]: token t by bit t % 32 of word t // 32."""
+
+
+class Constraint:
+    """The tokens that one answer may go on with. It is told the tokens generated so far, so a restart needs nothing.
+
+    eos_ids: tokens that end an answer; one that cannot be completed otherwise may end.
+
+    Attributes:
+        failure: why the grammar was given up before the answer's end; empty if it was not.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], vocabulary: int):
+        self._matcher = matcher
+        self._eos = frozenset(eos_ids)
+        self._followed = 0
+        self._end: Bits = np.zeros(-(-vocabulary // 32), np.uint32)
+        for token in self._eos:
+            self._end[token // 32] |= np.uint32(1 << token % 32)
+        self.failure = ""
+
+    def masks(self, said: Sequence[int], proposed: Sequence[int]) -> list[Bits | None]:
+        """The tokens that may come next, and those behind each proposed token if these are chosen.
+
+        None behind a proposed token that cannot come: it will not be chosen.
+
+        Args:
+            said: all tokens generated so far; those of the last call are the first of them.
+            proposed: tokens that may follow them.
+        """
+        new = [int(token) for token in said[self._followed :]]
+        self._followed = len(said)
+        if new and not self.failure and not self._matcher.consume_tokens(new):
+            self._give_up()
+        found: list[Bits | None] = [self._mask()]
+        taken = 0
+        for token in proposed:
+            if taken < len(found) - 1 or not self._take(int(token)):
+                found.append(None)
+                continue
+            taken += 1
+            found.append(self._mask())
+        if taken:
+            self._matcher.rollback(taken)
+        return found
+
+    def _take(self, token: int) -> bool:
+        """Whether a token can come next; it has come then."""
+        return token not in self._eos and not self.failure and self._matcher.try_consume_tokens([token]) == 1
+
+    def _mask(self) -> Bits:
+        if self.failure:
+            return self._end
+        try:
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+        except ValueError:
+            found = self._end[:0]
+        if not self._matcher.is_error() and found.any():
+            return found
+        self._give_up()
+        return self._end
+
+    def _give_up(self) -> None:
+        reason = " ".join(self._matcher.get_error().split())[:200]
+        self.failure = f"the answer ended before it was complete: its grammar could not be followed ({reason})"
+
+
+class Grammars:
+    """Reads grammars for one tokenizer, whose table is made when the first is asked for. Any thread may call it.
+
+    eos_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Collection[int]):
+        self._tokenizer = tokenizer
+        self._eos = sorted(eos_ids)
+        self._table: LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def constraint(self, grammar: str, param: str) -> Constraint:
+        """The constraint of one answer. grammar: in Lark; param: the field it comes from.
+
+        Raises:
+            RequestError: if the grammar cannot be followed, naming why; or llguidance is not installed.
+        """
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            reason = "JSON answers and tools need the package llguidance: pip install 'ragjax[serve]'"
+            raise RequestError(reason, param=param) from error
+        with self._lock:
+            if self._table is None:
+                self._table = _table(self._tokenizer, self._eos)
+            table = self._table
+        matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:500]
+            raise RequestError(f"the schema cannot be followed: {reason}", param=param, code="invalid_schema")
+        return Constraint(matcher, self._eos, table.vocab_size)
+
+
+class _Vocabulary:
+    """The tokens as llguidance reads them: their bytes; those of control tokens are none, so that no text is one."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int]):
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        size = max(tokenizer.vocab_size, eos_ids[-1] + 1)
+        self.special_token_ids = [token for token in range(size) if tokenizer.is_control(token)]
+        self.tokens = [b"" if tokenizer.is_control(token) else tokenizer.token_bytes(token) for token in range(size)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        given = text if isinstance(text, str) else text.decode("utf-8", "replace")
+        tokens: list[int] = self._tokenizer.encode(given, special=False, continued=True).tolist()
+        return tokens
+
+
+def _table(tokenizer: Tokenizer, eos_ids: Sequence[int]) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if not eos_ids:
+        raise RequestError("the model has no token that ends an answer, so no grammar can be followed")
+    vocabulary = _Vocabulary(tokenizer, eos_ids)
+    wrapped = TokenizerWrapper(vocabulary)
+    return LLTokenizer(wrapped, n_vocab=len(vocabulary.tokens), eos_token=list(eos_ids))

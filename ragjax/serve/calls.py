@@ -1,0 +1,91 @@
+"""Calls of tools in the text of an answer, which is a call or none (`prompting/tools.py`): cut as the text comes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+OPEN = "<tool_call>\n"
+NAME, ARGUMENTS = '{"name": "', '", "arguments": '
+
+
+class Piece(NamedTuple):
+    """New text: of what is said (call False), or of a call: its name once, or a part of its arguments."""
+
+    said: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class CallReader:
+    """Reads the text of one answer. name: of the tool that it calls; None: it calls none, or that is not known yet."""
+
+    name: str | None = None
+    _unread: str = ""
+    _says: bool = False
+    _depth: int = 0
+    _quoted: bool = False
+    _escaped: bool = False
+    _ended: bool = False
+
+    def push(self, text: str) -> list[Piece]:
+        """What is out with more text."""
+        if self._says:
+            return [Piece(said=text)] if text else []
+        if self.name is not None:
+            return self._arguments(text)
+        self._unread += text
+        return self._decide()
+
+    def finish(self) -> list[Piece]:
+        """What is left at the end: the beginning of a call that has no name yet."""
+        left, self._unread = self._unread, ""
+        return [Piece(said=left)] if left else []
+
+    def _decide(self) -> list[Piece]:
+        """See whether the text is a call, once enough of it is there."""
+        rest = self._unread
+        for part in (OPEN, NAME):
+            if part == OPEN and not rest.startswith(OPEN[:1]):
+                continue
+            if part.startswith(rest):
+                return []
+            if not rest.startswith(part):
+                return self._say()
+            rest = rest[len(part) :]
+        name, quote, behind = rest.partition('"')
+        found = quote + behind
+        if not quote or ARGUMENTS.startswith(found):
+            return []
+        if not found.startswith(ARGUMENTS):
+            return self._say()
+        self.name, self._unread = name, ""
+        return [Piece(name=name), *self._arguments(found[len(ARGUMENTS) :])]
+
+    def _say(self) -> list[Piece]:
+        self._says = True
+        return self.finish()
+
+    def _arguments(self, text: str) -> list[Piece]:
+        """The part of the text that belongs to the arguments: an object, up to the brace that closes it."""
+        end = len(text) if not self._ended else 0
+        for i, character in enumerate(text[:end]):
+            self._step(character)
+            if self._ended:
+                end = i + 1
+                break
+        return [Piece(arguments=text[:end])] if end else []
+
+    def _step(self, character: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif self._quoted:
+            self._escaped, self._quoted = character == "\\", character != '"'
+        elif character == '"':
+            self._quoted = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            self._ended = self._depth == 0

@@ -1,0 +1,158 @@
+"""Answers that follow a grammar: whatever is drawn parses, alone or beside others, after pauses and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ragjax.core import Answer, Message, Rag, Request, RequestError, Sampling, Tool, Tools
+from ragjax.engine import Engine
+from tests.support import tiny
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}, "maxItems": 2},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+    "$defs": {"tag": {"type": "boolean"}},
+}
+TOOL = Tool("weather", "Tells the weather.", json.dumps(SCHEMA))
+SMALL = Tool("now", "", '{"type": "object", "properties": {}, "additionalProperties": false}')
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with tiny.engine(lookup=4) as made:
+        yield made
+
+
+def fits(value: Any) -> bool:
+    return (
+        set(value) == set(SCHEMA["required"])
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 6
+        and type(value["age"]) is int
+        and 0 <= value["age"] <= 130
+        and value["kind"] in ("cat", "dog")
+        and len(value["tags"]) <= 2
+        and all(type(tag) is bool for tag in value["tags"])
+    )
+
+
+def asked(seed: int, temperature: float = 1.5, max_tokens: int = 200, **fields: Any) -> dict[str, Any]:
+    sampling = Sampling(max_tokens, temperature, seed=seed, json_schema=json.dumps(SCHEMA))
+    return {"sampling": sampling, **fields}
+
+
+def begin(engine: Engine, seed: int, **fields: Any) -> Any:
+    return engine.begin_prompt(tiny.prompt(seed % 3), strategy="full", **asked(seed, **fields))
+
+
+def called(engine: Engine, tools: Tools, seed: int, schema: str | None = None, max_tokens: int = 220) -> Answer:
+    """The answer to a chat with tools."""
+    sampling = Sampling(max_tokens, 1.5, seed=seed, json_schema=schema)
+    request = Request((Message("user", "How is it?"),), None, sampling, Rag(top_k=0), tools=tools)
+    return answer_of(engine, request)
+
+
+def answer_of(engine: Engine, request: Request) -> Answer:
+    async def run() -> Answer:
+        return [event async for event in engine.submit(request)][-1]
+
+    return asyncio.run(run())
+
+
+def test_every_answer_is_an_instance_of_its_schema(engine: Engine) -> None:
+    futures = [begin(engine, seed) for seed in range(10)]
+    answers = [future.result(120) for future in futures]
+    assert all(answer.finish_reason == "stop" for answer in answers)
+    assert all(fits(json.loads(answer.text)) for answer in answers), [answer.text for answer in answers]
+    assert len({answer.text for answer in answers}) > 8, "they are drawn, not all alike"
+    assert all(answer.notices == () for answer in answers)
+
+
+def test_a_greedy_answer_is_an_instance_too(engine: Engine) -> None:
+    assert fits(json.loads(begin(engine, 0, temperature=0.0).result(60).text))
+
+
+def test_an_answer_is_the_same_beside_one_that_follows_no_grammar(engine: Engine) -> None:
+    free = Sampling(60, 1.0, seed=5)
+    alone = begin(engine, 3).result(60), engine.answer_prompt(tiny.prompt(1), strategy="full", sampling=free)
+    futures = [
+        begin(engine, 3),
+        engine.begin_prompt(tiny.prompt(1), strategy="full", sampling=free),
+        begin(engine, 4),
+    ]
+    both = [future.result(60) for future in futures]
+    assert [answer.tokens for answer in both[:2]] == [answer.tokens for answer in alone]
+
+
+def test_proposed_tokens_change_nothing(engine: Engine) -> None:
+    before = [begin(engine, seed).result(60).tokens for seed in range(2)]
+    with tiny.engine(lookup=0) as plain:
+        assert [begin(plain, seed).result(60).tokens for seed in range(2)] == before
+
+
+def test_max_tokens_cuts_an_answer(engine: Engine) -> None:
+    answer = begin(engine, 1, max_tokens=10).result(60)
+    assert answer.finish_reason == "length" and len(answer.tokens) == 10
+    assert begin(engine, 1).result(60).text.startswith(answer.text)
+
+
+def test_pauses_leave_an_answer_as_it_is(engine: Engine) -> None:
+    expected = [begin(engine, seed).result(60).tokens for seed in range(4)]
+    with tiny.engine(pages=30) as small:
+        found = [future.result(120) for future in [begin(small, seed) for seed in range(4)]]
+        assert small.stats()["pauses_total"] > 0
+    assert [answer.tokens for answer in found] == expected
+
+
+def test_a_call_that_is_required_names_a_tool_and_has_its_arguments(engine: Engine) -> None:
+    for seed in range(3):
+        call = json.loads(called(engine, Tools((TOOL, SMALL), required=True), seed).text)
+        assert (call["name"] == "weather" and fits(call["arguments"])) or call == {"name": "now", "arguments": {}}
+
+
+def test_a_named_tool_is_the_one_that_is_called(engine: Engine) -> None:
+    for seed in range(2):
+        call = json.loads(called(engine, Tools((TOOL, SMALL), required=True, named="now"), seed).text)
+        assert call == {"name": "now", "arguments": {}}
+
+
+def test_an_answer_with_tools_is_a_call_or_a_text(engine: Engine) -> None:
+    texts = [called(engine, Tools((SMALL,)), seed, max_tokens=20).text for seed in range(4)]
+    call = '{"name": "now", "arguments": {}}'
+    assert all(call.startswith(text) for text in texts if text.lstrip().startswith("{")), texts
+    assert any(not text.lstrip().startswith("{") for text in texts)
+
+
+def test_an_answer_with_tools_and_a_schema_is_either(engine: Engine) -> None:
+    for seed in range(2):
+        value = json.loads(called(engine, Tools((SMALL,)), seed, json.dumps(SCHEMA)).text)
+        assert fits(value) if "kind" in value else value == {"name": "now", "arguments": {}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "objec"}, "Invalid type: objec"),
+        ({"type": "object", "not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "integer", "minimum": 3, "maximum": 1}, "Unsatisfiable schema"),
+        ({"$ref": "http://a.example/b"}, "not present in a registry"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused_with_its_reason(engine: Engine, schema: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match="the schema cannot be followed") as refused:
+        engine.answer_prompt(tiny.prompt(), json_schema=json.dumps(schema))
+    assert reason in str(refused.value)
+    assert (refused.value.param, refused.value.code) == ("response_format", "invalid_schema")

@@ -1,0 +1,117 @@
+"""JSON answers and calls of tools, as OpenAI's client asks for them and reads them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from ragjax import core
+from ragjax.serve.calls import CallReader
+from tests.support.fakes import FakeEngine
+from tests.support.serving import CHAT, MESSAGES, TEXT, Caught, Served, serving
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": PARAMETERS}}
+SAID = '{"name": "weather", "arguments": {"city": "\\"{Ghent}\\\\", "x": [{}]}}'
+ARGUMENTS = SAID[len('{"name": "weather", "arguments": ') : -1]
+CUTS = [(SAID,), tuple(SAID), ("<tool_call>\n", SAID, "\n</tool_call>"), tuple(f"<tool_call>\n{SAID}\n</tool_call>")]
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+def test_tools_reach_the_engine(caught: Caught) -> None:
+    tool = core.Tool("weather", "Of a city.", json.dumps(PARAMETERS))
+    assert caught.request(tools=[TOOL]).tools == core.Tools((tool,))
+    assert caught.request(tools=[TOOL], tool_choice="auto").tools == core.Tools((tool,))
+    assert caught.request(tools=[TOOL], tool_choice="none").tools is None
+    assert caught.request(tools=[TOOL], tool_choice="required").tools == core.Tools((tool,), True)
+    named = {"type": "function", "function": {"name": "weather"}}
+    assert caught.request(tools=[TOOL], tool_choice=named).tools == core.Tools((tool,), True, "weather")
+    bare = {"type": "function", "function": {"name": "now", "strict": True}}
+    (tool,) = caught.request(tools=[bare]).tools.offered
+    assert json.loads(tool.parameters) == {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def test_schemas_reach_the_engine(caught: Caught) -> None:
+    assert caught.request(response_format={"type": "text"}).sampling.json_schema is None
+    assert caught.request(response_format={"type": "json_object"}).sampling.json_schema == '{"type": "object"}'
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": PARAMETERS}}
+    assert json.loads(caught.request(response_format=asked).sampling.json_schema) == PARAMETERS
+
+
+@pytest.mark.parametrize("said", CUTS, ids=["whole", "characters", "marked", "marked characters"])
+def test_a_call_stands_in_tool_calls(said: tuple[str, ...]) -> None:
+    with serving(FakeEngine(tokens=said)) as served:
+        client = served.client()
+        choice = client.chat.completions.create(**CHAT, tools=[TOOL]).choices[0]
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", ARGUMENTS)
+        with client.chat.completions.stream(**CHAT, tools=[TOOL]) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.finish_reason == "tool_calls" and not streamed.message.content
+        (again,) = streamed.message.tool_calls
+        assert (again.function.name, again.function.arguments) == ("weather", ARGUMENTS) and again.id != call.id
+        plain = client.chat.completions.create(**CHAT).choices[0]
+        assert plain.message.content == "".join(said), "without tools it is a text"
+
+
+@pytest.mark.parametrize(
+    "text", [TEXT, "", "<b>", "<tool", '{"name": 5}', '{"name": "x", "age": 3}', '{"na', "{}", ' {"name": "f"', "[1]"]
+)
+def test_what_is_no_call_is_a_text(text: str) -> None:
+    for cuts in ([text], list(text)):
+        reader = CallReader()
+        pieces = [piece for cut in cuts for piece in reader.push(cut)] + reader.finish()
+        assert "".join(piece.said for piece in pieces) == text and reader.name is None
+
+
+def test_a_text_beside_tools_streams_at_once(shared: Served) -> None:
+    chunks = list(shared.client().chat.completions.create(**CHAT, tools=[TOOL], stream=True))
+    assert [chunk.choices[0].delta.content for chunk in chunks[1:3]] == ["The", " light"]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_call_that_max_tokens_cut_says_so() -> None:
+    with serving(FakeEngine(tokens=tuple(SAID))) as served:
+        choice = served.client().chat.completions.create(**CHAT, tools=[TOOL], max_tokens=45).choices[0]
+    assert choice.finish_reason == "length"
+    assert ARGUMENTS.startswith(choice.message.tool_calls[0].function.arguments)
+
+
+def test_several_choices_call_each_for_itself() -> None:
+    with serving(FakeEngine(tokens=tuple(SAID))) as served:
+        answer = served.client().chat.completions.create(**CHAT, tools=[TOOL], n=2)
+    calls = [choice.message.tool_calls[0] for choice in answer.choices]
+    assert [call.function.arguments for call in calls] == [ARGUMENTS] * 2 and calls[0].id != calls[1].id
+
+
+def test_the_answer_of_a_tool_comes_back(caught: Caught) -> None:
+    with serving(FakeEngine(tokens=(SAID,))) as served:
+        said = served.client().chat.completions.create(**CHAT, tools=[TOOL]).choices[0].message
+    call = said.tool_calls[0]
+    told = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    caught.served.client().chat.completions.create(model="fake", messages=[*MESSAGES, said, told], tools=[TOOL])
+    messages = caught.engine.requests[-1].messages
+    assert messages[1:] == (
+        core.Message("assistant", "", (core.ToolCall(call.id, "weather", ARGUMENTS),)),
+        core.Message("tool", "rain", (), call.id),
+    )
+
+
+def test_parse_of_openai() -> None:
+    with serving(FakeEngine(tokens=('{"name": "Ghent", ', '"people": 270000}'))) as served:
+        client = served.client()
+        parsed = client.chat.completions.parse(**CHAT, response_format=City).choices[0].message.parsed
+        assert parsed == City(name="Ghent", people=270000)
+    with serving(FakeEngine(tokens=('{"name": "Gh', "ent"))) as served:
+        client = served.client()
+        with pytest.raises(openai.LengthFinishReasonError):
+            client.chat.completions.parse(**CHAT, response_format=City, max_tokens=1)

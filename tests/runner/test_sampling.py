@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -105,7 +107,7 @@ def test_a_mesh_chooses_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_only_tokens_that_are_allowed_are_chosen(runner: Runner, temperature: float) -> None:
-    """Some rows name a few tokens, others none; log-probabilities stay the model's; words that are not given allow none."""
+    """Some rows name a few tokens, others none; log-probabilities stay the model's; a word not given allows none."""
     random = np.random.default_rng(3)
     logits_NV = random.normal(size=(ROWS, CONFIG.vocab_size)).astype(np.float32)
     draws, allowed = [], []

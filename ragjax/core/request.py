@@ -288,6 +288,14 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """Vectors of texts, float32 [n, dim], rows of length one. tokens: of all texts, special ones included."""
+
+    vectors: NDArray[np.float32]
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Delta:
     """New text of a running request (already free of stop strings), with the tokens behind it."""
 

@@ -27,6 +27,7 @@ from ragjax.core import (
     ConfigError,
     Divergence,
     Document,
+    Embedded,
     EngineOptions,
     Event,
     Graph,
@@ -42,7 +43,7 @@ from ragjax.core import (
 )
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
-from ragjax.engine.build import Parts, build
+from ragjax.engine.build import ENCODER, Parts, build
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.loop import Loop
 from ragjax.engine.pipeline import Pipeline
@@ -212,6 +213,21 @@ class Engine:
         progress: called with (documents done, documents in all).
         """
         return self._parts.knowledge.make(knowledge).add(documents, progress)
+
+    @property
+    def embedding_model(self) -> str:
+        """Name of the sentence encoder."""
+        return ENCODER
+
+    def embed(self, texts: Sequence[str]) -> Embedded:
+        """Vectors of texts, by the encoder of the knowledge bases, which is loaded first if need be.
+
+        Raises:
+            RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
+        """
+        assert self._parts.encoder is not None
+        encoder = self._parts.encoder()
+        return Embedded(tokens=encoder.count(texts), vectors=encoder.encode(texts))
 
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
         """Remove documents by id; the number removed."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Protocol
 
 from tqdm import tqdm
 
@@ -33,7 +34,7 @@ from ragjax.quality.fit import FitReport
 from ragjax.quality.report import Budget, Report, Setting
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
-from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.reuse import PREPROCESSED, compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
@@ -55,11 +56,19 @@ SOME_FIT = Fit({}, 0)
 """Stands for the model's until it is known which model that is."""
 
 
+class Embedder(TextEncoder, Protocol):
+    """A sentence encoder that counts tokens."""
+
+    def count(self, texts: Sequence[str]) -> int:
+        """Tokens of all texts; an error for one that is too long."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """What an engine is made of.
 
     context_length: most tokens of a prompt and its answer. identity: digest of what KV depends on besides tokens.
+    encoder: gives the sentence encoder, and loads it first if need be.
     """
 
     model_name: str
@@ -78,6 +87,7 @@ class Parts:
     budget: StepBudget | None = None
     compression: Compression | None = None
     identity: bytes = b""
+    encoder: Callable[[], Embedder] | None = None
 
 
 def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = None) -> Parts:
@@ -152,6 +162,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         budget=_budget(options, runner, config),
         compression=compression,
         identity=identity,
+        encoder=encoder,
     )
 
 

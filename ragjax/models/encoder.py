@@ -205,6 +205,19 @@ class Encoder:
             embeddings[members] = self._run([rows[i] for i in members], batch, length)
         return embeddings
 
+    def count(self, texts: Sequence[str]) -> int:
+        """Tokens of all texts, special ones included.
+
+        Raises:
+            RequestError: as `encode`, and for a text of which `encode` would leave out the end.
+        """
+        encodings = self._tokenize(texts)
+        for number, encoding in enumerate(encodings):
+            if encoding.overflowing:
+                reason = f"text {number} has more tokens than the encoder reads ({self.max_tokens}): shorten or cut it"
+                raise RequestError(reason, param="input", code="context_length_exceeded")
+        return sum(len(encoding.ids) for encoding in encodings)
+
     def _tokenize(self, texts: Sequence[str]) -> list[Any]:
         try:
             return self._tokenizer.encode_batch(list(texts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -18,13 +19,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ragjax import core
 from ragjax.serve.choices import merged
+from ragjax.serve.embedding import EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
 from ragjax.serve.neutral import settle
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
-from ragjax.serve.schema import ChatBody, CompletionBody
+from ragjax.serve.schema import Body, ChatBody, CompletionBody
 from ragjax.serve.stop import Drain
 from ragjax.serve.stream import EventStream, while_connected
 
@@ -68,6 +70,7 @@ def create_app(
     for path, endpoint, before in (
         ("/v1/chat/completions", endpoints.chat, endpoints.before_chat),
         ("/v1/completions", endpoints.completion, endpoints.before_completion),
+        ("/v1/embeddings", endpoints.embedding, endpoints.before_embedding),
     ):
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=[Depends(before)])
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
@@ -88,6 +91,11 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     return api_error(error, request.scope).response()
 
 
+def _no_model(name: str, own: str) -> ApiError:
+    message = f"the model {name!r} does not exist here; this server has {own!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 class _Endpoints:
     """The endpoints over one engine."""
 
@@ -104,9 +112,11 @@ class _Endpoints:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def models(self) -> Json:
-        return {"object": "list", "data": [self._model()]}
+        return {"object": "list", "data": [self._model(), self._embedding_model()]}
 
     async def model(self, model: str) -> Json:
+        if model == self._engine.embedding_model:
+            return self._embedding_model()
         self._check_model(model)
         return self._model()
 
@@ -116,7 +126,10 @@ class _Endpoints:
     async def before_completion(self, request: Request) -> None:
         await self._before(request, CompletionBody)
 
-    async def _before(self, request: Request, form: type[ChatBody] | type[CompletionBody]) -> None:
+    async def before_embedding(self, request: Request) -> None:
+        await self._before(request, EmbeddingBody)
+
+    async def _before(self, request: Request, form: type[Body]) -> None:
         """Check sizes, and take out what changes nothing: the request keeps the body as parsed, to be validated."""
         request.state.notices = ()
         with suppress(ValueError):  # what is no JSON is refused with its reason
@@ -130,6 +143,13 @@ class _Endpoints:
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         return await self._respond(TextForm, body, request)
+
+    async def embedding(self, body: EmbeddingBody, request: Request) -> Response:
+        name = self._engine.embedding_model
+        if body.model != name:
+            raise _no_model(body.model, name)
+        embedded = await asyncio.to_thread(self._engine.embed, body.input)
+        return JSONResponse(embeddings(body, embedded))
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         self._check_model(body.model)
@@ -159,8 +179,15 @@ class _Endpoints:
 
     def _check_model(self, name: str) -> None:
         if name != self._engine.model_name:
-            message = f"the model {name!r} does not exist here; this server has {self._engine.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise _no_model(name, self._engine.model_name)
+
+    def _embedding_model(self) -> Json:
+        return {
+            "id": self._engine.embedding_model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "ragjax",
+        }
 
     def _model(self) -> Json:
         engine = self._engine

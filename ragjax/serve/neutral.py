@@ -15,10 +15,8 @@ from ragjax.core import RequestError
 from ragjax.serve.schema import (
     Body,
     CalledTool,
-    ChatBody,
     ChatMessage,
     ChatTool,
-    CompletionBody,
     FunctionTool,
     JsonSchema,
     ResponseFormat,
@@ -89,7 +87,7 @@ class _Found:
     unknown: dict[str, None] = field(default_factory=dict)
 
 
-def settle(body: object, form: type[ChatBody] | type[CompletionBody]) -> tuple[str, ...]:
+def settle(body: object, form: type[Body]) -> tuple[str, ...]:
     """Take out of a body, in place, what changes nothing. The notices of it: which fields they were.
 
     Null counts as absent and makes no notice.

@@ -302,8 +302,8 @@ def test_no_content_type_counts_as_json(shared: Served) -> None:
 
 
 def test_unknown_route_and_method(shared: Served) -> None:
-    response = shared.get("/v1/embeddings")
-    assert response.status_code == 404 and "/v1/embeddings" in error_of(response)["message"]
+    response = shared.get("/v1/images")
+    assert response.status_code == 404 and "/v1/images" in error_of(response)["message"]
     response = shared.get("/v1/chat/completions")
     assert response.status_code == 405 and response.headers["allow"] == "POST" and error_of(response)
 

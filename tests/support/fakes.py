@@ -72,6 +72,15 @@ class FakeEngine:
         """Tests call it."""
         self.observers.append(observer)
 
+    embedding_model: str = "fake-encoder"
+
+    def embed(self, texts: Sequence[str]) -> core.Embedded:
+        """Vectors of three numbers; a text of more than nine words is too long."""
+        if any(self.count_tokens(text) > 9 for text in texts):
+            raise core.RequestError("text 0 has more tokens than the encoder reads (9)", param="input")
+        rows = [[len(text), i, 1] for i, text in enumerate(texts)]
+        return core.Embedded(np.array(rows, np.float32), sum(map(self.count_tokens, texts)))
+
     async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
         """Deltas of one token each, then the answer."""
         self._check(request)

@@ -135,6 +135,10 @@ class HashedEncoder:
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
+    def count(self, texts: Sequence[str]) -> int:
+        """Words."""
+        return sum(len(text.split()) for text in texts)
+
 
 @cache
 def runner(dtype: str = "float32", *, pages: int = 200) -> Runner:
@@ -187,6 +191,7 @@ def engine(
         recorder=recorder,
         compression=None if options.get("compression") is None else Compression.parse(options["compression"]),
         identity=identity,
+        encoder=HashedEncoder,
     )
     return Engine(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))
 

@@ -223,7 +223,7 @@ class GraphRag(Body):
         return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization or "path")
 
 
-class Quality(_Body):
+class Quality(Body):
     """How far the answer may be from full attention's. kl: nats a token, above 0."""
 
     kl: float

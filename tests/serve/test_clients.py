@@ -1,0 +1,83 @@
+"""Client packages as they are, against a server: one task each. `docs/clients.md` lists what was tried.
+
+openai runs here, also against an engine in miniature. The others run in a Python that has them, which
+RAGJAX_CLIENTS_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from tests.support import client_program, tiny
+from tests.support.fakes import FakeEngine
+from tests.support.serving import TEXT, serving
+
+TOKENS = {
+    "chat": ("The", " light", "house", " is", " red", "."),
+    "stream": ("The", " light", "house", " is", " red", "."),
+    "parse": ('{"name": "Ghent", ', '"people": 3}'),
+    "tools": ('{"name": "weather", ', '"arguments": {"city": "Ghent"}}'),
+    "embed": (),
+}
+EXPECTED: dict[str, Any] = {
+    "chat": TEXT,
+    "stream": TEXT,
+    "parse": {"name": "Ghent", "people": 3},
+    "tools": {"city": "Ghent"},
+    "embed": [[1.0, 0.0, 1.0], [3.0, 1.0, 1.0]],
+}
+MODULES = {
+    "langchain": ("langchain_openai", ("chat", "stream", "parse", "tools", "embed")),
+    "pydantic_ai": ("pydantic_ai", ("chat", "stream", "parse", "tools")),
+    "instructor": ("instructor", ("parse", "tools")),
+    "litellm": ("litellm", ("chat", "stream", "parse", "tools", "embed")),
+    "llama_index": ("llama_index.llms.openai_like", ("chat", "stream", "tools")),
+}
+TASKS = [(client, task) for client, (_, tasks) in MODULES.items() for task in tasks]
+
+
+@pytest.mark.parametrize(("client", "task"), TASKS, ids=lambda name: name)
+def test_a_client_in_its_own_environment(client: str, task: str) -> None:
+    python = os.environ.get("RAGJAX_CLIENTS_PYTHON")
+    if not python:
+        pytest.skip("RAGJAX_CLIENTS_PYTHON names no Python with client packages")
+    if subprocess.run([python, "-c", f"import {MODULES[client][0]}"], capture_output=True, check=False).returncode:
+        pytest.skip(f"{MODULES[client][0]} is not installed there")
+    program = str(Path(client_program.__file__))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with serving(FakeEngine(tokens=TOKENS[task])) as served:
+        run = [python, program, client, task, served.url + "/v1"]
+        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == EXPECTED[task]
+
+
+class Cat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    kind: Literal["cat", "dog"]
+    old: bool
+
+
+def test_openai_against_an_engine_in_miniature() -> None:
+    """parse, a required call and the answer to it, a batch of token ids, several choices, an embedding."""
+    tool: Any = {"type": "function", "function": {"name": "now", "parameters": {**Cat.model_json_schema()}}}
+    asked: Any = {"model": "tiny", "temperature": 1.5, "seed": 3, "messages": [{"role": "user", "content": "Hi"}]}
+    with tiny.engine() as engine, serving(engine) as served:
+        client = served.client(timeout=120)
+        assert isinstance(client.chat.completions.parse(**asked, response_format=Cat).choices[0].message.parsed, Cat)
+        choice = client.chat.completions.create(**asked, tools=[tool], tool_choice="required").choices[0]
+        (call,) = choice.message.tool_calls
+        assert Cat.model_validate_json(call.function.arguments) and choice.finish_reason == "tool_calls"
+        told: Any = {"role": "tool", "tool_call_id": call.id, "content": "noon"}
+        again = {**asked, "messages": [*asked["messages"], choice.message, told], "max_tokens": 3}
+        assert client.chat.completions.create(**again, tools=[tool]).usage.completion_tokens == 3
+        batch = client.completions.create(model="tiny", prompt=[[65, 66], [67]], n=2, max_tokens=3)
+        assert batch.usage.prompt_tokens == 3 and batch.choices[0].text == batch.choices[1].text
+        assert len(client.embeddings.create(model=engine.embedding_model, input="a").data[0].embedding) == 32

@@ -1,0 +1,122 @@
+"""One task by one client package, in a Python of its own: `python client_program.py CLIENT TASK URL`; prints JSON.
+
+The server answers the tasks chat and stream with a text, parse with {"name": "Ghent", "people": 3}, tools with a call
+of weather(city="Ghent"), and embed with vectors.
+"""
+
+import json
+import sys
+
+from pydantic import BaseModel
+
+ASK = "What colour is the lighthouse?"
+
+
+class City(BaseModel):
+    """A city."""
+
+    name: str
+    people: int
+
+
+class weather(BaseModel):
+    """Tells the weather."""
+
+    city: str
+
+
+def langchain(task, url):
+    """ChatOpenAI and OpenAIEmbeddings of langchain-openai."""
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+
+    if task == "embed":
+        made = OpenAIEmbeddings(model="fake-encoder", base_url=url, api_key="x", check_embedding_ctx_length=False)
+        return made.embed_documents(["a", "abc"])
+    chat = ChatOpenAI(model="fake", base_url=url, api_key="x")
+    if task == "chat":
+        return chat.invoke(ASK).content
+    if task == "stream":
+        return "".join(chunk.content for chunk in chat.stream(ASK))
+    if task == "parse":
+        return chat.with_structured_output(City).invoke(ASK).model_dump()
+    return chat.bind_tools([weather]).invoke(ASK).tool_calls[0]["args"]
+
+
+def pydantic_ai(task, url):
+    """Agent of pydantic-ai."""
+    from pydantic_ai import Agent, NativeOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel("fake", provider=OpenAIProvider(base_url=url, api_key="x"))
+    if task == "chat":
+        return Agent(model).run_sync(ASK).output
+    if task == "stream":
+        import asyncio
+
+        async def run():
+            async with Agent(model).run_stream(ASK) as result:
+                return await result.get_output()
+
+        return asyncio.run(run())
+    if task == "parse":
+        return Agent(model, output_type=NativeOutput(City)).run_sync(ASK).output.model_dump()
+    from pydantic_ai import ToolOutput
+
+    return Agent(model, output_type=ToolOutput(weather, name="weather")).run_sync(ASK).output.model_dump()
+
+
+def instructor(task, url):
+    """Instructor over openai, by tools and by JSON Schema."""
+    import instructor as package
+    from openai import OpenAI
+
+    mode = package.Mode.TOOLS if task == "tools" else package.Mode.JSON_SCHEMA
+    client = package.from_openai(OpenAI(base_url=url, api_key="x"), mode=mode)
+    model = weather if task == "tools" else City
+    asked = [{"role": "user", "content": ASK}]
+    return client.chat.completions.create(model="fake", messages=asked, response_model=model).model_dump()
+
+
+def litellm(task, url):
+    """The completion and embedding functions of litellm."""
+    import litellm as package
+
+    asked = {"api_base": url, "api_key": "x"}
+    if task == "embed":
+        found = package.embedding(model="openai/fake-encoder", input=["a", "abc"], **asked)
+        return [entry["embedding"] for entry in found.data]
+    asked |= {"model": "openai/fake", "messages": [{"role": "user", "content": ASK}]}
+    if task == "chat":
+        return package.completion(**asked).choices[0].message.content
+    if task == "stream":
+        return "".join(chunk.choices[0].delta.content or "" for chunk in package.completion(**asked, stream=True))
+    if task == "parse":
+        return json.loads(package.completion(**asked, response_format=City).choices[0].message.content)
+    function = {"name": "weather", "parameters": weather.model_json_schema()}
+    answer = package.completion(**asked, tools=[{"type": "function", "function": function}])
+    return json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
+
+
+def llama_index(task, url):
+    """OpenAILike of llama-index."""
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    made = OpenAILike(
+        model="fake", api_base=url, api_key="x", is_chat_model=True, is_function_calling_model=True, context_window=4096
+    )
+    asked = [ChatMessage(role="user", content=ASK)]
+    if task == "chat":
+        return made.chat(asked).message.content
+    if task == "stream":
+        return "".join(chunk.delta or "" for chunk in made.stream_chat(asked))
+    tool = FunctionTool.from_defaults(fn=lambda city: city, name="weather", fn_schema=weather)
+    answer = made.chat_with_tools([tool], user_msg=ASK)
+    return made.get_tool_calls_from_response(answer)[0].tool_kwargs
+
+
+if __name__ == "__main__":
+    client, task, url = sys.argv[1:]
+    print(json.dumps(globals()[client](task, url)))

@@ -4,6 +4,7 @@
         [--context N] [--limit N] [--tokens N] [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
     python -m benchmarks.compress --part decode [--methods A,B] [--budgets N] [--context N] [--clients N] [--json FILE]
     python -m benchmarks.compress --part condense|rest --data DIR [--sets A,B] [--limit N] [--tokens N] [--json FILE]
+    python -m benchmarks.compress --part codec [--json FILE]
 
 A prompt is prefilled once with full attention, and answered greedily. Its KV is then compressed in every way, as arrays
 without an engine, and the same answer is read again over what is kept. The set `demo` is the bundled documents and
@@ -24,6 +25,8 @@ beside chunks that are kept whole, and in int8; `--part rest` over whole chunks 
 the chunks take at rest over what they take whole in the engine's dtype. `kl` is over the positions that predict the
 first 12 tokens of the reference answer, `over_blend` the paired difference from `blend` at 15% over exact KV,
 `over_raw` that from the same strategy over exact KV.
+
+`--part codec` times the encodings at rest alone: 10^6 bytes of bfloat16 KV a second of one thread, normal numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import report
-from benchmarks.compression import condense, decode
+from benchmarks.compression import codec, condense, decode
 from benchmarks.compression.case import DEMO_SET, NEEDLE, Case, cases
 from benchmarks.compression.laboratory import Kept, Laboratory, Prefill
 from benchmarks.quality import score
@@ -86,7 +89,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     report.add_model(flags)
     flags.add_argument(
         "--part",
-        choices=("quality", "decode", "condense", "rest"),
+        choices=("quality", "decode", "condense", "rest", "codec"),
         default="quality",
         help="what to measure (%(default)s)",
     )
@@ -119,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if chosen.part == "decode":
         return report.run("compress", COLUMNS, chosen.json, lambda _: decode.rows(chosen))
+    if chosen.part == "codec":
+        return report.run("compress", codec.COLUMNS, chosen.json, lambda _: codec.rows())
     if chosen.part in ("condense", "rest"):
         ways = condense.WHOLE if chosen.part == "rest" else condense.WAYS
         made = (row for name in chosen.sets for row in condense.rows(chosen, name, ways))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ragjax.commands import fitting
+from ragjax.commands import fitting, gate
 from ragjax.core import ConfigError, Divergence, Document, Message, Rag, RequestError
 from ragjax.core.fit import Fit, Forecast
 from ragjax.engine import Engine
+from ragjax.engine.build import fit_of
 from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.contract import Contract
+from ragjax.quality.fit import FitReport
 from ragjax.quality.report import Setting
 from ragjax.reuse.budget import EXPECTED, RATIO, Fitted
 from ragjax.reuse.fitted import Weighted
@@ -137,3 +140,20 @@ def test_a_fit_end_to_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
 def asked(engine: Engine, text: str, seed: int) -> fitting.Asked:
     prompt = chat_prompt(engine.tokenizer, (Message("user", text),), engine.search(text))
     return fitting.Asked(prompt, np.random.default_rng(seed).integers(0, 256, 5).astype(np.int32))
+
+
+def test_the_command_keeps_a_fit_where_a_server_finds_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fitting, "TRIALS", (0.2,))
+    made = tiny.engine(identity=b"me" * 16, top_k=2)
+    made.add_documents(DOCUMENTS[:4])
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: made)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "Where is the ferry?", "answers": ["At nine."]}\n' * 4)
+    flags = ["--fit", "--knowledge", str(tmp_path), "--questions", str(questions), "--json", str(tmp_path / "fit.json")]
+    assert gate.main(flags) == 0
+    report = FitReport.load(tmp_path / "fit.json", (b"me" * 16).hex())
+    assert fit_of(b"me" * 16) == report.fit and fit_of(b"us" * 16) is None
+    assert "fitted on 2 questions, checked on 2 others" in capsys.readouterr().out

@@ -271,9 +271,9 @@ class Preparation:
         return tuple(replace(hit, public=self.share) for hit in hits)
 
     def _searches(self, request: Request, rag: Rag) -> bool:
-        """Whether there is a knowledge base to search, and anything to be found."""
+        """Whether there is a knowledge base to search, and a question; messages without one are refused later."""
         named = rag.knowledge is not None or bool(self.knowledge.names)
-        return bool(request.messages) and named and self._top_k(rag) > 0
+        return bool(request.question.strip()) and named and self._top_k(rag) > 0
 
     def _top_k(self, rag: Rag) -> int:
         return self.top_k if rag.top_k is None else rag.top_k

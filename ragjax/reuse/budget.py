@@ -17,17 +17,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError
 from ragjax.core.fit import Fit, Forecast
 from ragjax.reuse.anchor import Anchored
-from ragjax.reuse.base import Allocation, Strategy
+from ragjax.reuse.base import Allocation
 from ragjax.reuse.fitted import NAME, Weighted, probe, read
 from ragjax.reuse.repair import Selective, chunk_tokens
 from ragjax.reuse.select import share
-from ragjax.reuse.signals import MEASURES, Signals
-from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, outlook, prepare, reserve
+from ragjax.reuse.signals import Signals
+from ragjax.reuse.stitch import LOGITS, Source, Stitched, prepare, reserve
 
 UNFITTED = "a selector that was fitted to this model: run python -m ragjax.reuse.gate --fit, and start again"
 """What a request lacks that asks for `fitted`, or brings a budget, where there is no fit."""
@@ -36,28 +34,19 @@ RATIO, EXPECTED = "quality_ratio", "quality_kl"
 """Figures of an answer: the ratio carried out, and the KL to expect there, in nats."""
 
 
-class Budgeted(Strategy):
+class Budgeted(Selective):
     """`fitted` at the ratio that one request's budget takes.
 
     kl: nats, what the answer's mean KL is to be at most.
     """
 
-    name = NAME
-    measures = LOGITS | MEASURES
+    selective = False
 
-    def __init__(self, source: Source, selector: Weighted, forecast: Forecast, kl: float):
+    def __init__(self, source: Source, weighted: Weighted, forecast: Forecast, kl: float):
+        super().__init__(NAME, source, weighted)
         self.kl = kl
-        self._source = source
-        self._selector = selector
+        self._weighted = weighted
         self._forecast = forecast
-
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each chunk as its source's candidates."""
-        return keys(prompt, cache, tenant, self._source)
-
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The same, each chunk by itself."""
-        return outlook(prompt, cache, tenant, self._source)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """What is missing, the pass that is measured, and the repair that the forecast takes."""
@@ -69,7 +58,7 @@ class Budgeted(Strategy):
             return _told(stitched.plan(stitched.spans, logits), 0.0, 0.0)
         ratio, expected = self.pick(found, entropy(logits), total)
         count = share(ratio, total)
-        chosen = stitched.chunks if ratio == 1.0 else self._selector.highest(found, count)
+        chosen = stitched.chunks if ratio == 1.0 else self._weighted.highest(found, count)
         stitched = self._keep_only(stitched, allocation, len(chosen) if count else 0)
         if not count:
             return _told(stitched.plan(stitched.spans, logits), ratio, expected)
@@ -83,7 +72,7 @@ class Budgeted(Strategy):
         entropy: of the next token, in nats. total: chunk tokens, of which the ratio is a share.
         """
         counts = [share(ratio, total) for ratio in self._forecast.ratios]
-        parts = (self._selector.part(found, self._selector.highest(found, count)) for count in counts)
+        parts = (self._weighted.part(found, self._weighted.highest(found, count)) for count in counts)
         expected = [self._forecast.log_kl(part, found.mass, entropy) for part in parts]
         at = self._forecast.pick(self.kl, expected)
         return (1.0, 0.0) if at is None else (self._forecast.ratios[at], math.exp(expected[at]))

@@ -15,9 +15,7 @@ from ragjax.cache.outlook import Outlook
 from ragjax.core import Exactness, Measure, Plan, Prefill, Prompt, Tokens
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.condense import Condensed
-from ragjax.reuse.stitch import Isolated, keys, outlook, prepare
-
-SOURCE = Condensed(Isolated())
+from ragjax.reuse.stitch import Isolated, Source, keys, outlook, prepare
 
 
 class Naive(Strategy):
@@ -30,21 +28,26 @@ class Naive(Strategy):
     name = "naive"
     condensed = True
 
-    def __init__(self, exact_to: Exactness | None = None):
-        """exact_to: what answers over several whole chunks are exact to; None: they are approximate."""
+    def __init__(self, exact_to: Exactness | None = None, source: Source | None = None):
+        """Reuse what a source gives.
+
+        exact_to: what answers over several whole chunks are exact to (None: they are approximate). source: of the
+            chunks' KV (None: isolated, condensed where it is).
+        """
         self._exact_to = exact_to
+        self._source = Condensed(Isolated()) if source is None else source
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and each chunk behind it."""
-        return keys(prompt, cache, tenant, SOURCE)
+        return keys(prompt, cache, tenant, self._source)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The same, each chunk by itself."""
-        return outlook(prompt, cache, tenant, SOURCE)
+        return outlook(prompt, cache, tenant, self._source)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """At most two passes: the system prompt and chunks that are missing, then the query segments."""
-        stitched = yield from prepare(prompt, allocation, SOURCE)
+        stitched = yield from prepare(prompt, allocation, self._source)
         results = yield stitched.ask()
         plan = stitched.plan(stitched.spans, results[Measure.LOGITS][0])
         if plan.exact_to is not None or allocation.lossy or any(report.dropped for report in plan.reports):

@@ -8,16 +8,9 @@ needs no packet: it is exact as it is.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Outlook
-from ragjax.core import Measure, Prefill, Prompt, Wrapper
-from ragjax.reuse.base import Allocation
+from ragjax.core import Prompt, Wrapper
 from ragjax.reuse.naive import Naive
-from ragjax.reuse.stitch import Isolated, alone, keys, outlook, prepare
-
-SOURCE = Isolated("packet")
+from ragjax.reuse.stitch import Isolated, alone
 
 
 class Packet(Naive):
@@ -31,25 +24,9 @@ class Packet(Naive):
 
     def __init__(self, wrapper: Wrapper):
         """wrapper: the tokens around each chunk."""
+        super().__init__("packet", Isolated("packet"))
         self._wrapper = wrapper
 
     def dress(self, prompt: Prompt) -> Prompt:
         """Every chunk in its packet; a chunk that stands alone stays as it is."""
         return prompt if alone(prompt) else self._wrapper.dressed(prompt)
-
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each packet behind it."""
-        return keys(prompt, cache, tenant, SOURCE)
-
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The same, each packet by itself."""
-        return outlook(prompt, cache, tenant, SOURCE)
-
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """At most two passes: the system prompt and packets that are missing, then the query segments."""
-        stitched = yield from prepare(prompt, allocation, SOURCE)
-        results = yield stitched.ask()
-        plan = stitched.plan(stitched.spans, results[Measure.LOGITS][0])
-        if alone(prompt) or allocation.lossy:
-            return plan
-        return replace(plan, exact_to="packet")

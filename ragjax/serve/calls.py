@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 OPEN = "<tool_call>\n"
+"""As `prompting.tools.OPEN`, which this room does not import; a test holds the two together."""
 NAME, ARGUMENTS = '{"name": "', '", "arguments": '
 
 
 class Piece(NamedTuple):
-    """New text: of what is said (call False), or of a call: its name once, or a part of its arguments."""
+    """New text: something said, or the name of a call, once, or a part of its arguments."""
 
     said: str = ""
     name: str = ""

@@ -10,6 +10,8 @@ import pytest
 from pydantic import BaseModel
 
 from ragjax import core
+from ragjax.prompting import tools
+from ragjax.serve import calls
 from ragjax.serve.calls import CallReader
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, MESSAGES, TEXT, Caught, Served, serving
@@ -115,3 +117,14 @@ def test_parse_of_openai() -> None:
         client = served.client()
         with pytest.raises(openai.LengthFinishReasonError):
             client.chat.completions.parse(**CHAT, response_format=City, max_tokens=1)
+
+
+def test_the_reader_looks_for_what_the_grammar_makes() -> None:
+    assert calls.OPEN == tools.OPEN
+    offered = core.Tools((core.Tool("now", "", '{"type": "object"}'),))
+    asked = core.Request((core.Message("user", "?"),), tools=offered)
+    for native in (False, True):
+        found = tools.grammar(asked, native)
+        assert found is not None
+        head = (calls.OPEN if native else "") + calls.NAME + "now" + calls.ARGUMENTS
+        assert json.dumps(head) in found[0]

@@ -189,9 +189,16 @@ def open_gguf(path: Path) -> Checkpoint:
     tensors = Tensors(
         {names[name]: _loader(path, name, names[name], tensor, config) for name, tensor in stored.items()},
         {names[name]: tensor.shape for name, tensor in stored.items()},
+        {names[name]: _kind_name(tensor.kind) for name, tensor in stored.items()},
     )
     check_tensors(tensors.shapes, config, path)
     return Checkpoint(config, tensors, quantized=True)
+
+
+def _kind_name(kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name
 
 
 def _name_of(name: str, path: Path) -> str:

@@ -1,6 +1,7 @@
 """Checkpoints laid out as on Hugging Face: config.json and safetensors.
 
-A field of config.json that would change the computation in a way the decoder does not know is refused by name.
+Matrices may be stored in fewer bits (`quantization/`). A field of config.json that would change the computation in a
+way the decoder does not know is refused by name.
 Fields: https://huggingface.co/docs/transformers; tensors: https://huggingface.co/docs/safetensors.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,10 +23,15 @@ from numpy.typing import DTypeLike
 from ragjax.core import ConfigError
 from ragjax.models.config import Family, ModelConfig, RopeScaling
 from ragjax.models.fields import check, flag, integer, number, token_ids
-from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors
+from ragjax.models.quantization import read_scheme, section_of, widened
+from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, expected_shapes
 
 SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 """The dtypes that are read, by their names in the format."""
+
+_FLOAT8 = "F8_E4M3"
+_PACKED_DTYPES = frozenset({*SAFETENSORS_DTYPES, "I32", _FLOAT8})
+"""What is read where config.json says that matrices are stored in fewer bits."""
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +50,6 @@ _QWEN3_HEAD_DIM = 128
 _MUST_BE_OFF: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (None, False),
     "rope_interleaved": (None, False),
-    "quantization_config": (None,),
-    "compression_config": (None,),
     "auto_map": (None, {}),
     "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
@@ -73,6 +78,7 @@ _HARMLESS_NAMES = """
     hidden_dropout id2label initializer_range is_decoder is_llama_config label2id output_attentions
     output_hidden_states pad_token_id pretraining_tp problem_type return_dict tokenizer_class torch_dtype
     transformers.js_config transformers_version unk_token_id use_cache
+    quantization_config compression_config
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
 
@@ -84,14 +90,27 @@ _REDUNDANT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq
 
 def open_directory(path: Path) -> Checkpoint:
     """Open a directory, as `weights.open_checkpoint` does."""
-    config = read_config(read_json(path / "config.json"))
+    mapping = read_json(path / "config.json")
+    config, scheme = read_config(mapping), read_scheme(mapping)
     generation = path / "generation_config.json"
     if generation.exists():
         extra = token_ids(read_json(generation), "eos_token_id")
         config = replace(config, eos_ids=tuple(dict.fromkeys(config.eos_ids + extra)))
-    tensors = _drop_redundant(open_safetensors(weight_files(path)), config, path)
+    stored = open_safetensors(weight_files(path), frozenset(SAFETENSORS_DTYPES) if scheme is None else _PACKED_DTYPES)
+    if scheme is not None:
+        stored = _without_zero_biases(widened(stored, scheme, path), config)
+    tensors = _drop_redundant(stored, config, path)
     check_tensors(tensors.shapes, config, path)
-    return Checkpoint(config, tensors, quantized=False)
+    return Checkpoint(config, tensors, quantized=scheme is not None)
+
+
+def storage_note(path: Path) -> bytes:
+    """What config.json says of how matrices are stored, canonical: with the weights' bytes it decides on their values.
+
+    Empty where they are stored plainly. Raises ConfigError as `open_directory`.
+    """
+    section = section_of(read_json(path / "config.json"))
+    return b"" if section is None else json.dumps(section, sort_keys=True).encode()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -127,12 +146,13 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def open_safetensors(files: list[Path]) -> Tensors:
-    """Tensors of safetensors files. Raises ConfigError that names the file and the tensor it cannot read."""
+def open_safetensors(files: list[Path], dtypes: frozenset[str] = frozenset(SAFETENSORS_DTYPES)) -> Tensors:
+    """Tensors of safetensors files, of these dtypes. Raises ConfigError that names the file and what it cannot read."""
     from safetensors import SafetensorError, safe_open
 
     load: dict[str, Callable[[], Array]] = {}
     shapes: dict[str, Shape] = {}
+    stored: dict[str, str] = {}
     for file in files:
         try:
             handle: Any = safe_open(file, framework="np")
@@ -142,11 +162,33 @@ def open_safetensors(files: list[Path]) -> Tensors:
             if name in load:
                 raise ConfigError(f"{file}: tensor {name} is in another file as well")
             view = handle.get_slice(name)
-            if view.get_dtype() not in SAFETENSORS_DTYPES:
-                raise ConfigError(f"{file}: tensor {name} has unsupported type {view.get_dtype()}")
-            load[name] = lambda handle=handle, name=name: handle.get_tensor(name)  # type: ignore[misc]
-            shapes[name] = tuple(view.get_shape())
-    return Tensors(load, shapes)
+            shapes[name], stored[name] = tuple(view.get_shape()), view.get_dtype()
+            if stored[name] not in dtypes:
+                raise ConfigError(f"{file}: tensor {name} has unsupported type {stored[name]}")
+            load[name] = _loader(handle, file, name, stored[name])
+    return Tensors(load, shapes, stored)
+
+
+def _loader(handle: Any, file: Path, name: str, dtype: str) -> Callable[[], Array]:
+    if dtype == _FLOAT8:  # which safetensors does not give to NumPy
+        return lambda: _read_float8(file, name)
+    return lambda: cast(Array, handle.get_tensor(name))
+
+
+def _read_float8(file: Path, name: str) -> Array:
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        entry = json.loads(stream.read(length))[name]
+        start, end = entry["data_offsets"]
+        stream.seek(8 + length + start)
+        return np.frombuffer(stream.read(end - start), ml_dtypes.float8_e4m3fn).reshape(entry["shape"])
+
+
+def _without_zero_biases(tensors: Tensors, config: ModelConfig) -> Tensors:
+    """Leave out biases that add nothing: early AutoGPTQ gave one to every matrix."""
+    expected = expected_shapes(config)
+    extra = (name for name in tensors if name.endswith(".bias") and name not in expected)
+    return tensors.without(name for name in extra if not np.any(tensors[name]))
 
 
 def _drop_redundant(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
@@ -158,8 +200,7 @@ def _drop_redundant(tensors: Tensors, config: ModelConfig, where: Path) -> Tenso
                 f"{where}: lm_head.weight differs from model.embed_tokens.weight, yet tie_word_embeddings is true"
             )
         dropped.add("lm_head.weight")
-    kept = [name for name in tensors if name not in dropped]
-    return Tensors({n: tensors.loaders[n] for n in kept}, {n: tensors.shapes[n] for n in kept})
+    return tensors.without(dropped)
 
 
 # ----------------------------------------------------------------------------------- configuration

@@ -6,7 +6,7 @@ projection is [out, in] and RoPE pairs component i with i + head_dim / 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,13 @@ Shape = tuple[int, ...]
 class Tensors(Mapping[str, Array]):
     """Tensors by Hugging Face name, read (and dequantised) each time one is asked for."""
 
-    def __init__(self, loaders: Mapping[str, Callable[[], Array]], shapes: Mapping[str, Shape]):
-        """A loader reads a tensor, `shapes` says what it will be; both have the same names."""
-        self.loaders = loaders
-        self.shapes = shapes
+    def __init__(
+        self, loaders: Mapping[str, Callable[[], Array]], shapes: Mapping[str, Shape], dtypes: Mapping[str, str]
+    ):
+        """A loader reads a tensor, `shapes` says what it will be, `dtypes` how it is stored, in the format's words."""
+        self.loaders = dict(loaders)
+        self.shapes = dict(shapes)
+        self.dtypes = dict(dtypes)
 
     def __getitem__(self, name: str) -> Array:
         """Read one tensor: as stored, or float32 where the file is quantised."""
@@ -39,6 +42,16 @@ class Tensors(Mapping[str, Array]):
     def __len__(self) -> int:
         """Count the tensors."""
         return len(self.loaders)
+
+    def without(self, names: Iterable[str]) -> Tensors:
+        """The tensors but these."""
+        left_out = frozenset(names)
+        kept = [name for name in self if name not in left_out]
+        return Tensors(
+            {name: self.loaders[name] for name in kept},
+            {name: self.shapes[name] for name in kept},
+            {name: self.dtypes[name] for name in kept},
+        )
 
 
 @dataclass(frozen=True)

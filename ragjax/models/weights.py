@@ -18,7 +18,13 @@ from numpy.typing import DTypeLike
 from ragjax.core import ConfigError
 from ragjax.models.gguf import open_gguf
 from ragjax.models.hub import atomic_path
-from ragjax.models.huggingface import SAFETENSORS_DTYPES, open_directory, open_safetensors, weight_files
+from ragjax.models.huggingface import (
+    SAFETENSORS_DTYPES,
+    open_directory,
+    open_safetensors,
+    storage_note,
+    weight_files,
+)
 from ragjax.models.tensors import Array, Checkpoint, Tensors
 
 if TYPE_CHECKING:
@@ -45,18 +51,20 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def weights_digest(path: str | Path, cache_dir: str | Path) -> bytes:
-    """SHA-256 over the content of a model's weight files, 32 bytes.
+    """SHA-256 over the content of a model's weight files, and over how they are to be read, 32 bytes.
 
     Digests are remembered in cache_dir per file, and believed while its size and modification time stay.
     """
     path = Path(path)
     files = weight_files(path) if path.is_dir() else [path]
     digests = [_file_digest(file, Path(cache_dir) / "digests") for file in files]
-    if len(files) == 1:
+    note = storage_note(path) if path.is_dir() else b""
+    if len(files) == 1 and not note:
         return digests[0]
     whole = hashlib.sha256()
     for file, digest in zip(files, digests, strict=True):
         whole.update(hashlib.sha256(file.name.encode()).digest() + digest)
+    whole.update(note)
     return whole.digest()
 
 

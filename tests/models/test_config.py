@@ -137,7 +137,6 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("attention_bias", QWEN2, {"attention_bias": False}),
     ("partial_rotary_factor", LLAMA, {"partial_rotary_factor": 0.5}),
     ("partial_rotary_factor", LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
-    ("quantization_config", LLAMA, {"quantization_config": {"quant_method": "gptq"}}),
     ("attn_logit_softcapping", LLAMA, {"attn_logit_softcapping": 50.0}),
     ("final_logit_softcapping", LLAMA, {"final_logit_softcapping": 30.0}),
     ("num_experts", QWEN3, {"num_experts": 64}),

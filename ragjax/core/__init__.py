@@ -53,7 +53,7 @@ from ragjax.core.request import (
     Tools,
 )
 from ragjax.core.step import Grid, Residual, RowShape, Step, StepMeasure
-from ragjax.core.tokens import NEVER, Tokens, is_unicode
+from ragjax.core.tokens import NEVER, Intervals, Tokens, intervals, is_unicode
 from ragjax.core.visibility import Visibility
 from ragjax.core.wrapper import Wrapper
 
@@ -84,6 +84,7 @@ __all__ = [
     "Graph",
     "Grid",
     "Hit",
+    "Intervals",
     "Kind",
     "Known",
     "Measure",
@@ -120,5 +121,6 @@ __all__ = [
     "Visibility",
     "VisibilityError",
     "Wrapper",
+    "intervals",
     "is_unicode",
 ]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core.compression import Compression
+from ragjax.core.tokens import Intervals
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class SegmentReport:
     """What became of one segment: token counts, its retrieval score, and where its reused KV came from.
 
     tier: "device", "host" or "disk", the coldest of them; None if nothing was reused. dropped: tokens whose KV was left
-    out when the chunk was condensed.
+    out when the chunk was condensed. recomputed_at, dropped_at: which tokens these are, as places in the segment.
     """
 
     id: str
@@ -171,6 +172,8 @@ class SegmentReport:
     tier: str | None = None
     score: float | None = None
     dropped: int = 0
+    recomputed_at: Intervals = ()
+    dropped_at: Intervals = ()
 
 
 Exactness = Literal["full", "dependency", "block", "packet"]

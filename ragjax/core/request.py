@@ -147,6 +147,7 @@ class Rag:
         default. What comes behind them is kept for nobody.
     compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
     kl: nats; the recompute ratio is the least whose divergence is forecast to lie within (`ragjax/reuse/budget.py`).
+    detail: hand back the tokens of the prompt in the answer.
 
     Raises:
         RequestError: for fields that exclude each other, or a number that cannot be.
@@ -161,6 +162,7 @@ class Rag:
     keep_top: int | None = None
     compression: Compression | Literal["none"] | None = None
     kl: float | None = None
+    detail: bool = False
 
     def __post_init__(self) -> None:
         texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
@@ -264,6 +266,7 @@ class Answer:
     scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
     figures: as `Plan.figures`. facts: relation paths of the prompt.
     compression: how the prompt was compressed; None: it was not. kept: tokens of it that the answer saw, by layer.
+    prompt: its tokens, int32 [prompt_tokens], if `Rag.detail` asked for them; segments cover them in order.
     """
 
     text: str
@@ -285,6 +288,7 @@ class Answer:
     facts: tuple[FactReport, ...] = ()
     compression: Compression | None = None
     kept: int | None = None
+    prompt: Tokens | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,18 @@ Tokens = NDArray[np.int32]
 NEVER = np.int32(2**30)
 """An index that no row has: the index of unused slots, and the end of an interval that never closes."""
 
+Intervals = tuple[tuple[int, int], ...]
+"""Half-open intervals [begin, end) of places, ascending and apart."""
+
+
+def intervals(places: Tokens) -> Intervals:
+    """The places, ascending and distinct, as the fewest intervals."""
+    if not len(places):
+        return ()
+    cuts = np.flatnonzero(np.diff(places) > 1)
+    begins, ends = places[[0, *(cuts + 1)]], places[[*cuts, len(places) - 1]] + 1
+    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))
+
 
 def is_unicode(text: str) -> bool:
     """Whether a text can be written as UTF-8; JSON and file names can hold halves of surrogate pairs, which cannot."""

@@ -51,6 +51,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         facts=state.facts,
         compression=state.compression,
         kept=_kept(state, plan),
+        prompt=state.prompt.tokens if state.request.rag is not None and state.request.rag.detail else None,
     )
 
 

@@ -181,6 +181,12 @@ class Engine:
         """Names of the reuse strategies a request may ask for."""
         return tuple(self._strategies)
 
+    def pieces(self, tokens: Tokens) -> list[str]:
+        """The text that each token of a prompt (int32 [n]) completes, control tokens by name; joined they are the
+        prompt's text. A token that ends within a character has none, and nor has one that no text has.
+        """
+        return self.tokenizer.pieces(tokens)
+
     @property
     def share_knowledge(self) -> bool:
         """Whether tenants share the KV of the knowledge bases."""

@@ -110,7 +110,8 @@ class Resumed(Strategy):
             raise RequestError(self.kv.closed, param="kv")
         plan, begin, end = self.kv.plan, len(self.kv.prompt), len(prompt)
         own = allocation.reserve_with_tail(end - begin)
-        reports = tuple(replace(r, reused=r.tokens, recomputed=0, tier="device") for r in plan.reports)
+        reused = (replace(r, reused=r.tokens, recomputed=0, tier="device", recomputed_at=()) for r in plan.reports)
+        reports = tuple(reused)
         tail = own.slice(end - begin, own.length, allocation.page_size)
         if begin == end:
             return replace(plan, tail=tail, reports=reports)

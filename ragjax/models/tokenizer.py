@@ -159,6 +159,14 @@ class Tokenizer:
         stream = Stream(self)
         return "".join([*(stream.push(int(token)) for token in ids), stream.finish()])
 
+    def pieces(self, ids: Iterable[int]) -> list[str]:
+        """The text that each token completes, control tokens by name; the last one also what it leaves unfinished."""
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        found = [utf8.decode(self.token_bytes(int(token))) for token in ids]
+        if found:
+            found[-1] += utf8.decode(b"", final=True)
+        return found
+
     def token_bytes(self, token: int) -> bytes:
         """Bytes that a token stands for: the UTF-8 of its name for special tokens, none for ids without a token."""
         if token in self._added:

@@ -16,7 +16,19 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Candidate, Match
 from ragjax.cache.outlook import Outlook
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Measure, OutOfPages, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens
+from ragjax.core import (
+    Kind,
+    Measure,
+    OutOfPages,
+    Plan,
+    Prefill,
+    Prompt,
+    Run,
+    SegmentReport,
+    Span,
+    Tokens,
+    intervals,
+)
 from ragjax.core.limits import StepLimits
 from ragjax.core.tiers import Tier
 
@@ -305,25 +317,36 @@ def report(
     prompt: Prompt,
     reused: Mapping[int, int],
     tiers: Mapping[int, Tier | None] | None = None,
-    dropped: Mapping[int, int] | None = None,
+    *,
+    recomputed: Mapping[int, Tokens] | None = None,
+    dropped: Mapping[int, Tokens] | None = None,
 ) -> tuple[SegmentReport, ...]:
-    """The account of a prompt: `reused[i]` tokens of segment i came from `tiers[i]`, `dropped[i]` are left out, and the
-    rest was computed.
+    """The account of a prompt: of segment i the tokens `recomputed[i]` (indexes) were computed, those at `dropped[i]`
+    are left out, and the rest came from `tiers[i]`. Where `recomputed` is silent, the first `reused[i]` tokens did.
     """
-    gone = dropped or {}
-    return tuple(
-        SegmentReport(
-            id=segment.id,
-            title=segment.title,
-            tokens=len(segment),
-            reused=reused.get(i, 0),
-            recomputed=len(segment) - reused.get(i, 0) - gone.get(i, 0),
-            tier=tier.label if reused.get(i) and (tier := (tiers or {}).get(i)) is not None else None,
-            score=segment.score,
-            dropped=gone.get(i, 0),
+    computed, gone, known = recomputed or {}, dropped or {}, tiers or {}
+    found = []
+    for i, segment in enumerate(prompt.segments):
+        begin, end = prompt.starts[i], prompt.starts[i + 1]
+        places = computed[i] if i in computed else indices(begin + reused.get(i, 0), end)
+        left = gone.get(i, indices(0, 0))
+        used = len(segment) - len(places) - len(left)
+        tier = known.get(i) if used else None
+        found.append(
+            SegmentReport(
+                id=segment.id,
+                title=segment.title,
+                tokens=len(segment),
+                reused=used,
+                recomputed=len(places),
+                tier=None if tier is None else tier.label,
+                score=segment.score,
+                dropped=len(left),
+                recomputed_at=intervals(places - begin),
+                dropped_at=intervals(left - begin),
+            )
         )
-        for i, segment in enumerate(prompt.segments)
-    )
+    return tuple(found)
 
 
 def segments_of(prompt: Prompt, kind: Kind) -> tuple[int, ...]:

@@ -395,9 +395,8 @@ def _account(layout: Layout, context: Match) -> tuple[SegmentReport, ...]:
     """What was reused. A token that was computed in some layers counts as recomputed."""
     prompt = layout.prompt
     reused, tiers = system_account(prompt, context, layout.hit)
-    reused |= {i: len(prompt.segments[i]) - len(layout.of_chunks([i])) for i in layout.reused}
     tiers |= {i: reuse.match.tier() for i, reuse in layout.reused.items()}
-    return report(prompt, reused, tiers)
+    return report(prompt, reused, tiers, recomputed={i: layout.of_chunks([i]) for i in layout.reused})
 
 
 def _ceil(value: float) -> int:

@@ -23,10 +23,24 @@ from ragjax.cache.keys import raw_of
 from ragjax.cache.match import Match, Totals
 from ragjax.cache.outlook import Outlook, Paths
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, SegmentReport, Span, Tokens, Visibility
+from ragjax.core import (
+    Intervals,
+    Kind,
+    Measure,
+    Pass,
+    Plan,
+    Prefill,
+    Prompt,
+    Run,
+    SegmentReport,
+    Span,
+    Tokens,
+    Visibility,
+    intervals,
+)
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
-from ragjax.reuse.base import Allocation, Strategy, match_spans, report
+from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
 from ragjax.reuse.stitch import keep_system, system_length, system_part
 
 Path = tuple[int, ...]
@@ -278,6 +292,15 @@ def _account(
     return tuple(_together([one for one, _ in group]) for _, group in groups)
 
 
+def _joined(parts: Sequence[SegmentReport]) -> Intervals:
+    """What was recomputed of consecutive segments, counted from the first one's first token."""
+    places, start = [indices(0, 0)], 0
+    for part in parts:
+        places += [indices(start + begin, start + end) for begin, end in part.recomputed_at]
+        start += part.tokens
+    return intervals(np.concatenate(places))
+
+
 def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
     coldest = max((Tier[part.tier.upper()] for part in parts if part.tier is not None), default=None)
     return replace(
@@ -286,4 +309,5 @@ def _together(parts: Sequence[SegmentReport]) -> SegmentReport:
         reused=sum(part.reused for part in parts),
         recomputed=sum(part.recomputed for part in parts),
         tier=None if coldest is None else coldest.label,
+        recomputed_at=_joined(parts),
     )

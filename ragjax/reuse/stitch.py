@@ -163,13 +163,14 @@ class Stitched:
         """
         redone = indices(0, 0) if recomputed is None else recomputed
         reused, tiers = system_account(self.prompt, self.context, self.system_hit)
-        dropped = {}
+        computed, dropped = {}, {}
         for i, match in self.matches.items():
-            found = self.condensed.get(i, indices(*span_of(self.prompt, i)))
-            reused[i] = len(np.setdiff1d(found, redone))
-            dropped[i] = len(np.setdiff1d(indices(*span_of(self.prompt, i)), np.union1d(found, redone)))
+            every = indices(*span_of(self.prompt, i))
+            found = self.condensed.get(i, every)
+            computed[i] = np.intersect1d(every, redone)
+            dropped[i] = np.setdiff1d(every, np.union1d(found, redone))
             tiers[i] = match.tier()
-        account = report(self.prompt, reused, tiers, dropped)
+        account = report(self.prompt, reused, tiers, recomputed=computed, dropped=dropped)
         exact = self._exact(redone if whole is None else whole)
         return Plan(spans, self.tail, "full" if exact else None, account, logits, figures or {})
 

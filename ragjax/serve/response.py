@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +29,7 @@ class Form(ABC):
 
     def __init__(self, engine: Engine, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
         number = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._engine = engine
         self._head: Json = {"id": number, "created": int(time.time()), "model": engine.model_name}
         self._want_logprobs = want_logprobs
         self._choices = choices
@@ -65,7 +66,7 @@ class Form(ABC):
         return self._object(self.chunk_kind, [], usage=self._usage(answers))
 
     def _rag(self, answer: core.Answer) -> Json:
-        return {**_rag(answer), "notices": [*self._notices, *answer.notices]}
+        return {**_rag(answer, self._engine.pieces), "notices": [*self._notices, *answer.notices]}
 
     def _usage(self, answers: Sequence[core.Answer]) -> Json:
         """Token counts. A prompt counts once, with what was cached of it for its first choice."""
@@ -237,7 +238,7 @@ async def chunks(form: Form, events: AsyncGenerator[Numbered, None], include_usa
         yield form.sums([answers[number] for number in sorted(answers)])
 
 
-def _rag(answer: core.Answer) -> Json:
+def _rag(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]]) -> Json:
     """The account of what was reused."""
     names = ("retrieve", "search_exposed", "load", "prefill", "ttft", "total")
     return {
@@ -248,10 +249,24 @@ def _rag(answer: core.Answer) -> Json:
         "predicted": None if answer.predicted is None else asdict(answer.predicted),
         "compression": None if answer.compression is None else {**asdict(answer.compression), "kept": answer.kept},
         "figures": dict(answer.figures),
-        "segments": [asdict(report) for report in answer.segments],
+        "segments": _segments(answer, pieces),
         "facts": [asdict(path) for path in answer.facts],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
     }
+
+
+def _segments(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]]) -> list[Json]:
+    """The account of each segment; its tokens, and which of them were recomputed or dropped, only if asked for."""
+    found, start = [], 0
+    for report in answer.segments:
+        account = asdict(report)
+        if answer.prompt is None:
+            del account["recomputed_at"], account["dropped_at"]
+        else:
+            account["pieces"] = pieces(answer.prompt[start : start + report.tokens])
+        found.append(account)
+        start += report.tokens
+    return found
 
 
 def _logprob(value: float) -> float:

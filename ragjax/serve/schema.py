@@ -189,6 +189,7 @@ class TextRag(Body):
     """How to reuse KV where nothing is retrieved.
 
     compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", the same as an object, or "none".
+    detail: whether the account of each segment names its tokens.
     """
 
     strategy: Name | None = None
@@ -196,6 +197,7 @@ class TextRag(Body):
     compression: (
         Annotated[_Compression, BeforeValidator(_short, json_schema_input_type=str | dict[str, Any])] | None
     ) = None
+    detail: bool | None = None
 
     def compressed(self) -> core.Compression | Literal["none"] | None:
         """Which of the prompt's tokens the answer sees.
@@ -261,6 +263,7 @@ class ChatRag(TextRag):
             self.keep_top,
             self.compressed(),
             None if self.quality is None else self.quality.kl,
+            bool(self.detail),
         )
 
 
@@ -460,6 +463,7 @@ class CompletionBody(_Generation):
             strategy=asked.strategy,
             recompute_ratio=asked.recompute_ratio,
             compression=asked.compressed(),
+            detail=bool(asked.detail),
         )
         sampling = self._sampling(self.max_tokens, self.logprobs)
         prompts = (prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt)

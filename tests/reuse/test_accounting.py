@@ -13,7 +13,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.base import Access
 from ragjax.cache.policy.lfu import LFU
 from ragjax.cache.pool import PagePool
-from ragjax.core import Kind, Prompt, Segment
+from ragjax.core import NEVER, Kind, Prompt, Segment, intervals
 from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.prefix import Prefix
@@ -80,6 +80,36 @@ def test_policies_hear_the_totals_that_the_simulator_tells_them(name: str) -> No
 
 def forest_total(request: Request, forest: Forest) -> int:
     return sum(forest.sizes[n] for n in request.nodes) + request.other
+
+
+@pytest.mark.parametrize("name", list(strategies()))
+def test_the_account_names_the_tokens_that_lie_in_slots_of_the_requests_own(name: str) -> None:
+    strategy, executor = strategies()[name], Executor()
+    for chunks in ((0, 1, 2), (0, 2, 1), (0, 2, 1)):
+        asked = prompt(chunks, 0)
+        talk = executor.talk(strategy, asked, 0.3 if strategy.selective else None)
+        while talk.step():
+            pass
+        assert talk.plan is not None
+        own, computed = talk.allocation.own_pages, set()
+        for span in talk.plan.spans:
+            pages = span.run.slots(executor.page_size) // executor.page_size
+            computed |= {int(i) for i, page in zip(span.indices, pages, strict=True) if int(page) in own and i != NEVER}
+        told = [
+            start + place
+            for start, part in zip(asked.starts, talk.plan.reports, strict=False)
+            for begin, end in part.recomputed_at
+            for place in range(begin, end)
+        ]
+        assert told == sorted(computed) and len(told) == sum(part.recomputed for part in talk.plan.reports)
+        talk.close()
+    if strategy.selective:
+        assert any(0 < part.recomputed < part.tokens for part in talk.plan.reports), "a chunk was repaired in part"
+
+
+def test_places_become_intervals() -> None:
+    for places, found in (([], ()), ([3], ((3, 4),)), ([0, 1, 2, 5, 7, 8], ((0, 3), (5, 6), (7, 9)))):
+        assert intervals(np.array(places, np.int32)) == found
 
 
 @pytest.mark.parametrize("name", ["prefix", "naive", "craft", "dependency"])

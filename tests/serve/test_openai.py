@@ -39,6 +39,19 @@ def test_chat_with_openai_client(shared: Served) -> None:
     assert rag["notices"] == ["attention not by triton: no such kernel"]
 
 
+def test_detail_names_tokens_of_each_segment(shared: Served) -> None:
+    asked = {"rag": {"detail": True}}
+    for rag in (
+        shared.client().chat.completions.create(**CHAT, extra_body=asked).model_extra["rag"],
+        events_of(shared.post(json={**CHAT, **asked, "stream": True}))[-2]["rag"],
+    ):
+        system, chunk = rag["segments"]
+        assert system["pieces"] == [" 0", " 1", " 2", " 3", " 4"] and system["recomputed_at"] == []
+        assert chunk["pieces"] == [" 5", " 6", " 7", " 8"]
+        assert (chunk["recomputed_at"], chunk["dropped_at"]) == ([[1, 2]], [[3, 4]])
+    assert error_of(shared.post(json={**CHAT, "rag": {"detail": 1}}))["param"] == "rag.detail"
+
+
 def test_an_approximate_answer_says_so(shared: Served) -> None:
     asked = {"rag": {"strategy": "naive", "recompute_ratio": 0.5}}
     answer = shared.client().chat.completions.create(**CHAT, extra_body=asked)

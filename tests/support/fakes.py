@@ -132,7 +132,7 @@ class FakeEngine:
             exact_to=None if approximate else "full",
             segments=(
                 core.SegmentReport("system", "", 5, 5, 0, "device", None),
-                core.SegmentReport("harbour#0", "The harbour", 4, 2, 1, None, 0.75, dropped=1),
+                core.SegmentReport("harbour#0", "The harbour", 4, 2, 1, None, 0.75, 1, ((1, 2),), ((3, 4),)),
             ),
             timings=core.Timings(1.0, 2.0, 3.0, ttft, ttft),
             logprobs=self._wanted(request, logprobs),
@@ -140,6 +140,7 @@ class FakeEngine:
             predicted=core.Divergence(0.25, 0.75) if approximate else core.Divergence(0.0, 1.0),
             figures={"focus_ideal": 0.5} if approximate else {},
             notices=("attention not by triton: no such kernel",),
+            prompt=np.arange(9, dtype=np.int32) if request.rag and request.rag.detail else None,
         )
 
     def _logprob(self, i: int, alternatives: int) -> core.TokenLogprob:
@@ -156,6 +157,10 @@ class FakeEngine:
             return len(request.prompt)
         text = request.prompt or " ".join(message.content for message in request.messages)
         return self.count_tokens(text)
+
+    def pieces(self, tokens: core.Tokens) -> list[str]:
+        """Numbers."""
+        return [f" {token}" for token in tokens]
 
     def count_tokens(self, text: str) -> int:
         """Words."""

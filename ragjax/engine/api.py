@@ -188,6 +188,11 @@ class Engine:
         return self.tokenizer.pieces(tokens)
 
     @property
+    def selective(self) -> tuple[str, ...]:
+        """Names of those that take a recompute ratio."""
+        return tuple(name for name, strategy in self._strategies.items() if strategy.selective)
+
+    @property
     def share_knowledge(self) -> bool:
         """Whether tenants share the KV of the knowledge bases."""
         return self.options.storage.share_knowledge

@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from ragjax import core
+from ragjax.serve import page
 from ragjax.serve.choices import merged
 from ragjax.serve.embedding import EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
@@ -50,8 +51,8 @@ def create_app(
 
     Args:
         engine: a loaded engine; requests go to its `submit` on the app's event loop.
-        keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health wants one as a
-            bearer token.
+        keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health and the page's
+            files wants one as a bearer token.
         max_body_bytes: limit of a request's body.
         drain: shared with the server, which says by it that it stops.
         strict: refuse fields that have no effect, rather than name them in a notice.
@@ -73,9 +74,19 @@ def create_app(
         ("/v1/embeddings", endpoints.embedding, endpoints.before_embedding),
     ):
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=[Depends(before)])
+    site = page.read()
+    for path, file in site.items():
+        app.add_route(path, file.respond, methods=["GET"], include_in_schema=False)  # and HEAD
     for kind in (core.RagjaxError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    app.add_middleware(Door, metrics=metrics, keys=keys, max_body_bytes=max_body_bytes, drain=drain or Drain())
+    app.add_middleware(
+        Door,
+        metrics=metrics,
+        keys=keys,
+        max_body_bytes=max_body_bytes,
+        drain=drain or Drain(),
+        public=frozenset({"/health", *site}),
+    )
     if cors_origins:  # in front of the door: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,
@@ -201,6 +212,7 @@ class _Endpoints:
                 "knowledge": list(engine.knowledge_names),
                 "graphs": list(engine.graph_names),
                 "strategies": list(engine.strategies),
+                "selective": list(engine.selective),
                 "default_strategy": engine.default_strategy,
                 "default_recompute_ratio": engine.default_setting.ratio,
             },

@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,18 +21,28 @@ _log = logging.getLogger(__name__)
 
 class Door:
     """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers what nobody
-    caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter.
+    caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter. `public` are paths
+    that need none.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
     reads the rest away, so that a client that is still writing gets to read the answer.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Mapping[str, str], max_body_bytes: int, drain: Drain):
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        keys: Mapping[str, str],
+        max_body_bytes: int,
+        drain: Drain,
+        public: Collection[str],
+    ):
         self._app = app
         self._drain = drain
         self._metrics = metrics
         self._tenants = {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
         self._limit = max_body_bytes
+        self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes one request through (ASGI)."""
@@ -72,7 +82,7 @@ class Door:
         if self._drain.stopping and scope["path"] != "/metrics":
             raise stopping()
         headers = dict(scope["headers"])
-        if self._tenants and scope["path"] != "/health":
+        if self._tenants and scope["path"] not in self._public:
             given = headers.get(b"authorization", b"")
             # every key is compared, so that the time taken tells nothing
             matching = [tenant for key, tenant in self._tenants.items() if hmac.compare_digest(given, key)]

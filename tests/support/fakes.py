@@ -35,6 +35,7 @@ class FakeEngine:
     context_length: int = 64
     model_name: str = "fake"
     strategies: tuple[str, ...] = ("full", "prefix", "naive")
+    selective: tuple[str, ...] = ("naive",)
     default_strategy: str = "prefix"
     knowledge_names: tuple[str, ...] = ("demo",)
     graph_names: tuple[str, ...] = ("facts",)

@@ -1,0 +1,93 @@
+/* Compare: two strategies on one question, one after the other, their answers with differences marked. */
+
+import { ask } from "./api.js";
+import { account, say } from "./ask.js";
+import { diff } from "./diff.js";
+import { find, h, milliseconds } from "./dom.js";
+import { body, fillKnowledge, fillStrategies, wrong } from "./form.js";
+
+const SIDES = ["a", "b"];
+
+const nameOf = ({ rag }) => (rag.recompute_ratio === null ? rag.strategy : `${rag.strategy} ${rag.recompute_ratio}`);
+
+/** One answer, its words that the other has not marked. */
+function answer(result, runs) {
+  const same = runs.every((run) => run.same);
+  return [
+    h("h3", { class: "side" }, nameOf(result)),
+    h("p", { class: "answer" }, runs.map((run) => (run.same ? run.text : h("mark", { class: "differs" }, run.text)))),
+    h("p", { class: "facts" }, same ? "Nothing here that the other answer has not." : "Marked: what the other answer has not."),
+    ...account(result),
+  ];
+}
+
+/** What the comparison comes to, in a sentence. */
+function verdict([a, b]) {
+  const [ta, tb] = [a.rag.timings_ms.ttft, b.rag.timings_ms.ttft];
+  const [fast, slow] = ta <= tb ? [a, b] : [b, a];
+  const ratio = Math.max(ta, tb) / Math.min(ta, tb);
+  const said = a.text === b.text ? "Both answers are the same." : "The answers differ.";
+  const speed =
+    ratio < 1.05
+      ? ` First tokens after about the same time, ${milliseconds(fast.rag.timings_ms.ttft)}.`
+      : ` ${nameOf(fast)} had its first token after ${milliseconds(fast.rag.timings_ms.ttft)}, ` +
+        `${ratio.toFixed(1)} times as fast as ${nameOf(slow)}.`;
+  return said + speed;
+}
+
+export function initCompare() {
+  const form = find("compare-form");
+  const status = find("compare-status");
+  const [submit, stop] = [find("compare-submit"), find("compare-stop")];
+  const columns = SIDES.map((side) => find(`compare-${side}-result`));
+  let running = null;
+
+  const one = async (side, i) => {
+    const asked = body("compare", `compare-${side}`);
+    if (find("compare-warm").checked) {
+      say(status, `Warming the cache for ${asked.rag.strategy} …`);
+      await ask({ ...asked, max_tokens: 1 }, () => {}, running.signal);
+    }
+    say(status, `Asking ${asked.rag.strategy} …`);
+    const text = h("p", { class: "answer", "aria-busy": "true" });
+    columns[i].replaceChildren(h("h3", { class: "side" }, asked.rag.strategy), text);
+    return ask(asked, (piece) => text.append(piece), running.signal);
+  };
+
+  const run = async () => {
+    const problem = wrong(form);
+    if (problem) return say(status, problem, "error");
+    running = new AbortController();
+    submit.disabled = true;
+    stop.disabled = false;
+    columns.forEach((column) => column.replaceChildren());
+    find("compare-result").hidden = false;
+    try {
+      const results = [await one("a", 0), await one("b", 1)];
+      diff(results[0].text, results[1].text).forEach((runs, i) => columns[i].replaceChildren(...answer(results[i], runs)));
+      say(status, verdict(results));
+    } catch (error) {
+      if (error.name === "AbortError") say(status, "Stopped.");
+      else say(status, error.message, "error");
+    } finally {
+      if (document.activeElement === stop) find("compare-question").focus();
+      submit.disabled = false;
+      stop.disabled = true;
+      running = null;
+    }
+  };
+
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!running) run();
+  });
+  stop.addEventListener("click", () => running?.abort());
+}
+
+/** Fill in what the server offers: full attention against what is fastest, unless something else was chosen. */
+export function offerCompare(strategies) {
+  const other = ["ragjax", "naive"].find((name) => strategies.includes(name)) ?? strategies[0];
+  fillStrategies(find("compare-a-strategy"), find("compare-a-ratio"), strategies.includes("full") ? "full" : undefined);
+  fillStrategies(find("compare-b-strategy"), find("compare-b-ratio"), other);
+  fillKnowledge(find("compare-knowledge"));
+}

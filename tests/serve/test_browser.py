@@ -1,0 +1,277 @@
+"""The page in a real browser: asking, comparing, and that no text of a document or answer ever runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from ragjax import core
+from tests.support.browser import browsing, visiting
+from tests.support.fakes import FakeEngine
+from tests.support.serving import Served, serving, wait_for
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+PHONE = {"viewport": {"width": 375, "height": 740}, "has_touch": True}
+RUNS = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
+FIELDS = ("question", "knowledge", "strategy", "topk", "tokens", "submit")
+SEGMENTS = (
+    core.SegmentReport("system", "", 5, 5, 0, "device", None),
+    core.SegmentReport("harbour#0", RUNS, 10, 7, 3, "host", 0.75, 0, ((2, 4), (9, 10))),
+    core.SegmentReport("tern#1", "The tern", 6, 3, 0, "disk", 0.5, 3, (), ((1, 4),)),
+    core.SegmentReport("question", "", 4, 0, 4, None, None, 0, ((0, 4),)),
+)
+TIMINGS = core.Timings(retrieve=7, load=1, prefill=57, ttft=66, total=1190, search_exposed=7)
+FACTS = (
+    core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "stands on", RUNS), 0.9),
+    core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "colour", "red"), 0.8),
+)
+
+
+class Telling(FakeEngine):
+    """A fake whose passages, titles and answers are markup that would run."""
+
+    async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
+        strategy = request.rag and request.rag.strategy
+        async for event in super().submit(request):
+            if isinstance(event, core.Answer):
+                facts = FACTS if request.rag and request.rag.graph else ()
+                prompt = np.arange(25, dtype=np.int32)
+                event = replace(event, segments=SEGMENTS, prompt=prompt, prompt_tokens=25, facts=facts, timings=TIMINGS)
+            elif strategy == "naive":
+                event = core.Delta(event.text.replace("red", "blue"))
+            yield event
+
+    def pieces(self, tokens: core.Tokens) -> list[str]:
+        return [RUNS if token == 7 else f"t{token} " for token in tokens]
+
+
+def engine(**options: Any) -> Telling:
+    tokens = ("The", " light", "house", " is", " red", ". ", RUNS)
+    return Telling(**{"tokens": tokens, "context_length": 4096, **options})
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[Served]:
+    with serving(engine()) as served:
+        yield served
+
+
+@pytest.fixture
+def page(browser: Browser, told: Served) -> Iterator[Page]:
+    with visiting(browser, told.url) as page:
+        yield page
+
+
+def ask(page: Page, question: str = "What colour is the lighthouse?", **fields: str) -> None:
+    page.wait_for_selector("#ask-strategy option", state="attached")
+    page.fill("#ask-question", question)
+    for name, value in fields.items():
+        field = page.locator(f"#ask-{name}")
+        field.select_option(value) if name in ("strategy", "knowledge") else field.fill(value)
+    page.keyboard.press("Escape")
+    page.focus("#ask-question")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#ask-account .figures, #ask-status.error")
+
+
+def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
+    ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9")
+    assert page.inner_text("#ask-answer") == f"The lighthouse is blue. {RUNS}"
+    assert page.inner_text(".exactness").startswith("Approximate: reused passages have not seen each other")
+    assert "0.250 nats" in page.inner_text(".exactness")
+    assert re.search(r"naive 0.5.*15 of 25 reused\s+60 %", page.inner_text(".figures"), re.DOTALL)
+    assert "attention not by triton: no such kernel" in page.inner_text(".notices")
+    assert page.inner_text("#ask-status").startswith("Answered, approximate, first token after")
+    shown = page.locator(".times .legend > div").all_inner_texts()
+    assert [text.replace("\n", " ") for text in shown] == [
+        *("retrieve 7.00 ms", "load 1.00 ms", "prefill 57 ms", "other 1.00 ms", "decode 1.12 s")
+    ]
+
+
+def test_what_is_asked_is_what_the_form_says(browser: Browser) -> None:
+    fake = engine()
+    with serving(fake) as served, visiting(browser, served.url) as page:
+        ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9")
+        ask(page, strategy="prefix", knowledge="graph:facts")
+        ask(page, knowledge="")
+    rag, graph, none = (request.rag for request in fake.requests)
+    assert rag == core.Rag("demo", 2, "naive", recompute_ratio=0.5, detail=True)
+    assert fake.requests[0].sampling.max_tokens == 9
+    assert graph and graph.graph == core.Graph("facts") and graph.recompute_ratio is None
+    assert none and (none.top_k, none.graph, none.knowledge) == (0, None, None)
+
+
+def test_the_strip_is_as_wide_as_tokens_and_shows_each_fate(page: Page) -> None:
+    ask(page)
+    widths = [box["width"] for tab in page.locator(".segment").all() if (box := tab.bounding_box())]
+    for width, segment in zip(widths, SEGMENTS, strict=True):
+        assert width / sum(widths) == pytest.approx(segment.tokens / 25, rel=0.1)
+    runs = (
+        page.locator(".segment")
+        .nth(1)
+        .locator("rect")
+        .evaluate_all(
+            "rects => rects.map(r => [r.getAttribute('class'), +r.getAttribute('x'), +r.getAttribute('width')])"
+        )
+    )
+    host, now = "fate host", "fate recomputed"
+    assert runs == [[host, 0, 2], [now, 2, 2], [host, 4, 5], [now, 9, 1]]
+    assert page.locator(".legend .swatch.disk, .legend .swatch.dropped").count() == 2
+
+
+def test_a_passage_shows_its_text_with_repaired_and_dropped_tokens_marked(page: Page) -> None:
+    ask(page)
+    selected = page.locator(".segment").evaluate_all("all => all.map(one => one.getAttribute('aria-selected'))")
+    assert selected == ["false", "true", "false", "false"]
+    panel = page.locator(".panel")
+    assert panel.locator("h4").inner_text() == RUNS
+    assert panel.locator("mark.recomputed").all_inner_texts() == [f"{RUNS}t8 ", "t14 "]
+    assert "10 tokens: 7 reused from host memory, 3 recomputed · similarity to the question 0.750" in panel.inner_text()
+    page.locator(".segment").nth(2).click()
+    assert panel.locator("del.dropped").inner_text() == "t16 t17 t18 "
+    page.keyboard.press("End")
+    assert panel.locator("h4").inner_text() == "question" and panel.locator("mark").count() == 0
+    page.keyboard.press("ArrowRight")
+    assert panel.locator("h4").inner_text() == "system"
+
+
+def test_no_text_of_a_document_title_or_answer_runs(browser: Browser, told: Served) -> None:
+    with visiting(browser, told.url) as page:
+        ask(page, question=RUNS, knowledge="graph:facts")
+        for tab in page.locator(".segment").all():
+            tab.click()
+        page.click("text=As a list")
+        page.click("nav a[href='#compare']")
+        page.fill("#compare-question", RUNS)
+        page.click("#compare-submit")
+        page.wait_for_selector("#compare-b-result .figures")
+        assert page.title() == "Compare – ragjax"
+        assert page.locator("main img, main script, main [onerror]").count() == 0
+
+
+def test_the_policy_stops_what_would_run(browser: Browser, told: Served) -> None:
+    """The second lock: markup that got in would not run, and text cannot become markup at all."""
+    context = browser.new_context()
+    page = context.new_page()
+    page.goto(told.url)
+    with pytest.raises(Exception, match="TrustedHTML"):
+        page.evaluate("html => { document.body.innerHTML = html }", RUNS)
+    with pytest.raises(Exception, match=r"Trusted|Content Security Policy"):
+        page.add_script_tag(content="document.title = 'run'")
+    context.close()
+
+
+def test_facts_are_drawn_and_listed(page: Page) -> None:
+    ask(page, knowledge="graph:facts")
+    drawing = page.locator(".graph svg")
+    assert drawing.locator(".entity").count() == 4 and drawing.locator(".relation").count() == 3
+    assert drawing.locator(".entity.start text").text_content() == "Maud"
+    page.click("text=As a list")
+    assert page.locator(".graph li").nth(1).inner_text() == "Maud – keeps – lighthouse – colour – red 0.800"
+
+
+def test_stop_cancels_the_request(browser: Browser) -> None:
+    slow = engine(delay=0.2)
+    with serving(slow) as served, visiting(browser, served.url) as page:
+        page.wait_for_selector("#ask-strategy option", state="attached")
+        page.fill("#ask-question", "What?")
+        page.click("#ask-submit")
+        page.wait_for_selector("#ask-answer:has-text('The light')")
+        page.click("#ask-stop")
+        page.wait_for_selector("#ask-status:text-is('Stopped.')")
+        wait_for(lambda: slow.cancelled == 1)
+        assert page.is_enabled("#ask-submit") and page.is_disabled("#ask-stop")
+        assert page.evaluate("document.activeElement.id") == "ask-question"
+
+
+def test_errors_are_told_in_the_servers_words(browser: Browser) -> None:
+    broken = engine(breakdown=core.RequestError("a stage was lost"))
+    with serving(broken) as served, visiting(browser, served.url) as page:
+        ask(page)
+        assert page.inner_text("#ask-status") == "a stage was lost"
+        assert page.get_attribute("#ask-status", "role") == "alert" and page.inner_text("#ask-answer") == "The light"
+        broken.breakdown, broken.error = None, core.OverloadError("the queue is full")
+        ask(page)
+        assert page.inner_text("#ask-status") == "the queue is full"
+        ask(page, tokens="0")
+        assert page.inner_text("#ask-status").startswith("Most tokens: ")
+
+
+def test_comparison_marks_what_differs(page: Page) -> None:
+    page.click("nav a[href='#compare']")
+    page.wait_for_selector("#compare-a-strategy option", state="attached")
+    page.fill("#compare-question", "What colour is the lighthouse?")
+    page.select_option("#compare-a-strategy", "full")
+    page.select_option("#compare-b-strategy", "naive")
+    page.click("#compare-submit")
+    page.wait_for_selector("#compare-b-result .figures")
+    assert page.locator("#compare-a-result mark.differs").all_inner_texts() == [" red."]
+    assert page.locator("#compare-b-result mark.differs").all_inner_texts() == [" blue."]
+    assert page.inner_text("#compare-status").startswith("The answers differ.")
+    assert page.locator(".columns .segment").count() == 8
+
+
+def test_a_key_is_asked_for_and_sent(browser: Browser) -> None:
+    with serving(engine(), keys={"sesame": ""}) as served, visiting(browser, served.url) as page:
+        page.wait_for_selector("#problem:has-text('wants an API key')")
+        assert page.evaluate("document.activeElement.id") == "key"
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key:focus")
+        page.fill("#key", "sesame")
+        page.keyboard.press("Enter")
+        ask(page)
+        assert page.is_hidden("#problem") and page.inner_text("#key-toggle") == "API key set"
+        assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+
+
+def test_all_of_it_can_be_done_by_keyboard(page: Page) -> None:
+    page.wait_for_selector("#ask-strategy option", state="attached")
+    seen = []
+    for _ in range(14):
+        page.keyboard.press("Tab")
+        seen.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+    order = ["Ask", "Compare", "key-toggle", *(f"ask-{name}" for name in FIELDS)]
+    assert [name for name in seen if name in order][: len(order)] == order
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone(browser: Browser, told: Served, scheme: str) -> None:
+    with visiting(browser, told.url, color_scheme=scheme, **PHONE) as page:
+        ask(page, knowledge="graph:facts")
+        wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        assert page.evaluate(wide) == 0
+        for view in ("#compare",):
+            page.click(f"nav a[href='{view}']")
+            assert page.evaluate(wide) == 0
+        small = page.locator("main button:visible:not(.segment)").evaluate_all(
+            "all => all.filter(one => one.getBoundingClientRect().height < 32).length"
+        )
+        assert small == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_serious(browser: Browser, told: Served, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+    with visiting(browser, told.url, color_scheme=scheme) as page:
+        ask(page, strategy="naive", knowledge="graph:facts")
+        found = axe.Axe().run(page).response["violations"]
+        page.click("nav a[href='#compare']")
+        page.fill("#compare-question", "What?")
+        page.click("#compare-submit")
+        page.wait_for_selector("#compare-b-result .figures")
+        found += axe.Axe().run(page).response["violations"]
+    assert [(one["id"], [node["html"][:160] for node in one["nodes"]]) for one in found] == []

@@ -138,7 +138,7 @@ def test_a_passage_shows_its_text_with_repaired_and_dropped_tokens_marked(page: 
     assert selected == ["false", "true", "false", "false"]
     panel = page.locator(".panel")
     assert panel.locator("h4").inner_text() == RUNS
-    assert panel.locator("mark.recomputed").all_inner_texts() == [f"{RUNS}t8 ", "t14 "]
+    assert panel.locator("mark.recomputed").all_inner_texts() == [f"{RUNS}t8 ", "t14"]
     assert "10 tokens: 7 reused from host memory, 3 recomputed · similarity to the question 0.750" in panel.inner_text()
     page.locator(".segment").nth(2).click()
     assert panel.locator("del.dropped").inner_text() == "t16 t17 t18 "

@@ -5,7 +5,7 @@
     python -m benchmarks.parity --make-tokenizer FILE    write the token ids of transformers' tokenizer
 
 The reference runs in an environment and a process of its own, and reads the checkpoint by itself. Checked are the
-packaged model on real English text, tiny random models of all four families, and, where RAGJAX_QWEN_GGUF names one, a
+packaged model on real English text, tiny random models of all families, and, where RAGJAX_QWEN_GGUF names one, a
 Qwen2 checkpoint. The exit code is 1 where the logits differ by more than 2e-3 or a likeliest token differs.
 """
 
@@ -91,7 +91,24 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "intermediate_size": 32,
         "tie_word_embeddings": True,
     },
+    # as Phi-4-mini: three quarters of a head are turned, by LongRoPE
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 256,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.25, 1.5, 2.0, 2.5, 3.0],
+            "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+        },
+        "pad_token_id": 2,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+    },
 }
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""What Phi-3 stores as one tensor."""
 
 # Without ½, ² or Ⅷ behind a space: from GGUF transformers leaves out the pre-tokenizer that splits them off.
 TOKENIZER_TEXTS = [
@@ -177,11 +194,23 @@ def write_tiny(data: Path, family: str) -> Path:
     config = {**_TINY_COMMON, **TINY[family], "model_type": family}
     rng = _rng(family)
     tensors = {name: _random_tensor(rng, name, shape) for name, shape in expected_shapes(read_config(config)).items()}
+    if family == "phi3":
+        tensors = _fused(tensors)
     directory = tiny_directory(data, family)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def _fused(tensors: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """The tensors under the names of Phi-3, some behind one another."""
+    whole = {part: fused for fused, parts in FUSED.items() for part in parts}
+    stored: dict[str, list[NDArray[np.float32]]] = {}
+    for name, value in tensors.items():
+        module = name.split(".")[-2]
+        stored.setdefault(name.replace(module, whole.get(module, module)), []).append(value)
+    return {name: np.concatenate(values) for name, values in stored.items()}
 
 
 def _random_tensor(rng: np.random.Generator, name: str, shape: Sequence[int]) -> NDArray[np.float32]:

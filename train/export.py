@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ragjax.commands.flags import command_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.models.adapter import Adapter, check_weights
-from ragjax.models.config import ModelConfig
+from ragjax.models.config import LongRope, ModelConfig
 from ragjax.models.gguf import read_gguf
 from ragjax.models.hub import LocalModel, atomic_path, cache_dir, resolve
 from ragjax.models.huggingface import read_json
@@ -44,6 +44,18 @@ BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 """What of a Hugging Face directory is taken over as it is, where there is such a file."""
 
 
+STORAGE = ("quantization_config", "compression_config")
+"""Fields of config.json that say how matrices are stored; those written are plain."""
+
+
+def check_family(config: ModelConfig) -> None:
+    """Raise ConfigError if checkpoints of the model's family are not written, and so not trained either."""
+    if config.family not in ARCHITECTURES:
+        raise ConfigError(
+            f"models of the family {config.family} are not trained; trained are {', '.join(ARCHITECTURES)}"
+        )
+
+
 def export(weights: Tree, config: ModelConfig, source: LocalModel, out: str | Path, dtype: str = "bfloat16") -> None:
     """Write a model to a directory that does not exist yet, or is empty.
 
@@ -55,8 +67,9 @@ def export(weights: Tree, config: ModelConfig, source: LocalModel, out: str | Pa
         dtype: of matrices; norms and biases are written in it as well, as is usual.
 
     Raises:
-        ConfigError: if the directory has something in it, or cannot be made.
+        ConfigError: if the directory has something in it, or cannot be made; as `check_family`.
     """
+    check_family(config)
     out = Path(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -69,7 +82,9 @@ def export(weights: Tree, config: ModelConfig, source: LocalModel, out: str | Pa
         for name in BESIDE:
             if (source.path / name).exists():
                 shutil.copyfile(source.path / name, out / name)
-        _write(out / "config.json", read_json(out / "config.json") | {"torch_dtype": dtype})
+        given = read_json(out / "config.json")
+        kept = {name: value for name, value in given.items() if name not in STORAGE}
+        _write(out / "config.json", kept | {"torch_dtype": dtype})
         return
     _write(out / "config.json", hf_config(config, dtype))
     _write_tokenizer(source.path, out)
@@ -149,6 +164,7 @@ def _write_tensors(tensors: Iterator[tuple[str, NDArray[Any]]], out: Path, dtype
 def hf_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """A config.json for a configuration: the inverse of `ragjax.models.huggingface.read_config`."""
     scaling = config.rope_scaling
+    assert not isinstance(scaling, LongRope), "check_family"
     value: dict[str, Any] = {
         "architectures": [ARCHITECTURES[config.family]],
         "model_type": config.family,

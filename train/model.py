@@ -164,7 +164,7 @@ class Model:
         def body(x_TE: jax.Array, layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
             block = self._block(*layer, specs["layers"], trained)
             q_THD, k_TKD, v_TKD = (x.astype(self._attention) for x in block.project(x_TE, cos_TR, sin_TR))
-            out_THD, _ = train_attention(q_THD, k_TKD, v_TKD, mask, scale=self.config.head_dim**-0.5)
+            out_THD, _ = train_attention(q_THD, k_TKD, v_TKD, mask, scale=self.config.attention_scale)
             return block.finish(x_TE, out_THD.astype(jnp.float32)), None
 
         x_TE, _ = lax.scan(_rematerialised(body, self.remat), x_TE, (weights["layers"], adapters))

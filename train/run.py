@@ -24,7 +24,7 @@ from train.batch import Order, Rows
 from train.checkpoint import Checkpoints
 from train.corpus import Corpus, check_taught, encode
 from train.example import Coder
-from train.export import export, merge
+from train.export import check_family, export, merge
 from train.loop import Job, train
 from train.lora import Lora
 from train.meter import peak_flops
@@ -80,7 +80,9 @@ def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, An
         _check_untrained(out)
     use_compilation_cache(cache_dir())
     source = Source.find(options.model)
-    wrapper = part.wrapper(open_checkpoint(source.local.path).config.vocab_size) if isinstance(part, Soft) else None
+    config = open_checkpoint(source.local.path).config
+    check_family(config)
+    wrapper = part.wrapper(config.vocab_size) if isinstance(part, Soft) else None
     coder = Coder.of(source.tokenizer, recipe.attention, recipe.positions, wrapper)
     samples = read_samples(options.data, options.max_bad)
     plain = read_samples(options.plain_data, options.max_bad) if options.plain_data else samples

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from benchmarks.quality.probe import Probe
 from ragjax.core import Chunk, Document, Hit, Kind, Measure, Message, Plan, Prefill, Prompt
 from ragjax.engine import Engine
-from ragjax.models.config import inverse_frequencies
 from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.chunking import Chunker
 from ragjax.reuse.base import Allocation
@@ -103,10 +102,7 @@ class Observer:
             self.engine.answer_prompt(prompt, strategy=watched, max_tokens=1)
             return Seen(prompt, watched.score_LTZ, np.zeros((0, 0, 0, 0), np.float32))
         runner = self.engine._runner  # KV is read by nobody else, and in the engine's thread
-        config = runner.config
-        probe = Probe(
-            watched, runner.read, inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-        )
+        probe = Probe(watched, runner.read, runner.config.inverse_frequencies)
         self.engine.answer_prompt(prompt, strategy=probe, max_tokens=1)
         assert probe.kv is not None
         return Seen(prompt, watched.score_LTZ, probe.kv[1])

@@ -21,7 +21,6 @@ from benchmarks.quality.similarity import History, Similarity
 from ragjax.core import Answer, Chunk, Hit, Kind, Message, Prompt, Segment, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import Job
-from ragjax.models.config import inverse_frequencies
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import divergence
 from ragjax.retrieval.chunking import Chunker
@@ -292,8 +291,7 @@ class Evaluation:
         """A probe that has seen the KV that a setting leaves behind on a question."""
         runner = self.engine._runner  # KV is read by nobody else, and in the engine's thread
         config = runner.config
-        frequencies = inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-        probe = Probe(self._strategies[setting.strategy], runner.read, frequencies)
+        probe = Probe(self._strategies[setting.strategy], runner.read, config.inverse_frequencies)
         self.ask(question, setting, probe, tenant="probe/")
         return probe
 

@@ -1,20 +1,20 @@
 """What a decoder must know of its checkpoint; `huggingface.read_config` and `gguf.read_config` read it.
 
-Four families: Llama 2/3 (with Llama-3.1 RoPE scaling), Mistral without a sliding window, Qwen2/2.5 and Qwen3.
+Families: Llama 2/3 (with Llama-3.1 RoPE scaling), Mistral, Qwen2/2.5, Qwen3 and Phi-3 (also Phi-3.5 and Phi-4-mini).
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Literal
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.models.fields import check
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,22 @@ class RopeScaling:
         check(self.original_context >= 1, "rope_scaling.original_context", self.original_context, "at least 1")
 
 
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (arXiv 2402.13753) for sequences up to the length that the model was first trained for.
+
+    factors: what divides the inverse frequency of each pair that RoPE turns. stretch: what rotated queries and keys are
+    multiplied with, each.
+    """
+
+    factors: tuple[float, ...]
+    stretch: float
+
+    def __post_init__(self) -> None:
+        check(all(factor > 0.0 for factor in self.factors), "rope_scaling.short_factor", self.factors, "above 0")
+        check(self.stretch > 0.0, "rope_scaling.attention_factor", self.stretch, "above 0")
+
+
 def inverse_frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> NDArray[np.float64]:
     """Radians per position of each RoPE pair, float64 [head_dim / 2] (Llama-3.1 stretching applied)."""
     inv_freq_R = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
@@ -64,6 +80,7 @@ class ModelConfig:
     (not always hidden_size / num_heads). qkv_bias: q, k and v projections have a bias. qk_norm: RMSNorm
     over each query and key head. context_length: longest sequence the model was trained for, in tokens.
     soft_tokens: tokens behind the vocabulary that no text has and the model never says (`models/packet.py`).
+    rotary_dim: components of a head that RoPE turns, the first in the checkpoint's order; None if all.
     """
 
     family: Family
@@ -75,7 +92,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | LongRope | None
     norm_eps: float
     tie_embeddings: bool
     qkv_bias: bool
@@ -84,6 +101,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     soft_tokens: int = 0
+    rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -102,6 +120,11 @@ class ModelConfig:
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, as RoPE turns pairs of components")
         check(self.rope_theta > 0.0, "rope_theta", self.rope_theta, "above 0")
         check(self.norm_eps > 0.0, "norm_eps", self.norm_eps, "above 0")
+        turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        check(0 < turned <= self.head_dim and turned % 2 == 0, "rotary_dim", turned, "even, and at most head_dim")
+        if isinstance(self.rope_scaling, LongRope):
+            count = len(self.rope_scaling.factors)
+            check(count == turned // 2, "rope_scaling.short_factor", count, f"{turned // 2} numbers")
         for token in self.eos_ids:
             check(0 <= token < self.vocab_size, "eos_ids", token, "a token of the vocabulary")
         if self.bos_id is not None:
@@ -111,6 +134,26 @@ class ModelConfig:
     def num_groups(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention logits are multiplied by."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def inverse_frequencies(self) -> NDArray[np.float64]:
+        """Radians per position of each RoPE pair, float64 [head_dim / 2]; 0 for pairs that are not turned."""
+        turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
+        if isinstance(self.rope_scaling, LongRope):
+            inv_freq_R = inverse_frequencies(self.rope_theta, turned, None) / np.array(self.rope_scaling.factors)
+        else:
+            inv_freq_R = inverse_frequencies(self.rope_theta, turned, self.rope_scaling)
+        return np.pad(inv_freq_R, (0, (self.head_dim - turned) // 2))
+
+    @property
+    def query_stretch(self) -> float:
+        """What the turned components of queries are multiplied with, so that keys need not be."""
+        return self.rope_scaling.stretch**2 if isinstance(self.rope_scaling, LongRope) else 1.0
 
     @property
     def layer_weights(self) -> int:
@@ -127,7 +170,8 @@ class ModelConfig:
 
         Fields that came later are left out where they change nothing: entries written before them are still found.
         """
-        fields = asdict(self)
-        if not self.soft_tokens:
-            del fields["soft_tokens"]
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        given = {
+            name: value for name, value in asdict(self).items() if defaults[name] is MISSING or value != defaults[name]
+        }
+        return json.dumps(given, sort_keys=True, separators=(",", ":"))

@@ -1,6 +1,7 @@
-"""The decoder of Llama 2/3, Mistral, Qwen2/2.5 and Qwen3 in Flax NNX: one class, differences by configuration.
+"""The decoder of all families in Flax NNX: one class, differences by configuration.
 
-Sources: Llama (arXiv 2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), Qwen3 (2505.09388).
+Sources: Llama (arXiv 2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), Qwen3 (2505.09388), Phi-3
+(2404.14219).
 A layer is two pure halves around attention, so that whoever owns the KV pool decides how attention is done:
 `layer.project` before it, `layer.finish` after it. The residual stream is float32; products take the weights' dtype and
 accumulate in float32, which on CPU is both the fastest and the more exact way to use bfloat16.
@@ -18,7 +19,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ragjax.kernels.rope import Rotation, rotate
-from ragjax.models.config import ModelConfig, inverse_frequencies
+from ragjax.models.config import ModelConfig
 
 MANY = 128
 """Rows from which on widening a matrix costs less than it gains."""
@@ -74,13 +75,14 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 def rotation_table(config: ModelConfig, length: int) -> Rotation:
     """The model's RoPE table for positions and offsets below `length`."""
-    return Rotation.table(inverse_frequencies(config.rope_theta, config.head_dim, config.rope_scaling), length)
+    return Rotation.table(config.inverse_frequencies, length)
 
 
 class Layer(nnx.Module):
     """One transformer block, with weights fused per KV head, so that a mesh can split them there.
 
-    `qkv` is [K, G + 2, D, E] (G query heads, one key, one value), `out` [E, K, G, D], `gate_up` [2, F, E].
+    `qkv` is [K, G + 2, D, E] (G query heads, one key, one value), `out` [E, K, G, D], `gate_up` [2, F, E]. The order of
+    a head's components is that of `turning_order`.
     `widen`: products of at least `MANY` rows read the matrices as float32, for CPUs that have no bfloat16 products.
     """
 
@@ -93,6 +95,8 @@ class Layer(nnx.Module):
             return value.astype(dtype)
 
         self.eps = config.norm_eps
+        self.stretch = config.query_stretch
+        self.turned = (config.rotary_dim or d) // 2
         self.widen = False
         self.attention_norm = _weight(jnp.ones(e), "embed")
         self.qkv = _weight(init(k, g + 2, d, e), "kv_heads", "groups", "head", "embed")
@@ -115,6 +119,9 @@ class Layer(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q_TKGD = rms_norm(q_TKGD, self.q_norm[...], self.eps)
             k_TKD = rms_norm(k_TKD, self.k_norm[...], self.eps)
+        if self.stretch != 1.0:
+            turns_D = jnp.arange(d) % (d // 2) < self.turned
+            q_TKGD = q_TKGD * jnp.where(turns_D, self.stretch, 1.0)
         q_THD = rotate(q_TKGD.reshape(-1, k * (n - 2), d), cos_TR[:, None], sin_TR[:, None])
         return q_THD, rotate(k_TKD, cos_TR[:, None], sin_TR[:, None]), v_TKD
 
@@ -214,16 +221,26 @@ class Decoder(nnx.Module):
         x_TE = self.embed(tokens_T)
         for layer in self.layers:
             q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
-            x_TE = layer.finish(x_TE, _attend(q_THD, k_TKD, v_TKD, causal_TT))
+            x_TE = layer.finish(x_TE, _attend(q_THD, k_TKD, v_TKD, causal_TT, self.config.attention_scale))
         return self.unembed(x_TE)
 
 
-def _attend(q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_TS: jax.Array) -> jax.Array:
+def _attend(q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_TS: jax.Array, scale: float) -> jax.Array:
     t, h, d = q_THD.shape
-    q_TKGD = q_THD.reshape(t, k_SKD.shape[1], -1, d) * d**-0.5
+    q_TKGD = q_THD.reshape(t, k_SKD.shape[1], -1, d) * scale
     logits_KGTS = jnp.einsum("tkgd,skd->kgts", q_TKGD, k_SKD, precision="highest")
     prob_KGTS = jax.nn.softmax(jnp.where(seen_TS, logits_KGTS, -jnp.inf), axis=-1)
     return jnp.einsum("kgts,skd->tkgd", prob_KGTS, v_SKD, precision="highest").reshape(t, h, d)
+
+
+def turning_order(head_dim: int, rotary_dim: int) -> NDArray[np.intp]:
+    """Where our components of a head are in a checkpoint's, [D], if RoPE turns but the first there.
+
+    A checkpoint turns i with i + rotary_dim / 2. Ours are turned with i + D / 2, those that are not turned by an angle
+    of 0. Scores are the same, as queries and keys have the same order.
+    """
+    turned, still = np.arange(rotary_dim), np.arange(rotary_dim, head_dim)
+    return np.concatenate([half for pair in zip(np.split(turned, 2), np.split(still, 2), strict=True) for half in pair])
 
 
 def _fused(
@@ -232,11 +249,12 @@ def _fused(
     """One layer's weights in our layout, from Hugging Face's [out, in] matrices."""
     e, d = config.hidden_size, config.head_dim
     k, g = config.num_kv_heads, config.num_groups
+    order_D = turning_order(d, config.rotary_dim or d)
 
     def per_kv_head(kind: str) -> NDArray[np.generic]:
         parts = [tensors[f"{prefix}self_attn.{p}_proj.{kind}"] for p in "qkv"]
-        heads = [p.reshape(k, n, d, *p.shape[1:]) for p, n in zip(parts, (g, 1, 1), strict=True)]
-        return np.concatenate(heads, axis=1)
+        q, key, value = (p.reshape(k, n, d, *p.shape[1:]) for p, n in zip(parts, (g, 1, 1), strict=True))
+        return np.concatenate([q[:, :, order_D], key[:, :, order_D], value], axis=1)
 
     fused = {
         "attention_norm": tensors[prefix + "input_layernorm.weight"],
@@ -249,6 +267,6 @@ def _fused(
     if config.qkv_bias:
         fused["qkv_bias"] = per_kv_head("bias")
     if config.qk_norm:
-        fused["q_norm"] = tensors[prefix + "self_attn.q_norm.weight"]
-        fused["k_norm"] = tensors[prefix + "self_attn.k_norm.weight"]
+        fused["q_norm"] = tensors[prefix + "self_attn.q_norm.weight"][order_D]
+        fused["k_norm"] = tensors[prefix + "self_attn.k_norm.weight"][order_D]
     return fused

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ragjax.core import ConfigError
-from ragjax.models.config import Family, ModelConfig, RopeScaling
+from ragjax.models.config import Family, ModelConfig
 from ragjax.models.fields import check, flag, integer, number, token_ids
 from ragjax.models.quantization import read_scheme, section_of, widened
-from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, expected_shapes
+from ragjax.models.rotary import Rope, read_rope
+from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, expected_shapes, split_fused
 
 SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 """The dtypes that are read, by their names in the format."""
@@ -40,6 +41,16 @@ _ARCHITECTURES: Mapping[Family, str] = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+
+# Code of a repository that transformers has taken over; what it names is not read.
+_OWN_CODE: Mapping[Family, Mapping[str, str]] = {
+    "phi3": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+        "AutoTokenizer": "Xenova/gpt-4o",
+    }
 }
 
 # What the reference implementation assumes where config.json is silent.
@@ -49,9 +60,10 @@ _QWEN3_HEAD_DIM = 128
 # Fields of config.json that choose something the decoder has no code for, with the values that mean "off".
 _MUST_BE_OFF: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (None, False),
+    "lm_head_bias": (None, False),
+    "full_attn_mod": (None, 1),
+    "interpolate_factor": (None, 1),
     "rope_interleaved": (None, False),
-    "auto_map": (None, {}),
-    "partial_rotary_factor": (None, 1, 1.0),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "query_pre_attn_scalar": (None,),
@@ -78,11 +90,10 @@ _HARMLESS_NAMES = """
     hidden_dropout id2label initializer_range is_decoder is_llama_config label2id output_attentions
     output_hidden_states pad_token_id pretraining_tp problem_type return_dict tokenizer_class torch_dtype
     transformers.js_config transformers_version unk_token_id use_cache
-    quantization_config compression_config
+    quantization_config compression_config auto_map partial_rotary_factor original_max_position_embeddings
+    resid_pdrop embd_pdrop
 """
 _HARMLESS = frozenset(_HARMLESS_NAMES.split())
-
-_ROPE_HARMLESS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 # Rotation tables that old checkpoints carry along; the configuration says the same.
 _REDUNDANT = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -99,6 +110,8 @@ def open_directory(path: Path) -> Checkpoint:
     stored = open_safetensors(weight_files(path), frozenset(SAFETENSORS_DTYPES) if scheme is None else _PACKED_DTYPES)
     if scheme is not None:
         stored = _without_zero_biases(widened(stored, scheme, path), config)
+    if config.family == "phi3":
+        stored = split_fused(stored, config, path)
     tensors = _drop_redundant(stored, config, path)
     check_tensors(tensors.shapes, config, path)
     return Checkpoint(config, tensors, quantized=scheme is not None)
@@ -213,7 +226,8 @@ def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
     heads = integer(mapping, "num_attention_heads")
     check(heads >= 1, "num_attention_heads", heads, "at least 1")
     hidden = integer(mapping, "hidden_size")
-    theta, scaling = _rope(mapping)
+    head_dim = integer(mapping, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
+    rope = read_rope(mapping, family, head_dim)
     return ModelConfig(
         family=family,
         vocab_size=integer(mapping, "vocab_size"),
@@ -221,18 +235,32 @@ def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=integer(mapping, "intermediate_size"),
         num_layers=integer(mapping, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=integer(mapping, "num_key_value_heads", heads if family == "llama" else None),
-        head_dim=integer(mapping, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        num_kv_heads=integer(mapping, "num_key_value_heads", heads if family in ("llama", "phi3") else None),
+        head_dim=head_dim,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         norm_eps=number(mapping, "rms_norm_eps"),
         tie_embeddings=flag(mapping, "tie_word_embeddings"),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
-        context_length=integer(mapping, "max_position_embeddings"),
+        context_length=_context_length(mapping, family, rope),
         eos_ids=token_ids(mapping, "eos_token_id"),
         bos_id=next(iter(token_ids(mapping, "bos_token_id")), None),
+        rotary_dim=rope.rotary_dim,
     )
+
+
+def _context_length(mapping: Mapping[str, Any], family: Family, rope: Rope) -> int:
+    """Tokens up to which the decoder computes what the model does, whose own limit may be higher."""
+    whole = integer(mapping, "max_position_embeddings")
+    limits = {"sliding_window": _sliding_window(mapping, family), "original_max_position_embeddings": rope.context}
+    for field, limit in limits.items():
+        if limit is not None and limit < whole:
+            _log.warning(
+                "the context is %d of the model's %d tokens: more than %s is not supported", limit, whole, field
+            )
+            whole = limit
+    return whole
 
 
 def _family(mapping: Mapping[str, Any]) -> Family:
@@ -256,60 +284,36 @@ def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
     bias = mapping.get("attention_bias")
     if bias not in (None, family == "qwen2"):
         raise ConfigError(f"model configuration: attention_bias={bias!r} is not supported for {family}")
-    _refuse_sliding_window(mapping, family)
+    own = _OWN_CODE.get(family, {})
+    foreign = {name: code for name, code in (mapping.get("auto_map") or {}).items() if own.get(name) != code}
+    if foreign:
+        raise ConfigError(f"model configuration: auto_map={foreign!r} is not supported, only code of transformers")
     unknown = sorted(set(mapping) - _HARMLESS - set(_MUST_BE_OFF))
     if unknown:
         _log.warning("config.json has fields that nothing reads: %s", ", ".join(unknown))
 
 
-def _refuse_sliding_window(mapping: Mapping[str, Any], family: Family) -> None:
+def _sliding_window(mapping: Mapping[str, Any], family: Family) -> int | None:
+    """How far back some layer looks; None if every layer sees everything."""
     layer_types = mapping.get("layer_types") or []
     check(isinstance(layer_types, list | tuple), "layer_types", layer_types, "a list")
-    if any(kind != "full_attention" for kind in layer_types):
-        raise ConfigError(f"model configuration: layer_types={layer_types!r}; only full_attention is supported")
+    for kind in layer_types:
+        known = kind in ("full_attention", "sliding_attention")
+        check(known, "layer_types", kind, "full_attention or sliding_attention, for each layer")
     window = mapping.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
     if window is None:
-        return
-    check(isinstance(window, int), "sliding_window", window, "a whole number or null")
-    if window >= integer(mapping, "max_position_embeddings"):
-        return
-    if family in ("qwen2", "qwen3"):
-        if not flag(mapping, "use_sliding_window"):
-            return
-        layers = integer(mapping, "num_hidden_layers")
-        if integer(mapping, "max_window_layers", layers - 1) >= layers:
-            return  # every layer comes before the first one that would slide
-    raise ConfigError(f"model configuration: sliding_window={window} is not supported, only full attention")
+        return None
+    check(isinstance(window, int) and window >= 1, "sliding_window", window, "a whole number of at least 1, or null")
+    if family in ("qwen2", "qwen3") and not _slides(mapping, layer_types):
+        return None
+    return int(window)
 
 
-def _rope(mapping: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """RoPE base and scaling, from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
-    forms = [key for key in ("rope_parameters", "rope_scaling") if mapping.get(key)]
-    if len(forms) == 2 and mapping["rope_parameters"] != mapping["rope_scaling"]:
-        raise ConfigError("model configuration: rope_parameters and rope_scaling contradict each other")
-    rope: Mapping[str, Any] = mapping[forms[0]] if forms else {}
-    where = forms[0] if forms else "rope_scaling"
-    check(isinstance(rope, Mapping), where, rope, "an object")
-    theta = number(rope, "rope_theta", number(mapping, "rope_theta", 10000.0))
-    check(rope.get("partial_rotary_factor") in (None, 1, 1.0), f"{where}.partial_rotary_factor", rope, "1")
-    method = rope.get("rope_type", rope.get("type", "default"))
-    if method == "default":
-        _refuse_unknown_rope(rope, where, frozenset())
-        return theta, None
-    if method != "llama3":
-        raise ConfigError(f"model configuration: {where} of type {method!r} is not supported, only llama3")
-    wanted = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
-    _refuse_unknown_rope(rope, where, wanted)
-    scaling = RopeScaling(
-        factor=number(rope, "factor"),
-        low_freq_factor=number(rope, "low_freq_factor"),
-        high_freq_factor=number(rope, "high_freq_factor"),
-        original_context=integer(rope, "original_max_position_embeddings"),
-    )
-    return theta, scaling
-
-
-def _refuse_unknown_rope(rope: Mapping[str, Any], where: str, wanted: frozenset[str]) -> None:
-    unknown = sorted(set(rope) - _ROPE_HARMLESS - wanted)
-    if unknown:
-        raise ConfigError(f"model configuration: {where} has unsupported fields: {', '.join(unknown)}")
+def _slides(mapping: Mapping[str, Any], layer_types: Sequence[str]) -> bool:
+    """Whether some layer of a Qwen model slides: its window is given also where none does."""
+    if not flag(mapping, "use_sliding_window"):
+        return False
+    if layer_types:
+        return "sliding_attention" in layer_types
+    layers = integer(mapping, "num_hidden_layers")
+    return integer(mapping, "max_window_layers", layers - 1) < layers

@@ -63,6 +63,38 @@ class Checkpoint:
     quantized: bool
 
 
+def split_fused(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
+    """The tensors with fused projections (Phi-3) as the several that they are, each read with its neighbours.
+
+    Raises:
+        ConfigError: if a fused tensor has another number of rows than its parts ask for.
+    """
+    q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    layouts = {
+        "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+    }
+    loaders, shapes, dtypes = {}, {}, {}
+    fused = [name for name in tensors if name.split(".")[-2:-1] and name.split(".")[-2] in layouts]
+    for name in fused:
+        module = name.split(".")[-2]
+        rows, first = tensors.shapes[name][0], 0
+        if rows != sum(layouts[module].values()):
+            raise ConfigError(f"{where}: tensor {name} has {rows} rows, expected {sum(layouts[module].values())}")
+        for part, count in layouts[module].items():
+            target = name.replace(module, part)
+            loaders[target] = _rows_of(tensors.loaders[name], first, first + count)
+            shapes[target] = (count, *tensors.shapes[name][1:])
+            dtypes[target] = tensors.dtypes[name]
+            first += count
+    kept = tensors.without(fused)
+    return Tensors(kept.loaders | loaders, kept.shapes | shapes, kept.dtypes | dtypes)
+
+
+def _rows_of(load: Callable[[], Array], begin: int, end: int) -> Callable[[], Array]:
+    return lambda: load()[begin:end]
+
+
 def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Shape of every tensor that a checkpoint of this configuration has, by Hugging Face name."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import ragjax
 from ragjax.core import ConfigError
 from ragjax.models import gguf, huggingface
-from ragjax.models.config import ModelConfig, RopeScaling, inverse_frequencies
+from ragjax.models.config import LongRope, ModelConfig, RopeScaling, inverse_frequencies
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -48,6 +50,21 @@ QWEN2 = LLAMA | {
     "max_window_layers": 1,
 }
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+LONG_ROPE = {"type": "longrope", "short_factor": [1.0, 1.0, 1.5, 2.0, 2.5, 3.0], "long_factor": [2.0] * 6}
+PHI3 = LLAMA | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 512,
+    "rope_scaling": LONG_ROPE,
+    "sliding_window": 262144,
+    "resid_pdrop": 0.0,
+    "full_attn_mod": 1,
+}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
 GGUF: dict[str, Any] = {
@@ -127,7 +144,7 @@ def test_both_forms_of_llama3_rope_are_read(rope: dict[str, Any]) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("model_type", LLAMA, {"model_type": "gemma"}),
+    ("model_type", LLAMA, {"model_type": "falcon"}),
     ("model_type", LLAMA, {"model_type": None}),
     ("architectures", LLAMA, {"architectures": ["LlamaForSequenceClassification"]}),
     ("hidden_act", LLAMA, {"hidden_act": "gelu"}),
@@ -136,14 +153,21 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("attention_bias", QWEN3, {"attention_bias": True}),
     ("attention_bias", QWEN2, {"attention_bias": False}),
     ("partial_rotary_factor", LLAMA, {"partial_rotary_factor": 0.5}),
+    ("rotary_dim", PHI3, {"partial_rotary_factor": 0.7}),
+    ("short_factor", PHI3, {"rope_scaling": LONG_ROPE | {"short_factor": [1.0] * 5}}),
+    ("short_factor", PHI3, {"rope_scaling": LONG_ROPE | {"short_factor": [0.0] * 6}}),
+    ("short_factor", PHI3, {"rope_scaling": LONG_ROPE | {"short_factor": "x"}}),
+    ("short_mscale", PHI3, {"rope_scaling": LONG_ROPE | {"short_mscale": 1.2}}),
+    ("original_max_position", PHI3, {"original_max_position_embeddings": 1}),
+    ("longrope", LLAMA, {"rope_scaling": LONG_ROPE}),
+    ("lm_head_bias", PHI3, {"lm_head_bias": True}),
+    ("auto_map", PHI3, {"auto_map": {"AutoConfig": "other.Config"}}),
     ("partial_rotary_factor", LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("attn_logit_softcapping", LLAMA, {"attn_logit_softcapping": 50.0}),
     ("final_logit_softcapping", LLAMA, {"final_logit_softcapping": 30.0}),
     ("num_experts", QWEN3, {"num_experts": 64}),
     ("num_local_experts", MISTRAL, {"num_local_experts": 8}),
-    ("sliding_window", MISTRAL, {"sliding_window": 1024}),
-    ("sliding_window", QWEN2, {"use_sliding_window": True}),
-    ("layer_types", QWEN2, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    ("layer_types", QWEN2, {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
     ("rope_interleaved", LLAMA, {"rope_interleaved": True}),
     ("yarn", LLAMA, {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
     ("linear", LLAMA, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
@@ -168,6 +192,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("bos_token_id", LLAMA, {"bos_token_id": "<s>"}),
     ("num_attention_heads", LLAMA, {"num_attention_heads": 0}),
     ("sliding_window", MISTRAL, {"sliding_window": "x"}),
+    ("sliding_window", MISTRAL, {"sliding_window": 0}),
     ("max_window_layers", QWEN2, {"use_sliding_window": True, "max_window_layers": "x"}),
     ("layer_types", QWEN2, {"layer_types": 5}),
     ("layer_types", QWEN2, {"layer_types": [["full_attention"]]}),
@@ -187,10 +212,37 @@ def test_a_sliding_window_that_never_takes_effect_is_accepted() -> None:
         QWEN2 | {"use_sliding_window": True, "max_window_layers": 3},
         QWEN2 | {"layer_types": ["full_attention"] * 3},
     ):
-        huggingface.read_config(harmless)
-    without = {key: value for key, value in MISTRAL.items() if key != "sliding_window"}
-    with pytest.raises(ConfigError, match="sliding_window=4096"):  # Mistral's default where the file is silent
-        huggingface.read_config(without | {"max_position_embeddings": 32768})
+        assert huggingface.read_config(harmless).context_length == 2048
+
+
+@pytest.mark.parametrize(
+    ("change", "length"),
+    [
+        (MISTRAL | {"sliding_window": 1024}, 1024),
+        ({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 32768}, 4096),
+        (QWEN2 | {"use_sliding_window": True}, 1024),
+        (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, 1024),
+        (PHI3, 512),
+        (PHI3 | {"sliding_window": 255}, 255),
+    ],
+    ids=["mistral", "mistral's default", "qwen2", "qwen2 by layer", "phi3's first length", "phi3"],
+)
+def test_the_context_ends_where_the_computation_would_change(
+    change: dict[str, Any], length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert huggingface.read_config(change).context_length == length
+    assert f"the context is {length} of the model's" in caplog.text
+
+
+def test_long_rope_is_that_of_the_first_length() -> None:
+    config = huggingface.read_config(PHI3)
+    assert config.rotary_dim == 12
+    assert config.rope_scaling == LongRope((1.0, 1.0, 1.5, 2.0, 2.5, 3.0), math.sqrt(1 + math.log(4) / math.log(512)))
+    frequencies = [500000.0 ** (-i / 6) / f for i, f in enumerate(LONG_ROPE["short_factor"])]  # type: ignore[arg-type]
+    np.testing.assert_allclose(config.inverse_frequencies, [*frequencies, 0.0, 0.0], rtol=1e-14)
+    given = huggingface.read_config(PHI3 | {"rope_scaling": LONG_ROPE | {"attention_factor": 1.5}})
+    assert isinstance(given.rope_scaling, LongRope) and given.rope_scaling.stretch == 1.5
+    assert huggingface.read_config(PHI3 | {"rope_scaling": LONG_ROPE | {"type": "su"}}) == config
 
 
 def test_fields_that_nothing_reads_are_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -231,7 +283,7 @@ def test_gguf_lists_per_layer_are_read_where_layers_agree() -> None:
 
 def test_equal_configurations_give_equal_json() -> None:
     assert huggingface.read_config(LLAMA).to_json() == gguf.read_config(GGUF, tie_embeddings=False).to_json()
-    assert len({huggingface.read_config(one).to_json() for one in (LLAMA, QWEN2, QWEN3, MISTRAL)}) == 4
+    assert len({huggingface.read_config(one).to_json() for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3)}) == 5
 
 
 def _stretched(inv_freq: float, s: RopeScaling) -> float:
@@ -273,9 +325,17 @@ def _fields_read(source: str) -> set[str]:
     }
 
 
+def _fields_behind_properties() -> set[str]:
+    """Fields that `ModelConfig` reads itself, for others: in its properties."""
+    properties = (getattr(ModelConfig, name) for name in dir(ModelConfig))
+    sources = (inspect.getsource(p.fget) for p in properties if isinstance(p, property) and p.fget)
+    trees = (ast.parse(textwrap.dedent(source)) for source in sources)
+    return {node.attr for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
 def test_every_field_is_read_somewhere() -> None:
     package = Path(ragjax.__path__[0])
     sources = [file for file in package.rglob("*.py") if file != package / "models" / "config.py"]
     read = set().union(*(_fields_read(file.read_text(encoding="utf-8")) for file in sources))
-    unread = {field.name for field in dataclasses.fields(ModelConfig)} - read
+    unread = {field.name for field in dataclasses.fields(ModelConfig)} - read - _fields_behind_properties()
     assert not unread, f"fields of ModelConfig that nothing reads: {sorted(unread)}"

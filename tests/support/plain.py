@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ragjax.models.config import ModelConfig, RopeScaling
+from ragjax.models.config import LongRope, ModelConfig, RopeScaling
 from tests.support.oracle import Float, rotate
 
 LLAMA2 = ModelConfig(
@@ -27,6 +27,9 @@ FAMILIES = {
     "mistral": replace(LLAMA2, family="mistral", num_kv_heads=3, rope_theta=1e6),
     "qwen2": replace(LLAMA2, family="qwen2", num_kv_heads=2, qkv_bias=True, tie_embeddings=True, norm_eps=1e-6),
     "qwen3": replace(LLAMA2, family="qwen3", num_kv_heads=1, head_dim=10, qk_norm=True),
+    "phi3": replace(
+        LLAMA2, family="phi3", num_kv_heads=2, head_dim=8, rotary_dim=6, rope_scaling=LongRope((1.0, 1.5, 3.0), 1.2)
+    ),
 }
 
 
@@ -69,10 +72,13 @@ def norm(x: Float, weight: np.ndarray, eps: float) -> Float:
 
 
 def frequencies(config: ModelConfig) -> Float:
-    inv_freq_R = config.rope_theta ** -(np.arange(config.head_dim // 2) / (config.head_dim // 2))
+    pairs = (config.rotary_dim or config.head_dim) // 2
+    inv_freq_R = config.rope_theta ** -(np.arange(pairs) / pairs)
     scaling = config.rope_scaling
     if scaling is None:
         return inv_freq_R
+    if isinstance(scaling, LongRope):
+        return inv_freq_R / np.array(scaling.factors)
     turns_R = scaling.original_context * inv_freq_R / (2 * np.pi)
     mix_R = (turns_R - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth_R = inv_freq_R * (mix_R + (1 - mix_R) / scaling.factor)
@@ -80,10 +86,18 @@ def frequencies(config: ModelConfig) -> Float:
     return np.where(turns_R > scaling.high_freq_factor, inv_freq_R, long_R)
 
 
+def turn(config: ModelConfig, x: Float, position: np.ndarray) -> Float:
+    """Heads [T, H, D] with RoPE on their first components, as transformers does it for Phi-3 and all others."""
+    turned = config.rotary_dim or config.head_dim
+    stretch = config.rope_scaling.stretch if isinstance(config.rope_scaling, LongRope) else 1.0
+    first = stretch * rotate(x[..., :turned], position, frequencies(config))
+    return np.concatenate([first, x[..., turned:]], axis=-1)
+
+
 def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndarray) -> Float:
     """Causal logits of one prompt, float64 [T, V]."""
     weights = {name: value.astype(np.float64) for name, value in tensors.items()}
-    d, position, inv_freq_R = config.head_dim, np.arange(len(tokens)), frequencies(config)
+    d, position = config.head_dim, np.arange(len(tokens))
     x_TE = weights["model.embed_tokens.weight"][tokens]
     for i in range(config.num_layers):
         layer = {
@@ -97,7 +111,7 @@ def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndar
         if config.qk_norm:
             q_THD = norm(q_THD, layer["self_attn.q_norm.weight"], config.norm_eps)
             k_TKD = norm(k_TKD, layer["self_attn.k_norm.weight"], config.norm_eps)
-        q_THD, k_TKD = rotate(q_THD, position, inv_freq_R), rotate(k_TKD, position, inv_freq_R)
+        q_THD, k_TKD = turn(config, q_THD, position), turn(config, k_TKD, position)
         out_THD = np.zeros_like(q_THD)
         for t in range(len(tokens)):
             for h in range(config.num_heads):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from tests.support.training import LORA, SMALL, adapters, lines, make_model
 from train.batch import Rows
 from train.checkpoint import Checkpoints
 from train.depft import main
-from train.export import export, hf_config
+from train.export import ARCHITECTURES, export, hf_config
 from train.export import main as export_main
 from train.meter import Cost, Log
 from train.model import stacked
@@ -240,14 +241,15 @@ def test_samples_that_do_not_fit_are_counted(home: Path, caplog: pytest.LogCaptu
 # ------------------------------------------------------------------------------------------- export
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].family in ARCHITECTURES])
 def test_exported_model_is_read_back(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = FAMILIES[family]
     tensors = tensors_of(config)
     weights = stacked(Decoder.from_tensors(config, tensors, jnp.dtype("float32")))
     source = tmp_path / "source"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps(hf_config(config, "float32")))
+    stored = {"quantization_config": {"quant_method": "awq"}}  # what is written is plain
+    (source / "config.json").write_text(json.dumps(hf_config(config, "float32") | stored))
     monkeypatch.setattr("train.export.SHARD_BYTES", 20_000)  # so that there are several files
     export(weights, config, LocalModel("m", source, "huggingface"), tmp_path / "out", "float32")
     found = open_checkpoint(tmp_path / "out")
@@ -257,6 +259,20 @@ def test_exported_model_is_read_back(tmp_path: Path, family: str, monkeypatch: p
         np.testing.assert_array_equal(found.tensors[name], what)
     with pytest.raises(ConfigError, match="is not empty"):
         export(weights, config, LocalModel("m", source, "huggingface"), tmp_path / "out", "float32")
+
+
+def test_a_family_whose_checkpoints_are_not_written_is_not_trained(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ROOT / "tests" / "data" / "tiny_phi3"
+    shutil.copytree(model, home / "phi3")
+    shutil.copyfile(home / "whole" / "tokenizer.json", home / "phi3" / "tokenizer.json")
+    command = flags(home, "never", "--model", str(home / "phi3"))
+    assert main(command) == 1
+    assert "models of the family phi3 are not trained" in capsys.readouterr().err
+    assert not (home / "never").exists()
+    with pytest.raises(ConfigError, match="family phi3"):
+        export({}, FAMILIES["phi3"], LocalModel("m", model, "huggingface"), home / "never")
 
 
 def test_adapter_is_merged_by_the_command(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

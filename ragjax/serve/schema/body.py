@@ -1,0 +1,56 @@
+"""The object of a body, and types of values that several bodies have."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ragjax import core
+
+NAME_CHARS = 1024
+"""Characters of a name or stop string: every chunk of a document has its id and title."""
+
+# With a length to check, pydantic refuses half of a surrogate pair: JSON can spell it, and no tokenizer takes it.
+Text = Annotated[str, Field(min_length=0)]
+Filled = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=0, max_length=NAME_CHARS)]
+FilledName = Annotated[str, Field(min_length=1, max_length=NAME_CHARS)]
+Count = Annotated[int, Field(ge=1)]
+# Literal[1] would take true and 1.0, which are values of another type.
+One = Annotated[int, Field(ge=1, le=1)]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Body(BaseModel):
+    """An object of a body."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @classmethod
+    def names(cls) -> set[str]:
+        """What its fields are called in JSON."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, given: object) -> object:
+        """Of unknown fields the first alone: pydantic would make an error of each."""
+        names = cls.names()
+        if not isinstance(given, dict) or len(given) <= len(names):
+            return given
+        unknown = next(name for name in given if name not in names)
+        return {name: given[name] for name in (*names, unknown) if name in given}
+
+
+def as_json(value: object, param: str) -> str:
+    """The value as JSON text.
+
+    Raises:
+        core.RequestError: if it is nested too deeply; it names `param`.
+    """
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        raise core.RequestError(f"{param} is nested too deeply", param=param, code="invalid_schema") from None

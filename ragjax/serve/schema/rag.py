@@ -1,0 +1,133 @@
+"""The field `rag`: what knowledge an answer uses, and how its KV is reused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
+
+from ragjax import core
+from ragjax.serve.schema.body import Body, Count, Filled, FilledName, Name
+
+
+class InlineDocument(Body):
+    """A passage given with the request."""
+
+    id: FilledName
+    text: Filled
+    title: Name | None = None
+
+
+Passage = Annotated[
+    Annotated[Name, Tag("id")] | Annotated[InlineDocument, Tag("document")],
+    Discriminator(lambda value: "id" if isinstance(value, str) else "document"),
+]
+
+
+class _Compression(BaseModel):
+    """A compression in either form; its values are checked by `core.Compression`."""
+
+    short: Name | None = None
+    given: dict[str, Any] | None = None
+
+    def to_core(self) -> core.Compression | Literal["none"]:
+        if self.short == "none":
+            return "none"
+        if self.given is not None:
+            return core.Compression.of(self.given)
+        try:
+            return core.Compression.parse(self.short or "")
+        except core.ConfigError as error:
+            raise core.RequestError(str(error), param="rag.compression", code="invalid_value") from None
+
+
+def _short(compression: object) -> object:
+    if isinstance(compression, str):
+        return {"short": compression}
+    return {"given": compression} if isinstance(compression, dict) else compression
+
+
+class TextRag(Body):
+    """How to reuse KV where nothing is retrieved.
+
+    compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", the same as an object, or "none".
+    detail: whether the account of each segment names its tokens.
+    """
+
+    strategy: Name | None = None
+    recompute_ratio: float | None = None
+    compression: (
+        Annotated[_Compression, BeforeValidator(_short, json_schema_input_type=str | dict[str, Any])] | None
+    ) = None
+    detail: bool | None = None
+
+    def compressed(self) -> core.Compression | Literal["none"] | None:
+        """Which of the prompt's tokens the answer sees.
+
+        Raises:
+            core.RequestError: for a compression that cannot be.
+        """
+        return None if self.compression is None else self.compression.to_core()
+
+
+class GraphRag(Body):
+    """Which facts to use. relation_paths: entity, relation, entity, … of each, used instead of retrieval."""
+
+    name: Name | None = None
+    entities: Annotated[list[FilledName], Field(fail_fast=True)] | None = None
+    relation_paths: Annotated[list[Annotated[list[Filled], Field(fail_fast=True)]], Field(fail_fast=True)] | None = None
+    hops: Count | None = None
+    paths: Count | None = None
+    serialization: Literal["path", "triplet"] | None = None
+
+    def to_core(self) -> core.Graph:
+        """The same for the engine."""
+        given = None if self.relation_paths is None else tuple(map(tuple, self.relation_paths))
+        entities = None if self.entities is None else tuple(self.entities)
+        return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization or "path")
+
+
+class Quality(Body):
+    """How far the answer may be from full attention's. kl: nats a token, above 0."""
+
+    kl: float
+
+
+def _named(graph: object) -> object:
+    return {"name": graph} if isinstance(graph, str) else graph
+
+
+class ChatRag(TextRag):
+    """What knowledge to use, too.
+
+    documents: passages used instead of retrieval: ids of the knowledge base, or whole documents. graph: facts of a
+    knowledge graph, by its name or in detail. quality: a budget, which picks the recompute ratio of this request.
+    """
+
+    knowledge: Name | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    documents: Annotated[list[Passage], Field(fail_fast=True)] | None = None
+    keep_top: Annotated[int, Field(ge=0)] | None = None
+    quality: Quality | None = None
+    graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
+
+    def to_core(self) -> core.Rag:
+        """The same for the engine."""
+        documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
+        graph = None if self.graph is None else self.graph.to_core()
+        return core.Rag(
+            self.knowledge,
+            self.top_k,
+            self.strategy,
+            documents,
+            self.recompute_ratio,
+            graph,
+            self.keep_top,
+            self.compressed(),
+            None if self.quality is None else self.quality.kl,
+            bool(self.detail),
+        )
+
+
+def _passage(document: str | InlineDocument) -> str | core.Document:
+    return document if isinstance(document, str) else core.Document(document.id, document.text, document.title or "")

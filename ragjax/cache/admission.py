@@ -106,8 +106,8 @@ class Admission:
         tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
         key = self._tree.key(tenant, segment.provenance, segment.method, context.context, raw, segment.behind)
         kept = self._tree.find(key)
-        if kept is not None and segment.meta and not kept.meta:
-            kept.meta, kept.shelved = segment.meta, False  # the KV is the same, and now there is something to say of it
+        if kept is not None and len(segment.meta) > len(kept.meta):
+            kept.meta, kept.shelved = segment.meta, False  # the KV is the same, and now there is more to say of it
         if kept is not None or (parent.run is None and parent.parent is not None):
             return
         if segment.variant and not self._room_for_variant():

@@ -253,8 +253,8 @@ class KnowledgeCache:
     ) -> None:
         """Keep the KV of `tokens` (int32 [n]) as computed by `method` on exactly the matched context.
 
-        A node that is there already stays, and takes over `meta` if it has none. The cache takes a reference of its
-        own to `run` (n tokens, the first one's K rotated at `local_start`).
+        A node that is there already stays, and takes over `meta` if that says more than its own. The cache takes a
+        reference of its own to `run` (n tokens, the first one's K rotated at `local_start`).
 
         behind: digest of neighbours it was computed behind (`neighbours_digest`). meta: the strategy's own, kept with
         it. variant: whether it is one of the variants whose number is limited, of all chunks and tenants together.

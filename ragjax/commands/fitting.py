@@ -45,8 +45,12 @@ CONTESTANTS: Sequence[Mapping[str, float]] = (
     {"attention-even": 1.0, "start": 0.15},
     {**_RECEIVED, "received-start": 0.5},
     {"received-root": 1.0},
+    {"received-drift": 1.0},
+    {"received-drift": 1.0, "drift": 0.3},
+    {**_RECEIVED, "received-drift": 1.0},
 )
-"""Weights that compete besides: of `ragjax`, `fusion`, `prophet`; all quarters alike; these and starts of chunks."""
+"""Weights that compete besides: of `ragjax`, `fusion`, `prophet`; all quarters alike; these and starts of chunks;
+drift."""
 
 LADDER = (0.0, 0.05, 0.1, 0.15, 0.3, 0.5)
 """Ratios that a budget may pick."""

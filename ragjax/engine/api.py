@@ -480,10 +480,12 @@ class Engine:
         """Drop all KV that no running request uses."""
         self._loop.call(self._cache.clear)
 
-    def holds(self, prompts: Sequence[Prompt], strategy: Strategy, *, meta: bool = False) -> tuple[bool, ...]:
+    def holds(
+        self, prompts: Sequence[Prompt], strategy: Strategy, noted: Callable[[bytes], bool] = lambda meta: True
+    ) -> tuple[bool, ...]:
         """Whether the KV that a strategy keeps of each prompt, the last of its `keys`, is in the cache or on disk.
 
-        meta: only if there is something that a strategy noted with it.
+        noted: whether what a strategy noted with it will do.
         """
         kept: list[bool] = []
 
@@ -493,7 +495,7 @@ class Engine:
                 found = self._cache.tree.find(key) or (
                     self._parts.disk.find(key) if self._parts.disk is not None else None
                 )
-                kept.append(found is not None and (bool(found.meta) or not meta))
+                kept.append(found is not None and noted(found.meta))
 
         self._loop.call(look)
         return tuple(kept)

@@ -121,9 +121,9 @@ def _fuse_group(engine: Engine, jobs: Sequence[Job], strategy: Fuse, step: Calla
     todo = [job for job, is_held in zip(jobs, held, strict=True) if not is_held]
     for _ in range(len(jobs) - len(todo)):
         step()
-    # chunks near each other share neighbours: each of these is computed once, and not by every job that needs it
+    # chunks near each other share neighbours: each of these is computed once by itself, not by every job that needs it
     alone = {job.system.tokens.tobytes() + segment.tokens.tobytes(): Job(job.system, segment, ())
-             for job in todo for segment in job.neighbours}  # fmt: skip
+             for job in todo if job.neighbours for segment in (*job.neighbours, job.chunk)}  # fmt: skip
     prompts = [job.prompt for job in alone.values()]
     kept = engine.holds(prompts, strategy)
     absent = [prompt for prompt, is_kept in zip(prompts, kept, strict=True) if not is_kept]
@@ -135,9 +135,9 @@ def _fuse_group(engine: Engine, jobs: Sequence[Job], strategy: Fuse, step: Calla
 
 
 def _held(engine: Engine, jobs: Collection[Job], strategy: Fuse) -> list[bool]:
-    """Whether the KV of each job is kept, with what is to be recorded of those that have neighbours."""
+    """Whether the KV of each job is kept, with what is to be noted of those that have neighbours."""
     prompts = [job.prompt for job in jobs]
-    there, noted = (engine.holds(prompts, strategy, meta=meta) for meta in (False, strategy.record))
+    there, noted = engine.holds(prompts, strategy), engine.holds(prompts, strategy, strategy.noted)
     return [a if not job.neighbours else b for job, a, b in zip(jobs, there, noted, strict=True)]
 
 

@@ -51,6 +51,7 @@ from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
+from ragjax.reuse.notes import notes_of
 from ragjax.reuse.ranking import VARIANT, ChunkVariants, Overhead, rank
 from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length, system_part
 
@@ -232,7 +233,7 @@ class Craft(Strategy):
         for i in segments_of(prompt, Kind.CHUNK):
             match = _fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
             match = match or self._best_variant(prompt, i, context, allocation, tau)
-            influence = Influence.decode(match.node.meta) if match is not None else None
+            influence = _influence(match) if match is not None else None
             if match is not None and influence is not None:
                 found[i] = Reuse(match, influence, self._overhead(influence, before(prompt, i)))
         return found
@@ -261,13 +262,19 @@ class Craft(Strategy):
 def _fused_chunk(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Match | None:
     segment = prompt.segments[index]
     match = allocation.segment(context, segment.tokens, Provenance.APPROXIMATE, FUSED, behind=segment.behind)
-    if match is not None and Influence.decode(match.node.meta) is None:
+    if match is not None and _influence(match) is None:
         raise RequestError(
             f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
             "preprocess it with recording, or choose another strategy",
             param="rag.strategy",
         )
     return match
+
+
+def _influence(match: Match) -> Influence | None:
+    """What is noted of a chunk that was preprocessed, or kept as a variant."""
+    notes = notes_of(match.node.meta)
+    return Influence.decode(match.node.meta) if notes is None else notes.influence
 
 
 def lay_out(

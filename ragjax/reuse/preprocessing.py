@@ -6,7 +6,8 @@ KV is always the isolated one, computed behind the system prompt alone (the one 
 place: if fused KV were used where there is some, the result would depend on the order in which chunks are fused.
 
 The result is kept as method "fusion", under the system prompt and the digest of the neighbours; its first K is rotated
-at |X|. Without neighbours there is nothing to fuse, and the chunk's isolated KV is computed and kept.
+at |X|. The chunk's isolated KV is computed and kept, too: the drift from it is noted (`notes.py`), and `ragjax` reads
+it where the chunk comes first. Without neighbours there is nothing to fuse.
 
 No request can name this strategy: `ragjax.preprocess` gives it to the engine.
 """
@@ -19,10 +20,11 @@ from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Match
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
-from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, report, segments_of
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.influence import record
 from ragjax.reuse.naive import Naive
+from ragjax.reuse.notes import Notes, drift, notes_of
 from ragjax.reuse.stitch import keep_system, missing, system_account
 
 
@@ -36,28 +38,37 @@ class Fuse(Strategy):
 
     def __init__(self, *, record: bool = False):
         self.record = record
-        self.measures = frozenset({Measure.LOGITS, Measure.SEGMENT_SCORE} if record else {Measure.LOGITS})
+        scored = {Measure.SEGMENT_SCORE} if record else set()
+        self.measures = frozenset({Measure.LOGITS, Measure.DEVIATION} | scored)
+
+    def noted(self, meta: bytes) -> bool:
+        """Whether the notes kept with a chunk hold all that this strategy notes."""
+        notes = notes_of(meta)
+        return notes is not None and (notes.influence is not None or not self.record)
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, each neighbour behind it, and as the last one what will be kept."""
+        """The path of the system prompt, each chunk behind it, and as the last one what will be kept."""
         context = prompt.tokens[: _head(prompt)]
         return (
             *cache.keys_of(context, (), tenant),
-            *(_key(cache, context, segment, b"", tenant) for segment in _neighbours(prompt)),
+            *(_key(cache, context, prompt.segments[i], b"", tenant) for i in _isolated(prompt)),
             _key(cache, context, prompt.segments[-1], _behind(prompt), tenant),
         )
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """At most two passes: what is missing of the system prompt and the neighbours, then the chunk."""
+        """What is missing of the system prompt and of isolated chunks, then the chunk behind its neighbours.
+
+        Another pass over the chunk if its influence is recorded: one pass measures one thing.
+        """
         system, last = _head(prompt), len(prompt.segments) - 1
         matched = context = allocation.prefix(prompt.tokens[:system])
         others = len(prompt) - system + allocation.decode_tokens
         runs, system_hit = allocation.leading(context, system, others=others, pieces=len(prompt.segments))
-        neighbours = segments_of(prompt, Kind.CHUNK)[:-1]
-        matches = {i: allocation.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in neighbours}
+        isolated = _isolated(prompt)
+        matches = {i: allocation.segment(context, prompt.segments[i].tokens, *_name(b"")) for i in isolated}
         found = {i: match for i, match in matches.items() if match is not None}
         fresh_system = allocation.reserve(system - system_hit) if system > system_hit else None
-        fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in neighbours if i not in found}
+        fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in isolated if i not in found}
         own = allocation.reserve(len(prompt.segments[last]))
         tail = allocation.reserve_with_tail(0)
 
@@ -72,21 +83,23 @@ class Fuse(Strategy):
             _keep(allocation, context, prompt.segments[i], piece, system, b"")
 
         place = prompt.starts[last]
-        spans = (
-            *system_spans,
-            *(span for i, match in found.items() for span in match_spans(match, prompt.starts[i])),
-            *(Span.consecutive(prompt.starts[i], run, prompt.starts[i] - system) for i, run in fresh.items()),
-            Span.consecutive(place, own),
-        )
+        placed = {i: match_spans(match, prompt.starts[i]) for i, match in found.items()}
+        placed |= {i: (Span.consecutive(prompt.starts[i], run, prompt.starts[i] - system),) for i, run in fresh.items()}
+        alone = placed.pop(last, ())
+        spans = (*system_spans, *(span for i in placed for span in placed[i]), Span.consecutive(place, own))
         rows = indices(place, len(prompt))
-        results = yield Pass(rows, rows, spans, self.measures, (len(prompt) - 1,))
-        score = results.get(Measure.SEGMENT_SCORE)
-        meta = b"" if score is None else record(prompt, last, rows, score).encode()
+        measures = LOGITS | ({Measure.DEVIATION} if alone else frozenset())
+        results = yield Pass(rows, rows, spans, measures, (len(prompt) - 1,), stale=alone)
+        influence = None
+        if self.record and alone:
+            scored = yield Pass(rows, rows, spans, frozenset({Measure.SEGMENT_SCORE}))
+            influence = record(prompt, last, rows, scored[Measure.SEGMENT_SCORE])
+        meta = Notes(drift(results[Measure.DEVIATION][1]), influence).encode() if alone else b""
         _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta)
 
         reused, tiers = system_account(prompt, matched, system_hit)
-        reused |= {i: len(prompt.segments[i]) for i in found}
-        tiers |= {i: match.tier() for i, match in found.items()}
+        reused |= {i: len(prompt.segments[i]) for i in found if i != last}
+        tiers |= {i: match.tier() for i, match in found.items() if i != last}
         exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not allocation.lossy
         return Plan(spans, tail, "full" if exact else None, report(prompt, reused, tiers), results[Measure.LOGITS][0])
 
@@ -106,6 +119,12 @@ def _head(prompt: Prompt) -> int:
 
 def _neighbours(prompt: Prompt) -> Sequence[Segment]:
     return [segment for segment in prompt.segments[:-1] if segment.kind is Kind.CHUNK]
+
+
+def _isolated(prompt: Prompt) -> tuple[int, ...]:
+    """Chunks whose isolated KV is needed: all, if there are neighbours."""
+    chunks = segments_of(prompt, Kind.CHUNK)
+    return chunks if len(chunks) > 1 else ()
 
 
 def _behind(prompt: Prompt) -> bytes:

@@ -13,6 +13,8 @@ a token receives from the question's rows, plain and times the norm of its value
 - `start`: 1 / (1 + place in the chunk) (EPIC); `received-start`: the same times what the token receives in all layers.
 - `place`: the same for all, so that a token counts by itself.
 - `isolated`: the same for all tokens of chunks whose KV was computed behind the system prompt alone, 0 for others.
+- `drift`: how far preprocessing moved the token's values (`notes.py`); `received-drift`: the same times what the token
+  receives in all layers. A token of whose chunk nothing is noted has the mean of the others.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from numpy.typing import NDArray
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Results, Tokens
 from ragjax.reuse.base import segments_of
-from ragjax.reuse.stitch import Stitched
+from ragjax.reuse.notes import notes_of
+from ragjax.reuse.stitch import Stitched, span_of
 
 QUARTERS = 4
 """Parts of the depth that have signals of their own."""
@@ -64,6 +67,7 @@ def signals(stitched: Stitched, results: Results, tokens: Tokens) -> Signals:
     valued_LN = np.asarray(results[Measure.VALUED_SCORE][:, tokens], np.float64)
     whole = valued_LN.sum(0)
     chunk_N, place_N, alone_N = _layout(stitched, tokens)
+    drift_N = _drift(stitched, tokens)
     named = {
         **{f"attention-{i + 1}": part.sum(0) for i, part in enumerate(_quarters(plain_LN))},
         **{f"received-{i + 1}": part.sum(0) for i, part in enumerate(_quarters(valued_LN))},
@@ -76,6 +80,8 @@ def signals(stitched: Stitched, results: Results, tokens: Tokens) -> Signals:
         "received-start": whole / (1.0 + place_N),
         "place": np.ones(len(tokens)),
         "isolated": alone_N.astype(np.float64),
+        "drift": drift_N,
+        "received-drift": whole * drift_N,
     }
     mass = float(plain_LN.sum()) / (len(plain_LN) * len(stitched.question))
     return Signals(tokens, shares(np.stack([named[name] for name in NAMES])), mass)
@@ -94,6 +100,8 @@ NAMES = (
         "received-start",
         "place",
         "isolated",
+        "drift",
+        "received-drift",
     ),
 )
 """Every signal, in order."""
@@ -125,6 +133,18 @@ def _layout(stitched: Stitched, tokens: Tokens) -> tuple[NDArray[np.int64], NDAr
         match = stitched.matches.get(i)  # none: it was computed for this request, isolated
         alone[i] = match is None or match.node.provenance is Provenance.ISOLATED
     return segment_N.astype(np.int64), place_N.astype(np.int64), alone[segment_N]
+
+
+def _drift(stitched: Stitched, tokens: Tokens) -> Shares:
+    """Drift of each token; the mean of the others where none is noted, 1 if there are no others."""
+    drift_N = np.full(len(stitched.prompt), np.nan)
+    for i, meta in stitched.meta.items():
+        notes = notes_of(meta)
+        if notes is not None and i not in stitched.condensed:
+            drift_N[slice(*span_of(stitched.prompt, i))] = notes.drift_N
+    asked_N = drift_N[tokens]
+    known = np.isfinite(asked_N)
+    return np.where(known, asked_N, asked_N[known].mean() if known.any() else 1.0)
 
 
 def _nearby(score_N: Shares, chunk_N: NDArray[np.int64]) -> Shares:

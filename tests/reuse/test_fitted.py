@@ -7,10 +7,11 @@ import math
 import numpy as np
 import pytest
 
-from ragjax.core import Kind, Prompt, RequestError
+from ragjax.core import Kind, Prompt, RequestError, Segment
 from ragjax.core.fit import Fit, Forecast
 from ragjax.reuse import strategies
 from ragjax.reuse.anchor import Anchored, Valued
+from ragjax.reuse.base import segments_of
 from ragjax.reuse.budget import EXPECTED, RATIO, Fitted, entropy
 from ragjax.reuse.fitted import Weighted
 from ragjax.reuse.repair import Selective
@@ -19,7 +20,18 @@ from ragjax.reuse.signals import NAMES, NEAR, QUARTERS
 from ragjax.reuse.trial import Drawn, Once, Told
 from tests.support import tiny
 from tests.support.executor import Array, Executor, model
-from tests.support.literal import FIT, chosen_of, counted, highest, indices_of, isolated, joins, preprocessed, repaired
+from tests.support.literal import (
+    FIT,
+    chosen_of,
+    counted,
+    drifts,
+    highest,
+    indices_of,
+    isolated,
+    joins,
+    preprocessed,
+    repaired,
+)
 
 WEIGHTS = FIT.weights
 LADDER = (0.0, 0.1, 0.3)
@@ -73,7 +85,17 @@ def literal(prompt: Prompt, kept: tuple[Array, Array], tokens: list[int]) -> dic
     found["place"] = [1.0 for _ in tokens]
     marked = {i for i, s in enumerate(prompt.segments) if s.kind is Kind.CHUNK and s.behind}
     found["isolated"] = [0.0 if chunk[t] in marked else 1.0 for t in tokens]
+    drift = {prompt.starts[i] + n: d for i in marked for n, d in enumerate(drifts(prompt, i, behind_of(prompt, i)))}
+    known = [drift[t] for t in tokens if t in drift]
+    mean = sum(known) / len(known) if known else 1.0
+    found["drift"] = [drift.get(t, mean) for t in tokens]
+    found["received-drift"] = [whole[t] * drift.get(t, mean) for t in tokens]
     return {name: [x / (sum(row) or 1.0) for x in row] for name, row in found.items()}
+
+
+def behind_of(prompt: Prompt, i: int) -> list[Segment]:
+    """What `preprocessed` computes a chunk behind."""
+    return [prompt.segments[j] for j in reversed(segments_of(prompt, Kind.CHUNK)) if j != i]
 
 
 def candidates(prompt: Prompt) -> list[int]:
@@ -89,7 +111,9 @@ def test_a_signal_is_what_its_definition_says_and_chooses_by_it(name: str) -> No
     tokens, found = candidates(prompt), seen.found
     assert found is not None and list(found.tokens) == tokens
     expected = literal(prompt, kept, tokens)[name]
-    np.testing.assert_allclose(found.share_SN[NAMES.index(name)], expected, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        found.share_SN[NAMES.index(name)], expected, rtol=2e-3 if "drift" in name else 1e-4, atol=1e-7
+    )
     assert found.share_SN.sum(1) == pytest.approx(np.where(found.share_SN.any(1), 1.0, 0.0))
 
 

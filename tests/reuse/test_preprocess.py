@@ -34,12 +34,13 @@ from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.fusion import METHOD
-from ragjax.reuse.influence import Influence
 from ragjax.reuse.naive import Naive
+from ragjax.reuse.notes import Notes, notes_of
 from ragjax.reuse.preprocessing import Fuse
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.executor import Executor, model
+from tests.support.literal import drifts
 
 Array = NDArray[np.float64]
 GIGA = 2**30
@@ -86,11 +87,11 @@ def method_nodes(cache: KnowledgeCache, method: str) -> list[Node]:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
-@pytest.mark.parametrize("warm", [0, 1, 3])
+@pytest.mark.parametrize("warm", [0, 1, 4])
 def test_a_chunk_is_computed_behind_isolated_neighbours(count: int, warm: int) -> None:
     system, chunk, *others = segments(count)[: 2 + count]
     executor, prompt = Executor(), Job(system, chunk, tuple(others)).prompt
-    for other in others[:warm]:
+    for other in [*others, chunk][:warm] if others else []:
         executor.run(Fuse(), Prompt((system, other)))
     done = executor.run(Fuse(), prompt)
     behind = neighbours_digest(other.tokens for other in others)
@@ -101,7 +102,7 @@ def test_a_chunk_is_computed_behind_isolated_neighbours(count: int, warm: int) -
     slots = node.run.slots(executor.page_size)
     np.testing.assert_allclose(executor.k[:, slots], k, atol=1e-9)
     np.testing.assert_allclose(executor.v[:, slots], v, atol=1e-9)
-    assert len(done.passes) == (1 if 0 < count <= warm else 2)
+    assert len(done.passes) == (1 if 0 < count < warm else 2)
     assert done.plan.exact_to == (None if others else "full")
 
 
@@ -115,6 +116,7 @@ def test_neighbours_are_kept_as_naive_finds_them() -> None:
     assert [report.reused for report in after.plan.reports] == [len(system), *map(len, others), 0]
     other = Executor()
     other.run(Naive(), Prompt((system, *others, question)))
+    other.run(Naive(), Prompt((system, chunk, question)))
     assert len(other.run(Fuse(), Job(system, chunk, tuple(others)).prompt).passes) == 1
     assert node_of(other.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).local_start == 133 - len(
         chunk
@@ -156,18 +158,48 @@ def test_keys_name_what_is_used_and_kept() -> None:
     assert len(set(keys) & set(Fuse().keys(prompt, executor.cache, "acme"))) == 1  # the public system prompt
 
 
+def noted(executor: Executor, chunk: Segment, others: Sequence[Segment]) -> Notes:
+    notes = notes_of(node_of(executor.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).meta)
+    assert notes is not None
+    return notes
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("record", [False, True])
+def test_the_drift_from_isolated_values_is_noted(record: bool, warm: bool) -> None:
+    system, chunk, *others = segments(6)
+    executor, prompt = Executor(), Job(system, chunk, tuple(others)).prompt
+    if warm:
+        executor.run(Fuse(), Prompt((system, chunk)))
+    executor.run(Fuse(record=record), prompt)
+    expected = drifts(prompt, len(prompt.segments) - 1, others)
+    np.testing.assert_allclose(noted(executor, chunk, others).drift_N, expected, rtol=2e-3)
+    assert expected.min() > 0
+    alone = Executor()
+    alone.run(Fuse(record=record), Prompt((system, chunk)))
+    assert all(node.meta == b"" for node in alone.cache.tree.nodes())
+
+
 def test_attention_to_the_neighbours_is_recorded_if_asked_for() -> None:
     system, chunk, *others = segments(6)
     executor, prompt = Executor(), Job(system, chunk, tuple(others)).prompt
+    executor.run(Fuse(), prompt)
+    assert noted(executor, chunk, others).influence is None
     executor.run(Fuse(record=True), prompt)
-    influence = Influence.decode(
-        node_of(executor.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).meta
-    )
+    influence = noted(executor, chunk, others).influence
     assert influence is not None and influence.lengths == tuple(map(len, others)) and len(influence) == len(chunk)
     assert (influence.inter_LZ > 0).all() and (influence.score_T > 0).all()
-    bare = Executor()
-    bare.run(Fuse(), prompt)
-    assert all(node.meta == b"" for node in bare.cache.tree.nodes())
+    executor.run(Fuse(), prompt)
+    assert noted(executor, chunk, others).influence is not None, "what is known is not forgotten"
+
+
+def test_notes_that_do_not_add_up_are_refused() -> None:
+    notes = Notes(np.array([0.0, 1.5, 1e9], np.float32))
+    again = notes_of(notes.encode())
+    assert again is not None and list(again.drift_N) == [0.0, 1.5, 65504.0]
+    assert notes_of(b"") is None and notes_of(b"\x01\x00 an influence") is None
+    with pytest.raises(ValueError, match="the drift alone takes 12"):
+        notes_of(notes.encode()[:-1])
 
 
 @pytest.mark.parametrize("wrong", [(0,), (1, 2), (0, 1, 5)], ids=["system alone", "no system", "a join"])
@@ -384,7 +416,7 @@ def test_marks_without_kv_are_not_believed(engine: Engine) -> None:
 
 
 def test_only_kv_that_is_there_is_marked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "holds", lambda prompts, strategy, meta=False: (False,) * len(prompts))
+    monkeypatch.setattr(engine, "holds", lambda prompts, strategy, noted=None: (False,) * len(prompts))
     assert preprocess(engine, n=3, progress=False).lost == 12
     assert {chunk.behind for chunk in engine.knowledge_base().chunks(range(1, 20)).values()} == {b""}
 

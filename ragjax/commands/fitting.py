@@ -46,8 +46,9 @@ CONTESTANTS: Sequence[Mapping[str, float]] = (
     {**_RECEIVED, "received-start": 0.5},
     {"received-root": 1.0},
     {"received-drift": 1.0},
-    {"received-drift": 1.0, "drift": 0.3},
-    {**_RECEIVED, "received-drift": 1.0},
+    {"late-drift": 1.0},
+    {"late-drift": 0.6, "received-3": 0.2, "received-4": 0.2},
+    {"received-drift": 0.7, "start": 0.15, "drift": 0.15},
 )
 """Weights that compete besides: of `ragjax`, `fusion`, `prophet`; all quarters alike; these and starts of chunks;
 drift."""

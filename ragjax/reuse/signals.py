@@ -13,8 +13,9 @@ a token receives from the question's rows, plain and times the norm of its value
 - `start`: 1 / (1 + place in the chunk) (EPIC); `received-start`: the same times what the token receives in all layers.
 - `place`: the same for all, so that a token counts by itself.
 - `isolated`: the same for all tokens of chunks whose KV was computed behind the system prompt alone, 0 for others.
-- `drift`: how far preprocessing moved the token's values (`notes.py`); `received-drift`: the same times what the token
-  receives in all layers. A token of whose chunk nothing is noted has the mean of the others.
+- `drift`: how far preprocessing moved the token's values (`notes.py`); `received-drift` and `late-drift`: the same
+  times what the token receives in all layers, and in the later half. A token of whose chunk nothing is noted has the
+  mean of the others.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def signals(stitched: Stitched, results: Results, tokens: Tokens) -> Signals:
         "isolated": alone_N.astype(np.float64),
         "drift": drift_N,
         "received-drift": whole * drift_N,
+        "late-drift": valued_LN[len(valued_LN) // 2 :].sum(0) * drift_N,
     }
     mass = float(plain_LN.sum()) / (len(plain_LN) * len(stitched.question))
     return Signals(tokens, shares(np.stack([named[name] for name in NAMES])), mass)
@@ -102,6 +104,7 @@ NAMES = (
         "isolated",
         "drift",
         "received-drift",
+        "late-drift",
     ),
 )
 """Every signal, in order."""

@@ -23,9 +23,10 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Prompt, Tokens
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.fusion import Fused
+from ragjax.reuse.head import system_length
 from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
-from ragjax.reuse.stitch import Stitched, span_of, system_length
+from ragjax.reuse.stitch import Stitched, span_of
 
 
 class Anchored(Fused):

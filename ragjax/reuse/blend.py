@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
-from ragjax.reuse.base import Allocation, Strategy, indices
+from ragjax.reuse.base import Allocation, indices
+from ragjax.reuse.head import ChunkStrategy
 from ragjax.reuse.repair import RATIO, Choice, Selector, chunk_tokens
 from ragjax.reuse.select import share, top
 from ragjax.reuse.stitch import LOGITS, Isolated, Stitched, keys, outlook, prepare
@@ -67,7 +68,7 @@ def combined(deviation: NDArray[np.float32], of: Of) -> NDArray[np.float64]:
     return key / max(float(key.mean()), 1e-30) + value / max(float(value.mean()), 1e-30)
 
 
-class Gradual(Strategy):
+class Gradual(ChunkStrategy):
     """CacheBlend with gradual narrowing; of isolated chunks.
 
     The account counts every token that was recomputed in any layer, up to twice the ratio.
@@ -81,15 +82,15 @@ class Gradual(Strategy):
         self.ratio = ratio
         self._of: Of = of
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each chunk behind it."""
+    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the head, and each chunk."""
         return keys(prompt, cache, tenant, Isolated())
 
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The same, each chunk by itself."""
         return outlook(prompt, cache, tenant, Isolated())
 
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """What is missing, two layers of everything, then stage by stage over fewer tokens."""
         total = chunk_tokens(prompt)
         counts = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(allocation.stages) - 1)

@@ -22,6 +22,7 @@ from ragjax.core.fit import Fit, Forecast
 from ragjax.reuse.anchor import Anchored
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.fitted import NAME, Weighted, probe, read
+from ragjax.reuse.head import is_plain
 from ragjax.reuse.repair import Selective, chunk_tokens
 from ragjax.reuse.select import share
 from ragjax.reuse.signals import Signals
@@ -49,12 +50,17 @@ class Budgeted(Selective):
         self._forecast = forecast
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        """As `Selective`; a prompt without chunks keeps any budget."""
+        plan = yield from super().prefill(prompt, allocation, ratio)
+        return _told(plan, 0.0, 0.0) if is_plain(prompt) else plan
+
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """What is missing, the pass that is measured, and the repair that the forecast takes."""
         total = chunk_tokens(prompt)
         stitched = yield from prepare(prompt, allocation, self._source, repaired=total)
         results = yield probe(stitched, LOGITS)
         found, logits = read(stitched, results), results[Measure.LOGITS][0]
-        if not len(found.tokens):  # no chunk, or one that is exact as it is
+        if not len(found.tokens):  # one chunk, which is exact as it is
             return _told(stitched.plan(stitched.spans, logits), 0.0, 0.0)
         ratio, expected = self.pick(found, entropy(logits), total)
         count = share(ratio, total)

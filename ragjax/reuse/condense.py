@@ -25,9 +25,10 @@ from ragjax.cache.match import Candidate
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Kind, Measure, Move, Prefill, Prompt, Results, Segment, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices, segments_of
+from ragjax.reuse.head import system_length
 from ragjax.reuse.select import share as share_of
 from ragjax.reuse.select import top
-from ragjax.reuse.stitch import Isolated, Source, prepare, span_of, system_length
+from ragjax.reuse.stitch import Isolated, Source, prepare, span_of
 
 METHOD = "condensed"
 

@@ -47,13 +47,22 @@ from ragjax.core import (
     Span,
     Tokens,
 )
-from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report, segments_of
+from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
+from ragjax.reuse.head import (
+    ChunkStrategy,
+    head_account,
+    head_keys,
+    head_length,
+    head_part,
+    keep_head,
+    system_length,
+)
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
 from ragjax.reuse.notes import notes_of
 from ragjax.reuse.ranking import VARIANT, ChunkVariants, Overhead, rank
-from ragjax.reuse.stitch import alone, check, keep_system, system_account, system_length, system_part
+from ragjax.reuse.stitch import alone, check
 
 TAU = 1.0
 """Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own; 1: none does.
@@ -75,7 +84,7 @@ class Reuse:
 class Layout:
     """Where everything of a prompt lies while it is computed.
 
-    hit: leading tokens of the system prompt that are reused. head: slots of the others, if there are any.
+    hit: tokens of the head (`head.py`) that are reused. head: slots of its others, if there are any.
     whole: slots of the chunks that are computed whole. reused: the others' KV.
     picked: orders mended, int32 [n], ascending. rows: orders to compute, int32 [m], ascending.
     spans: every key. old: reused KV with nothing hidden. new: slots of what is mended. tail: slots for decoding.
@@ -136,7 +145,7 @@ Mass = tuple[Tokens, NDArray[np.float32]]
 Asking = Generator[Pass | Move, Results, Outcome]
 
 
-class Craft(Strategy):
+class Craft(ChunkStrategy):
     """Cache-Craft: the best variant of each chunk, mended where its context differs.
 
     name: as requests ask for it. alpha: scale of the Cache Fix Overhead where a request names no ratio
@@ -167,13 +176,13 @@ class Craft(Strategy):
         self._focus = focus
         self._fused = fused
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each chunk's best variant, or the one that it would get.
+    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the head, and each chunk's best variant, or the one that it would get.
 
         Before it, where a preprocessed chunk is taken first, that one.
         """
         head = prompt.tokens[: system_length(prompt)]
-        keys = list(cache.keys_of(head, (), tenant))
+        keys = list(head_keys(prompt, cache, tenant))
         for i in segments_of(prompt, Kind.CHUNK):
             segment, prior = prompt.segments[i], before(prompt, i)
             tokens = segment.tokens
@@ -186,9 +195,9 @@ class Craft(Strategy):
             keys.append(ranked[0].key if ranked else new)
         return tuple(keys)
 
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The system prompt, and a variant of each chunk: any, unless new variants are made for new prefixes."""
-        parts: list[Part] = [system_part(prompt, tenant)]
+    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The head, and a variant of each chunk: any, unless new variants are made for new prefixes."""
+        parts: list[Part] = [head_part(prompt, tenant)]
         head = prompt.tokens[: system_length(prompt)]
         for i in segments_of(prompt, Kind.CHUNK):
             segment, prior = prompt.segments[i], before(prompt, i)
@@ -210,22 +219,25 @@ class Craft(Strategy):
         kept = cache.variants(tokens, VARIANT, tenant, head, cold=False)
         return bool(kept) if self.tau >= 1 else bool(rank(kept, prior, self._overhead, self.tau))
 
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """One pass over what is missing, what is mended and the joins; with focus, one a stage until it is known.
 
         Raises:
             RequestError: as `check`, or if a preprocessed chunk was kept without its attention.
         """
         check(prompt)
-        context = allocation.prefix(prompt.tokens[: system_length(prompt)])
+        system, length = system_length(prompt), head_length(prompt)
+        matched = context = allocation.prefix(prompt.tokens[:length])
+        if system < length:
+            context = allocation.prefix(prompt.tokens[:system], quiet=True)
         reused = self._reused(prompt, context, allocation, 1.0 if ratio is not None else self.tau)
         counts = self._counts(prompt, reused, ratio)
-        layout = lay_out(prompt, allocation, context, reused, counts)
+        layout = lay_out(prompt, allocation, matched, reused, counts)
         focus = self._focus and len(layout.picked) and len(layout.chunks) > 2
         outcome = yield from _by_stages(layout, allocation.stages) if focus else _at_once(layout)
-        _keep(layout, allocation, context, outcome.scores)
+        _keep(layout, allocation, matched, context, outcome.scores)
         exact = layout.exact and not allocation.lossy
-        account = _account(layout, context)
+        account = _account(layout, matched)
         return Plan(layout.spans, layout.tail, "full" if exact else None, account, outcome.logits, outcome.figures)
 
     def _reused(self, prompt: Prompt, context: Match, allocation: Allocation, tau: float) -> dict[int, Reuse]:
@@ -278,29 +290,29 @@ def _influence(match: Match) -> Influence | None:
 
 
 def lay_out(
-    prompt: Prompt, allocation: Allocation, context: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
+    prompt: Prompt, allocation: Allocation, matched: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
 ) -> Layout:
     """Reserve what will be written and place everything; `counts[i]` tokens of reused chunk i are computed anew.
 
     Raises:
         OutOfPages: if there is no room now.
     """
-    starts, page_size, system = prompt.starts, allocation.page_size, system_length(prompt)
+    starts, page_size, length = prompt.starts, allocation.page_size, head_length(prompt)
     reused = {i: reuse for i, reuse in reused.items() if counts[i] < len(prompt.segments[i])}
     picks = [starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
     picked = np.concatenate([indices(0, 0), *picks]).astype(np.int32)
-    joins = segments_of(prompt, Kind.QUERY)
+    joins = [i for i in segments_of(prompt, Kind.QUERY) if starts[i] >= length]
     joined = sum(len(prompt.segments[i]) for i in joins)
-    others = len(prompt) - system + len(picked) + allocation.decode_tokens
-    runs, hit = allocation.leading(context, system, others=others, pieces=len(prompt.segments) + 1)
-    head = allocation.reserve(system - hit) if system > hit else None
+    others = len(prompt) - length + len(picked) + allocation.decode_tokens
+    runs, hit = allocation.leading(matched, length, others=others, pieces=len(prompt.segments) + 1)
+    head = allocation.reserve(length - hit) if length > hit else None
     whole = {i: allocation.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
     new = (Span(picked, allocation.reserve(len(picked))),) if len(picked) else ()
     run, used = allocation.reserve_with_tail(joined), 0
 
     old = tuple(span for i, reuse in reused.items() for span in match_spans(reuse.match, starts[i]))
     hidden = (replace(span, indices=np.where(np.isin(span.indices, picked), NEVER, span.indices)) for span in old)
-    spans = [*match_spans(context, 0, runs=runs), *hidden, *new]
+    spans = [*match_spans(matched, 0, runs=runs), *hidden, *new]
     if head is not None:
         spans.append(Span.consecutive(hit, head))
     spans += [Span.consecutive(starts[i], piece) for i, piece in whole.items()]
@@ -308,7 +320,7 @@ def lay_out(
         spans.append(Span.consecutive(starts[i], run.slice(used, used + len(prompt.segments[i]), page_size)))
         used += len(prompt.segments[i])
     computed = [indices(starts[i], starts[i + 1]) for i in (*whole, *joins)]
-    rows = np.sort(np.concatenate([indices(hit, system), picked, *computed]))
+    rows = np.sort(np.concatenate([indices(hit, length), picked, *computed]))
     tail = run.slice(used, run.length, page_size)
     return Layout(prompt, hit, head, whole, reused, picked, tuple(spans), old, new, tail, rows)
 
@@ -380,12 +392,12 @@ def _seen_by_question(layout: Layout, scores: Sequence[Mass]) -> NDArray[np.floa
     return np.concatenate([score[:, rows >= begin][..., chunks].sum(1, dtype=np.float64) for rows, score in scores])
 
 
-def _keep(layout: Layout, allocation: Allocation, context: Match, scores: Sequence[Mass]) -> None:
-    """Admit the system prompt, and the chunks that were computed whole."""
+def _keep(layout: Layout, allocation: Allocation, matched: Match, context: Match, scores: Sequence[Mass]) -> None:
+    """Admit the head, and the chunks that were computed whole."""
     prompt = layout.prompt
     totals = Totals(len(prompt) - len(layout.rows), len(layout.rows))
     if layout.head is not None:
-        context = keep_system(prompt, allocation, context, layout.hit, layout.head, totals)
+        context = keep_head(prompt, allocation, matched, layout.hit, layout.head, totals)
     if not layout.whole or not context.complete:
         return
     own = np.concatenate([indices(prompt.starts[i], prompt.starts[i + 1]) for i in layout.whole])
@@ -398,10 +410,10 @@ def _keep(layout: Layout, allocation: Allocation, context: Match, scores: Sequen
         )  # fmt: skip
 
 
-def _account(layout: Layout, context: Match) -> tuple[SegmentReport, ...]:
+def _account(layout: Layout, matched: Match) -> tuple[SegmentReport, ...]:
     """What was reused. A token that was computed in some layers counts as recomputed."""
     prompt = layout.prompt
-    reused, tiers = system_account(prompt, context, layout.hit)
+    reused, tiers = head_account(prompt, matched, layout.hit)
     tiers |= {i: reuse.match.tier() for i, reuse in layout.reused.items()}
     return report(prompt, reused, tiers, recomputed={i: layout.of_chunks([i]) for i in layout.reused})
 

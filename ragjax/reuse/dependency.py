@@ -41,7 +41,7 @@ from ragjax.core import (
 from ragjax.core.depprompt import Positions, begins_of, paths_of
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
-from ragjax.reuse.stitch import keep_system, system_length, system_part
+from ragjax.reuse.head import keep_system, system_length, system_part
 
 Path = tuple[int, ...]
 """Indices of a tree's segments from its root to one of them."""

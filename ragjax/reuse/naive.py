@@ -2,8 +2,8 @@
 
 Sources: TurboRAG (arXiv 2410.07590) and PromptCache (2311.04934), the full reuse of FusionRAG section 2.2. A chunk
 attends to the system prompt and to itself; it is computed at the position right behind the system prompt and moved
-to its place by a RoPE offset when it is read. If all chunks are known, only the query segments (earlier turns and
-question) are computed.
+to its place by a RoPE offset when it is read. If all chunks and the head are known, only the query segments behind the
+first chunk are computed.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
-from ragjax.core import Exactness, Measure, Plan, Prefill, Prompt, Tokens
-from ragjax.reuse.base import Allocation, Strategy
+from ragjax.core import Exactness, Measure, Prefill, Prompt
+from ragjax.reuse.base import Allocation
 from ragjax.reuse.condense import Condensed
+from ragjax.reuse.head import ChunkStrategy
 from ragjax.reuse.stitch import Isolated, Source, keys, outlook, prepare
 
 
-class Naive(Strategy):
+class Naive(ChunkStrategy):
     """Full reuse of isolated chunks; approximate as soon as two chunks stand together.
 
     A model that was trained to read such chunks (Block-Attention, arXiv 2409.15355; `train.depft --target teacher`)
@@ -37,22 +38,19 @@ class Naive(Strategy):
         self._exact_to = exact_to
         self._source = Condensed(Isolated()) if source is None else source
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each chunk behind it."""
+    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the head, and each chunk."""
         return keys(prompt, cache, tenant, self._source)
 
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The same, each chunk by itself."""
         return outlook(prompt, cache, tenant, self._source)
 
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """At most two passes: the system prompt and chunks that are missing, then the query segments."""
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
+        """At most two passes: what is missing of the head and the chunks, then the query segments behind it."""
         stitched = yield from prepare(prompt, allocation, self._source)
         results = yield stitched.ask()
         plan = stitched.plan(stitched.spans, results[Measure.LOGITS][0])
         if plan.exact_to is not None or allocation.lossy or any(report.dropped for report in plan.reports):
             return plan
         return replace(plan, exact_to=self._exact_to)
-
-    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Answers depend on all chunks at once and are not kept."""

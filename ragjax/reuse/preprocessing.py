@@ -22,10 +22,11 @@ from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, report, segments_of
 from ragjax.reuse.fusion import METHOD
+from ragjax.reuse.head import head_account, keep_system
 from ragjax.reuse.influence import record
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.notes import Notes, drift, notes_of
-from ragjax.reuse.stitch import keep_system, missing, system_account
+from ragjax.reuse.stitch import missing
 
 
 class Fuse(Strategy):
@@ -97,7 +98,7 @@ class Fuse(Strategy):
         meta = Notes(drift(results[Measure.DEVIATION][1]), influence).encode() if alone else b""
         _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta)
 
-        reused, tiers = system_account(prompt, matched, system_hit)
+        reused, tiers = head_account(prompt, matched, system_hit)
         reused |= {i: len(prompt.segments[i]) for i in found if i != last}
         tiers |= {i: match.tier() for i, match in found.items() if i != last}
         exact = last == len(segments_of(prompt, Kind.SYSTEM)) and not allocation.lossy

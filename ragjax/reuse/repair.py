@@ -17,8 +17,9 @@ from collections.abc import Generator
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
 from ragjax.core import Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
-from ragjax.reuse.base import Allocation, Strategy, segments_of
+from ragjax.reuse.base import Allocation, segments_of
 from ragjax.reuse.condense import Condensed
+from ragjax.reuse.head import ChunkStrategy
 from ragjax.reuse.select import share
 from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, outlook, prepare
 
@@ -47,7 +48,7 @@ class Selector(ABC):
         """Choose `count` of the chunks' tokens; `count` lies strictly between none and all."""
 
 
-class Selective(Strategy):
+class Selective(ChunkStrategy):
     """A strategy of a source and a selector.
 
     ratio: share of the chunks' tokens to recompute unless a request says so, in [0, 1].
@@ -64,15 +65,15 @@ class Selective(Strategy):
         self._source = source
         self._selector = selector
 
-    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the system prompt, and each chunk as its source's candidates."""
+    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the head, and each chunk as its source's candidates."""
         return keys(prompt, cache, tenant, self._source)
 
-    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """The same, each chunk by itself."""
         return outlook(prompt, cache, tenant, self._source)
 
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """What is missing, the selector's passes, and one pass over the chosen tokens and the query segments."""
         total = chunk_tokens(prompt)
         count = share(self.ratio if ratio is None else ratio, total)

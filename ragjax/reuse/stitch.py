@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.keys import raw_of
 from ragjax.cache.match import Candidate, Match, Totals
-from ragjax.cache.outlook import Causal, Keyed, Outlook, Part
+from ragjax.cache.outlook import Keyed, Outlook, Part
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
@@ -35,8 +34,8 @@ from ragjax.core import (
     Tokens,
     Visibility,
 )
-from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
+from ragjax.reuse.head import cut_head, head_account, head_keys, head_length, head_part, keep_head, system_length
 
 LOGITS = frozenset({Measure.LOGITS})
 NOTHING = Run((), 0, 0)
@@ -80,13 +79,13 @@ class Isolated:
 
 @dataclass(frozen=True)
 class Stitched:
-    """A prompt whose chunks have KV side by side, before its query segments are computed.
+    """A prompt whose head has KV, and whose chunks have it side by side, before the query segments behind are computed.
 
-    head, chunk, query: spans of system segments, chunks at their places, and query segments (in slots of its own).
+    head, chunk, query: spans of the head (`head.py`), chunks at their places, and query segments behind the head (in
+    slots of its own).
     tail: slots for generated tokens. repaired, scratch: slots for tokens to recompute, and to measure with.
-    context: the match on the system segments, of which `system_hit` tokens are used. matches: of chunks that were
-    found, by segment. condensed: which of them hold a part of the chunk, its token indexes. meta: bytes kept with each
-    chunk, by segment.
+    matched: the match on the head, of which `hit` tokens are used. matches: of chunks that were found, by segment.
+    condensed: which of them hold a part of the chunk, its token indexes. meta: bytes kept with each chunk, by segment.
     """
 
     prompt: Prompt
@@ -96,8 +95,8 @@ class Stitched:
     tail: Run
     repaired: Run
     scratch: Run
-    context: Match
-    system_hit: int
+    matched: Match
+    hit: int
     matches: Mapping[int, Match]
     condensed: Mapping[int, Tokens]
     meta: Mapping[int, bytes]
@@ -116,8 +115,8 @@ class Stitched:
 
     @cached_property
     def queries(self) -> Tokens:
-        """Indexes of all tokens of query segments, ascending, int32 [n]."""
-        return _indices_of(self.prompt, Kind.QUERY)
+        """Indexes of all tokens of query segments behind the head, ascending, int32 [n]."""
+        return _asking(self.prompt)
 
     @property
     def question(self) -> Tokens:
@@ -162,7 +161,7 @@ class Stitched:
             layer (None: all).
         """
         redone = indices(0, 0) if recomputed is None else recomputed
-        reused, tiers = system_account(self.prompt, self.context, self.system_hit)
+        reused, tiers = head_account(self.prompt, self.matched, self.hit)
         computed, dropped = {}, {}
         for i, match in self.matches.items():
             every = indices(*span_of(self.prompt, i))
@@ -175,7 +174,7 @@ class Stitched:
         return Plan(spans, self.tail, "full" if exact else None, account, logits, figures or {})
 
     def _exact(self, whole: Tokens) -> bool:
-        if self.context.lossy and self.system_hit:
+        if self.matched.lossy and self.hit:
             return False
         if len(whole) == len(self.chunks):
             return True
@@ -187,7 +186,7 @@ class Stitched:
 def prepare(
     prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0, keep: bool = True
 ) -> Generator[Pass, Results, Stitched]:
-    """Match, reserve, and compute what is missing of the system prompt and the chunks, in at most one pass.
+    """Match, reserve, and compute what is missing of the head and the chunks, in at most one pass.
 
     repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees. keep: admit
     chunks that were missing.
@@ -197,10 +196,12 @@ def prepare(
         RequestError, ValueError: as `check`, or if system segments do not come first.
     """
     check(prompt)
-    system = system_length(prompt)
-    matched = context = allocation.prefix(prompt.tokens[:system])
-    tokens = len(prompt) - system + allocation.decode_tokens + repaired
-    runs, system_hit = allocation.leading(context, system, others=tokens, pieces=len(prompt.segments) + 1)
+    system, length = system_length(prompt), head_length(prompt)
+    matched = context = allocation.prefix(prompt.tokens[:length])
+    if system < length:
+        context = allocation.prefix(prompt.tokens[:system], quiet=True)
+    tokens = len(prompt) - length + allocation.decode_tokens + repaired
+    runs, hit = allocation.leading(matched, length, others=tokens, pieces=len(prompt.segments) + 1)
     chunks = segments_of(prompt, Kind.CHUNK)
     found = {i: allocation.first(context, prompt.segments[i].tokens, source.candidates(prompt, i)) for i in chunks}
     matches = {i: match for i, match in found.items() if match is not None}
@@ -210,23 +211,24 @@ def prepare(
         if match.length < len(prompt.segments[i])
     }
 
-    fresh_system = reserve(allocation, system - system_hit)
+    fresh_head = reserve(allocation, length - hit)
     fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
-    queries = _indices_of(prompt, Kind.QUERY)
+    queries = _asking(prompt)
     own = allocation.reserve_with_tail(len(queries))
     mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
 
-    new = fresh_system.length + sum(run.length for run in fresh.values()) + len(queries) + repaired
+    new = fresh_head.length + sum(run.length for run in fresh.values()) + len(queries) + repaired
     totals = Totals(len(prompt) - new, new)
-    head = match_spans(context, 0, runs=runs)
-    if fresh_system.length:
-        head = (*head, Span.consecutive(system_hit, fresh_system))
+    head = match_spans(matched, 0, runs=runs)
+    if fresh_head.length:
+        head = (*head, Span.consecutive(hit, fresh_head))
     meta = {i: match.node.meta for i, match in matches.items()}
-    if fresh_system.length or fresh:
-        results = yield missing(prompt, system_hit, system, fresh, head, source.measures if fresh else frozenset())
+    if fresh_head.length or fresh:
+        seen = cut_head(head, system, (length, len(prompt)), allocation.page_size)
+        results = yield missing(prompt, hit, length, fresh, seen, source.measures if fresh else frozenset())
         meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
-        if fresh_system.length:
-            context = keep_system(prompt, allocation, context, system_hit, fresh_system, totals)
+        if fresh_head.length:
+            context = keep_head(prompt, allocation, matched, hit, fresh_head, totals)
         for i, run in fresh.items() if keep and context.complete else ():
             segment = prompt.segments[i]
             allocation.cache.admit_segment(
@@ -251,8 +253,8 @@ def prepare(
         tail=own.slice(len(queries), own.length, allocation.page_size),
         repaired=mending,
         scratch=measuring,
-        context=matched,
-        system_hit=system_hit,
+        matched=matched,
+        hit=hit,
         matches=matches,
         condensed=condensed,
         meta=meta,
@@ -277,29 +279,10 @@ def check(prompt: Prompt) -> None:
         raise ValueError("a prompt ends with a query segment")
 
 
-def keep_system(
-    prompt: Prompt, allocation: Allocation, context: Match, hit: int, run: Run, totals: Totals | None = None
-) -> Match:
-    """Admit the system prompt, whose tokens from `hit` on lie in `run`; return its match, which replaces `context`."""
-    head = prompt.tokens[: system_length(prompt)]
-    allocation.cache.admit_prefix(context, head, hit, run, (), min(prompt.public, len(head)), totals)
-    return allocation.prefix(head, quiet=True)
-
-
-def system_account(prompt: Prompt, context: Match, hit: int) -> tuple[dict[int, int], dict[int, Tier | None]]:
-    """Tokens of each system segment that were reused, of the first `hit`, and the tier they came from."""
-    reused: dict[int, int] = {}
-    tiers: dict[int, Tier | None] = {}
-    for i in segments_of(prompt, Kind.SYSTEM):
-        begin, end = span_of(prompt, i)
-        reused[i], tiers[i] = max(0, min(end, hit) - begin), context.tier(begin, end)
-    return reused, tiers
-
-
 def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> tuple[bytes, ...]:
-    """Keys of the system prompt's path, and of each chunk as its best and its last candidate."""
+    """Keys of the head's path, and of each chunk as its best and its last candidate."""
     head = prompt.tokens[: system_length(prompt)]
-    found = list(cache.keys_of(head, (), tenant))
+    found = list(head_keys(prompt, cache, tenant))
     for i in segments_of(prompt, Kind.CHUNK):
         candidates, chunk = tuple(source.candidates(prompt, i)), prompt.segments[i]
         owner = PUBLIC if chunk.public else tenant
@@ -309,8 +292,8 @@ def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> 
 
 
 def outlook(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> Outlook:
-    """The system prompt, and each chunk: kept as any of its candidates, else computed as an isolated one."""
-    parts: list[Part] = [system_part(prompt, tenant)]
+    """The head, and each chunk: kept as any of its candidates, else computed as an isolated one."""
+    parts: list[Part] = [head_part(prompt, tenant)]
     head = prompt.tokens[: system_length(prompt)]
     for i in segments_of(prompt, Kind.CHUNK):
         chunk = prompt.segments[i]
@@ -329,13 +312,6 @@ def _key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candida
     kind, method, behind, *_ = candidate
     held = np.frombuffer(candidate.raw, np.int32) if candidate.raw else tokens
     return cache.key_of(head, held, kind, method, owner, behind)
-
-
-def system_part(prompt: Prompt, tenant: str) -> Part:
-    """The system segments as a piece each."""
-    system = system_length(prompt)
-    cuts = [start for start in prompt.starts if start <= system]
-    return Causal(raw_of(prompt.tokens[:system]), cuts, tenant, min(prompt.public, system))
 
 
 def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, ...]:
@@ -367,18 +343,6 @@ def alone(prompt: Prompt) -> bool:
     return not chunks or (len(chunks) == 1 and prompt.starts[chunks[0]] == system_length(prompt))
 
 
-def system_length(prompt: Prompt) -> int:
-    """Tokens of the leading system segments.
-
-    Raises:
-        ValueError: if a system segment comes after another kind.
-    """
-    system = segments_of(prompt, Kind.SYSTEM)
-    if system != tuple(range(len(system))):
-        raise ValueError("system segments come first")
-    return prompt.starts[len(system)]
-
-
 def span_of(prompt: Prompt, i: int) -> tuple[int, int]:
     """Half-open interval of segment i's token indexes."""
     return prompt.starts[i], prompt.starts[i + 1]
@@ -386,18 +350,18 @@ def span_of(prompt: Prompt, i: int) -> tuple[int, int]:
 
 def missing(
     prompt: Prompt,
-    system_hit: int,
-    system: int,
+    hit: int,
+    length: int,
     fresh: Mapping[int, Run],
     head: tuple[Span, ...],
     measures: frozenset[Measure] = frozenset(),
 ) -> Pass:
-    """System tokens behind the first `system_hit`, and chunks, each at the position right behind the system prompt.
+    """Tokens [hit, length) of the head, and chunks, each at the position right behind the system prompt.
 
-    fresh: where the chunks go, by segment. head: spans of all system tokens.
+    fresh: where the chunks go, by segment. head: spans of all its tokens; from chunks all but system tokens are hidden.
     """
-    hidden = Visibility.isolated(prompt, rows=tuple(fresh)).hidden
-    spans, rows, positions = list(head), [indices(system_hit, system)], [indices(system_hit, system)]
+    hidden, system = Visibility.isolated(prompt, rows=tuple(fresh)).hidden, system_length(prompt)
+    spans, rows, positions = list(head), [indices(hit, length)], [indices(hit, length)]
     for i, run in fresh.items():
         begin, end = span_of(prompt, i)
         spans.append(Span.consecutive(begin, run, 0, hidden[i]))
@@ -418,11 +382,21 @@ def _placed(begin: int, places: Tokens, pieces: Iterable[tuple[Run, int]]) -> tu
 
 def _query_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
     spans, used = [], 0
-    for i in segments_of(prompt, Kind.QUERY):
+    for i in _behind_head(prompt):
         n = len(prompt.segments[i])
         spans.append(Span.consecutive(prompt.starts[i], own.slice(used, used + n, page_size)))
         used += n
     return tuple(spans)
+
+
+def _asking(prompt: Prompt) -> Tokens:
+    """Indexes of the query segments behind the head, int32 [n]."""
+    return np.concatenate([indices(*span_of(prompt, i)) for i in _behind_head(prompt)])
+
+
+def _behind_head(prompt: Prompt) -> tuple[int, ...]:
+    """The query segments that may see a chunk."""
+    return tuple(i for i in segments_of(prompt, Kind.QUERY) if prompt.starts[i] >= head_length(prompt))
 
 
 def _indices_of(prompt: Prompt, kind: Kind) -> Tokens:

@@ -20,7 +20,7 @@ class Unmoved(Naive):
     name = "unmoved"
     condensed = False
 
-    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """As `naive`, with every chunk's keys where they were computed."""
         stitched = yield from prepare(prompt, allocation, Isolated())
         stitched = replace(stitched, chunk=tuple(replace(span, offset=0) for span in stitched.chunk))

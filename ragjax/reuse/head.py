@@ -1,0 +1,158 @@
+"""The head of a prompt: all that stands before its first chunk, system prompt and earlier turns.
+
+It sees no chunk, so its KV is full attention's whatever a strategy does behind it. It is kept as an exact prefix, which
+every strategy reads. A prompt without chunks is all head: strategies of chunks serve it as `prefix` does.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ragjax.cache.cache import KnowledgeCache
+from ragjax.cache.keys import raw_of
+from ragjax.cache.match import Match, Totals
+from ragjax.cache.outlook import Causal, Outlook, Part
+from ragjax.core import Kind, Plan, Prefill, Prompt, Run, Span, Tokens
+from ragjax.core.tiers import Tier
+from ragjax.reuse.base import Allocation, Strategy, segments_of
+from ragjax.reuse.prefix import Prefix
+
+
+class ChunkStrategy(Strategy):
+    """A strategy of chunks; a prompt without any is served as `prefix` does, and its finished turn is kept."""
+
+    @abstractmethod
+    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """`keys` of a prompt with chunks."""
+
+    @abstractmethod
+    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """`outlook` of a prompt with chunks."""
+
+    @abstractmethod
+    def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
+        """`prefill` of a prompt with chunks."""
+
+    def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """Of the chunks, or of a prefix."""
+        return Prefix().keys(prompt, cache, tenant) if is_plain(prompt) else self.chunk_keys(prompt, cache, tenant)
+
+    def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """Of the chunks, or of a prefix."""
+        if is_plain(prompt):
+            return Prefix().outlook(prompt, cache, tenant)
+        return self.chunk_outlook(prompt, cache, tenant)
+
+    def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
+        """Over the chunks, or behind a prefix."""
+        if is_plain(prompt):
+            return Prefix().prefill(prompt, allocation)
+        return self.chunk_prefill(prompt, allocation, ratio)
+
+    def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
+        """Answers over chunks depend on all of them at once and are not kept."""
+        if is_plain(prompt):
+            Prefix().finish(prompt, plan, generated, allocation)
+
+
+def is_plain(prompt: Prompt) -> bool:
+    """Whether it has neither chunks nor trees."""
+    return all(segment.kind in (Kind.SYSTEM, Kind.QUERY) for segment in prompt.segments)
+
+
+def system_length(prompt: Prompt) -> int:
+    """Tokens of the leading system segments.
+
+    Raises:
+        ValueError: if a system segment comes after another kind.
+    """
+    system = segments_of(prompt, Kind.SYSTEM)
+    if system != tuple(range(len(system))):
+        raise ValueError("system segments come first")
+    return prompt.starts[len(system)]
+
+
+def head_length(prompt: Prompt) -> int:
+    """Tokens before the first chunk, or before the first node of a tree; all, if there is neither."""
+    return prompt.starts[_segments(prompt)]
+
+
+def cut_head(spans: Iterable[Span], at: int, hidden: tuple[int, int], page_size: int) -> tuple[Span, ...]:
+    """Spans of a head, with consecutive indexes, for a pass in which some rows see the first `at` tokens alone.
+
+    hidden: the indexes of those rows.
+    """
+    found: list[Span] = []
+    for span in spans:
+        seen = min(max(at - int(span.indices[0]), 0), span.run.length)
+        first, rest = span.run.slice(0, seen, page_size), span.run.slice(seen, span.run.length, page_size)
+        if first.length:
+            found.append(replace(span, indices=span.indices[:seen], run=first))
+        if rest.length:
+            found.append(replace(span, indices=span.indices[seen:], run=rest, hidden=hidden))
+    return tuple(found)
+
+
+def keep_system(
+    prompt: Prompt, allocation: Allocation, context: Match, hit: int, run: Run, totals: Totals | None = None
+) -> Match:
+    """Admit the system prompt, whose tokens from `hit` on lie in `run`; return its match, which replaces `context`."""
+    return _keep(prompt, allocation, context, hit, run, system_length(prompt), totals)
+
+
+def keep_head(
+    prompt: Prompt, allocation: Allocation, matched: Match, hit: int, run: Run, totals: Totals | None = None
+) -> Match:
+    """Admit the head, whose tokens from `hit` on lie in `run`; return a match on the system prompt alone."""
+    return _keep(prompt, allocation, matched, hit, run, head_length(prompt), totals)
+
+
+def head_account(prompt: Prompt, matched: Match, hit: int) -> tuple[dict[int, int], dict[int, Tier | None]]:
+    """Tokens of each segment of the head that were reused, of the first `hit`, and the tier they came from."""
+    reused: dict[int, int] = {}
+    tiers: dict[int, Tier | None] = {}
+    for i in range(_segments(prompt)):
+        begin, end = prompt.starts[i], prompt.starts[i + 1]
+        reused[i] = max(0, min(end, hit) - begin)
+        tiers[i] = matched.tier(begin, begin + reused[i])
+    return reused, tiers
+
+
+def head_part(prompt: Prompt, tenant: str) -> Part:
+    """The segments of the head as a piece each."""
+    return _causal(prompt, tenant, head_length(prompt))
+
+
+def system_part(prompt: Prompt, tenant: str) -> Part:
+    """The system segments as a piece each."""
+    return _causal(prompt, tenant, system_length(prompt))
+
+
+def head_keys(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+    """Keys of the head's path, cut at its segments."""
+    length = head_length(prompt)
+    return cache.keys_of(prompt.tokens[:length], _cuts(prompt, length), tenant)
+
+
+def _keep(
+    prompt: Prompt, allocation: Allocation, matched: Match, hit: int, run: Run, length: int, totals: Totals | None
+) -> Match:
+    tokens, public = prompt.tokens[:length], min(prompt.public, length)
+    allocation.cache.admit_prefix(matched, tokens, hit, run, _cuts(prompt, length), public, totals)
+    return allocation.prefix(prompt.tokens[: system_length(prompt)], quiet=True)
+
+
+def _causal(prompt: Prompt, tenant: str, length: int) -> Part:
+    return Causal(raw_of(prompt.tokens[:length]), _cuts(prompt, length), tenant, min(prompt.public, length))
+
+
+def _cuts(prompt: Prompt, length: int) -> tuple[int, ...]:
+    return tuple(start for start in prompt.starts if start <= length)
+
+
+def _segments(prompt: Prompt) -> int:
+    """How many segments the head has."""
+    kinds = (i for i, segment in enumerate(prompt.segments) if segment.kind in (Kind.CHUNK, Kind.NODE))
+    return next(kinds, len(prompt.segments))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from ragjax.commands.flags import from_zero, graph, integer, knowledge, positive, share
-from ragjax.core import DTYPES, ORDERS, AtRest, EngineOptions, StorageOptions
+from ragjax.core import DTYPES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
 
 INDEXES = ("flat", "ivf", "hnsw")
 STORAGE = "storage."
@@ -45,6 +45,23 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "top_k": (
         "--top-k",
         {"type": integer(1), "help": "chunks retrieved, if a request says nothing (%(default)s)"},
+    ),
+    "retrieve": (
+        "--retrieve",
+        {"choices": RETRIEVE, "help": "when requests that name no knowledge get passages (%(default)s; docs/http.md)"},
+    ),
+    "recognise": (
+        "--recognise",
+        {"action": "store_true", "help": "reuse passages in messages at any place (docs/recognition.md)"},
+    ),
+    "separators": (
+        "--separator",
+        {
+            "action": "append",
+            "default": [],
+            "metavar": "TEXT",
+            "help": "parts passages in messages, besides blank lines; repeatable",
+        },
     ),
     "keep_top": (
         "--keep-top",
@@ -160,6 +177,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
     plain = {field: value for field, value in given.items() if not field.startswith(STORAGE)}
     named = plain.get("knowledge", "none")
     plain["knowledge"] = None if named == "none" else knowledge(named)
+    plain["separators"] = tuple(plain.get("separators", ()))
     plain["graph"] = None if plain.get("graph") is None else graph(plain["graph"])
     return EngineOptions(**plain, storage=StorageOptions(**storage))
 

@@ -17,7 +17,7 @@ from ragjax.core.errors import (
     VisibilityError,
 )
 from ragjax.core.limits import StepLimits
-from ragjax.core.options import DTYPES, ORDERS, AtRest, EngineOptions, StorageOptions
+from ragjax.core.options import DTYPES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
     Asked,
     Compaction,
@@ -61,6 +61,7 @@ __all__ = [
     "DTYPES",
     "NEVER",
     "ORDERS",
+    "RETRIEVE",
     "Adjusted",
     "Answer",
     "Asked",

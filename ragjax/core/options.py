@@ -20,6 +20,9 @@ MOST_LOOKUP = 6
 DTYPES = ("auto", "bfloat16", "float32")
 """Of weights and KV; "auto" suits the device (`runner.device.precision`)."""
 
+RETRIEVE = ("auto", "always", "asked")
+"""When requests that say nothing of it get passages of the default knowledge base."""
+
 ORDERS = ("fcfs", "ratio", "lpm", "lsp", "joint")
 """In which waiting requests may start."""
 
@@ -85,6 +88,10 @@ class EngineOptions:
     dtype: "bfloat16" or "float32", of weights and KV; "auto": bfloat16, with products that suit the CPU
     (docs/kernels.md, "CPUs").
     top_k: chunks retrieved for requests that say nothing else.
+    retrieve: when requests that name neither a knowledge base nor `top_k` get passages of the default one: "always",
+    "asked" (never), or "auto", which leaves those alone whose messages bring passages (docs/recognition.md).
+    recognise: whether passages in messages are recognised and reused at any place, for requests that say nothing else;
+    separators: texts that part passages, besides blank lines, rules, tags and labels.
     keep_top: of a prompt's chunks, in order, how many the strategy "prefix" keeps KV of (None: all).
     device_cache_gb: size of the page pool, in 2^30 bytes.
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
@@ -114,6 +121,9 @@ class EngineOptions:
     shadow_rate: float = 0.0
     dtype: str = "auto"
     top_k: int = 3
+    retrieve: str = "auto"
+    recognise: bool = False
+    separators: tuple[str, ...] = ()
     keep_top: int | None = None
     device_cache_gb: float = 0.5
     max_queue: int = 64
@@ -136,6 +146,13 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.retrieve not in RETRIEVE:
+            raise ConfigError(f"unknown retrieve {self.retrieve!r}; choose one of {', '.join(RETRIEVE)}")
+        if self.recognise and self.quality_budget is not None:
+            raise ConfigError(
+                "a quality budget holds for retrieved chunks, not for passages recognised in messages: "
+                "give --recognise or --quality-budget, not both"
+            )
         if self.order not in ORDERS:
             raise ConfigError(f"unknown order {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.quality_fallback not in ("refuse", "full"):

@@ -71,6 +71,7 @@ class Segment:
 
     public: whether its KV may serve every tenant, as long as all before it may.
     behind, condensed: as `Chunk` has them.
+    recognised: whether it is a chunk that a message brought, not one that was retrieved.
     depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
         node without an ancestor depends on the leading system segments).
     """
@@ -84,6 +85,7 @@ class Segment:
     behind: bytes = b""
     depends: tuple[int, ...] | None = None
     condensed: tuple[int, ...] = ()
+    recognised: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -157,6 +159,11 @@ class Prompt:
     def condensed(self) -> bool:
         """Whether any chunk has condensed KV."""
         return any(s.condensed for s in self.segments)
+
+    @property
+    def recognised(self) -> bool:
+        """Whether any chunk was recognised in a message."""
+        return any(s.recognised for s in self.segments)
 
     @property
     def whole(self) -> Prompt:

@@ -146,6 +146,7 @@ class Rag:
     keep_top: of the chunks in the prompt, in order, how many the strategy "prefix" keeps KV of; None: the engine's
         default. What comes behind them is kept for nobody.
     compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
+    recognise: whether passages in the messages are recognised, and reused at any place; None uses the engine's default.
     kl: nats; the recompute ratio is the least whose divergence is forecast to lie within (`ragjax/reuse/budget.py`).
     detail: hand back the tokens of the prompt in the answer.
 
@@ -163,6 +164,7 @@ class Rag:
     compression: Compression | Literal["none"] | None = None
     kl: float | None = None
     detail: bool = False
+    recognise: bool | None = None
 
     def __post_init__(self) -> None:
         texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
@@ -174,6 +176,9 @@ class Rag:
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
         kl = self.kl
         _check(kl is None or 0.0 < kl < float("inf"), "quality.kl must be above 0, and finite", "rag.quality.kl")
+        found = bool(self.recognise)
+        _check(not found or self.graph is None, "give recognise or graph, not both", "rag.recognise")
+        _check(not found or kl is None, "give recognise or quality, not both: quality is of chunks", "rag.recognise")
         for name in ("strategy", "recompute_ratio", "graph", "keep_top"):
             both = kl is not None and getattr(self, name) is not None
             _check(not both, f"give {name} or quality, not both: quality picks the ratio", f"rag.{name}")

@@ -64,9 +64,12 @@ def _missed(state: RequestState, plan: Plan) -> tuple[str, ...]:
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
-    """Divergence to expect; none but 0 of a request with a budget, whose figures have what is forecast."""
+    """Divergence to expect; none but 0 of a request with a budget, whose figures have what is forecast.
+
+    Of recognised passages nothing was measured.
+    """
     exact = state.exact_to == "full"
-    if RATIO in plan.figures and not exact:
+    if (RATIO in plan.figures or state.prompt.recognised) and not exact:
         return None
     return contract.predicted(state.setting, exact, state.chunks, state.prompt.preprocessed)
 

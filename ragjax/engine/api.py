@@ -45,12 +45,14 @@ from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
 from ragjax.engine.build import ENCODER, Parts, build
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
+from ragjax.engine.grounding import Grounding
 from ragjax.engine.loop import Loop
 from ragjax.engine.pipeline import Pipeline
 from ragjax.engine.prepare import Preparation
 from ragjax.engine.replay import Replays
 from ragjax.engine.sources import fill, fill_graph, sources
 from ragjax.engine.stats import Stats, stats_of
+from ragjax.prompting.passage import Cutter
 from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import Imported, KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
@@ -99,10 +101,18 @@ class Engine:
         )
         self._odds = Odds()
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
+        grounding = Grounding(
+            parts.knowledge,
+            parts.chunker,
+            parts.context_length,
+            options.top_k,
+            options.storage.share_knowledge,
+            options.retrieve,
+            Cutter(options.separators),
+        )
         self._preparation = Preparation(
             tokenizer=parts.tokenizer,
-            chunker=parts.chunker,
-            knowledge=parts.knowledge,
+            grounding=grounding,
             graphs=parts.graphs,
             strategies=parts.strategies,
             contract=parts.contract,
@@ -111,9 +121,8 @@ class Engine:
             context_length=parts.context_length,
             eos_ids=eos_ids,
             grammars=Grammars(parts.tokenizer, eos_ids),
-            top_k=options.top_k,
             keep_top=options.keep_top,
-            share=options.storage.share_knowledge,
+            recognise=options.recognise,
             lookup=options.lookup,
             compression=parts.compression,
         )
@@ -330,6 +339,7 @@ class Engine:
         keep_top: int | None = None,
         compression: Compression | str | None = None,
         quality: float | None = None,
+        recognise: bool | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -341,7 +351,8 @@ class Engine:
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
         compression: which of the prompt's tokens the answer sees; a short form, "snapkv+graph:512" for instance, or
         "none" (None: the engine's default). quality: KL from full attention, in nats, that the answer is to keep
-        within; it picks the recompute ratio (`core.Rag.kl`).
+        within; it picks the recompute ratio (`core.Rag.kl`). recognise: whether passages in the messages are recognised
+        (None: the engine's default).
 
         Raises:
             RequestError: if it cannot be served as asked.
@@ -351,7 +362,16 @@ class Engine:
         asked = Graph(graph) if isinstance(graph, str) else graph
         given = None if documents is None else tuple(documents)
         rag = Rag(
-            knowledge, top_k, strategy, given, recompute_ratio, asked, keep_top, _compression(compression), quality
+            knowledge,
+            top_k,
+            strategy,
+            given,
+            recompute_ratio,
+            asked,
+            keep_top,
+            _compression(compression),
+            quality,
+            recognise=recognise,
         )
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
         self._loop.check_room()  # before the work of a request that would be refused

@@ -11,9 +11,7 @@ from functools import partial
 
 from ragjax.cache.pool import PagePool
 from ragjax.core import (
-    Chunk,
     Compression,
-    Document,
     Graph,
     Hit,
     Kind,
@@ -23,13 +21,14 @@ from ragjax.core import (
     RequestError,
     StepLimits,
 )
+from ragjax.engine.grounding import BROUGHT, Grounding, overlong
 from ragjax.engine.registry import Registry
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting import chat, facts, tools
+from ragjax.prompting.recognition import Recognition
 from ragjax.quality.contract import Contract
-from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
-from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
+from ragjax.retrieval.knowledge import SearchStage
 from ragjax.reuse import DEPENDENCY, compaction
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.budget import UNFITTED, Fitted
@@ -86,16 +85,15 @@ class Preparation:
     """What requests are prepared with. Any thread may call it.
 
     context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
-    eos_ids: tokens that end an answer. grammars: reads those that answers follow. top_k, keep_top: chunks retrieved,
-    and kept (None: all), for requests that say nothing else. share: whether tenants share the KV of knowledge bases.
+    eos_ids: tokens that end an answer. grammars: reads those that answers follow. For requests that say nothing else:
+    keep_top, chunks kept (None: all), and recognise, whether passages in messages are recognised.
     lookup: tokens that prompt lookup proposes in a step. compression: of prompts whose requests say nothing else.
     compressions: all that were asked for. check: called at each step of a loop over what
     a request brings; an error of it ends the work.
     """
 
     tokenizer: Tokenizer
-    chunker: Chunker
-    knowledge: Registry[KnowledgeBase]
+    grounding: Grounding
     graphs: Registry[KnowledgeGraph]
     strategies: Mapping[str, Strategy]
     contract: Contract
@@ -104,9 +102,8 @@ class Preparation:
     context_length: int
     eos_ids: frozenset[int]
     grammars: Grammars
-    top_k: int
     keep_top: int | None
-    share: bool
+    recognise: bool = False
     lookup: int = 0
     compression: Compression | None = None
     compressions: Compressions = field(default_factory=Compressions)
@@ -115,8 +112,8 @@ class Preparation:
 
     def checked(self, check: Callable[[], None]) -> Preparation:
         """The same with another `check`."""
-        tokenizer, chunker = self.tokenizer.checked(check), self.chunker.checked(check)
-        return replace(self, tokenizer=tokenizer, chunker=chunker, check=check)
+        tokenizer, grounding = self.tokenizer.checked(check), self.grounding.checked(check)
+        return replace(self, tokenizer=tokenizer, grounding=grounding, check=check)
 
     def prepare(self, request: Request, sink: Sink, arrival: float) -> RequestState:
         """A request's state, ready to be served; its events go to `sink`. arrival: `time.perf_counter()` seconds.
@@ -126,13 +123,16 @@ class Preparation:
         """
         self._check_texts(request)
         if request.prompt is not None:
-            return self.state(chat.text_prompt(self.tokenizer, request.prompt), request, sink, Times(arrival))
+            prompt = self._recognised(request, partial(chat.text_prompt, self.tokenizer, request.prompt))
+            return self.state(prompt, request, sink, Times(arrival))
         if request.rag is not None and request.rag.graph is not None:
             return self._prepare_graph(request, request.rag, request.rag.graph, sink, arrival)
         began = time.perf_counter()
-        hits = self._retrieve(request)
+        hits = self.grounding.hits(request)
         times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
-        return self.ground(request, hits, sink, times)
+        state = self.ground(request, hits, sink, times)
+        state.notices += [BROUGHT] if hits is None and self.grounding.leaves_alone(request) else []
+        return state
 
     def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.
@@ -141,15 +141,10 @@ class Preparation:
             RequestError: if it cannot be served as asked.
         """
         self._check_texts(request)
-        rag = request.rag
-        strategy = self.strategies.get(self.strategy_of(rag))
+        strategy = self.strategies.get(self.strategy_of(request.rag))
         if strategy is None or not strategy.steady:
             return None
-        if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
-            return None
-        base = self.knowledge.get(rag.knowledge)
-        found = base.stages(request.question, self._top_k(rag), stages)
-        return (replace(stage, hits=self._shared(stage.hits)) for stage in found)
+        return self.grounding.stages(request, stages)
 
     def ground(self, request: Request, hits: tuple[Hit, ...] | None, sink: Sink, times: Times) -> RequestState:
         """The state of a request with these chunks of its knowledge base, or with given documents.
@@ -157,8 +152,32 @@ class Preparation:
         Raises:
             RequestError: if it cannot be served as asked.
         """
-        prompt = chat.chat_prompt(self.tokenizer, request.messages, hits, public=self.share, tools=request.tools)
-        return self.state(prompt, request, sink, times)
+        build = partial(
+            chat.chat_prompt, self.tokenizer, request.messages, hits, public=self.grounding.share, tools=request.tools
+        )
+        return self.state(self._recognised(request, build), request, sink, times)
+
+    def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
+        """The prompt that `build` makes, with passages recognised if that is asked for.
+
+        A budget was measured with retrieved chunks alone: what it serves recognises nothing.
+
+        Raises:
+            RequestError: if a request asks for it that names no strategy, and a budget picks one.
+        """
+        rag = request.rag or Rag()
+        if not (self.recognise if rag.recognise is None else rag.recognise) or rag.kl is not None:
+            return build()
+        if rag.strategy is None and self.contract.budgeted:
+            reason = "the server's quality budget holds for retrieved chunks alone: name a strategy to recognise others"
+            raise RequestError(reason, param="rag.recognise", code="invalid_value")
+        entries = self.limits.room_beside(self.context_length, 0)
+        recognition = Recognition(
+            self.grounding.cutter, max(0, entries // 4 - 2)
+        )  # two pieces each, of two entries beside theirs
+        prompt = build(recognition=recognition)
+        strategy, _ = self._resolve(rag, prompt.preprocessed)
+        return build(recognition=replace(recognition, exact=True)) if strategy.exact else prompt
 
     def state(
         self, prompt: Prompt, request: Request, sink: Sink, times: Times, strategy: Strategy | None = None
@@ -243,7 +262,8 @@ class Preparation:
         strategy, _ = self._resolve(replace(rag, strategy=self.strategy_of(rag)))
         build = partial(
             chat.graph_prompt, self.tokenizer, request.messages, trees=strategy.name in DEPENDENCY,
-            public=self.share, share=self.share and asked.relation_paths is None, tools=request.tools,
+            public=self.grounding.share, share=self.grounding.share and asked.relation_paths is None,
+            tools=request.tools,
         )  # fmt: skip
         room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
         grounded = facts.ground(facts.gather(graph, asked, request.question, self.check), build, room)
@@ -252,55 +272,6 @@ class Preparation:
         state.facts = grounded.facts
         state.notices += grounded.notices
         return state
-
-    # -------------------------------------------------------------------------------------- knowledge
-
-    def _retrieve(self, request: Request) -> tuple[Hit, ...] | None:
-        rag = request.rag
-        if rag is None or not request.messages:
-            return None
-        if rag.knowledge is not None:
-            self.knowledge.get(rag.knowledge)  # an unknown name is an error even where nothing is looked up
-        if rag.documents is not None:
-            return self._given(rag.documents, rag.knowledge)
-        if not self._searches(request, rag):
-            return None
-        return self._shared(self.knowledge.get(rag.knowledge).search(request.question, self._top_k(rag)))
-
-    def _shared(self, hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
-        return tuple(replace(hit, public=self.share) for hit in hits)
-
-    def _searches(self, request: Request, rag: Rag) -> bool:
-        """Whether there is a knowledge base to search, and a question; messages without one are refused later."""
-        named = rag.knowledge is not None or bool(self.knowledge.names)
-        return bool(request.question.strip()) and named and self._top_k(rag) > 0
-
-    def _top_k(self, rag: Rag) -> int:
-        return self.top_k if rag.top_k is None else rag.top_k
-
-    def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
-        hits: list[Hit] = []
-        room = self.context_length
-        for document in documents:
-            self.check()
-            if isinstance(document, Document):
-                chunks = self._cut(document, room)
-            else:
-                chunks = self.knowledge.get(knowledge).document(document)
-            hits += [Hit(chunk, 1.0, self.share and isinstance(document, str)) for chunk in chunks]
-            room -= sum(len(chunk.tokens) for chunk in chunks)
-            if room < 0:
-                raise self._overlong("documents have", "Give fewer or shorter documents", "rag.documents")
-        return tuple(hits)
-
-    def _cut(self, document: Document, room: int) -> tuple[Chunk, ...]:
-        # cutting takes long, and drops only white space: what is twice too long is seen without
-        if self.chunker.exceeds(document.text, 2 * room):
-            raise self._overlong("documents have", "Give fewer or shorter documents", "rag.documents")
-        chunks = self.chunker.chunks(document)
-        if not chunks:
-            raise RequestError(f"document {document.id!r} has no text", param="rag.documents")
-        return chunks
 
     # --------------------------------------------------------------------------------------- strategy
 
@@ -355,20 +326,16 @@ class Preparation:
                 "rag.graph.relation_paths",
             )
 
-    def _overlong(self, what: str, advice: str, param: str) -> RequestError:
-        reason = f"the {what} more than {self.context_length} tokens; the context holds no more, answer included"
-        return _too_long(f"{reason}. {advice}", param)
-
     def _check_texts(self, request: Request) -> None:
         """Refuse what is clearly too long before all of it is encoded."""
-        if isinstance(request.prompt, str) and self.chunker.exceeds(request.prompt, 2 * self.context_length):
-            raise self._overlong("prompt has", "Shorten it", "prompt")
+        if isinstance(request.prompt, str) and self.grounding.chunker.exceeds(request.prompt, 2 * self.context_length):
+            raise overlong(self.context_length, "prompt has", "Shorten it", "prompt")
         # a template may leave out the reasoning of earlier answers
         texts = (text for m in request.messages for text in (m.content, *(call.arguments for call in m.tool_calls)))
         listed = () if request.tools is None else request.tools.offered
         said = "\n".join((*texts, *(f"{tool.description}{tool.parameters}" for tool in listed)))
-        if self.chunker.exceeds(said, 4 * self.context_length):
-            raise self._overlong("messages have", "Shorten them", "messages")
+        if self.grounding.chunker.exceeds(said, 4 * self.context_length):
+            raise overlong(self.context_length, "messages have", "Shorten them", "messages")
 
     def _check_length(self, state: RequestState) -> None:
         prompt, raw = state.prompt, state.request.prompt is not None

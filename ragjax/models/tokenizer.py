@@ -144,10 +144,12 @@ class Tokenizer:
         runs = [first + name[0], *(name[1:] + other + name[0] for other in others), name[1:] + last]
         return [token for i, run in enumerate(runs) for token in self._encode_plain(run, continued or i > 0)]
 
-    def encode_pieces(self, pieces: Iterable[tuple[str, bool]]) -> list[Tokens]:
-        """Encode runs of one prompt, each int32 [n]: one goes on from the last, unless a special token ended that."""
+    def encode_pieces(self, pieces: Iterable[tuple[str, bool]], *, continued: bool = False) -> list[Tokens]:
+        """Encode runs of one prompt, each int32 [n]: one goes on from the last, unless a special token ended that.
+
+        continued: whether the first one goes on from text before it.
+        """
         runs: list[Tokens] = []
-        continued = False
         for text, special in pieces:
             run = self.encode(text, special, continued=continued)
             continued = int(run[-1]) not in self._control if len(run) else continued

@@ -11,6 +11,7 @@ documents write is encoded as plain text: it can never become a control token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from ragjax.core.depprompt import TreeNode, branches
 from ragjax.models.alignment import Pieces
 from ragjax.models.chat_template import CONTEXT
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.prompting.recognition import Recognition, questions, recognise
 from ragjax.prompting.tools import for_template, told
 from ragjax.retrieval.path import Subgraph
 
@@ -36,10 +38,13 @@ def chat_prompt(
     *,
     public: bool = False,
     tools: Tools | None = None,
+    recognition: Recognition | None = None,
 ) -> Prompt:
     """The prompt of a chat; `hits` are the chunks in the order they are to stand in (None: no knowledge is used).
 
     public: whether the KV of our own instruction may serve every tenant. tools: those that the answer may call.
+    recognition: of passages in the messages (None: there is none). Without `hits` the system segment is then what the
+    template opens with, so that a passage is found again behind any system message, and in one.
 
     Raises:
         RequestError: if there is no message of the user, or none of the user or a tool at the end, or the template
@@ -47,10 +52,16 @@ def chat_prompt(
     """
     _check(messages)
     if hits is None:
-        pieces = tokenizer.chat_pieces(told(tokenizer, messages, tools), tools=for_template(tools))
+        said = told(tokenizer, messages, tools)
+        pieces = tokenizer.chat_pieces(said, tools=for_template(tools))
+        if recognition is not None:
+            spared = _questions(recognition, messages, said)
+            return Prompt(recognise(tokenizer, pieces, recognition, spared, opening=int(pieces[0][1])))
         return Prompt((_segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
-    before, question = _frame(tokenizer, messages, INSTRUCTION, public, tools)
-    return Prompt((*before, *map(chunk_segment, hits), question))
+    if recognition is not None:  # the chunks are pieces too, and passages may stand on both sides of them
+        recognition = replace(recognition, most=max(0, recognition.most - len(hits)) // 2)
+    before, behind = _frame(tokenizer, messages, INSTRUCTION, public, tools, recognition)
+    return Prompt((*before, *map(chunk_segment, hits), *behind))
 
 
 def graph_prompt(
@@ -72,21 +83,21 @@ def graph_prompt(
         RequestError: as `chat_prompt`.
     """
     _check(messages)
-    before, question = _frame(tokenizer, messages, GRAPH_INSTRUCTION, public, tools)
-    segments = list(before)
+    before, behind = _frame(tokenizer, messages, GRAPH_INSTRUCTION, public, tools)
+    found = list(before)
     for subgraph in subgraphs:
         lines = [f"{path.text}\n" for path in subgraph.paths]
         score = max((path.score for path in subgraph.paths), default=0.0)
         if trees:
             paths = tuple(tokenizer.encode(line, special=False, continued=True) for line in lines)
             tree = TreeNode(subgraph.entity, paths, subgraph.entity, score=score, public=share)
-            segments += branches(tree, len(segments))
+            found += branches(tree, len(found))
         elif lines:
             text = "".join(lines)
             tokens = tokenizer.encode(text, special=False, continued=True)
             chunk = Chunk(subgraph.entity, subgraph.entity, subgraph.entity, text, tokens)
-            segments.append(chunk_segment(Hit(chunk, score, share)))
-    return Prompt((*segments, question))
+            found.append(chunk_segment(Hit(chunk, score, share)))
+    return Prompt((*found, *behind))
 
 
 def _check(messages: Sequence[Message]) -> None:
@@ -107,9 +118,19 @@ def _asked(messages: Sequence[Message]) -> int:
     return found[-1]
 
 
+def _questions(recognition: Recognition, messages: Sequence[Message], said: Sequence[Message]) -> frozenset[str]:
+    """Pieces that ask: the last of the user's last message, and of what comes last, as the template takes them."""
+    return questions(recognition.cutter, (messages[_asked(messages)].content, messages[-1].content, said[-1].content))
+
+
 def _frame(
-    tokenizer: Tokenizer, messages: Sequence[Message], instruction: str, public: bool, tools: Tools | None
-) -> tuple[tuple[Segment, ...], Segment]:
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    instruction: str,
+    public: bool,
+    tools: Tools | None,
+    recognition: Recognition | None = None,
+) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
     """What stands before the knowledge, and what behind it."""
     own = messages[0].role == "system"
     if not own:
@@ -120,11 +141,16 @@ def _frame(
     pieces = tokenizer.chat_pieces(said, tools=for_template(tools))
     context = pieces.index((CONTEXT, False))
     system = _end_of_system(tokenizer, said, pieces, tools)
+    free = public and not own and tools is None
+    if recognition is not None:
+        spared = _questions(recognition, messages, said)
+        before = recognise(tokenizer, pieces[:context], recognition, spared, opening=system, public=free)
+        return before, recognise(tokenizer, pieces[context + 1 :], recognition, spared, continued=True)
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
-    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=public and not own and tools is None)
+    head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=free)
     history = _joined(runs[system:context])
-    before = (head, *((_segment("history", Kind.QUERY, history),) if len(history) else ()))
-    return before, _segment("question", Kind.QUERY, _joined(runs[context + 1 :]))
+    earlier = (_segment("history", Kind.QUERY, history),) if len(history) else ()
+    return (head, *earlier), (_segment("question", Kind.QUERY, _joined(runs[context + 1 :])),)
 
 
 def chunk_segment(hit: Hit) -> Segment:
@@ -135,12 +161,16 @@ def chunk_segment(hit: Hit) -> Segment:
     )
 
 
-def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int]) -> Prompt:
+def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Recognition | None = None) -> Prompt:
     """The prompt of a raw completion: one join. Token ids stand as they are; in front of a text comes BOS.
+
+    recognition: of passages in a text; its last piece asks.
 
     Raises:
         RequestError: if it is empty, or an id has no token.
     """
+    if isinstance(text, str) and text and recognition is not None:
+        return _recognised_text(tokenizer, text, recognition)
     if isinstance(text, str):
         tokens = tokenizer.encode(text, special=False)
         if tokenizer.add_bos and tokenizer.bos_id is not None:
@@ -154,6 +184,13 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int]) -> Prompt:
     if not len(tokens):
         raise RequestError("the prompt is empty", param="prompt")
     return Prompt((_segment("prompt", Kind.QUERY, tokens),))
+
+
+def _recognised_text(tokenizer: Tokenizer, text: str, recognition: Recognition) -> Prompt:
+    found = recognise(tokenizer, [(text, False)], recognition, questions(recognition.cutter, (text,)))
+    if not tokenizer.add_bos or tokenizer.bos_id is None:
+        return Prompt(found)
+    return Prompt((_segment("system", Kind.SYSTEM, np.array([tokenizer.bos_id], np.int32)), *found))
 
 
 def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces, tools: Tools | None) -> int:

@@ -45,6 +45,7 @@ class Strategy(ABC):
     trims: whether it keeps no more of a prompt than its `keep_top` says.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
     condensed: whether it takes condensed chunks where there are some.
+    exact: whether chunks are to it tokens like any others, so that cutting a prompt into more of them gains nothing.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Strategy(ABC):
     trims: bool = False
     steady: bool = True
     condensed: bool = False
+    exact: bool = False
 
     @abstractmethod
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:

@@ -114,6 +114,8 @@ class Scene:
 class Dependency(Strategy):
     """Dependency attention over trees of paths, under one scheme of positions."""
 
+    exact = True
+
     def __init__(self, positions: Positions = "path"):
         self.name = "dependency" if positions == "path" else f"dependency-{positions}"
         self.positions: Positions = positions

@@ -11,6 +11,7 @@ class Full(Strategy):
     """Computes every token of the prompt; every other strategy is compared with it."""
 
     name = "full"
+    exact = True
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """It uses nothing."""

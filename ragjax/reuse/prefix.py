@@ -25,6 +25,7 @@ class Prefix(Strategy):
     """
 
     name = "prefix"
+    exact = True
     trims = True
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:

@@ -165,8 +165,11 @@ class RequestState:
     @property
     def setting(self) -> Setting:
         """What serves it."""
+        kept = None if self.compression is None else str(self.compression)
+        if self.prompt.recognised and not self.strategy.exact:  # not what a report measured, or a budget is held to
+            return Setting(self.strategy.name, self.ratio, "recognised" if kept is None else f"recognised {kept}")
         condensed = "condensed" if self.strategy.condensed and self.prompt.condensed else None
-        return Setting(self.strategy.name, self.ratio, condensed if self.compression is None else str(self.compression))
+        return Setting(self.strategy.name, self.ratio, condensed if kept is None else kept)
 
     @property
     def chunks(self) -> int:

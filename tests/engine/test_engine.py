@@ -358,10 +358,10 @@ def test_documents_that_are_too_long_are_refused_before_they_are_all_read(
 ) -> None:
     """A preparation cannot be cancelled, and holds up those of others."""
     encoded: list[int] = []
-    preparation = engine._preparation
-    encode = preparation.chunker.encode
-    spy = replace(preparation.chunker, encode=lambda text: encoded.append(len(text)) or encode(text))
-    monkeypatch.setattr(engine, "_preparation", replace(preparation, chunker=spy))
+    preparation, grounding = engine._preparation, engine._preparation.grounding
+    encode = grounding.chunker.encode
+    spy = replace(grounding.chunker, encode=lambda text: encoded.append(len(text)) or encode(text))
+    monkeypatch.setattr(engine, "_preparation", replace(preparation, grounding=replace(grounding, chunker=spy)))
     with pytest.raises(RequestError, match="more than 1024 tokens") as refused:
         engine.answer("Who?", documents=documents)
     assert (refused.value.param, refused.value.code) == ("rag.documents", "context_length_exceeded")

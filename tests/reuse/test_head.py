@@ -10,9 +10,10 @@ import pytest
 
 from ragjax.core import Kind, Prompt, RequestError, Segment
 from ragjax.engine import Engine
-from tests.reuse.test_reuse import TOLERANCE, dense, dense_naive
 from tests.support import tiny
+from tests.support.dense import dense, dense_naive
 
+TOLERANCE = 2e-4
 STRATEGIES = ("naive", "fusion", "ragjax", "blend", "blend-gradual", "craft", "epic", "h2o")
 
 

@@ -1,0 +1,116 @@
+"""Which chunks a request gets: documents that it brings, or passages of a knowledge base, and when it gets any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from ragjax.core import Chunk, Document, Hit, Rag, Request, RequestError
+from ragjax.engine.registry import Registry
+from ragjax.prompting.passage import Cutter, brings_passages
+from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
+
+BROUGHT = "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some"
+
+
+@dataclass(frozen=True)
+class Grounding:
+    """Finds what requests stand on. Any thread may call it.
+
+    context_length: most tokens of a prompt and its answer. top_k: chunks retrieved for requests that say nothing else.
+    share: whether tenants share the KV of knowledge bases. retrieve: as `EngineOptions` has it. cutter: finds passages
+    in messages. check: called for each document that a request brings; an error of it ends the work.
+    """
+
+    knowledge: Registry[KnowledgeBase]
+    chunker: Chunker
+    context_length: int
+    top_k: int
+    share: bool
+    retrieve: str = "auto"
+    cutter: Cutter = field(default_factory=Cutter)
+    check: Callable[[], None] = lambda: None
+
+    def checked(self, check: Callable[[], None]) -> Grounding:
+        """The same with another `check`."""
+        return replace(self, chunker=self.chunker.checked(check), check=check)
+
+    def hits(self, request: Request) -> tuple[Hit, ...] | None:
+        """The chunks of a request, in the order they are to stand in; None: it uses no knowledge.
+
+        Raises:
+            RequestError: for knowledge that there is not, or documents that are too long or empty.
+        """
+        rag = request.rag
+        if rag is None or not request.messages:
+            return None
+        if rag.knowledge is not None:
+            self.knowledge.get(rag.knowledge)  # an unknown name is an error even where nothing is looked up
+        if rag.documents is not None:
+            return self._given(rag.documents, rag.knowledge)
+        if not self._searches(request, rag):
+            return None
+        return self._shared(self.knowledge.get(rag.knowledge).search(request.question, self._top_k(rag)))
+
+    def stages(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
+        """The search for a request's chunks in stages; None if it needs none."""
+        rag = request.rag
+        if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
+            return None
+        found = self.knowledge.get(rag.knowledge).stages(request.question, self._top_k(rag), stages)
+        return (replace(stage, hits=self._shared(stage.hits)) for stage in found)
+
+    def leaves_alone(self, request: Request) -> bool:
+        """Whether a request would get passages if its messages brought none."""
+        rag = request.rag
+        if self.retrieve != "auto" or rag is None or rag.documents is not None or not request.messages:
+            return False
+        return replace(self, retrieve="always")._searches(request, rag) and not self._searches(request, rag)
+
+    def _shared(self, hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
+        return tuple(replace(hit, public=self.share) for hit in hits)
+
+    def _searches(self, request: Request, rag: Rag) -> bool:
+        """Whether there is a knowledge base to search, and a question; messages without one are refused later."""
+        known = rag.knowledge is not None or bool(self.knowledge.names)
+        wanted = bool(request.question.strip()) and known and self._top_k(rag) > 0
+        if not wanted or rag.knowledge is not None or rag.top_k is not None or self.retrieve == "always":
+            return wanted
+        return self.retrieve == "auto" and not brings_passages(self.cutter, request.messages)
+
+    def _top_k(self, rag: Rag) -> int:
+        return self.top_k if rag.top_k is None else rag.top_k
+
+    def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
+        hits: list[Hit] = []
+        room = self.context_length
+        for document in documents:
+            self.check()
+            if isinstance(document, Document):
+                chunks = self._cut(document, room)
+            else:
+                chunks = self.knowledge.get(knowledge).document(document)
+            hits += [Hit(chunk, 1.0, self.share and isinstance(document, str)) for chunk in chunks]
+            room -= sum(len(chunk.tokens) for chunk in chunks)
+            if room < 0:
+                raise self._too_long()
+        return tuple(hits)
+
+    def _cut(self, document: Document, room: int) -> tuple[Chunk, ...]:
+        # cutting takes long, and drops only white space: what is twice too long is seen without
+        if self.chunker.exceeds(document.text, 2 * room):
+            raise self._too_long()
+        chunks = self.chunker.chunks(document)
+        if not chunks:
+            raise RequestError(f"document {document.id!r} has no text", param="rag.documents")
+        return chunks
+
+    def _too_long(self) -> RequestError:
+        return overlong(self.context_length, "documents have", "Give fewer or shorter documents", "rag.documents")
+
+
+def overlong(context_length: int, what: str, advice: str, param: str) -> RequestError:
+    """The error of a request with more tokens than the context holds."""
+    reason = f"the {what} more than {context_length} tokens; the context holds no more, answer included. {advice}"
+    return RequestError(reason, param=param, code="context_length_exceeded")

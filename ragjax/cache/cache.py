@@ -16,6 +16,7 @@ from math import inf
 from ragjax.cache.admission import Admission, Path, Segment
 from ragjax.cache.audit import audit_holders, audit_pins, runs_of
 from ragjax.cache.hierarchy import Hierarchy, Storage
+from ragjax.cache.inventory import Left, Listing, listing
 from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.keys import neighbours_digest as neighbours_digest
 from ragjax.cache.loader import Loader
@@ -29,7 +30,7 @@ from ragjax.cache.tree import KnowledgeTree
 from ragjax.cache.upcoming import causal_keys, path_keys
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
-from ragjax.core.tiers import Record
+from ragjax.core.tiers import Record, Tier
 
 VARIANTS = 500
 """Variants in all: N = 100 chunks with M = 5 (Cache-Craft, section 5)."""
@@ -163,6 +164,19 @@ class KnowledgeCache:
             yield lambda: pages - int(loader.allowance)
         finally:
             loader.allowance, matcher.quiet = inf, False
+
+    def listing(self, tenant: str, most: int) -> tuple[Listing, list[Left]]:
+        """A tenant's nodes, `most` of them at most, and what of its KV left lately; in bounded time."""
+        return listing(self.tree.root, tenant, most), self._hierarchy.departures.of(tenant)
+
+    @property
+    def used(self) -> dict[str, float]:
+        """Share of the room on the device, and in host memory if there is some, that is taken."""
+        found = {Tier.DEVICE.label: 1 - self.pool.free_pages / self.pool.capacity}
+        storage = self._hierarchy.storage
+        if storage is not None and storage.host_bytes:
+            found[Tier.HOST.label] = self._hierarchy.ledger.used / storage.host_bytes
+        return found
 
     # ----------------------------------------------------------------------------------------- reserve
 

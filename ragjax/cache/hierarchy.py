@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ragjax.cache.inventory import Departures
 from ragjax.cache.keys import context_of
 from ragjax.cache.ledger import HostLedger
 from ragjax.cache.loads import Loads
@@ -59,6 +60,7 @@ class Hierarchy:
         self.host = Victims(policy, Tier.HOST)
         self.ledger = HostLedger(storage.transfer if storage is not None else None)
         self.loads = Loads()
+        self.departures = Departures()
         self._hot: list[Node] = []
         self._unflushed: list[Node] | None = None
         self._dead: dict[Node, None] = {}
@@ -113,6 +115,8 @@ class Hierarchy:
         self._metrics.evicted_tokens += len(node)
         if not kept:
             self._shelve(node)
+        self.departures.add(node, Tier.DEVICE)
+        if not kept:
             self._drop(node)
             return
         self._demote(node)  # only now: making room in host memory may have queued it again
@@ -210,6 +214,7 @@ class Hierarchy:
         if node is None:
             return False
         self._unhost(node)
+        self.departures.add(node, Tier.HOST)
         if node.run is None:
             self._drop(node)
         else:

@@ -16,6 +16,7 @@ from ragjax.core.errors import (
     RequestError,
     VisibilityError,
 )
+from ragjax.core.inventory import Departure, Holding, Inventory, Served
 from ragjax.core.limits import StepLimits
 from ragjax.core.options import DTYPES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
@@ -74,6 +75,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "Delta",
+    "Departure",
     "Divergence",
     "Document",
     "Draw",
@@ -85,7 +87,9 @@ __all__ = [
     "Graph",
     "Grid",
     "Hit",
+    "Holding",
     "Intervals",
+    "Inventory",
     "Kind",
     "Known",
     "Measure",
@@ -108,6 +112,7 @@ __all__ = [
     "Sampling",
     "Segment",
     "SegmentReport",
+    "Served",
     "Span",
     "Step",
     "StepLimits",

@@ -32,6 +32,7 @@ from ragjax.core import (
     Event,
     Graph,
     Hit,
+    Inventory,
     Message,
     Plan,
     Prompt,
@@ -46,6 +47,7 @@ from ragjax.core.depprompt import DepPrompt, Positions
 from ragjax.engine.build import ENCODER, Parts, build
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.grounding import Grounding
+from ragjax.engine.inventory import take
 from ragjax.engine.loop import Loop
 from ragjax.engine.pipeline import Pipeline
 from ragjax.engine.prepare import Preparation
@@ -219,6 +221,13 @@ class Engine:
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""
         return stats_of(self._loop, self._cache, self._runner, self._contract, self._parts.disk)
+
+    def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
+        """What the cache holds of a tenant's KV, its `most` largest nodes; what of it left, and requests, lately.
+
+        Tenants see what is their own alone. The tenant "" sees what was computed for no tenant, and how full tiers are.
+        """
+        return take(self._loop, self._cache, self._parts.disk, self.options.storage, self.tokenizer, tenant, most)
 
     # ------------------------------------------------------------------------------------- knowledge
 

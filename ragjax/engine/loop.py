@@ -18,6 +18,7 @@ from ragjax.engine.fault import Faults
 from ragjax.engine.guess import Guesses
 from ragjax.engine.loads import LoadWatch
 from ragjax.engine.queue import Queue
+from ragjax.engine.recent import Recent
 from ragjax.engine.recovery import renew, restart_all
 from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import Contract
@@ -52,7 +53,8 @@ class Loop:
         request_timeout: seconds without progress after which a request is started again once, then ends (0: none).
 
     Attributes:
-        counters: what has happened so far. faults: of requests whose step failed, or that made no progress.
+        counters: what has happened so far. recent: the last requests. faults: of requests whose step failed, or that
+            made no progress.
         kept: KV that outlives its request, by label; changed in this thread alone.
     """
 
@@ -73,6 +75,7 @@ class Loop:
         recorder: Recorder | None = None,
     ):
         self.counters = Counters()
+        self.recent = Recent()
         self.kept: dict[str, DepKV] = {}
         self._runner = runner
         self._cache = cache
@@ -393,6 +396,7 @@ class Loop:
     def _settle(self, state: RequestState, answer: Answer) -> None:
         """Count a request that has its answer, end it, and have it replayed if it was drawn."""
         self._count(state)
+        self.recent.add(state, answer)
         self._end(state, answer)
         again = self._replay(state, answer)
         if again is not None:

@@ -22,6 +22,7 @@ from ragjax.serve import page
 from ragjax.serve.choices import merged
 from ragjax.serve.embedding import EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
+from ragjax.serve.inventory import inventory
 from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
@@ -65,6 +66,7 @@ def create_app(
     app.add_api_route("/health", endpoints.health)
     app.add_api_route("/health", endpoints.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", endpoints.metrics, response_class=Response)
+    app.add_api_route("/v1/cache", endpoints.cache)
     app.add_api_route("/v1/models", endpoints.models)
     app.add_api_route("/v1/models/{model:path}", endpoints.model)
     # what runs before the body is validated
@@ -121,6 +123,9 @@ class _Endpoints:
 
     async def metrics(self) -> Response:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    async def cache(self, request: Request) -> Json:
+        return inventory(await asyncio.to_thread(self._engine.inventory, request.state.tenant))
 
     async def models(self) -> Json:
         return {"object": "list", "data": [self._model(), self._embedding_model()]}

@@ -13,7 +13,7 @@ import pytest
 from ragjax import core
 from tests.support.browser import browsing, visiting
 from tests.support.fakes import FakeEngine
-from tests.support.serving import Served, serving, wait_for
+from tests.support.serving import CHAT, Served, serving, wait_for
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -224,6 +224,30 @@ def test_comparison_marks_what_differs(page: Page) -> None:
     assert page.locator(".columns .segment").count() == 8
 
 
+def test_the_cache_is_shown_live_while_it_is_looked_at(browser: Browser) -> None:
+    with serving(engine()) as served, visiting(browser, served.url, "/#cache") as page:
+        page.wait_for_selector(".icicle button")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        top, below = (page.locator(".icicle button").nth(i) for i in range(2))
+        boxes = [one.bounding_box() for one in (top, below)]
+        assert boxes[0] and boxes[1] and boxes[1]["y"] > boxes[0]["y"]
+        assert boxes[1]["width"] / boxes[0]["width"] == pytest.approx(97 / 117, rel=0.02)
+        top.click()
+        assert page.inner_text("#cache-node").startswith("“system of” · 20 tokens, causal · device, host memory")
+        page.keyboard.press("ArrowRight")
+        assert "97 tokens, isolated, naive · disk · matched 0 times" in page.inner_text("#cache-node")
+        assert "kept in host memory" in page.inner_text("#cache-departures") and "none yet" in page.inner_text("#cache")
+        served.post(json={**CHAT, "rag": {"strategy": "naive"}})
+        page.wait_for_selector("#cache-requests figure")
+        assert "90 %" in page.inner_text("#cache-requests") and any(url.endswith("/v1/cache") for url in asked)
+        assert page.evaluate("document.activeElement.dataset.id") == "bb", "the focus stays where it is"
+        page.click("nav a[href='#ask']")
+        asked.clear()
+        page.wait_for_timeout(2300)
+        assert asked == [], "nothing is asked for while nobody looks"
+
+
 def test_a_key_is_asked_for_and_sent(browser: Browser) -> None:
     with serving(engine(), keys={"sesame": ""}) as served, visiting(browser, served.url) as page:
         page.wait_for_selector("#problem:has-text('wants an API key')")
@@ -244,7 +268,7 @@ def test_all_of_it_can_be_done_by_keyboard(page: Page) -> None:
     for _ in range(14):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
-    order = ["Ask", "Compare", "key-toggle", *(f"ask-{name}" for name in FIELDS)]
+    order = ["Ask", "Compare", "Cache", "key-toggle", *(f"ask-{name}" for name in FIELDS)]
     assert [name for name in seen if name in order][: len(order)] == order
 
 
@@ -254,7 +278,7 @@ def test_it_fits_a_phone(browser: Browser, told: Served, scheme: str) -> None:
         ask(page, knowledge="graph:facts")
         wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert page.evaluate(wide) == 0
-        for view in ("#compare",):
+        for view in ("#compare", "#cache"):
             page.click(f"nav a[href='{view}']")
             assert page.evaluate(wide) == 0
         small = page.locator("main button:visible:not(.segment)").evaluate_all(
@@ -273,5 +297,8 @@ def test_axe_finds_nothing_serious(browser: Browser, told: Served, scheme: str) 
         page.fill("#compare-question", "What?")
         page.click("#compare-submit")
         page.wait_for_selector("#compare-b-result .figures")
+        found += axe.Axe().run(page).response["violations"]
+        page.click("nav a[href='#cache']")
+        page.wait_for_selector("#cache-requests figure")
         found += axe.Axe().run(page).response["violations"]
     assert [(one["id"], [node["html"][:160] for node in one["nodes"]]) for one in found] == []

@@ -163,6 +163,16 @@ class FakeEngine:
         """Numbers."""
         return [f" {token}" for token in tokens]
 
+    def inventory(self, tenant: str) -> core.Inventory:
+        """Two nodes, one below the other, that say whose they are."""
+        first = core.Holding("aa", None, 20, 117, ("device", "host"), 3, True, "causal", "", f"system of {tenant}")
+        second = core.Holding("bb", "aa", 97, 97, ("disk",), 0, False, "isolated", "naive", f"harbour of {tenant}")
+        left = core.Departure(12.0, 40, "device", "host", f"ferry of {tenant}")
+        served = [core.Served(float(age), "naive", 130, 117 - age, 60.0 + age) for age in range(len(self.requests))]
+        used = {} if tenant else {"device": 0.25, "host": 0.5}
+        tokens = {"device": 20, "host": 20}
+        return core.Inventory("lru", tokens, used, 2, (first, second), True, (left,), tuple(served))
+
     def count_tokens(self, text: str) -> int:
         """Words."""
         return len(text.split())

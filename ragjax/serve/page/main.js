@@ -2,11 +2,12 @@
 
 import { key, json } from "./api.js";
 import { initAsk, offerAsk } from "./ask.js";
+import { initCache } from "./cache.js";
 import { initCompare, offerCompare } from "./compare.js";
 import { count, find } from "./dom.js";
 import { server } from "./form.js";
 
-const VIEWS = ["ask", "compare"];
+const VIEWS = ["ask", "compare", "cache"];
 
 function show() {
   const wanted = location.hash.slice(1);
@@ -65,6 +66,7 @@ function initKey() {
 initKey();
 initAsk();
 initCompare();
+initCache();
 addEventListener("hashchange", show);
 show();
 load();

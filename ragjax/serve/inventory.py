@@ -1,0 +1,39 @@
+"""Body of GET /v1/cache."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from ragjax import core
+from ragjax.serve.response import Json
+
+TEXT_CHARS = 80
+"""Of a text that tells what KV is about."""
+
+
+def inventory(seen: core.Inventory) -> Json:
+    """What one tenant may see of the cache."""
+    return {
+        "object": "cache",
+        "policy": seen.policy,
+        "tiers": {
+            name: {"tokens": seen.tokens.get(name), "used": _rounded(seen.used.get(name))}
+            for name in dict.fromkeys((*seen.tokens, *seen.used))
+        },
+        "nodes": seen.nodes,
+        "whole": seen.whole,
+        "holdings": [_short(asdict(one)) for one in seen.holdings],
+        "departures": [_short(asdict(one)) for one in seen.departures],
+        "requests": [_short(asdict(one)) for one in seen.requests],
+    }
+
+
+def _short(entry: Json) -> Json:
+    """Numbers as they are read, and a text of one line."""
+    if "text" in entry:
+        entry["text"] = " ".join(entry["text"].split())[:TEXT_CHARS]
+    return {name: _rounded(value) if isinstance(value, float) else value for name, value in entry.items()}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

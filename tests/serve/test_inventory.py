@@ -1,0 +1,34 @@
+"""GET /v1/cache: what a key may see of the cache."""
+
+from __future__ import annotations
+
+from ragjax import core
+from ragjax.serve.inventory import TEXT_CHARS, inventory
+from tests.support.fakes import FakeEngine
+from tests.support.serving import CHAT, serving
+
+
+def test_each_key_sees_what_is_its_tenants() -> None:
+    with serving(FakeEngine(), keys={"master": "", "k1": "acme"}) as served:
+        served.post(json=CHAT, headers={"authorization": "Bearer k1"})
+        assert served.get("/v1/cache").status_code == 401
+        of = {
+            key: served.get("/v1/cache", headers={"authorization": f"Bearer {key}"}).json() for key in ("master", "k1")
+        }
+    assert of["master"]["holdings"][1]["text"] == "harbour of" and of["k1"]["departures"][0]["text"] == "ferry of acme"
+    assert of["master"]["tiers"] == {"device": {"tokens": 20, "used": 0.25}, "host": {"tokens": 20, "used": 0.5}}
+    assert of["k1"]["tiers"]["device"] == {"tokens": 20, "used": None}
+    assert of["k1"]["requests"] == [
+        {"age": 0.0, "strategy": "naive", "prompt_tokens": 130, "reused": 117, "ttft": 60.0}
+    ]
+    assert of["k1"]["holdings"][0] == {
+        **{"id": "aa", "parent": None, "tokens": 20, "below": 117, "tiers": ["device", "host"], "hits": 3},
+        **{"in_use": True, "provenance": "causal", "method": "", "text": "system of acme"},
+    }
+
+
+def test_texts_are_one_short_line() -> None:
+    left = core.Departure(1.23456, 3, "host", None, "The ferry\n\n leaves " + "x" * 200)
+    body = inventory(core.Inventory("lru", {}, {"disk": 0.5}, 0, (), True, (left,), ()))
+    assert body["departures"][0]["text"] == ("The ferry leaves " + "x" * 200)[:TEXT_CHARS]
+    assert body["departures"][0]["age"] == 1.235 and body["tiers"] == {"disk": {"tokens": None, "used": 0.5}}

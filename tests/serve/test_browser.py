@@ -242,10 +242,15 @@ def test_the_cache_is_shown_live_while_it_is_looked_at(browser: Browser) -> None
         page.wait_for_selector("#cache-requests figure")
         assert "90 %" in page.inner_text("#cache-requests") and any(url.endswith("/v1/cache") for url in asked)
         assert page.evaluate("document.activeElement.dataset.id") == "bb", "the focus stays where it is"
+        page.clock.install()
         page.click("nav a[href='#ask']")
         asked.clear()
-        page.wait_for_timeout(2300)
+        page.clock.fast_forward(60_000)
         assert asked == [], "nothing is asked for while nobody looks"
+        page.click("nav a[href='#cache']")
+        page.wait_for_selector(".icicle button")
+        page.clock.fast_forward(60_000)
+        assert len(asked) >= 2
 
 
 def test_a_key_is_asked_for_and_sent(browser: Browser) -> None:
@@ -280,9 +285,10 @@ def test_it_fits_a_phone(browser: Browser, told: Served, scheme: str) -> None:
         assert page.evaluate(wide) == 0
         for view in ("#compare", "#cache"):
             page.click(f"nav a[href='{view}']")
+            page.wait_for_selector(f"{view} button:visible >> nth=1")
             assert page.evaluate(wide) == 0
         small = page.locator("main button:visible:not(.segment)").evaluate_all(
-            "all => all.filter(one => one.getBoundingClientRect().height < 32).length"
+            "all => all.filter(one => one.getBoundingClientRect().height < 24).length"
         )
         assert small == 0
 

@@ -12,15 +12,13 @@ def test_each_key_sees_what_is_its_tenants() -> None:
     with serving(FakeEngine(), keys={"master": "", "k1": "acme"}) as served:
         served.post(json=CHAT, headers={"authorization": "Bearer k1"})
         assert served.get("/v1/cache").status_code == 401
-        of = {
-            key: served.get("/v1/cache", headers={"authorization": f"Bearer {key}"}).json() for key in ("master", "k1")
-        }
+        bearers = {key: {"authorization": f"Bearer {key}"} for key in ("master", "k1")}
+        of = {key: served.get("/v1/cache", headers=bearer).json() for key, bearer in bearers.items()}
     assert of["master"]["holdings"][1]["text"] == "harbour of" and of["k1"]["departures"][0]["text"] == "ferry of acme"
     assert of["master"]["tiers"] == {"device": {"tokens": 20, "used": 0.25}, "host": {"tokens": 20, "used": 0.5}}
     assert of["k1"]["tiers"]["device"] == {"tokens": 20, "used": None}
-    assert of["k1"]["requests"] == [
-        {"age": 0.0, "strategy": "naive", "prompt_tokens": 130, "reused": 117, "ttft": 60.0}
-    ]
+    (request,) = of["k1"]["requests"]
+    assert request == {"age": 0.0, "strategy": "naive", "prompt_tokens": 130, "reused": 117, "ttft": 60.0}
     assert of["k1"]["holdings"][0] == {
         **{"id": "aa", "parent": None, "tokens": 20, "below": 117, "tiers": ["device", "host"], "hits": 3},
         **{"in_use": True, "provenance": "causal", "method": "", "text": "system of acme"},

@@ -26,6 +26,7 @@ from ragjax.serve.inventory import inventory
 from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
+from ragjax.serve.model import grounded, knowledge_of, names
 from ragjax.serve.neutral import settle
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
 from ragjax.serve.schema import Body, ChatBody, CompletionBody
@@ -128,11 +129,13 @@ class _Endpoints:
         return inventory(await asyncio.to_thread(self._engine.inventory, request.state.tenant))
 
     async def models(self) -> Json:
-        return {"object": "list", "data": [self._model(), self._embedding_model()]}
+        return {"object": "list", "data": [self._model(), *map(self._model, self._named), self._embedding_model()]}
 
     async def model(self, model: str) -> Json:
         if model == self._engine.embedding_model:
             return self._embedding_model()
+        if model in self._named:
+            return self._model(model)
         self._check_model(model)
         return self._model()
 
@@ -168,8 +171,7 @@ class _Endpoints:
         return JSONResponse(embeddings(body, embedded))
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
-        self._check_model(body.model)
-        asked = [replace(one, tenant=request.state.tenant) for one in body.to_core()]
+        asked = [replace(one, tenant=request.state.tenant) for one in self._asked(body)]
         form_of = ToolForm if asked[0].tools is not None else form_of
         form = form_of(
             self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, request.state.notices
@@ -193,6 +195,19 @@ class _Endpoints:
                 last = now
                 yield event
 
+    def _asked(self, body: ChatBody | CompletionBody) -> Sequence[core.Request]:
+        """What the body asks of the engine, with the knowledge that its model's name brings along."""
+        knowledge = knowledge_of(body.model, self._engine.model_name, self._engine.knowledge_names)
+        if knowledge is not None:
+            return [grounded(one, knowledge) for one in body.to_core()]
+        self._check_model(body.model)
+        return body.to_core()
+
+    @property
+    def _named(self) -> list[str]:
+        """Names of the model with a knowledge base each."""
+        return names(self._engine.model_name, self._engine.knowledge_names)
+
     def _check_model(self, name: str) -> None:
         if name != self._engine.model_name:
             raise _no_model(name, self._engine.model_name)
@@ -205,10 +220,11 @@ class _Endpoints:
             "owned_by": "ragjax",
         }
 
-    def _model(self) -> Json:
+    def _model(self, name: str | None = None) -> Json:
+        """The model. name: as it is called with one of its knowledge bases."""
         engine = self._engine
         return {
-            "id": engine.model_name,
+            "id": engine.model_name if name is None else name,
             "object": "model",
             "created": self._created,
             "owned_by": "ragjax",

@@ -115,7 +115,7 @@ def test_completion_stream(shared: Served) -> None:
 
 def test_models(shared: Served) -> None:
     client = shared.client()
-    model, encoder = client.models.list().data
+    model, _, encoder = client.models.list().data
     assert encoder.id == "fake-encoder" and client.models.retrieve("fake-encoder").id == "fake-encoder"
     assert (model.id, model.object, model.owned_by) == ("fake", "model", "ragjax")
     rag = model.model_extra["rag"]

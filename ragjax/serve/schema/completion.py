@@ -56,6 +56,7 @@ class CompletionBody(Generation):
             recompute_ratio=asked.recompute_ratio,
             compression=asked.compressed(),
             detail=bool(asked.detail),
+            recognise=asked.recognise,
         )
         sampling = self._sampling(self.max_tokens, self.logprobs)
         prompts = (prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt)

@@ -51,7 +51,8 @@ class TextRag(Body):
     """How to reuse KV where nothing is retrieved.
 
     compression: which of the prompt's tokens the answer sees: "snapkv+graph:512", the same as an object, or "none".
-    detail: whether the account of each segment names its tokens.
+    detail: whether the account of each segment names its tokens. recognise: whether passages in the messages, or the
+    prompt, are recognised and reused at any place.
     """
 
     strategy: Name | None = None
@@ -60,6 +61,7 @@ class TextRag(Body):
         Annotated[_Compression, BeforeValidator(_short, json_schema_input_type=str | dict[str, Any])] | None
     ) = None
     detail: bool | None = None
+    recognise: bool | None = None
 
     def compressed(self) -> core.Compression | Literal["none"] | None:
         """Which of the prompt's tokens the answer sees.
@@ -126,6 +128,7 @@ class ChatRag(TextRag):
             self.compressed(),
             None if self.quality is None else self.quality.kl,
             bool(self.detail),
+            self.recognise,
         )
 
 

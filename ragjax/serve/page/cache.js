@@ -47,18 +47,22 @@ function chart(title, shown, values, kind) {
   );
 }
 
-const median = (values) => [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
+const quantile = (values, share) => [...values].sort((a, b) => a - b)[Math.floor((values.length - 1) * share)];
+
+/** The top of a scale of times: the slowest, unless it is far beyond nine of ten. */
+const scale = (times) => Math.min(Math.max(...times), 3 * quantile(times, 0.9));
 
 function requests({ requests: latest }) {
   const head = h("div", { class: "head first" }, h("h3", {}, "Requests"), h("span", { class: "facts" }, latest.length ? `the last ${count(latest.length)}` : "none yet"));
   if (!latest.length) return [head];
   const asked = [...latest].reverse();
   const sum = (name) => asked.reduce((total, one) => total + one[name], 0);
-  const slowest = Math.max(...asked.map((one) => one.ttft));
+  const times = asked.map((one) => one.ttft);
+  const top = scale(times);
   return [
     head,
     chart("Share of the prompt reused", percent(sum("reused"), sum("prompt_tokens")), asked.map((one) => one.reused / one.prompt_tokens), "share"),
-    chart(`Time to the first token, up to ${milliseconds(slowest)}`, `median ${milliseconds(median(asked.map((one) => one.ttft)))}`, asked.map((one) => one.ttft / slowest), "time"),
+    chart(`Time to the first token, 0 to ${milliseconds(top)}`, `median ${milliseconds(quantile(times, 0.5))}`, times.map((time) => Math.min(1, time / top)), "time"),
   ];
 }
 
@@ -115,8 +119,7 @@ export function initCache() {
           onclick: () => tell(node),
           onfocus: () => tell(node),
         },
-        node.hits ? h("span", { class: "hits" }, `${count(node.hits)}×`) : null,
-        node.text || "…",
+        h("span", {}, node.hits ? h("strong", {}, `${count(node.hits)}× `) : null, node.text || "…"),
       ),
     );
     const at = Math.max(0, placed.findIndex(({ node }) => node.id === (focused ?? chosen)));

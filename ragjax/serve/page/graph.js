@@ -8,42 +8,50 @@ const [COLUMN, ROW, BOX, HIGH, CHARS] = [250, 44, 136, 26, 18];
 
 const short = (text, most = CHARS) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-/** Entities with their column and row, and the relations between them; each once. */
+/**
+ * Entities with their column and row, and the relations between them, each once. The column is the distance from where
+ * paths begin; entities stand by the one that they were reached from.
+ */
 export function layout(facts) {
-  const entities = new Map();
   const edges = new Map();
-  const rows = [];
-  for (const { steps } of facts) {
-    for (let i = 0; i < steps.length; i += 2) {
-      if (!entities.has(steps[i])) {
-        const column = i / 2;
-        // a new entity stands no higher than the one it comes from, so that lines cross less
-        const from = i ? entities.get(steps[i - 2]) : null;
-        const row = Math.max(rows[column] ?? 0, from?.row ?? 0);
-        rows[column] = row + 1;
-        entities.set(steps[i], { column, row });
+  for (const { steps } of facts)
+    for (let i = 2; i < steps.length; i += 2) edges.set(JSON.stringify(steps.slice(i - 2, i + 1)), steps.slice(i - 2, i + 1));
+  const entities = new Map();
+  let column = [...new Set(facts.map(({ steps }) => steps[0]))];
+  column.forEach((name, row) => entities.set(name, { column: 0, row }));
+  const heights = [column.length];
+  while (column.length) {
+    const next = [];
+    for (const from of column) {
+      for (const [head, , tail] of edges.values()) {
+        if (head !== from || entities.has(tail)) continue;
+        const row = Math.max(entities.get(next.at(-1))?.row + 1 || 0, entities.get(from).row);
+        entities.set(tail, { column: heights.length, row });
+        next.push(tail);
       }
-      if (i) edges.set(JSON.stringify(steps.slice(i - 2, i + 1)), steps.slice(i - 2, i + 1));
     }
+    if (next.length) heights.push(entities.get(next.at(-1)).row + 1);
+    column = next;
   }
-  return { entities, edges: [...edges.values()], columns: rows.length, rows: Math.max(0, ...rows.filter(Boolean)) };
+  return { entities, edges: [...edges.values()], columns: heights.length, rows: Math.max(...heights) };
 }
 
 function draw(facts) {
   const { entities, edges, columns, rows } = layout(facts);
-  const [width, height] = [(columns - 1) * COLUMN + BOX + 4, rows * ROW + 4];
+  const [width, height] = [columns * COLUMN, rows * ROW + 4];
   const at = (name) => ({ x: 2 + entities.get(name).column * COLUMN, y: 2 + entities.get(name).row * ROW + HIGH / 2 });
   const line = ([head, relation, tail]) => {
     const [from, to] = [at(head), at(tail)];
     const forward = to.x > from.x;
-    const [x1, x2] = forward ? [from.x + BOX, to.x] : [from.x, to.x + BOX];
-    const middle = (x1 + x2) / 2;
+    // a relation within a column, or back, leaves and arrives at the right
+    const [x1, x2] = [from.x + BOX, forward ? to.x : to.x + BOX];
+    const bend = forward ? (x1 + x2) / 2 : Math.max(x1, x2) + 40;
     return svg(
       "g",
       { class: "relation" },
       svg("title", {}, `${head} – ${relation} – ${tail}`),
-      svg("path", { d: `M${x1},${from.y} C${middle},${from.y} ${middle},${to.y} ${x2},${to.y}` }),
-      svg("text", { x: x2 + (forward ? -8 : 8), y: to.y - 5, "text-anchor": forward ? "end" : "start" }, short(relation)),
+      svg("path", { d: `M${x1},${from.y} C${bend},${from.y} ${bend},${to.y} ${x2},${to.y}` }),
+      svg("text", { x: forward ? x2 - 8 : bend - 6, y: to.y - 5, "text-anchor": forward ? "end" : "start" }, short(relation)),
     );
   };
   const box = (name) => {

@@ -46,9 +46,10 @@ CONTESTANTS: Sequence[Mapping[str, float]] = (
     {**_RECEIVED, "received-start": 0.5},
     {"received-root": 1.0},
     {"received-drift": 1.0},
-    {"late-drift": 1.0},
-    {"late-drift": 0.6, "received-3": 0.2, "received-4": 0.2},
-    {"received-drift": 0.7, "start": 0.15, "drift": 0.15},
+    {"even-drift": 1.0},
+    {"received-drift": 0.85, "start": 0.15},
+    {"received-drift": 0.6, "last-drift": 0.3, "start": 0.1},
+    {"even-drift": 0.6, "last-drift": 0.3, "start": 0.1},
 )
 """Weights that compete besides: of `ragjax`, `fusion`, `prophet`; all quarters alike; these and starts of chunks;
 drift."""

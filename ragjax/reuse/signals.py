@@ -13,9 +13,9 @@ a token receives from the question's rows, plain and times the norm of its value
 - `start`: 1 / (1 + place in the chunk) (EPIC); `received-start`: the same times what the token receives in all layers.
 - `place`: the same for all, so that a token counts by itself.
 - `isolated`: the same for all tokens of chunks whose KV was computed behind the system prompt alone, 0 for others.
-- `drift`: how far preprocessing moved the token's values (`notes.py`); `received-drift` and `late-drift`: the same
-  times what the token receives in all layers, and in the later half. A token of whose chunk nothing is noted has the
-  mean of the others.
+- `drift`: how far preprocessing moved the token's values (`notes.py`). `received-drift`, `late-drift`, `even-drift`,
+  `last-drift`: the same times what is received from the token in all layers and in the later half of them, times
+  `attention-even`, and times `attention-last`. A token of whose chunk nothing is noted has the mean of the others.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def signals(stitched: Stitched, results: Results, tokens: Tokens) -> Signals:
     """Signals of some chunk tokens (indexes, ascending), from a pass that measured `MEASURES` in all layers."""
     plain_LN = np.asarray(results[Measure.KEY_SCORE][:, tokens], np.float64)
     valued_LN = np.asarray(results[Measure.VALUED_SCORE][:, tokens], np.float64)
-    whole = valued_LN.sum(0)
+    whole, even = valued_LN.sum(0), shares(plain_LN).sum(0)
     chunk_N, place_N, alone_N = _layout(stitched, tokens)
     drift_N = _drift(stitched, tokens)
     named = {
         **{f"attention-{i + 1}": part.sum(0) for i, part in enumerate(_quarters(plain_LN))},
         **{f"received-{i + 1}": part.sum(0) for i, part in enumerate(_quarters(valued_LN))},
         "attention-last": plain_LN[-1],
-        "attention-even": shares(plain_LN).sum(0),
+        "attention-even": even,
         "received-root": np.sqrt(whole),
         "nearby": _nearby(whole, chunk_N),
         "chunk": _spread(whole, chunk_N),
@@ -84,6 +84,8 @@ def signals(stitched: Stitched, results: Results, tokens: Tokens) -> Signals:
         "drift": drift_N,
         "received-drift": whole * drift_N,
         "late-drift": valued_LN[len(valued_LN) // 2 :].sum(0) * drift_N,
+        "even-drift": even * drift_N,
+        "last-drift": plain_LN[-1] * drift_N,
     }
     mass = float(plain_LN.sum()) / (len(plain_LN) * len(stitched.question))
     return Signals(tokens, shares(np.stack([named[name] for name in NAMES])), mass)
@@ -105,6 +107,8 @@ NAMES = (
         "drift",
         "received-drift",
         "late-drift",
+        "even-drift",
+        "last-drift",
     ),
 )
 """Every signal, in order."""

@@ -90,6 +90,8 @@ def literal(prompt: Prompt, kept: tuple[Array, Array], tokens: list[int]) -> dic
     mean = sum(known) / len(known) if known else 1.0
     found["drift"] = [drift.get(t, mean) for t in tokens]
     found["received-drift"] = [whole[t] * drift.get(t, mean) for t in tokens]
+    found["even-drift"] = [x * drift.get(t, mean) for t, x in zip(tokens, found["attention-even"], strict=True)]
+    found["last-drift"] = [x * drift.get(t, mean) for t, x in zip(tokens, found["attention-last"], strict=True)]
     found["late-drift"] = [sum(one[t] for one in valued[layers // 2 :]) * drift.get(t, mean) for t in tokens]
     return {name: [x / (sum(row) or 1.0) for x in row] for name, row in found.items()}
 

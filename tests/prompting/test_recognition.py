@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
-from functools import partial
+import string
+from functools import cache, partial
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from ragjax.core import Chunk, Hit, Kind, Message, Tool, Tools
+from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, text_prompt
 from ragjax.prompting.passage import Cutter
 from ragjax.prompting.recognition import Recognition
@@ -141,3 +145,59 @@ def test_whatever_is_said_control_tokens_are_the_templates(instruction, question
     assert prompt.tokens.tolist() == prompt_of(messages=messages).tokens.tolist()
     assert len(control_tokens(prompt)) == 5
     assert not any(set(control_tokens(chunk)) for chunk in chunks(prompt))
+
+
+# ----------------------------------------------------------------------- tokenizers whose tokens are longer
+
+
+@cache
+def learnt(metaspace: bool) -> Tokenizer:
+    """Of bytes that join over words and lines, or of words with a space in front, as SentencePiece has them."""
+    words = (
+        pre_tokenizers.Metaspace() if metaspace else pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    )
+    made = tokenizers.Tokenizer(models.BPE(unk_token="?" if metaspace else None))
+    made.pre_tokenizer = words
+    made.decoder = decoders.Metaspace() if metaspace else decoders.ByteLevel()
+    special = ["<|start|>", "<|end|>"]
+    alphabet = sorted(set(string.printable) - {" "}) if metaspace else pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=290, special_tokens=special, initial_alphabet=alphabet)
+    seams = [
+        *(f"{a[-2:]}{b}" for a in DOCUMENTS for b in ("\n\nThe ", "\n---\nThe", "\n[2] The ", "\n\nQ")),
+        "The ",
+        "s.",
+    ]
+    made.train_from_iterator(seams * 5, trainer)
+    definition = json.loads(made.to_str())
+    return Tokenizer(definition, special={}, eos_ids=(1,), add_bos=False, chat_template=tiny.TEMPLATE)
+
+
+@pytest.mark.parametrize("metaspace", [False, True], ids=["bytes", "words"])
+@pytest.mark.parametrize("shape", PROMPTS)
+def test_a_passage_has_the_same_tokens_at_every_place(shape, metaspace):
+    tokenizer = learnt(metaspace)
+    held, texts = {}, set()
+    for docs in itertools.permutations(DOCUMENTS):
+        messages = (user(PROMPTS[shape](docs)),)
+        plain = chat_prompt(tokenizer, messages, None).tokens
+        whole = chat_prompt(tokenizer, messages, None, recognition=EXACT)
+        alone = chat_prompt(tokenizer, messages, None, recognition=ALONE)
+        assert whole.tokens.tolist() == plain.tolist(), "exact strategies read the tokens of the whole"
+        for prompt in (whole, alone):
+            assert [s.title for s in chunks(prompt)] == [doc[:60].rstrip() for doc in docs]
+            assert not any(set(s.tokens.tolist()) & {0, 1} for s in chunks(prompt))
+        for segment in chunks(alone):
+            assert held.setdefault(segment.id, segment.tokens.tolist()) == segment.tokens.tolist()
+        texts.add(tuple(sorted(tokenizer.decode(segment.tokens).strip() for segment in chunks(alone))))
+    assert len(held) == 3 and texts == {tuple(sorted(DOCUMENTS))}
+
+
+def test_a_token_over_a_cut_counts_to_the_part_before():
+    tokenizer = learnt(metaspace=False)
+    messages = (user(PROMPTS["stuff"](DOCUMENTS)),)
+    whole = chat_prompt(tokenizer, messages, None, recognition=EXACT)
+    alone = chat_prompt(tokenizer, messages, None, recognition=ALONE)
+    assert whole.tokens.tolist() != alone.tokens.tolist(), "cuts matter for this test to tell"
+    assert [s.id for s in chunks(whole)] == [s.id for s in chunks(alone)]
+    told = [tokenizer.decode(segment.tokens) for segment in chunks(whole)]
+    assert told[:2] == [f"{doc[4:]}\n\nThe " for doc in DOCUMENTS[:2]]  # "\n\nThe " is one token

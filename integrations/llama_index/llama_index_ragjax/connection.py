@@ -1,0 +1,17 @@
+"""Where the server is, and the key it wants."""
+
+from __future__ import annotations
+
+import os
+
+URL = "http://127.0.0.1:8000/v1"
+
+
+def base_url() -> str:
+    """`RAGJAX_BASE_URL`, or a server on this machine."""
+    return os.environ.get("RAGJAX_BASE_URL", URL)
+
+
+def api_key() -> str:
+    """`RAGJAX_API_KEY`, or a word for servers that want no key."""
+    return os.environ.get("RAGJAX_API_KEY", "none")

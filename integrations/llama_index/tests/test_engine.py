@@ -1,0 +1,71 @@
+"""The query engine and the retriever: nodes go as documents, and what was reused comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
+from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index_ragjax import Ragjax, RagjaxQueryEngine, RagjaxRetriever
+
+ASK = "Which door is red?"
+TITLES = ["The north door", "The south door"]
+
+
+@pytest.fixture
+def parts(url: str, search: Any) -> tuple[Ragjax, RagjaxRetriever]:
+    return Ragjax(model="tiny", api_base=url, max_tokens=8), RagjaxRetriever("doors", base_url=search.url)
+
+
+def titles(response: Any) -> list[str]:
+    return [segment["title"] for segment in response.metadata["rag"]["segments"] if segment["title"]]
+
+
+def test_a_search_becomes_nodes(search: Any) -> None:
+    retriever = RagjaxRetriever("doors", top_k=2, filters={"type": "eq"}, base_url=search.url, api_key="sk-one")
+    first, second = retriever.retrieve(ASK)
+    (asked,) = search.asked
+    assert asked["query"] == ASK and asked["max_num_results"] == 2 and asked["filters"] == {"type": "eq"}
+    assert asked["key"] == "Bearer sk-one"
+    assert first.text == "The north door is red." and first.score == 0.75 and second.score == 0.5
+    assert first.metadata == {"file_id": "north", "filename": "The north door", "floor": 2}
+    assert second.text == "The south door\nis blue."
+    assert [node.node_id for node in asyncio.run(retriever.aretrieve(ASK))] == [first.node_id, second.node_id]
+
+
+def test_a_refusal_is_an_error(search: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="no such knowledge base"):
+        RagjaxRetriever("windows", base_url=search.url).retrieve(ASK)
+
+
+def test_an_answer_says_what_was_reused(parts: Any) -> None:
+    response = RagjaxQueryEngine(*parts, system="Answer in a word.").query(ASK)
+    assert isinstance(response, Response) and titles(response) == TITLES
+    assert [node.metadata["filename"] for node in response.source_nodes] == TITLES
+    again = asyncio.run(RagjaxQueryEngine(*parts, system="Answer in a word.").aquery(ASK))
+    assert again.response == response.response and again.metadata["rag"]["segments"][1]["reused"] > 0
+
+
+def test_what_a_postprocessor_drops_is_not_sent(parts: Any) -> None:
+    nearest = SimilarityPostprocessor(similarity_cutoff=0.6)
+    assert titles(RagjaxQueryEngine(*parts, node_postprocessors=[nearest]).query(ASK)) == TITLES[:1]
+
+
+def test_a_stream_has_the_account_at_its_end(parts: Any) -> None:
+    whole = RagjaxQueryEngine(*parts).query(ASK)
+    response = RagjaxQueryEngine(*parts, streaming=True).query(ASK)
+    assert isinstance(response, StreamingResponse) and response.metadata == {}
+    assert "".join(response.response_gen) == whole.response and titles(response) == TITLES
+
+
+def test_a_stream_has_the_account_at_its_end_without_blocking(parts: Any) -> None:
+    async def run() -> tuple[str, list[str]]:
+        response = await RagjaxQueryEngine(*parts, streaming=True).aquery(ASK)
+        assert isinstance(response, AsyncStreamingResponse)
+        text = "".join([text async for text in response.async_response_gen()])
+        return text, titles(response)
+
+    assert asyncio.run(run()) == (RagjaxQueryEngine(*parts).query(ASK).response, TITLES)

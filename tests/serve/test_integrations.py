@@ -1,0 +1,59 @@
+"""The packages of integrations/: their own tests, against an engine in miniature, and their types.
+
+They run in a Python that has LangChain or LlamaIndex, which RAGJAX_CLIENTS_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tomllib
+
+import pytest
+
+from tests.support import tiny
+from tests.support.devices import ROOT
+from tests.support.serving import serving
+
+PACKAGES = {"langchain": "langchain_openai", "llama_index": "llama_index.llms.openai_like"}
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A package's folder, and a Python that has what it stands on."""
+    python = os.environ.get("RAGJAX_CLIENTS_PYTHON")
+    if not python:
+        pytest.skip("RAGJAX_CLIENTS_PYTHON names no Python with client packages")
+    needed = (PACKAGES[request.param], "pytest", "mypy")
+    missing = [name for name in needed if run(python, "-c", f"import {name}").returncode]
+    if missing:
+        pytest.skip(f"not installed there: {', '.join(missing)}")
+    return str(ROOT / "integrations" / request.param), python
+
+
+def run(python: str, *arguments: str, folder: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    command = [python, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+
+
+def test_its_tests_pass_against_a_server(package: tuple[str, str]) -> None:
+    folder, python = package
+    with tiny.engine() as engine, serving(engine) as served:
+        done = run(
+            python, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=folder, RAGJAX_TEST_URL=served.url + "/v1"
+        )
+        engine.audit()
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_its_types_are_sound(package: tuple[str, str]) -> None:
+    folder, python = package
+    done = run(python, "-m", "mypy", "--cache-dir", os.devnull, folder=folder)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_it_depends_on_the_ecosystem_alone(name: str) -> None:
+    project = tomllib.loads((ROOT / "integrations" / name / "pyproject.toml").read_text())["project"]
+    assert project["readme"] == "README.md" and not any(line.startswith("ragjax") for line in project["dependencies"])

@@ -1,0 +1,225 @@
+"""`python -m ragjax.chat`: what it asks for, what it shows, in a terminal and with piped input."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ragjax.commands.chat import main
+from ragjax.commands.chat.account import lines, strip
+from ragjax.commands.chat.session import Account
+from ragjax.core import RequestError, SegmentReport, Timings
+from tests.support.devices import ROOT
+from tests.support.fakes import FakeEngine
+from tests.support.serving import TEXT, Served, serving
+
+Chat = Callable[..., int]
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(context_length=1000)
+
+
+@pytest.fixture
+def served(engine: FakeEngine) -> Iterator[Served]:
+    with serving(engine) as made:
+        yield made
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> Chat:
+    """Runs the command with these lines as its input."""
+    for name in ("RAGJAX_API_KEY", "RAGJAX_BASE_URL", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*flags: str, said: str = "") -> int:
+        monkeypatch.setattr("sys.stdin", io.StringIO(said))
+        return main(flags)
+
+    return run
+
+
+def test_a_conversation_is_sent_whole(chat: Chat, served: Served, engine: FakeEngine, capsys: Any) -> None:
+    flags = ("--system", "Be brief.", "--max-tokens", "9")
+    assert chat("--url", served.url, *flags, said="One?\n\nTwo?\n/reset\nThree?\n/quit\nFour?\n") == 0
+    said = [[message.content for message in request.messages] for request in engine.requests]
+    assert said == [["Be brief.", "One?"], ["Be brief.", "One?", TEXT, "Two?"], ["Be brief.", "Three?"]]
+    assert engine.requests[0].sampling.max_tokens == 9
+    shown = capsys.readouterr()
+    assert shown.out.count(TEXT) == 3 and "\x1b" not in shown.out and shown.err == ""
+
+
+def test_an_answer_is_followed_by_its_account(chat: Chat, served: Served, capsys: Any) -> None:
+    assert chat("--url", served.url, said="One?\n/compare naive\n") == 0
+    out = capsys.readouterr().out
+    assert "7 of 9 tokens reused  █ device 7  ░ computed 1  · dropped 1" in out
+    assert "prefix: exact: the answer of full attention" in out and "naive: approximate" in out
+    assert "note: attention not by triton" in out and "the same text; first token after" in out
+
+
+def test_commands_change_how_is_asked(chat: Chat, served: Served, engine: FakeEngine, capsys: Any) -> None:
+    said = [
+        "/strategy full",
+        "1",
+        "/strategy",
+        "2",
+        "/documents a b",
+        "3",
+        "/knowledge none",
+        "4",
+        "/knowledge demo",
+        "5",
+    ]
+    assert chat("--url", served.url, "--top-k", "2", said="\n".join(said)) == 0
+    asked = [request.rag for request in engine.requests]
+    assert [rag.strategy for rag in asked] == ["full", None, None, None, None]
+    assert [rag.top_k for rag in asked] == [2, 2, None, 0, 2]
+    assert [rag.documents for rag in asked] == [None, None, ("a", "b"), None, None]
+    assert [rag.knowledge for rag in asked] == [None, None, None, None, "demo"]
+    assert "strategy: full" in capsys.readouterr().out
+
+
+def test_comparing_leaves_the_conversation_as_it_is(chat: Chat, served: Served, engine: FakeEngine) -> None:
+    assert chat("--url", served.url, said="One?\n/compare full\nTwo?\n") == 0
+    assert [len(request.messages) for request in engine.requests] == [1, 1, 3]
+    assert [request.rag.strategy for request in engine.requests] == [None, "full", None]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("/dance", "there is no /dance"),
+        ("/strategy magic", "unknown strategy 'magic'; there are full, prefix, naive"),
+        ("/knowledge atlas", "unknown knowledge base 'atlas'; there are demo"),
+        ("/compare full", "ask a question first"),
+    ],
+)
+def test_a_line_that_cannot_be_is_one_error(chat: Chat, served: Served, capsys: Any, line: str, error: str) -> None:
+    assert chat("--url", served.url, said=f"{line}\nOne?\n") == 1
+    shown = capsys.readouterr()
+    assert error in shown.err and TEXT in shown.out
+
+
+def test_a_refused_question_is_forgotten(chat: Chat, served: Served, engine: FakeEngine, capsys: Any) -> None:
+    engine.error = RequestError("no\nroom")
+    assert chat("--url", served.url, said="One?\n") == 1
+    assert capsys.readouterr().err == "error: no room\n"
+    engine.error, engine.breakdown = None, RequestError("lost")
+    assert chat("--url", served.url, said="One?\nTwo?\n") == 1
+    assert capsys.readouterr().err.count("error: lost") == 2
+    assert [len(request.messages) for request in engine.requests] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--top-k", "many"), "--top-k"),
+        (("--nonsense",), "unrecognized arguments: --nonsense"),
+        (("--strategy", "magic"), "--strategy: no 'magic'; there are full, prefix, naive"),
+        (("--knowledge", "atlas"), "--knowledge: no 'atlas'; there are demo"),
+        (("--knowledge", "none", "--top-k", "2"), "--top-k"),
+        (("--model", "other"), "no 'other', but fake"),
+        (("--local",), "--local needs no server"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(chat: Chat, served: Served, capsys: Any, flags: Any, error: str) -> None:
+    assert chat("--url", served.url, *flags, said="One?\n") == 2
+    shown = capsys.readouterr()
+    assert error in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("http://127.0.0.1:9", "no ragjax server answers at"),
+        ("nonsense", "no ragjax server answers at"),
+        ("ftp://127.0.0.1", "no ragjax server answers at"),
+        ("http://127.0.0.1:door", "is no address"),
+    ],
+)
+def test_no_server_is_one_line(chat: Chat, capsys: Any, url: str, error: str) -> None:
+    assert chat("--url", url) == 2
+    shown = capsys.readouterr().err
+    assert error in shown and url in shown and shown.count("\n") == 1
+
+
+def test_a_key_is_sent(chat: Chat, engine: FakeEngine, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(engine, keys={"sk-one": ""}) as served:
+        monkeypatch.setenv("RAGJAX_BASE_URL", served.url + "/v1")
+        assert chat(said="One?\n") == 2
+        assert "refuses" in capsys.readouterr().err
+        assert chat("--api-key", "sk-one", said="One?\n") == 0
+        monkeypatch.setenv("RAGJAX_API_KEY", "sk-one")
+        assert chat(said="One?\n") == 0
+    assert len(engine.requests) == 2
+
+
+def test_an_engine_in_process_does_the_same(chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    loaded: list[FakeEngine] = []
+    monkeypatch.setattr(
+        "ragjax.engine.Engine.load", lambda options: loaded.append(FakeEngine.load(options)) or loaded[0]
+    )
+    flags = ("--local", "--strategy", "naive", "--model", "small", "--max-tokens", "9")
+    assert chat(*flags, said="One?\n/documents a b\nTwo?\n") == 0
+    (engine,) = loaded
+    first, second = engine.requests
+    assert engine.closed and engine.finished == 2 and engine.model_name == "small"
+    assert first.rag.strategy == "naive" and first.rag.documents is None and second.rag.documents == ("a", "b")
+    out = capsys.readouterr().out
+    assert TEXT in out and "7 of 9 tokens reused" in out and "naive: approximate" in out
+
+
+def test_a_strip_is_as_wide_as_the_terminal_and_shows_every_segment() -> None:
+    segments = (
+        SegmentReport("system", "", 20, 20, 0, "device"),
+        SegmentReport("empty", "", 0, 0, 0),
+        SegmentReport("a", "A", 60, 45, 15, "host"),
+        SegmentReport("b", "B", 100, 50, 0, "disk", None, 50),
+        SegmentReport("question", "", 1, 0, 1),
+    )
+    parts = strip(segments, 43).plain.split(" ")
+    assert [set(part) for part in parts] == [{"█"}, {"▓", "░"}, {"▒", "·"}, {"░"}]
+    assert parts[1] == "▓" * 10 + "░" * 3 and len(strip(segments, 43)) in (41, 42, 43)
+    told = [line.plain for line in lines(Account("craft", "block", segments, Timings(5, 1, 20, 30, 90, 4)), 43)]
+    assert told[1] == "115 of 181 tokens reused  █ device 20  ▓ host 45  ▒ disk 50  ░ computed 16  · dropped 50"
+    assert told[2] == "craft: exact to block attention, for which the model was trained"
+    assert told[3] == "first token after 30 ms (search 4, load 1, prefill 20, other 5), all after 90 ms"
+
+
+def test_in_a_terminal_it_prompts_and_colours(served: Served) -> None:
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "ragjax.chat", "--url", served.url]
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=environment, cwd=ROOT)
+    os.close(follower)
+    try:
+        greeting = until_prompted(leader)
+        os.write(leader, b"One?\n")
+        answer = until_prompted(leader)
+        os.write(leader, b"\x04")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(leader)
+    assert "fake (knowledge: demo); /help lists the commands" in greeting
+    assert TEXT in answer and "\x1b[32m█" in answer and "\x1b[31m░" in answer
+
+
+def until_prompted(leader: int, seconds: float = 60) -> str:
+    """What a terminal shows until it waits for a line."""
+    shown, end = b"", time.monotonic() + seconds
+    while not shown.endswith(b"\n> ") and not shown.endswith(b"h> "):  # bracketed paste is switched on before it
+        assert select.select([leader], [], [], end - time.monotonic())[0], f"waited in vain; shown: {shown!r}"
+        shown += os.read(leader, 4096)
+    return shown.decode()

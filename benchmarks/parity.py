@@ -106,6 +106,17 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": None,
         "tie_word_embeddings": True,
     },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "rope_theta": 10000.0,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 256,
+        "pad_token_id": 2,
+    },
 }
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What Phi-3 stores as one tensor."""

@@ -50,7 +50,12 @@ def load(model: str, dtype: str, threads: int) -> Mapping[str, Any]:
 
 def from_directory(path: Path) -> PreTrainedModel:
     """A float32 model from a Hugging Face directory; every tensor must be there and used."""
-    loaded, account = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    loaded, account = AutoModelForCausalLM.from_pretrained(
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",  # others leave out the cap of Gemma 2's attention logits
+        output_loading_info=True,
+    )
     if any(account.values()):
         raise ValueError(f"{path}: {account}")
     return loaded
@@ -132,8 +137,10 @@ def logits(tokens: list[int], out: str) -> Mapping[str, Any]:
     hidden = State.model.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
     shape = (len(tokens), State.model.config.vocab_size)
     file = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
+    cap = getattr(State.model.config, "final_logit_softcapping", None)
     for start in range(0, len(tokens), ROWS):
-        file[start : start + ROWS] = State.model.lm_head(hidden[start : start + ROWS]).float().numpy()
+        found = State.model.lm_head(hidden[start : start + ROWS]).float()
+        file[start : start + ROWS] = (found if cap is None else cap * torch.tanh(found / cap)).numpy()
     file.flush()
     return {"shape": shape}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ class Evidence:
     mass_NK: float32, attention that each key received from all rows, summed; by KV head, or [N, 1] over all heads.
     q_NHD: queries of all tokens, for graphs with "q" in their edges.
     plain_NKD: float32, keys before RoPE, for graphs that compare these.
+    scale, cap: of attention logits, as of `kernels.view.View`; a scale of None is 1/sqrt(D).
     """
 
     k_NKD: jax.Array
@@ -37,6 +38,8 @@ class Evidence:
     mass_NK: jax.Array | None = None
     q_NHD: jax.Array | None = None
     plain_NKD: jax.Array | None = None
+    scale: float | None = field(default=None, metadata={"static": True})
+    cap: float | None = field(default=None, metadata={"static": True})
 
     @property
     def valid_N(self) -> jax.Array:

@@ -39,7 +39,10 @@ def by_head(evidence: Evidence, summary: Callable[[jax.Array], T]) -> T:
     def of_head(head: jax.Array) -> T:
         k_ND = from_storage(evidence.k_NKD[:, head]).astype(jnp.float32)
         logit_WGN = jnp.einsum("wgd,nd->wgn", q_WKGD[:, head], k_ND, precision=lax.Precision.HIGHEST)
-        logit_WGN = jnp.where(seen_WN[:, None], logit_WGN / width**0.5, -jnp.inf)
+        logit_WGN *= width**-0.5 if evidence.scale is None else evidence.scale
+        if evidence.cap is not None:
+            logit_WGN = evidence.cap * jnp.tanh(logit_WGN / evidence.cap)
+        logit_WGN = jnp.where(seen_WN[:, None], logit_WGN, -jnp.inf)
         return summary(jnp.where(before_N, jax.nn.softmax(logit_WGN, axis=-1), 0.0))
 
     stacked: T = lax.map(of_head, jnp.arange(heads))

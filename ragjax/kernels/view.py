@@ -30,6 +30,7 @@ class View:
         rotation: the model's RoPE table, long enough for every |offset|.
         blocks: the entries each row block visits (`blocks.visible_blocks`).
         scale: softmax scale, 1/sqrt(D) as a rule.
+        cap: scaled logits x become cap * tanh(x / cap) (Gemma 2, arXiv 2408.00118, section 2); None leaves them.
         block_rows: rows of a block; T is a multiple of it and a block holds rows of one request only.
         widen: on CPU, keys and values that blocks of many rows read become float32 before the products.
     """
@@ -43,6 +44,11 @@ class View:
     scale: float = field(metadata={"static": True})
     block_rows: int = field(metadata={"static": True})
     widen: bool = field(default=False, metadata={"static": True})
+    cap: float | None = field(default=None, metadata={"static": True})
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """Scaled logits as the softmax takes them."""
+        return logits if self.cap is None else self.cap * jnp.tanh(logits / self.cap)
 
     @staticmethod
     def build(
@@ -54,12 +60,13 @@ class View:
         *,
         scale: float,
         block_rows: int,
+        cap: float | None = None,
     ) -> View:
         """A view whose block lists are made here; where layers share entries, make them once instead."""
         if block_rows < 1 or rows.index_T.shape[0] % block_rows:
             raise ValueError(f"block_rows {block_rows} does not divide the {rows.index_T.shape[0]} rows")
         blocks = visible_blocks(rows, entries, block_rows)
-        return View(rows, pages, layer, entries, rotation, blocks, scale, block_rows)
+        return View(rows, pages, layer, entries, rotation, blocks, scale, block_rows, cap=cap)
 
 
 def check(q_THD: jax.Array, view: View) -> None:

@@ -1,6 +1,7 @@
 """What a decoder must know of its checkpoint; `huggingface.read_config` and `gguf.read_config` read it.
 
-Families: Llama 2/3 (with Llama-3.1 RoPE scaling), Mistral, Qwen2/2.5, Qwen3 and Phi-3 (also Phi-3.5 and Phi-4-mini).
+Families: Llama 2/3 (with Llama-3.1 RoPE scaling), Mistral, Qwen2/2.5, Qwen3, Phi-3 (also Phi-3.5 and Phi-4-mini) and
+Gemma 2.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from ragjax.models.fields import check
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ class ModelConfig:
     over each query and key head. context_length: longest sequence the model was trained for, in tokens.
     soft_tokens: tokens behind the vocabulary that no text has and the model never says (`models/packet.py`).
     rotary_dim: components of a head that RoPE turns, the first in the checkpoint's order; None if all.
+    activation: of the MLP's gate; "gelu" is the approximation by tanh. post_norms: attention and MLP are normed before
+    they are added as well. embedding_scale: what embeddings are multiplied with. query_scalar: attention logits are
+    divided by its root; None for head_dim. attention_cap, logit_cap: x becomes cap * tanh(x / cap), of attention logits
+    and of the next token's; None leaves them.
     """
 
     family: Family
@@ -102,6 +107,12 @@ class ModelConfig:
     bos_id: int | None
     soft_tokens: int = 0
     rotary_dim: int | None = None
+    activation: Literal["silu", "gelu"] = "silu"
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scalar: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -120,6 +131,9 @@ class ModelConfig:
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, as RoPE turns pairs of components")
         check(self.rope_theta > 0.0, "rope_theta", self.rope_theta, "above 0")
         check(self.norm_eps > 0.0, "norm_eps", self.norm_eps, "above 0")
+        for name in ("embedding_scale", "query_scalar", "attention_cap", "logit_cap"):
+            value = getattr(self, name)
+            check(value is None or value > 0.0, name, value, "above 0")
         turned = self.head_dim if self.rotary_dim is None else self.rotary_dim
         check(0 < turned <= self.head_dim and turned % 2 == 0, "rotary_dim", turned, "even, and at most head_dim")
         if isinstance(self.rope_scaling, LongRope):
@@ -138,7 +152,7 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What attention logits are multiplied by."""
-        return float(self.head_dim**-0.5)
+        return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
     def inverse_frequencies(self) -> NDArray[np.float64]:

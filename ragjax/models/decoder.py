@@ -1,7 +1,7 @@
 """The decoder of all families in Flax NNX: one class, differences by configuration.
 
 Sources: Llama (arXiv 2302.13971, 2407.21783), Mistral (2310.06825), Qwen2 (2407.10671), Qwen3 (2505.09388), Phi-3
-(2404.14219).
+(2404.14219), Gemma 2 (2408.00118).
 A layer is two pure halves around attention, so that whoever owns the KV pool decides how attention is done:
 `layer.project` before it, `layer.finish` after it. The residual stream is float32; products take the weights' dtype and
 accumulate in float32, which on CPU is both the fastest and the more exact way to use bfloat16.
@@ -104,6 +104,9 @@ class Layer(nnx.Module):
         self.q_norm = _weight(jnp.ones(d), "head") if config.qk_norm else None
         self.k_norm = _weight(jnp.ones(d), "head") if config.qk_norm else None
         self.out = _weight(init(e, k, g, d), "embed", "kv_heads", "groups", "head")
+        self.attention_post_norm = _weight(jnp.ones(e), "embed") if config.post_norms else None
+        self.mlp_post_norm = _weight(jnp.ones(e), "embed") if config.post_norms else None
+        self.gelu = config.activation == "gelu"
         self.mlp_norm = _weight(jnp.ones(e), "embed")
         self.gate_up = _weight(init(2, f, e), "gate", "mlp", "embed")
         self.down = _weight(init(e, f), "embed", "mlp")
@@ -136,11 +139,19 @@ class Layer(nnx.Module):
     def finish(self, x_TE: jax.Array, out_THD: jax.Array) -> jax.Array:
         """Output projection and MLP, added to the residual stream, float32 [T, E]."""
         _, k, g, d = self.out.shape
-        x_TE = x_TE + self.multiply("out", out_THD.reshape(-1, k * g * d))
+        attended_TE = self.multiply("out", out_THD.reshape(-1, k * g * d))
+        if self.attention_post_norm is not None:
+            attended_TE = rms_norm(attended_TE, self.attention_post_norm[...], self.eps)
+        x_TE = x_TE + attended_TE
         f = self.down.shape[1]
         h_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
         gate_up_TF = self.multiply("gate_up", h_TE)
-        return x_TE + self.multiply("down", jax.nn.silu(gate_up_TF[:, :f]) * gate_up_TF[:, f:])
+        gate_TF, up_TF = gate_up_TF[:, :f], gate_up_TF[:, f:]
+        gate_TF = jax.nn.gelu(gate_TF, approximate=True) if self.gelu else jax.nn.silu(gate_TF)
+        made_TE = self.multiply("down", gate_TF * up_TF)
+        if self.mlp_post_norm is not None:
+            made_TE = rms_norm(made_TE, self.mlp_post_norm[...], self.eps)
+        return x_TE + made_TE
 
 
 class Decoder(nnx.Module):
@@ -200,6 +211,11 @@ class Decoder(nnx.Module):
         return jnp.where(tokens_T[:, None] < vocabulary, text_TE, soft_TE)
 
     def _embed_text(self, tokens_T: jax.Array) -> jax.Array:
+        scale = self.config.embedding_scale
+        text_TE = self._row(tokens_T)
+        return text_TE if scale == 1.0 else text_TE * scale
+
+    def _row(self, tokens_T: jax.Array) -> jax.Array:
         table_VE = self.embedding[...]
         if table_VE.dtype != jnp.bfloat16:
             return jnp.take(table_VE, tokens_T, axis=0).astype(jnp.float32)
@@ -210,7 +226,9 @@ class Decoder(nnx.Module):
     def unembed(self, x_NE: jax.Array) -> jax.Array:
         """Next-token logits of residual rows, float32 [N, V]."""
         h_NE = rms_norm(x_NE, self.norm[...], self.config.norm_eps)
-        return dense(h_NE, (self.embedding if self.head is None else self.head)[...])
+        logits_NV = dense(h_NE, (self.embedding if self.head is None else self.head)[...])
+        cap = self.config.logit_cap
+        return logits_NV if cap is None else cap * jnp.tanh(logits_NV / cap)
 
     def logits(self, tokens_T: jax.Array) -> jax.Array:
         """Dense causal forward of one prompt, float32 [T, V]: the plain reading of the model, for tests."""
@@ -221,14 +239,16 @@ class Decoder(nnx.Module):
         x_TE = self.embed(tokens_T)
         for layer in self.layers:
             q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)
-            x_TE = layer.finish(x_TE, _attend(q_THD, k_TKD, v_TKD, causal_TT, self.config.attention_scale))
+            x_TE = layer.finish(x_TE, _attend(q_THD, k_TKD, v_TKD, causal_TT, self.config))
         return self.unembed(x_TE)
 
 
-def _attend(q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_TS: jax.Array, scale: float) -> jax.Array:
+def _attend(q_THD: jax.Array, k_SKD: jax.Array, v_SKD: jax.Array, seen_TS: jax.Array, config: ModelConfig) -> jax.Array:
     t, h, d = q_THD.shape
-    q_TKGD = q_THD.reshape(t, k_SKD.shape[1], -1, d) * scale
+    q_TKGD = q_THD.reshape(t, k_SKD.shape[1], -1, d) * config.attention_scale
     logits_KGTS = jnp.einsum("tkgd,skd->kgts", q_TKGD, k_SKD, precision="highest")
+    if config.attention_cap is not None:
+        logits_KGTS = config.attention_cap * jnp.tanh(logits_KGTS / config.attention_cap)
     prob_KGTS = jax.nn.softmax(jnp.where(seen_TS, logits_KGTS, -jnp.inf), axis=-1)
     return jnp.einsum("kgts,skd->tkgd", prob_KGTS, v_SKD, precision="highest").reshape(t, h, d)
 
@@ -256,14 +276,18 @@ def _fused(
         q, key, value = (p.reshape(k, n, d, *p.shape[1:]) for p, n in zip(parts, (g, 1, 1), strict=True))
         return np.concatenate([q[:, :, order_D], key[:, :, order_D], value], axis=1)
 
+    before = "pre_feedforward" if config.post_norms else "post_attention"
     fused = {
         "attention_norm": tensors[prefix + "input_layernorm.weight"],
         "qkv": per_kv_head("weight"),
         "out": tensors[prefix + "self_attn.o_proj.weight"].reshape(e, k, g, d),
-        "mlp_norm": tensors[prefix + "post_attention_layernorm.weight"],
+        "mlp_norm": tensors[f"{prefix}{before}_layernorm.weight"],
         "gate_up": np.stack([tensors[f"{prefix}mlp.{n}_proj.weight"] for n in ("gate", "up")]),
         "down": tensors[prefix + "mlp.down_proj.weight"],
     }
+    if config.post_norms:
+        fused["attention_post_norm"] = tensors[prefix + "post_attention_layernorm.weight"]
+        fused["mlp_post_norm"] = tensors[prefix + "post_feedforward_layernorm.weight"]
     if config.qkv_bias:
         fused["qkv_bias"] = per_kv_head("bias")
     if config.qk_norm:

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
-from ragjax.models.config import Family, ModelConfig, RopeScaling, inverse_frequencies, rope_divisors
+from ragjax.models import gemma
+from ragjax.models.config import Family, LongRope, ModelConfig, RopeScaling, inverse_frequencies, rope_divisors
 from ragjax.models.fields import check, integer, number, token_ids
-from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors
+from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, split_fused
 
 # GGUF keys below the architecture's prefix that are read, that say nothing, or that must have one value.
 _READ_NAMES = """
@@ -40,6 +41,13 @@ _MUST_BE: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }
 
+# Keys that are read for one architecture alone.
+_OWN_KEYS: Mapping[str, frozenset[str]] = {
+    "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
+    "gemma2": frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
+}
+_GEMMA2_27B_LAYERS = 46  # the one whose attention scale is of another width; no key says so
+
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -53,12 +61,22 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+OWN_LAYER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "gemma2": {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}
+"""Names of one architecture, before those of all."""
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 _ROPE = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 
 # Every GGUF file of Llama 3.1 and later was made from these; only the factor differs.
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_context": 8192}
@@ -181,18 +199,32 @@ def open_gguf(path: Path) -> Checkpoint:
     """Open a .gguf file, as `weights.open_checkpoint` does."""
     metadata, stored = read_gguf(path)
     bare = read_config(metadata, tie_embeddings="output.weight" not in stored)
-    scaling = None
+    config = bare
     if _ROPE in stored:
         scaling = _rope_scaling(_read_tensor(path, stored.pop(_ROPE), _ROPE), bare, path)
-    config = replace(bare, rope_scaling=scaling)
-    names = {name: _name_of(name, path) for name in stored}
+        config = replace(bare, rope_scaling=scaling)
+    if _SHORT in stored:
+        stored.pop(_LONG, None)
+        config = _with_long_rope(bare, metadata, _read_tensor(path, stored.pop(_SHORT), _SHORT))
+    own = OWN_LAYER_NAMES.get(config.family, {})
+    names = {name: _name_of(name, {**LAYER_NAMES, **own}, path) for name in stored}
     tensors = Tensors(
         {names[name]: _loader(path, name, names[name], tensor, config) for name, tensor in stored.items()},
         {names[name]: tensor.shape for name, tensor in stored.items()},
         {names[name]: _kind_name(tensor.kind) for name, tensor in stored.items()},
     )
+    if config.family == "phi3":
+        tensors = split_fused(tensors, config, path)
     check_tensors(tensors.shapes, config, path)
     return Checkpoint(config, tensors, quantized=True)
+
+
+def _with_long_rope(config: ModelConfig, metadata: Mapping[str, Any], short_R: NDArray[np.float32]) -> ModelConfig:
+    """LongRoPE up to the first length, for which the short factors are."""
+    prefix = f"{config.family}.rope.scaling."
+    original = integer(metadata, prefix + "original_context_length")
+    scaling = LongRope(tuple(map(_shortest, short_R)), number(metadata, prefix + "attn_factor", 1.0))
+    return replace(config, rope_scaling=scaling, context_length=min(config.context_length, original))
 
 
 def _kind_name(kind: int) -> str:
@@ -201,13 +233,13 @@ def _kind_name(kind: int) -> str:
     return GGMLQuantizationType(kind).name
 
 
-def _name_of(name: str, path: Path) -> str:
+def _name_of(name: str, layer_names: Mapping[str, str], path: Path) -> str:
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in LAYER_NAMES:
+    if match is None or match[2] not in layer_names:
         raise ConfigError(f"{path}: unexpected tensor {name}")
-    return f"model.layers.{match[1]}.{LAYER_NAMES[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
 
 
 def _loader(path: Path, name: str, target: str, tensor: TensorEntry, config: ModelConfig) -> Callable[[], Array]:
@@ -261,16 +293,16 @@ def read_config(
     tie_embeddings: bool,
     rope_scaling: RopeScaling | None = None,
 ) -> ModelConfig:
-    """Read GGUF metadata of the architectures llama (Llama and Mistral), qwen2 and qwen3.
+    """Read GGUF metadata of the architectures llama (Llama and Mistral), qwen2, qwen3, phi3 and gemma2.
 
     Whether the embeddings are tied, and Llama-3.1 RoPE scaling, stand in the tensors rather than in
     the metadata, so the reader of the tensors passes both. Raises ConfigError that names the key.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in ("llama", "qwen2", "qwen3"):
+    if architecture not in ("llama", "qwen2", "qwen3", "phi3", "gemma2"):
         raise ConfigError(
             f"general.architecture is {architecture!r}; supported in GGUF are llama (Llama and Mistral), "
-            "qwen2 and qwen3"
+            "qwen2, qwen3, phi3 and gemma2"
         )
     prefix = f"{architecture}."
     _refuse_unsupported(metadata, prefix)
@@ -278,15 +310,21 @@ def read_config(
     check(heads >= 1, prefix + "attention.head_count", heads, "at least 1")
     hidden = integer(metadata, prefix + "embedding_length")
     head_dim = integer(metadata, prefix + "attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        value = integer(metadata, prefix + key, head_dim)
-        check(value == head_dim, prefix + key, value, f"{head_dim}, the head dimension")
+    turned = integer(metadata, prefix + "rope.dimension_count", head_dim)
+    values = integer(metadata, prefix + "attention.value_length", head_dim)
+    check(values == head_dim, prefix + "attention.value_length", values, f"{head_dim}, the head dimension")
+    whole = turned == head_dim or architecture == "phi3"
+    check(whole, prefix + "rope.dimension_count", turned, f"{head_dim}, the head dimension")
+    layers = integer(metadata, prefix + "block_count")
+    own = _gemma2(metadata, layers, hidden, heads, head_dim) if architecture == "gemma2" else {}
     return ModelConfig(
+        **own,
+        rotary_dim=None if turned == head_dim else turned,
         family=cast(Family, architecture),
         vocab_size=_vocab_size(metadata, prefix),
         hidden_size=hidden,
         intermediate_size=integer(metadata, prefix + "feed_forward_length"),
-        num_layers=integer(metadata, prefix + "block_count"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=integer(metadata, prefix + "attention.head_count_kv", heads),
         head_dim=head_dim,
@@ -296,13 +334,35 @@ def read_config(
         tie_embeddings=tie_embeddings,
         qkv_bias=architecture == "qwen2",
         qk_norm=architecture == "qwen3",
-        context_length=integer(metadata, prefix + "context_length"),
+        context_length=_context_length(metadata, prefix),
         eos_ids=_eos_ids(metadata),
         bos_id=next(iter(token_ids(metadata, "tokenizer.ggml.bos_token_id")), None),
     )
 
 
+def _gemma2(metadata: Mapping[str, Any], layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """What Gemma 2 computes beside the others, as llama.cpp's conversion has it: its norms hold 1 + weight already."""
+    return {
+        "activation": "gelu",
+        "post_norms": True,
+        "embedding_scale": hidden**0.5,
+        "query_scalar": float(hidden // heads if layers == _GEMMA2_27B_LAYERS else head_dim),
+        "attention_cap": number(metadata, "gemma2.attn_logit_softcapping", gemma.ATTENTION_CAP),
+        "logit_cap": number(metadata, "gemma2.final_logit_softcapping", gemma.LOGIT_CAP),
+    }
+
+
+def _context_length(metadata: Mapping[str, Any], prefix: str) -> int:
+    """Tokens up to which every layer sees everything."""
+    whole, window = (
+        integer(metadata, prefix + "context_length"),
+        integer(metadata, prefix + "attention.sliding_window", 0),
+    )
+    return min(whole, window) if window > 0 else whole
+
+
 def _refuse_unsupported(metadata: Mapping[str, Any], prefix: str) -> None:
+    own = _OWN_KEYS.get(prefix.removesuffix("."), frozenset())
     method = metadata.get(prefix + "rope.scaling.type", "none")
     if method != "none":
         raise ConfigError(f"{prefix}rope.scaling.type is {method!r}; not supported in GGUF")
@@ -310,7 +370,7 @@ def _refuse_unsupported(metadata: Mapping[str, Any], prefix: str) -> None:
         if not key.startswith(prefix):
             continue
         name = key.removeprefix(prefix)
-        if name in _READ or metadata[key] in _MUST_BE.get(name, ()):
+        if name in _READ or name in own or metadata[key] in _MUST_BE.get(name, ()):
             continue
         raise ConfigError(f"GGUF metadata: {key}={metadata[key]!r} is not supported")
 

@@ -21,11 +21,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ragjax.core import ConfigError
+from ragjax.models import gemma
 from ragjax.models.config import Family, ModelConfig
 from ragjax.models.fields import check, flag, integer, number, token_ids
 from ragjax.models.quantization import read_scheme, section_of, widened
 from ragjax.models.rotary import Rope, read_rope
-from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, expected_shapes, split_fused
+from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, expected_shapes, raised, split_fused
 
 SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 """The dtypes that are read, by their names in the format."""
@@ -42,6 +43,7 @@ _ARCHITECTURES: Mapping[Family, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
 }
 
 # Code of a repository that transformers has taken over; what it names is not read.
@@ -53,9 +55,16 @@ _OWN_CODE: Mapping[Family, Mapping[str, str]] = {
     }
 }
 
+_GEMMA3 = "layers with RoPE bases and sliding windows of their own are not supported"
+_REFUSED: Mapping[str, str] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+
 # What the reference implementation assumes where config.json is silent.
-_MISTRAL_WINDOW = 4096
-_QWEN3_HEAD_DIM = 128
+_WINDOWS: Mapping[Family, int] = {"mistral": 4096, "gemma2": gemma.WINDOW}
+_HEAD_DIMS: Mapping[Family, int] = {"qwen3": 128, "gemma2": gemma.HEAD_DIM}
+
+# Fields that are read for one family and refused for others.
+_OWN_FIELDS: Mapping[Family, frozenset[str]] = {"gemma2": gemma.FIELDS}
+_ACTIVATIONS: Mapping[Family, tuple[str, ...]] = {"gemma2": ("gelu", "gelu_pytorch_tanh")}
 
 # Fields of config.json that choose something the decoder has no code for, with the values that mean "off".
 _MUST_BE_OFF: Mapping[str, tuple[Any, ...]] = {
@@ -112,6 +121,8 @@ def open_directory(path: Path) -> Checkpoint:
         stored = _without_zero_biases(widened(stored, scheme, path), config)
     if config.family == "phi3":
         stored = split_fused(stored, config, path)
+    if config.family == "gemma2":
+        stored = raised(stored, 1.0, "norm.weight")  # what is stored is the distance from 1
     tensors = _drop_redundant(stored, config, path)
     check_tensors(tensors.shapes, config, path)
     return Checkpoint(config, tensors, quantized=scheme is not None)
@@ -226,9 +237,13 @@ def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
     heads = integer(mapping, "num_attention_heads")
     check(heads >= 1, "num_attention_heads", heads, "at least 1")
     hidden = integer(mapping, "hidden_size")
-    head_dim = integer(mapping, "head_dim", _QWEN3_HEAD_DIM if family == "qwen3" else hidden // heads)
+    head_dim = integer(mapping, "head_dim", _HEAD_DIMS.get(family, hidden // heads))
     rope = read_rope(mapping, family, head_dim)
+    own: dict[str, Any] = {"tie_embeddings": flag(mapping, "tie_word_embeddings")}
+    if family == "gemma2":
+        own = gemma.read_gemma(mapping)
     return ModelConfig(
+        **own,
         family=family,
         vocab_size=integer(mapping, "vocab_size"),
         hidden_size=hidden,
@@ -240,7 +255,6 @@ def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         norm_eps=number(mapping, "rms_norm_eps"),
-        tie_embeddings=flag(mapping, "tie_word_embeddings"),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
         context_length=_context_length(mapping, family, rope),
@@ -266,7 +280,8 @@ def _context_length(mapping: Mapping[str, Any], family: Family, rope: Rope) -> i
 def _family(mapping: Mapping[str, Any]) -> Family:
     model_type = mapping.get("model_type")
     if model_type not in _ARCHITECTURES:
-        raise ConfigError(f"model_type is {model_type!r}; supported are {', '.join(_ARCHITECTURES)}")
+        reason = f" ({_REFUSED[str(model_type)]})" if model_type in _REFUSED else ""
+        raise ConfigError(f"model_type is {model_type!r}{reason}; supported are {', '.join(_ARCHITECTURES)}")
     family = cast(Family, model_type)
     architectures = mapping.get("architectures") or [_ARCHITECTURES[family]]
     if architectures != [_ARCHITECTURES[family]]:
@@ -275,12 +290,15 @@ def _family(mapping: Mapping[str, Any]) -> Family:
 
 
 def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
+    known = _OWN_FIELDS.get(family, frozenset())
     for key, allowed in _MUST_BE_OFF.items():
-        if mapping.get(key) not in allowed:
+        if key not in known and mapping.get(key) not in allowed:
             raise ConfigError(f"model configuration: {key}={mapping[key]!r} is not supported")
-    activation = mapping.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"model configuration: hidden_act={activation!r} is not supported, only silu")
+    activations = _ACTIVATIONS.get(family, ("silu",))
+    activation = mapping.get("hidden_act", activations[0])
+    if activation not in activations:
+        only = " or ".join(activations)
+        raise ConfigError(f"model configuration: hidden_act={activation!r} is not supported, only {only}")
     bias = mapping.get("attention_bias")
     if bias not in (None, family == "qwen2"):
         raise ConfigError(f"model configuration: attention_bias={bias!r} is not supported for {family}")
@@ -288,7 +306,7 @@ def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
     foreign = {name: code for name, code in (mapping.get("auto_map") or {}).items() if own.get(name) != code}
     if foreign:
         raise ConfigError(f"model configuration: auto_map={foreign!r} is not supported, only code of transformers")
-    unknown = sorted(set(mapping) - _HARMLESS - set(_MUST_BE_OFF))
+    unknown = sorted(set(mapping) - _HARMLESS - set(_MUST_BE_OFF) - known)
     if unknown:
         _log.warning("config.json has fields that nothing reads: %s", ", ".join(unknown))
 
@@ -300,7 +318,7 @@ def _sliding_window(mapping: Mapping[str, Any], family: Family) -> int | None:
     for kind in layer_types:
         known = kind in ("full_attention", "sliding_attention")
         check(known, "layer_types", kind, "full_attention or sliding_attention, for each layer")
-    window = mapping.get("sliding_window", _MISTRAL_WINDOW if family == "mistral" else None)
+    window = mapping.get("sliding_window", _WINDOWS.get(family))
     if window is None:
         return None
     check(isinstance(window, int) and window >= 1, "sliding_window", window, "a whole number of at least 1, or null")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
@@ -91,6 +92,16 @@ def split_fused(tensors: Tensors, config: ModelConfig, where: Path) -> Tensors:
     return Tensors(kept.loaders | loaders, kept.shapes | shapes, kept.dtypes | dtypes)
 
 
+def raised(tensors: Tensors, amount: float, ending: str) -> Tensors:
+    """The tensors with `amount` added to those whose name ends so, which become float32."""
+    loaders = {name: _plus(load, amount) if name.endswith(ending) else load for name, load in tensors.loaders.items()}
+    return Tensors(loaders, tensors.shapes, tensors.dtypes)
+
+
+def _plus(load: Callable[[], Array], amount: float) -> Callable[[], Array]:
+    return lambda: load().astype(np.float32) + np.float32(amount)
+
+
 def _rows_of(load: Callable[[], Array], begin: int, end: int) -> Callable[[], Array]:
     return lambda: load()[begin:end]
 
@@ -114,6 +125,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, Shape]:
         layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
     if config.qk_norm:
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    if config.post_norms:
+        layer |= {f"{name}_feedforward_layernorm.weight": (hidden,) for name in ("pre", "post")}
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),

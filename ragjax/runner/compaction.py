@@ -74,6 +74,9 @@ def compact(
     query_LWHD: jax.Array | None,
     mass_LN: jax.Array | None,
     rotation: Rotation,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
 ) -> tuple[Pages, jax.Array, jax.Array | None]:
     """Copy what each layer of a stage keeps into the target slots, keys rotated at their places in the prompt.
 
@@ -86,6 +89,8 @@ def compact(
         query_LWHD: rotated queries of the prompt's last rows, float32, if the scorer asks for them.
         mass_LN: attention that each token received, float32, likewise.
         rotation: RoPE table.
+        scale: of attention logits (`compress.Evidence`).
+        cap: likewise.
 
     Returns:
         The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same. If
@@ -103,7 +108,7 @@ def compact(
         turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), cos_NR[:, None], sin_NR[:, None])
         k_NKD = to_storage(turned_NKD, k_NKD.dtype)
         mass_NK = None if mass_N is None else mass_N[:, None]
-        evidence = Evidence(k_NKD, v_NKD, arrays["count"], query_WHD, mass_NK)
+        evidence = Evidence(k_NKD, v_NKD, arrays["count"], query_WHD, mass_NK, scale=scale, cap=cap)
         score = scorer.score(evidence)
         index_KB = choose(score.s_NK, evidence, kept, recent, sources, compression=compression, most=compression.budget)
         at_BK1 = jnp.maximum(jnp.broadcast_to(index_KB, (k_NKD.shape[1], index_KB.shape[1])).T, 0)[..., None]

@@ -130,7 +130,9 @@ class Programs:
         q_THD: Any = jax.ShapeDtypeStruct((rows, self._config.num_heads, self._config.head_dim), jnp.float32)
         row_T: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
         looking = Rows(row_T, row_T, row_T)
-        view = View(looking, self._pool, 0, entries, self._rotation, blocks, self._spec.scale, block)
+        view = View(
+            looking, self._pool, 0, entries, self._rotation, blocks, self._spec.scale, block, cap=self._spec.cap
+        )
         return choose(q_THD, view, self._device, self._attention)
 
     def _compile(self, kind: str, *sizes: Any) -> Any:
@@ -195,7 +197,7 @@ class Programs:
         return zeros
 
     def _compact(self, compression: Compression, tokens: int) -> Any:
-        function = partial(compaction.compact, compression)
+        function = partial(compaction.compact, compression, scale=self._spec.scale, cap=self._spec.cap)
         everywhere = NamedSharding(self._spec.mesh, P())
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(self._pool_sharding, everywhere, everywhere))
         shapes = self._replicated(self._compact_shapes(compression, tokens))

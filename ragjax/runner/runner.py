@@ -133,7 +133,15 @@ class Runner(PagePool):
         rotation = jax.device_put(rotation_table(config, context or config.context_length), self._replicated)
         create = partial(page_store.create, config, weights.depth, pages, page_size, self.storage_dtype)
         jitted = jax.jit(create, out_shardings=NamedSharding(mesh, POOL))
-        spec = Spec(weights.layer_def, weights.ends_def, mesh, scanned, config.attention_scale, widen)
+        spec = Spec(
+            weights.layer_def,
+            weights.ends_def,
+            mesh,
+            scanned,
+            config.attention_scale,
+            widen,
+            config.attention_cap,
+        )
         programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention)
         super().__init__(jitted, len(weights.stages), programs, rotation)
 

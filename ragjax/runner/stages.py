@@ -49,7 +49,7 @@ class Spec:
     """What a program is compiled for, besides shapes.
 
     scanned: a stage's layers run by `lax.scan`. scale: what attention logits are multiplied by. widen: products of many
-    rows read bfloat16 weights and KV as float32.
+    rows read bfloat16 weights and KV as float32. cap: of attention logits, as of `View`.
     """
 
     layer: nnx.GraphDef[Layer]
@@ -58,6 +58,7 @@ class Spec:
     scanned: bool
     scale: float
     widen: bool = False
+    cap: float | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -205,7 +206,9 @@ def _sharded_attention(
         found_parts = []
 
         def look(rows: Rows, blocks: Blocks, block_rows: int) -> View:
-            return View(rows, pool, layer, inputs.entries, rotation, blocks, spec.scale, block_rows, spec.widen)
+            return View(
+                rows, pool, layer, inputs.entries, rotation, blocks, spec.scale, block_rows, spec.widen, spec.cap
+            )
 
         for (at, block_rows), blocks, backend in zip(_places(shape), inputs.blocks, backends, strict=False):
             view = look(_part(inputs.rows, at), blocks, block_rows)

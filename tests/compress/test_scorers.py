@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,16 @@ def test_layers_are_mapped() -> None:
     for name in SCORERS:
         for i, evidence in enumerate((one, two)):
             np.testing.assert_allclose(both[name].s_NK[i], _scored(evidence)[name].s_NK, rtol=1e-4, atol=1e-6)
+
+
+def test_logits_have_the_models_scale_and_cap() -> None:
+    evidence = layer(8, 40)
+    k, q = np.asarray(evidence.k_NKD), np.asarray(evidence.q_WHD)
+    plain = eviction.snapkv(k, q, 40)[: 40 - W]
+    for scale, cap in ((0.7, None), (None, 0.5), (0.7, 0.5)):
+        score = np.asarray(SCORERS["snapkv"].score(replace(evidence, scale=scale, cap=cap)).s_NK)[: 40 - W]
+        np.testing.assert_allclose(score, eviction.snapkv(k, q, 40, scale, cap)[: 40 - W], rtol=2e-4, atol=1e-6)
+        assert np.abs(score - plain).max() > 1e-3
 
 
 def test_bfloat16_bits_are_keys() -> None:

@@ -70,7 +70,7 @@ def test_xla_equals_oracle(name: str) -> None:
     holds()
 
 
-@pytest.mark.parametrize("name", ["d16-p8-g1-b1", "d64-p16-g4-b8", "d16-p8-g2-b1-bits"])
+@pytest.mark.parametrize("name", ["d16-p8-g1-b1", "d64-p16-g4-b8", "d16-p8-g2-b1-bits", "d16-p16-g3-b8-capped"])
 def test_reference_equals_oracle(name: str) -> None:
     shape = SHAPES[name]
 

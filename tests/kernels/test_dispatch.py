@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -36,6 +37,14 @@ AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu"
             None,
             "xla",
             {"triton": "head dimension 16", "jax_triton": "head dimension 16"},
+        ),
+        (replace(FITS, cap=50.0), HOPPER, None, "xla", {"triton": "capped", "jax_triton": "capped"}),
+        (
+            Shape(64, 64, 2, 4, 16, 48, "bfloat16", cap=50.0),
+            HOPPER,
+            "mosaic",
+            "xla",
+            {"mosaic": "capped", "triton": "capped", "jax_triton": "capped"},
         ),
         (FITS, TURING, None, "xla", {"triton": "capability 8.0", "jax_triton": "capability 8.0"}),
         (FITS, CPU, "triton", "xla", {"triton": "not on cpu"}),

@@ -59,7 +59,9 @@ pytestmark = pytest.mark.slow
 # ---------------------------------------------------------------------------------------------- scores
 
 
-@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32", "d16-p8-g2-b1-bits"])
+@pytest.mark.parametrize(
+    "name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d64-p64-g2-b32", "d16-p8-g2-b1-bits", "d16-p16-g3-b8-capped"]
+)
 def test_scores_equal_oracle(name: str) -> None:
     shape = SHAPES[name]
 
@@ -73,7 +75,7 @@ def test_scores_equal_oracle(name: str) -> None:
     holds()
 
 
-@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits"])
+@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits", "d16-p16-g3-b8-capped"])
 def test_reference_equals_oracle(name: str) -> None:
     shape = SHAPES[name]
 
@@ -224,7 +226,7 @@ def chunk_score_wanted(case: Case, labels: Labels) -> np.ndarray:
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
-@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits"])
+@pytest.mark.parametrize("name", ["d16-p8-g2-b2", "d16-p16-g3-b8", "d16-p8-g2-b1-bits", "d16-p16-g3-b8-capped"])
 def test_chunk_score_equals_oracle(name: str, backend: str) -> None:
     shape = SHAPES[name]
 

@@ -65,6 +65,18 @@ PHI3 = LLAMA | {
     "resid_pdrop": 0.0,
     "full_attn_mod": 1,
 }
+GEMMA2 = {key: value for key, value in LLAMA.items() if key not in ("hidden_act", "tie_word_embeddings")} | {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 40.0,
+    "final_logit_softcapping": 20.0,
+    "sliding_window": 4096,
+    "cache_implementation": "hybrid",
+}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
 
 GGUF: dict[str, Any] = {
@@ -146,6 +158,7 @@ def test_both_forms_of_llama3_rope_are_read(rope: dict[str, Any]) -> None:
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("model_type", LLAMA, {"model_type": "falcon"}),
     ("model_type", LLAMA, {"model_type": None}),
+    ("RoPE bases and sliding windows of their own", GEMMA2, {"model_type": "gemma3_text"}),
     ("architectures", LLAMA, {"architectures": ["LlamaForSequenceClassification"]}),
     ("hidden_act", LLAMA, {"hidden_act": "gelu"}),
     ("mlp_bias", LLAMA, {"mlp_bias": True}),
@@ -162,6 +175,13 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("longrope", LLAMA, {"rope_scaling": LONG_ROPE}),
     ("lm_head_bias", PHI3, {"lm_head_bias": True}),
     ("auto_map", PHI3, {"auto_map": {"AutoConfig": "other.Config"}}),
+    ("query_pre_attn_scalar", LLAMA, {"query_pre_attn_scalar": 16}),
+    ("hidden_activation", GEMMA2, {"hidden_activation": "silu"}),
+    ("hidden_act", GEMMA2, {"hidden_act": "silu"}),
+    ("attention_cap", GEMMA2, {"attn_logit_softcapping": -1.0}),
+    ("query_scalar", GEMMA2, {"query_pre_attn_scalar": 0}),
+    ("use_bidirectional_attention", GEMMA2, {"use_bidirectional_attention": True}),
+    ("attention_bias", GEMMA2, {"attention_bias": True}),
     ("partial_rotary_factor", LLAMA, {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
     ("attn_logit_softcapping", LLAMA, {"attn_logit_softcapping": 50.0}),
     ("final_logit_softcapping", LLAMA, {"final_logit_softcapping": 30.0}),
@@ -222,16 +242,37 @@ def test_a_sliding_window_that_never_takes_effect_is_accepted() -> None:
         ({k: v for k, v in MISTRAL.items() if k != "sliding_window"} | {"max_position_embeddings": 32768}, 4096),
         (QWEN2 | {"use_sliding_window": True}, 1024),
         (QWEN2 | {"use_sliding_window": True, "layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, 1024),
+        (GEMMA2 | {"sliding_window": 600}, 600),
         (PHI3, 512),
         (PHI3 | {"sliding_window": 255}, 255),
     ],
-    ids=["mistral", "mistral's default", "qwen2", "qwen2 by layer", "phi3's first length", "phi3"],
+    ids=["mistral", "mistral's default", "qwen2", "qwen2 by layer", "gemma2", "phi3's first length", "phi3"],
 )
 def test_the_context_ends_where_the_computation_would_change(
     change: dict[str, Any], length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert huggingface.read_config(change).context_length == length
     assert f"the context is {length} of the model's" in caplog.text
+
+
+def test_gemma_is_read_and_its_defaults_hold(caplog: pytest.LogCaptureFixture) -> None:
+    given = huggingface.read_config(GEMMA2)
+    assert (given.activation, given.post_norms, given.embedding_scale, given.tie_embeddings) == (
+        "gelu",
+        True,
+        8.0,
+        True,
+    )
+    assert (given.query_scalar, given.attention_cap, given.logit_cap) == (24.0, 40.0, 20.0)
+    assert given.attention_scale == pytest.approx(24**-0.5)
+    names = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "head_dim", "sliding_window")
+    silent = {key: value for key, value in GEMMA2.items() if key not in names}
+    bare = huggingface.read_config(silent | {"max_position_embeddings": 8192})
+    assert (bare.head_dim, bare.query_scalar, bare.attention_cap, bare.logit_cap) == (256, 256.0, 50.0, 30.0)
+    assert bare.context_length == 4096
+    plain = huggingface.read_config(GEMMA2 | {"attn_logit_softcapping": None, "tie_word_embeddings": False})
+    assert plain.attention_cap is None and not plain.tie_embeddings
+    assert "nothing reads" not in caplog.text
 
 
 def test_long_rope_is_that_of_the_first_length() -> None:
@@ -255,7 +296,7 @@ def test_fields_that_nothing_reads_are_logged(caplog: pytest.LogCaptureFixture) 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("general.architecture", "gemma2"),
+        ("general.architecture", "gemma3"),
         ("general.architecture", None),
         ("llama.attention.sliding_window", 4096),
         ("llama.expert_count", 8),
@@ -283,7 +324,7 @@ def test_gguf_lists_per_layer_are_read_where_layers_agree() -> None:
 
 def test_equal_configurations_give_equal_json() -> None:
     assert huggingface.read_config(LLAMA).to_json() == gguf.read_config(GGUF, tie_embeddings=False).to_json()
-    assert len({huggingface.read_config(one).to_json() for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3)}) == 5
+    assert len({huggingface.read_config(one).to_json() for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GEMMA2)}) == 6
 
 
 def _stretched(inv_freq: float, s: RopeScaling) -> float:

@@ -16,7 +16,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragjax.core import ConfigError, RequestError
+from ragjax.core import ConfigError, Message, RequestError
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
 from ragjax.models.tokenizer import Stream, Tokenizer
@@ -355,3 +355,80 @@ def test_continued_text_gets_no_space_in_front() -> None:
     start = tokenizer.encode("the cat", False).tolist()
     assert start + tokenizer.encode(" and the dog", False, continued=True).tolist() == whole
     assert start + tokenizer.encode(" and the dog", False).tolist() != whole
+
+
+# ------------------------------------------------------------------------------------------- Gemma
+
+GEMMA_TEMPLATE = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
+{{ raise_exception('System role not supported') }}{% endif %}{% for message in messages %}\
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}\
+{{ '<start_of_turn>' + role + '\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
+
+
+def gemma() -> Tokenizer:
+    """BPE over whole texts with spaces written as in SentencePiece, bytes for the rest, as tokenizer.json of Gemma."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"]
+    merges = [["h", "e"], ["l", "l"], ["he", "ll"], ["hell", "o"], ["▁", "w"], ["▁", "▁"]]
+    names = [
+        *special,
+        *(f"<0x{b:02X}>" for b in range(256)),
+        *"▁\nabcdefghijklmnopqrstuvwxyzBH.,",
+        *map("".join, merges),
+    ]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    definition: dict[str, Any] = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": name, **flags} for i, name in enumerate(special)],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {
+            "type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False,
+        },
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+            "special_tokens": {"<bos>": {"id": "<bos>", "ids": [2], "tokens": ["<bos>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True, "ignore_merges": False,
+            "vocab": {name: i for i, name in enumerate(names)}, "merges": merges,
+        },
+    }  # fmt: skip
+    ids = {"bos_token": 2, "eos_token": 1, "unk_token": 3, "pad_token": 0}
+    return Tokenizer(definition, special=ids, eos_ids=(1,), add_bos=None, chat_template=GEMMA_TEMPLATE)
+
+
+@pytest.mark.parametrize("text", ["hello world", " hello  world", "x", "Grüße\n  <end_of_turn> 🦙", "", "▁"])
+def test_gemma_keeps_spaces_and_bytes(text: str) -> None:
+    """No space is put in front; what spells a control token stays text."""
+    tokenizer = gemma()
+    ids = tokenizer.encode(text, special=False)
+    assert not any(tokenizer.is_control(int(token)) for token in ids)
+    assert tokenizer.decode(ids) == text.replace("▁", " ")
+    assert [tokenizer.id_to_text(int(t)) for t in tokenizer.encode("hello world", special=False)][:2] == ["hello", " w"]
+
+
+def test_gemma_has_no_place_for_a_system_message() -> None:
+    tokenizer = gemma()
+    chat = [
+        Message("system", "Be brief."),
+        Message("user", "hello"),
+        Message("assistant", "hell"),
+        Message("user", "x"),
+    ]
+    assert tokenizer.add_bos
+    assert tokenizer.chat(chat) == (
+        "<bos><start_of_turn>user\nBe brief.\n\nhello<end_of_turn>\n<start_of_turn>model\nhell<end_of_turn>\n"
+        "<start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert "".join(text for text, _ in tokenizer.chat_pieces(chat)) == tokenizer.chat(chat)

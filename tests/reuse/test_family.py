@@ -23,6 +23,16 @@ from tests.support import tiny
 
 FAMILIES = {
     "phi3": replace(tiny.CONFIG, family="phi3", rotary_dim=12, rope_scaling=LongRope((1, 1, 1.5, 2, 2.5, 3), 1.2)),
+    "gemma2": replace(
+        tiny.CONFIG,
+        family="gemma2",
+        activation="gelu",
+        post_norms=True,
+        embedding_scale=6.9,
+        query_scalar=12.0,
+        attention_cap=3.0,
+        logit_cap=6.0,
+    ),
 }
 ALONE = sorted(name for name in strategies() if not name.startswith(("packet", "fitted", "dependency")))
 """Strategies that answer one chunk alone as `full` does."""
@@ -80,7 +90,10 @@ def attention(config: ModelConfig, q_THD, k_TKD, v_TKD, seen_TT):  # type: ignor
     out_THD = np.zeros_like(q_THD)
     for head in range(config.num_heads):
         kv = head // config.num_groups
-        logits_TT = np.where(seen_TT, q_THD[:, head] @ k_TKD[:, kv].T * config.attention_scale, -np.inf)
+        logits_TT = q_THD[:, head] @ k_TKD[:, kv].T * config.attention_scale
+        if config.attention_cap is not None:
+            logits_TT = config.attention_cap * np.tanh(logits_TT / config.attention_cap)
+        logits_TT = np.where(seen_TT, logits_TT, -np.inf)
         prob_TT = np.exp(logits_TT - logits_TT.max(-1, keepdims=True))
         out_THD[:, head] = prob_TT @ v_TKD[:, kv] / prob_TT.sum(-1, keepdims=True)
     return jnp.asarray(out_THD, jnp.float32)

@@ -61,6 +61,7 @@ class Shape:
     dtype: str = "float32"
     max_offset: int = 1000
     scaled: bool = False
+    cap: float | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -89,6 +90,8 @@ SHAPES = {
     "d128-p64-g2-b32-bits": Shape(128, 64, 1, 2, 32, 64, "uint16"),
     "d64-p16-g3-b8-bfloat16": Shape(64, 16, 1, 3, 8, 32, "bfloat16", max_offset=FAR),
     "d16-p8-g1-b2-float16": Shape(16, 8, 1, 1, 2, 24, "float16"),
+    "d16-p8-g2-b1-capped": Shape(16, 8, 2, 2, 1, 24, cap=1.5),
+    "d16-p16-g3-b8-capped": Shape(16, 16, 1, 3, 8, 32, cap=1.5),
 }
 
 
@@ -104,14 +107,14 @@ def rotation(dim: int, scaled: bool, length: int) -> Rotation:
     return Rotation.table(frequencies(dim, scaled), length)
 
 
-@functools.partial(jax.jit, static_argnames=("block_rows", "backend"))
-def compiled(q, rows, pages, layer, entries, rotation, *, block_rows, backend):  # type: ignore[no-untyped-def]
+@functools.partial(jax.jit, static_argnames=("block_rows", "backend", "cap"))
+def compiled(q, rows, pages, layer, entries, rotation, *, block_rows, backend, cap=None):  # type: ignore[no-untyped-def]
     scale = q.shape[-1] ** -0.5
-    view = View.build(rows, pages, layer, entries, rotation, scale=scale, block_rows=block_rows)
+    view = View.build(rows, pages, layer, entries, rotation, scale=scale, block_rows=block_rows, cap=cap)
     return paged_interval_attention(q, view, backend=backend)
 
 
-build = jax.jit(View.build, static_argnames=("scale", "block_rows"))
+build = jax.jit(View.build, static_argnames=("scale", "block_rows", "cap"))
 
 
 # --------------------------------------------------------------------------------------- random prompts
@@ -218,7 +221,7 @@ class Case:
         return frequencies(self.shape.dim, self.shape.scaled)
 
     def what(self) -> tuple[Float, Float, Float]:
-        return attend(self.queries, self.keys, self.inv_freq_R, self.shape.dim**-0.5)
+        return attend(self.queries, self.keys, self.inv_freq_R, self.shape.dim**-0.5, self.shape.cap)
 
     def run(
         self,
@@ -237,6 +240,7 @@ class Case:
             rotation(self.shape.dim, self.shape.scaled, self.shape.max_offset + LOCAL),
             block_rows=self.shape.block_rows,
             backend=backend,
+            cap=self.shape.cap,
         )
         return np.asarray(out), np.asarray(lse)
 
@@ -245,7 +249,8 @@ class Case:
         shape, layout = self.shape, self.layout
         table = rotation(shape.dim, shape.scaled, shape.max_offset + LOCAL)
         where = self.rows, layout.pages, jnp.int32(layout.layer), layout.entries, table
-        return build(*where, scale=shape.dim**-0.5, block_rows=shape.block_rows)  # type: ignore[no-any-return]
+        sizes = {"scale": shape.dim**-0.5, "block_rows": shape.block_rows, "cap": shape.cap}
+        return build(*where, **sizes)  # type: ignore[no-any-return]
 
     def errors(self, out: np.ndarray, lse: np.ndarray) -> tuple[float, float]:
         want_out, want_lse, _ = self.what()

@@ -9,7 +9,7 @@ import numpy as np
 F = np.ndarray
 
 
-def attention(k: F, q: F, count: int) -> F:
+def attention(k: F, q: F, count: int, scale: float | None = None, cap: float | None = None) -> F:
     """[H, W, N]: softmax of each window row over all keys up to its own."""
     rows, heads, width = q.shape
     group = heads // k.shape[1]
@@ -18,7 +18,10 @@ def attention(k: F, q: F, count: int) -> F:
         for w in range(rows):
             end = count - rows + w + 1
             logits = np.array([k[n, h // group].astype(float) @ q[w, h].astype(float) for n in range(end)])
-            p = np.exp(logits / math.sqrt(width) - (logits / math.sqrt(width)).max())
+            logits = logits * (1 / math.sqrt(width) if scale is None else scale)
+            if cap is not None:
+                logits = cap * np.tanh(logits / cap)
+            p = np.exp(logits - logits.max())
             out[h, w, :end] = p / p.sum()
     return out
 
@@ -39,8 +42,8 @@ def grouped(per_head: F, kv_heads: int, total: int) -> F:
     return np.pad(mean, ((0, 0), (0, total - mean.shape[1]))).T
 
 
-def snapkv(k: F, q: F, count: int) -> F:
-    before = attention(k, q, count)[:, :, : count - len(q)]
+def snapkv(k: F, q: F, count: int, scale: float | None = None, cap: float | None = None) -> F:
+    before = attention(k, q, count, scale, cap)[:, :, : count - len(q)]
     per_head = np.array([pooled(head.mean(0), 7, "max") for head in before])
     return grouped(per_head, k.shape[1], len(k))
 

@@ -71,7 +71,9 @@ def is_visible(queries: Queries, keys: Keys, t: int, n: int) -> bool:
     return key <= row and not hidden
 
 
-def attend(queries: Queries, keys: Keys, inv_freq_R: Float, scale: float) -> tuple[Float, Float, Float]:
+def attend(
+    queries: Queries, keys: Keys, inv_freq_R: Float, scale: float, cap: float | None = None
+) -> tuple[Float, Float, Float]:
     """Attention output [T, H, D], natural-log LSE [T, H] and probabilities [T, H, N], float64."""
     t_count, heads, _ = queries.q_THD.shape
     n_count, kv_heads, _ = keys.k_NKD.shape
@@ -87,6 +89,8 @@ def attend(queries: Queries, keys: Keys, inv_freq_R: Float, scale: float) -> tup
         for h in range(heads):
             kv_head = h // (heads // kv_heads)
             logits = scale * (k_NKD[seen, kv_head] @ q_THD[t, h])
+            if cap is not None:
+                logits = cap * np.tanh(logits / cap)
             lse_TH[t, h] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
             prob_THN[t, h, seen] = np.exp(logits - lse_TH[t, h])
             out_THD[t, h] = prob_THN[t, h, seen] @ keys.v_NKD[seen, kv_head]

@@ -30,6 +30,18 @@ FAMILIES = {
     "phi3": replace(
         LLAMA2, family="phi3", num_kv_heads=2, head_dim=8, rotary_dim=6, rope_scaling=LongRope((1.0, 1.5, 3.0), 1.2)
     ),
+    "gemma2": replace(
+        LLAMA2,
+        family="gemma2",
+        num_kv_heads=3,
+        tie_embeddings=True,
+        activation="gelu",
+        post_norms=True,
+        embedding_scale=3.0,
+        query_scalar=7.0,
+        attention_cap=1.5,
+        logit_cap=4.0,
+    ),
 }
 
 
@@ -60,6 +72,8 @@ def tensors_of(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
             f"{layer}input_layernorm.weight": (e,),
             f"{layer}post_attention_layernorm.weight": (e,),
         }
+        if config.post_norms:
+            shapes |= {f"{layer}{name}_feedforward_layernorm.weight": (e,) for name in ("pre", "post")}
     tensors = {}
     for name, shape in shapes.items():
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.5
@@ -94,11 +108,22 @@ def turn(config: ModelConfig, x: Float, position: np.ndarray) -> Float:
     return np.concatenate([first, x[..., turned:]], axis=-1)
 
 
+def capped(x: Float, cap: float | None) -> Float:
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def activated(x: Float, name: str) -> Float:
+    if name == "gelu":  # Hendrycks and Gimpel, arXiv 1606.08415, section 2
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return x / (1 + np.exp(-x))
+
+
 def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndarray) -> Float:
     """Causal logits of one prompt, float64 [T, V]."""
     weights = {name: value.astype(np.float64) for name, value in tensors.items()}
     d, position = config.head_dim, np.arange(len(tokens))
-    x_TE = weights["model.embed_tokens.weight"][tokens]
+    x_TE = config.embedding_scale * weights["model.embed_tokens.weight"][tokens]
+    scale = (config.query_scalar or d) ** -0.5
     for i in range(config.num_layers):
         layer = {
             n.removeprefix(f"model.layers.{i}."): w for n, w in weights.items() if n.startswith(f"model.layers.{i}.")
@@ -116,12 +141,20 @@ def forward(config: ModelConfig, tensors: dict[str, np.ndarray], tokens: np.ndar
         for t in range(len(tokens)):
             for h in range(config.num_heads):
                 kv_head = h // (config.num_heads // config.num_kv_heads)
-                prob = np.exp(k_TKD[: t + 1, kv_head] @ q_THD[t, h] / np.sqrt(d))
+                prob = np.exp(capped(k_TKD[: t + 1, kv_head] @ q_THD[t, h] * scale, config.attention_cap))
                 out_THD[t, h] = prob @ v_TKD[: t + 1, kv_head] / prob.sum()
-        x_TE = x_TE + out_THD.reshape(len(tokens), -1) @ layer["self_attn.o_proj.weight"].T
-        h_TE = norm(x_TE, layer["post_attention_layernorm.weight"], config.norm_eps)
+        out_TE = out_THD.reshape(len(tokens), -1) @ layer["self_attn.o_proj.weight"].T
+        if config.post_norms:
+            x_TE = x_TE + norm(out_TE, layer["post_attention_layernorm.weight"], config.norm_eps)
+            h_TE = norm(x_TE, layer["pre_feedforward_layernorm.weight"], config.norm_eps)
+        else:
+            x_TE = x_TE + out_TE
+            h_TE = norm(x_TE, layer["post_attention_layernorm.weight"], config.norm_eps)
         gate_TF = h_TE @ layer["mlp.gate_proj.weight"].T
         up_TF = h_TE @ layer["mlp.up_proj.weight"].T
-        x_TE = x_TE + (gate_TF / (1 + np.exp(-gate_TF)) * up_TF) @ layer["mlp.down_proj.weight"].T
+        made_TE = (activated(gate_TF, config.activation) * up_TF) @ layer["mlp.down_proj.weight"].T
+        if config.post_norms:
+            made_TE = norm(made_TE, layer["post_feedforward_layernorm.weight"], config.norm_eps)
+        x_TE = x_TE + made_TE
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return norm(x_TE, weights["model.norm.weight"], config.norm_eps) @ weights[head].T
+    return capped(norm(x_TE, weights["model.norm.weight"], config.norm_eps) @ weights[head].T, config.logit_cap)

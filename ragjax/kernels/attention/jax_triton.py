@@ -64,6 +64,8 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     folded = view.block_rows * (q_THD.shape[1] // kv_heads)
     if lack := device.lacks((8, 0)):
         return lack
+    if view.cap is not None:
+        return "logits are capped, which XLA alone computes"
     if folded > MOST_ROWS:
         return f"{folded} rows share a KV head in a block; it decodes, with at most {MOST_ROWS}"
     if dim not in (64, 128):

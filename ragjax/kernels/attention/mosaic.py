@@ -43,6 +43,8 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
 
 def _unfit(q_THD: jax.Array, view: View) -> str | None:
     """Why no device could serve the call here."""
+    if view.cap is not None:
+        return "logits are capped, which XLA alone computes"
     _, heads, dim = q_THD.shape
     _, _, kv_heads, slots, _ = view.pages.k_LPKCD.shape
     b, folded = view.block_rows, view.block_rows * (heads // kv_heads)

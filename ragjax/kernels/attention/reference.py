@@ -16,7 +16,7 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     k_SCKD, v_SCKD = gather(view)
     t, heads, dim = q_THD.shape
     q_TKGD = q_THD.astype(jnp.float32).reshape(t, k_SCKD.shape[2], -1, dim)
-    logits_TKGSC = view.scale * jnp.einsum("tkgd,sckd->tkgsc", q_TKGD, k_SCKD, precision="highest")
+    logits_TKGSC = view.capped(view.scale * jnp.einsum("tkgd,sckd->tkgsc", q_TKGD, k_SCKD, precision="highest"))
     seen_TSC = visible(view.rows, view.entries)
     logits_TKGSC = jnp.where(seen_TSC[:, None, None], logits_TKGSC, -jnp.inf)
     lse_TKG = jax.nn.logsumexp(logits_TKGSC, axis=(-2, -1))

@@ -87,6 +87,8 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     _, _, _, slots, dim = view.pages.k_LPKCD.shape
     if lack := device.lacks((8, 0)):
         return lack
+    if view.cap is not None:
+        return "logits are capped, which XLA alone computes"
     if dim not in (64, 128):
         return f"head dimension {dim} is neither 64 nor 128"
     if slots < 16 or slots & (slots - 1) or slots > 128:

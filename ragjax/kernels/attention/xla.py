@@ -104,7 +104,7 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
 
         def step(place_W: jax.Array, carry: Arrays) -> Arrays:
             tile = gather_tile(q_KMD, index_B, view, visited, place_W)
-            return accumulate(masked_logits(tile), tile.v_KND, carry)
+            return accumulate(masked_logits(tile, view), tile.v_KND, carry)
 
         out_KMD, lse_KM = finish(visited.sweep(step, empty(q_KMD.shape)))
         return unfold_heads(out_KMD, block_rows), unfold_heads(lse_KM, block_rows)
@@ -212,8 +212,8 @@ def _slots(view: View, slot_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     return k_KND, load(view.pages.v_LPKCD)
 
 
-def masked_logits(tile: Tile) -> jax.Array:
-    """Scaled logits, -inf where hidden, float32 [K, M, N]."""
+def masked_logits(tile: Tile, view: View) -> jax.Array:
+    """Scaled logits as the softmax takes them, -inf where hidden, float32 [K, M, N]."""
     b, n = tile.seen_BN.shape
     kv_heads, m = tile.q.shape[0], tile.q.shape[-2]
     if tile.q.ndim == 3:
@@ -221,6 +221,7 @@ def masked_logits(tile: Tile) -> jax.Array:
     else:
         k_KWCD = tile.k_KND.reshape(*tile.q.shape[:2], -1, tile.k_KND.shape[-1])
         logits = dot(tile.q, k_KWCD, ((3,), (3,)), batch=(0, 1)).swapaxes(1, 2)
+    logits = view.capped(logits)
     return jnp.where(tile.seen_BN, logits.reshape(kv_heads, m // b, b, n), -jnp.inf).reshape(kv_heads, m, n)
 
 

@@ -17,7 +17,7 @@ def masked_logits(q_THD: jax.Array, view: View) -> jax.Array:
     k_SCKD, _ = gather(view)
     t, heads, dim = q_THD.shape
     q_TKGD = q_THD.astype(jnp.float32).reshape(t, k_SCKD.shape[2], -1, dim)
-    logits_TKGSC = view.scale * jnp.einsum("tkgd,sckd->tkgsc", q_TKGD, k_SCKD, precision="highest")
+    logits_TKGSC = view.capped(view.scale * jnp.einsum("tkgd,sckd->tkgsc", q_TKGD, k_SCKD, precision="highest"))
     logits_THSC = logits_TKGSC.reshape(t, heads, *k_SCKD.shape[:2])
     return jnp.where(visible(view.rows, view.entries)[:, None], logits_THSC, -jnp.inf)
 

@@ -39,7 +39,7 @@ class _Block:
     def probabilities(self, view: View, place_W: jax.Array) -> tuple[jax.Array, Tile]:
         """Probabilities of the block's rows over a tile, float32 [K, M, N], and the tile."""
         tile = self.tile(view, place_W)
-        return jnp.exp(masked_logits(tile) - self.lse_KM1), tile
+        return jnp.exp(masked_logits(tile, view) - self.lse_KM1), tile
 
 
 def _block(arrays: Sequence[Any], view: View) -> _Block:
@@ -100,7 +100,7 @@ def chunk_score(
         def logits_of(place_W: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """Logits, keys first, [N, K, M], which keys they are, and of which segments."""
             tile = block.tile(view, place_W)
-            return jnp.moveaxis(masked_logits(tile), 2, 0), tile.slot_N, segment_E[tile.slot_N]
+            return jnp.moveaxis(masked_logits(tile, view), 2, 0), tile.slot_N, segment_E[tile.slot_N]
 
         def find(place_W: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             max_ZKM, sum_ZKM = found

@@ -32,7 +32,7 @@ SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.floa
 """The dtypes that are read, by their names in the format."""
 
 _FLOAT8 = "F8_E4M3"
-_PACKED_DTYPES = frozenset({*SAFETENSORS_DTYPES, "I32", _FLOAT8})
+_PACKED_DTYPES = frozenset({*SAFETENSORS_DTYPES, "I8", "I32", "I64", _FLOAT8})
 """What is read where config.json says that matrices are stored in fewer bits."""
 
 _log = logging.getLogger(__name__)

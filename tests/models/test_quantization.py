@@ -33,6 +33,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [24, 20]}
 WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
 BLOCKS = WEIGHTS | {"strategy": "block", "block_structure": [8, 8]}
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8, "symmetric": True, "actorder": None}
 COMPRESSED: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -119,6 +120,53 @@ def fp8(
     return {"weight": code, name: scale}, value
 
 
+def int8(rng: np.random.Generator, weight: Array) -> tuple[dict[str, Array], Array]:
+    """As `awq`, with a scale per output."""
+    code = rng.integers(-128, 128, weight.shape).astype(np.int8)
+    scale = rng.uniform(0.0005, 0.002, (len(code), 1)).astype(np.float32)
+    value = np.array([[float(q) * float(scale[o, 0]) for q in row] for o, row in enumerate(code)])
+    return {"weight": code, "weight_scale": scale}, value
+
+
+def packed(
+    rng: np.random.Generator,
+    weight: Array,
+    *,
+    bits: int = 4,
+    group: int = 8,
+    symmetric: bool = True,
+    shuffled: bool = False,
+) -> tuple[dict[str, Array], Array]:
+    """As `gptq`, in the layout of compressed-tensors' "pack-quantized": signed codes, moved by half their range."""
+    outputs, inputs = weight.shape
+    groups, count, half = -(-inputs // group), 32 // bits, 2 ** (bits - 1)
+    code = rng.integers(-half, half, (outputs, inputs))
+    zero = np.zeros((outputs, groups), int) if symmetric else rng.integers(-half, half, (outputs, groups))
+    scale = scales(rng, (outputs, groups))
+    order = np.arange(inputs) // group
+    if shuffled:
+        order = rng.permutation(order)
+    words = np.zeros((outputs, inputs // count), np.int32)
+    for o in range(outputs):
+        for column in range(inputs // count):
+            words[o, column] = as_words([(int(code[o, column * count + i]) + half) << (bits * i) for i in range(count)])
+    zeros = np.zeros((outputs // count, groups), np.int32)
+    for row in range(outputs // count):
+        for g in range(groups):
+            zeros[row, g] = as_words([(int(zero[row * count + i, g]) + half) << (bits * i) for i in range(count)])
+    value = np.zeros((outputs, inputs))
+    for o in range(outputs):
+        for i in range(inputs):
+            value[o, i] = float(code[o, i] - zero[o, order[i]]) * float(scale[o, order[i]])
+    parts = {"weight_packed": words, "weight_scale": scale, "weight_shape": np.array([outputs, inputs], np.int64)}
+    parts |= {} if symmetric else {"weight_zero_point": zeros}
+    return parts | ({"weight_g_idx": order.astype(np.int32)} if shuffled else {}), value
+
+
+def compressed(layout: str, **weights: Any) -> dict[str, Any]:
+    return COMPRESSED | {"format": layout, "config_groups": {"group_0": {"weights": weights}}}
+
+
 def scales(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return rng.uniform(0.005, 0.02, shape).astype(np.float16)
 
@@ -136,6 +184,24 @@ CASES: dict[str, tuple[Any, Mapping[str, Any], dict[str, Any]]] = {
     "fp8-block": (fp8, FP8, {}),
     "fp8-block-other-name": (fp8, FP8, {"name": "weight_scale"}),
     "fp8-matrix": (fp8, FP8 | {"weight_block_size": None}, {"reach": "matrix", "name": "weight_scale"}),
+    "compressed-int8": (int8, compressed("int-quantized", num_bits=8, type="int", strategy="channel"), {}),
+    "compressed-packed": (packed, compressed("pack-quantized", **PACKED), {}),
+    "compressed-asymmetric": (
+        packed,
+        compressed("pack-quantized", **PACKED | {"symmetric": False}),
+        {"symmetric": False},
+    ),
+    "compressed-actorder": (
+        packed,
+        compressed("pack-quantized", **PACKED | {"symmetric": False, "actorder": "group"}),
+        {"symmetric": False, "shuffled": True},
+    ),
+    "compressed-packed-8-bits": (packed, compressed("pack-quantized", **PACKED | {"num_bits": 8}), {"bits": 8}),
+    "compressed-packed-output": (
+        packed,
+        compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+        {"group": 32},
+    ),
     "compressed-output": (fp8, COMPRESSED, {"reach": "output", "name": "weight_scale"}),
 }
 
@@ -170,7 +236,14 @@ def test_gptq_without_an_order_has_its_inputs_in_a_row() -> None:
 
 def save(path: Path, tensors: Mapping[str, Array], section: Mapping[str, Any] | None) -> Path:
     """A checkpoint of tiny_llama's configuration. Written by hand: safetensors takes no float8 of NumPy's."""
-    names = {"float32": "F32", "float16": "F16", "int32": "I32", "float8_e4m3fn": "F8_E4M3"}
+    names = {
+        "float32": "F32",
+        "float16": "F16",
+        "int32": "I32",
+        "float8_e4m3fn": "F8_E4M3",
+        "int8": "I8",
+        "int64": "I64",
+    }
     path.mkdir()
     config = json.loads((TINY / "config.json").read_text()) | ({"quantization_config": section} if section else {})
     (path / "config.json").write_text(json.dumps(config))
@@ -205,7 +278,7 @@ def logits(path: Path, cache: Path) -> Array:
     return np.asarray(load_decoder(path, "float32", cache).logits(jnp.arange(24) % 90))
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq-desc-act", "fp8-block", "compressed-output"])
+@pytest.mark.parametrize("case", ["awq", "gptq-desc-act", "fp8-block", "compressed-output", "compressed-asymmetric"])
 def test_a_packed_checkpoint_computes_what_the_widened_one_does(tmp_path: Path, case: str) -> None:
     packed, wide = packed_tensors(case)
     stored = save(tmp_path / "packed", packed, CASES[case][1])
@@ -286,7 +359,10 @@ REFUSED: list[tuple[str, Any]] = [
     ("desc_act", GPTQ | {"desc_act": "yes"}),
     ("fmt", FP8 | {"fmt": "e5m2"}),
     ("weight_block_size", FP8 | {"weight_block_size": [128]}),
-    ("format", COMPRESSED | {"format": "pack-quantized"}),
+    ("format", COMPRESSED | {"format": "marlin-24"}),
+    ("group_size", compressed("pack-quantized", **PACKED | {"group_size": 0})),
+    ("actorder", compressed("pack-quantized", **PACKED | {"actorder": "other"})),
+    ("num_bits", compressed("pack-quantized", **PACKED | {"num_bits": 3})),
     ("sparsity_config", COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}),
     ("transform_config", COMPRESSED | {"transform_config": {"config_groups": {}}}),
     ("config_groups", COMPRESSED | {"config_groups": {}}),
@@ -313,6 +389,8 @@ def test_a_setting_that_cannot_be_read_is_refused_by_name(field: str, section: A
         ("awq", "scales", "scales is missing"),
         ("gptq-desc-act", "g_idx", "g_idx is missing"),
         ("fp8-block", "weight_scale_inv", "weight_scale is missing"),
+        ("compressed-actorder", "weight_g_idx", "weight_g_idx is missing"),
+        ("compressed-asymmetric", "weight_zero_point", "weight_zero_point is missing"),
     ],
 )
 def test_a_matrix_that_lacks_a_part_names_it(tmp_path: Path, case: str, part: str, message: str) -> None:

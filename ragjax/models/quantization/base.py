@@ -100,15 +100,15 @@ def setting(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], defa
     return value
 
 
-def group_size(section: Mapping[str, Any]) -> int:
+def group_size(section: Mapping[str, Any], key: str = "group_size") -> int:
     """Inputs that share a scale; 0 for all of a row.
 
     Raises:
         ConfigError: if it is no such number.
     """
-    size = section.get("group_size", 128)
+    size = section.get(key, 128)
     valid = isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1)
-    check(valid, "quantization_config.group_size", size, "a whole number of at least 1, or -1")
+    check(valid, f"quantization_config.{key}", size, "a whole number of at least 1, or -1")
     return max(int(size), 0)
 
 

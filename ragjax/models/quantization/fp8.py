@@ -10,7 +10,7 @@ FineGrainedFP8Config; https://github.com/vllm-project/vllm, vllm/model_executor/
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,20 +22,25 @@ from ragjax.models.tensors import Array, Shape
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
-class Fp8(Scheme):
-    """block: outputs and inputs that share a scale; None for a matrix or an output at a time."""
+class Scaled(Scheme):
+    """Numbers of 8 bits and their scales.
+
+    kind: of the numbers, "float" or "int". block: outputs and inputs that share a scale; None for a matrix or an output
+    at a time.
+    """
 
     parts = frozenset({"weight", *_SCALES})
     unused = frozenset({"input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "kv_scale", "q_scale"})
 
-    def __init__(self, block: tuple[int, int] | None):
+    def __init__(self, kind: Literal["float", "int"], block: tuple[int, int] | None):
+        self._dtype, name = {"float": ("F8_E4M3", "FP8"), "int": ("I8", "INT8")}[kind]
         self._block = block
         reach = f"blocks of {block[0]} x {block[1]}" if block else "a scale per matrix or output"
-        self.title = f"FP8, {reach}"
+        self.title = f"{name}, {reach}"
 
     def stores(self, dtypes: Mapping[str, str]) -> bool:
-        """Whatever is an 8-bit float, or has a scale."""
-        return dtypes.get("weight") == "F8_E4M3" or not dtypes.keys().isdisjoint(_SCALES)
+        """Whatever is of this kind, or has a scale."""
+        return dtypes.get("weight") == self._dtype or not dtypes.keys().isdisjoint(_SCALES)
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """[out, in]."""
@@ -78,7 +83,7 @@ def read_block(section: Mapping[str, Any], key: str) -> tuple[int, int] | None:
     return int(block[0]), int(block[1])
 
 
-def read_fp8(section: Mapping[str, Any]) -> Fp8:
+def read_fp8(section: Mapping[str, Any]) -> Scaled:
     """From `quantization_config`. Raises ConfigError that names the field which cannot be honoured."""
     setting(section, "fmt", (None, "e4m3"))
-    return Fp8(read_block(section, "weight_block_size"))
+    return Scaled("float", read_block(section, "weight_block_size"))

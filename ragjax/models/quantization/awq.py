@@ -51,8 +51,9 @@ class Awq(Scheme):
         scale_GO = parts["scales"].astype(np.float32)
         zero_GO = _outputs(parts["qzeros"])
         code_IO = _outputs(parts["qweight"])
-        code_GIO = code_IO.reshape(len(scale_GO), -1, code_IO.shape[1]).astype(np.float32)
-        weight_GIO = (code_GIO - zero_GO[:, None]) * scale_GO[:, None]
+        weight_GIO = code_IO.reshape(len(scale_GO), -1, code_IO.shape[1]).astype(np.float32)
+        weight_GIO -= zero_GO[:, None]
+        weight_GIO *= scale_GO[:, None]
         return weight_GIO.reshape(code_IO.shape).T
 
 

@@ -59,14 +59,16 @@ class Packed(Scheme):
 
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
         """As the definition above."""
-        code_OI = unpack(parts["weight_packed"], self._bits)
-        outputs, inputs = code_OI.shape
+        weight_OI = unpack(parts["weight_packed"], self._bits).astype(np.float32)
+        outputs, inputs = weight_OI.shape
         group_I = np.arange(inputs) // (self._group or inputs) if self._ordered else parts["weight_g_idx"]
-        scale_OG = parts["weight_scale"].astype(np.float32)
         if self._symmetric:
-            return (code_OI.astype(np.float32) - np.float32(2 ** (self._bits - 1))) * scale_OG[:, group_I]
-        zero_OG = unpack(parts["weight_zero_point"].T, self._bits).T[:outputs]
-        return (code_OI.astype(np.float32) - zero_OG[:, group_I]) * scale_OG[:, group_I]
+            weight_OI -= 2 ** (self._bits - 1)
+        else:
+            zero_OG = np.ascontiguousarray(unpack(parts["weight_zero_point"].T, self._bits).T[:outputs])
+            weight_OI -= zero_OG[:, group_I]
+        weight_OI *= parts["weight_scale"].astype(np.float32)[:, group_I]
+        return weight_OI
 
 
 def read_compressed(section: Mapping[str, Any]) -> Scheme:

@@ -56,13 +56,14 @@ class Scaled(Scheme):
 
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
         """Products of q and its scale."""
-        code_OI = parts["weight"].astype(np.float32)
+        weight_OI = parts["weight"].astype(np.float32)
         scale = parts[_scale_of(parts)].astype(np.float32)
         if not self._block:
-            return code_OI * (scale.reshape(-1, 1) if scale.ndim == 1 else scale)
-        outputs, inputs = code_OI.shape
-        scale_OI = scale.repeat(self._block[0], 0)[:outputs].repeat(self._block[1], 1)[:, :inputs]
-        return code_OI * scale_OI
+            weight_OI *= scale.reshape(-1, 1) if scale.ndim == 1 else scale
+            return weight_OI
+        outputs, inputs = weight_OI.shape
+        weight_OI *= scale.repeat(self._block[0], 0)[:outputs].repeat(self._block[1], 1)[:, :inputs]
+        return weight_OI
 
 
 def _scale_of(parts: Mapping[str, Any]) -> str:

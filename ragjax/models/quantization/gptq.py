@@ -50,13 +50,15 @@ class Gptq(Scheme):
 
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
         """As the definition above."""
-        scale_OG = parts["scales"].astype(np.float32).T
-        zero_OG = unpack(parts["qzeros"], self._bits).T
+        scale_OG = np.ascontiguousarray(parts["scales"].T, np.float32)
+        zero_OG = np.ascontiguousarray(unpack(parts["qzeros"], self._bits).T)
         if self._less_one:
             zero_OG = (zero_OG + np.uint8(1)) & np.uint8(2**self._bits - 1)
-        code_OI = unpack(parts["qweight"].T, self._bits)
-        group_I = self._groups(parts, code_OI.shape[1])
-        return (code_OI.astype(np.float32) - zero_OG[:, group_I]) * scale_OG[:, group_I]
+        weight_OI = unpack(parts["qweight"].T, self._bits).astype(np.float32)
+        group_I = self._groups(parts, weight_OI.shape[1])
+        weight_OI -= zero_OG[:, group_I]
+        weight_OI *= scale_OG[:, group_I]
+        return weight_OI
 
     def _groups(self, parts: Mapping[str, Array], inputs: int) -> Array:
         if "g_idx" in parts:

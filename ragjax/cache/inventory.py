@@ -11,8 +11,8 @@ from typing import NamedTuple
 from ragjax.cache.node import PUBLIC, Node
 from ragjax.core.tiers import Tier
 
-SEEN = 10_000
-"""Nodes that one look walks over, at most: about 15 ms of the thread that serves requests."""
+SEEN = 5_000
+"""Nodes that one look walks over, at most: requests wait meanwhile."""
 
 KEPT = 200
 """Departures that are remembered."""

@@ -22,7 +22,7 @@ from ragjax.serve import page
 from ragjax.serve.choices import merged
 from ragjax.serve.embedding import EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
-from ragjax.serve.inventory import inventory
+from ragjax.serve.inventory import Looks
 from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
@@ -117,6 +117,7 @@ class _Endpoints:
         self._engine = engine
         self._metrics = metrics
         self._strict = strict
+        self._looks = Looks(engine.inventory)
         self._created = int(time.time())
 
     async def health(self) -> Json:
@@ -126,7 +127,7 @@ class _Endpoints:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def cache(self, request: Request) -> Json:
-        return inventory(await asyncio.to_thread(self._engine.inventory, request.state.tenant))
+        return await self._looks.of(request.state.tenant)
 
     async def models(self) -> Json:
         return {"object": "list", "data": [self._model(), *map(self._model, self._named), self._embedding_model()]}

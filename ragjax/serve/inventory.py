@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 from ragjax import core
@@ -9,6 +12,29 @@ from ragjax.serve.response import Json
 
 TEXT_CHARS = 80
 """Of a text that tells what KV is about."""
+
+
+FRESH = 1.0
+"""Seconds for which what was seen is told again: a look holds up the engine's thread."""
+
+
+class Looks:
+    """What each tenant may see of the cache; now: the time in seconds."""
+
+    def __init__(self, look: Callable[[str], core.Inventory], now: Callable[[], float] = time.monotonic):
+        self._look = look
+        self._now = now
+        self._seen: dict[str, tuple[float, Json]] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, tenant: str) -> Json:
+        """The body for one tenant."""
+        async with self._lock:
+            at, body = self._seen.get(tenant, (-FRESH, {}))
+            if not body or self._now() - at >= FRESH:
+                body = inventory(await asyncio.to_thread(self._look, tenant))
+                self._seen[tenant] = self._now(), body
+            return body
 
 
 def inventory(seen: core.Inventory) -> Json:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from ragjax import core
-from ragjax.serve.inventory import TEXT_CHARS, inventory
+from ragjax.serve.inventory import FRESH, TEXT_CHARS, Looks, inventory
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, serving
 
@@ -23,6 +25,26 @@ def test_each_key_sees_what_is_its_tenants() -> None:
         **{"id": "aa", "parent": None, "tokens": 20, "below": 117, "tiers": ["device", "host"], "hits": 3},
         **{"in_use": True, "provenance": "causal", "method": "", "text": "system of acme"},
     }
+
+
+def test_the_engine_is_held_up_once_a_second_at_most_for_each_tenant() -> None:
+    asked: list[str] = []
+    seconds = 0.0
+
+    def look(tenant: str) -> core.Inventory:
+        asked.append(tenant)
+        return FakeEngine().inventory(tenant)
+
+    async def run() -> None:
+        nonlocal seconds
+        looks = Looks(look, lambda: seconds)
+        await asyncio.gather(*(looks.of("a") for _ in range(5)), looks.of("b"))
+        seconds = FRESH
+        again = await looks.of("a")
+        assert again["holdings"][0]["text"] == "system of a"
+
+    asyncio.run(run())
+    assert asked == ["a", "b", "a"]
 
 
 def test_texts_are_one_short_line() -> None:

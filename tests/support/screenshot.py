@@ -81,7 +81,7 @@ PICTURES: dict[str, tuple[Callable[[Page], None], dict[str, object]]] = {
 def main(folder: Path) -> None:
     """Take the pictures."""
     questions = [*("Who is the mayor of Candlehythe?", "What does the flag of Tolverey show?"), QUESTION]
-    known = {"knowledge": {"demo": DEMO / "documents"}, "graph": {"demo": DEMO / "facts.tsv"}, "max_context": 2048}
+    known = {"knowledge": {"demo": DEMO / "documents"}, "graph": {"demo": DEMO / "facts.tsv"}}
     kept = {name: strategies()[name] for name in ("full", "prefix", "ragjax", "dependency")}
     with (
         Engine.load("smollm2-135m-instruct", strategies=kept, progress=True, **known) as engine,

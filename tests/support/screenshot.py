@@ -45,7 +45,7 @@ def passages(page: Page) -> None:
 
 def graph(page: Page) -> None:
     """Relation paths."""
-    ask(page, FACTS, "graph:demo", "dependency")
+    ask(page, FACTS, "graph:demo", "prefix")
 
 
 def compare(page: Page) -> None:
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     """Take the pictures."""
     questions = [*("Who is the mayor of Candlehythe?", "What does the flag of Tolverey show?"), QUESTION]
     known = {"knowledge": {"demo": DEMO / "documents"}, "graph": {"demo": DEMO / "facts.tsv"}}
-    kept = {name: strategies()[name] for name in ("full", "prefix", "ragjax", "dependency")}
+    kept = {name: strategies()[name] for name in ("full", "prefix", "ragjax")}
     with (
         Engine.load("smollm2-135m-instruct", strategies=kept, progress=True, **known) as engine,
         serving(engine) as served,  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def main(folder: Path) -> None:
         for question in questions * 2:
             for strategy in ("full", "prefix", "ragjax"):
                 engine.answer(question, strategy=strategy, max_tokens=8)
-        engine.answer(FACTS, graph="demo", max_tokens=8)
+        engine.answer(FACTS, graph="demo", strategy="prefix", max_tokens=8)
         for name, (prepare, look) in PICTURES.items():
             with visiting(browser, served.url, **look) as page:
                 prepare(page)

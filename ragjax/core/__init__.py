@@ -10,13 +10,16 @@ from ragjax.core.errors import (
     ClosedError,
     ConfigError,
     DeadlineError,
+    MissingError,
     OutOfPages,
     OverloadError,
     RagjaxError,
     RequestError,
     VisibilityError,
 )
+from ragjax.core.filter import Attributes, Comparison, Compound, Filter, Scalar
 from ragjax.core.inventory import Departure, Holding, Inventory, Served
+from ragjax.core.library import CHUNK_TOKENS, Attachment, Batch, Counts, File, Passage, State, Store
 from ragjax.core.limits import StepLimits
 from ragjax.core.options import DTYPES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
@@ -59,6 +62,7 @@ from ragjax.core.visibility import Visibility
 from ragjax.core.wrapper import Wrapper
 
 __all__ = [
+    "CHUNK_TOKENS",
     "DTYPES",
     "NEVER",
     "ORDERS",
@@ -67,12 +71,18 @@ __all__ = [
     "Answer",
     "Asked",
     "AtRest",
+    "Attachment",
+    "Attributes",
+    "Batch",
     "Chosen",
     "Chunk",
     "ClosedError",
     "Compaction",
+    "Comparison",
+    "Compound",
     "Compression",
     "ConfigError",
+    "Counts",
     "DeadlineError",
     "Delta",
     "Departure",
@@ -84,6 +94,8 @@ __all__ = [
     "Event",
     "Exactness",
     "FactReport",
+    "File",
+    "Filter",
     "Graph",
     "Grid",
     "Hit",
@@ -94,10 +106,12 @@ __all__ = [
     "Known",
     "Measure",
     "Message",
+    "MissingError",
     "Move",
     "OutOfPages",
     "OverloadError",
     "Pass",
+    "Passage",
     "Plan",
     "Prefill",
     "Prompt",
@@ -110,14 +124,17 @@ __all__ = [
     "RowShape",
     "Run",
     "Sampling",
+    "Scalar",
     "Segment",
     "SegmentReport",
     "Served",
     "Span",
+    "State",
     "Step",
     "StepLimits",
     "StepMeasure",
     "StorageOptions",
+    "Store",
     "Timings",
     "TokenLogprob",
     "Tokens",

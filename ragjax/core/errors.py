@@ -16,6 +16,10 @@ class RequestError(RagjaxError):
         self.code = code
 
 
+class MissingError(RequestError):
+    """A request for something that is not there, or not for this tenant."""
+
+
 class ConfigError(RagjaxError):
     """A flag, model or setting that cannot work, found at start-up."""
 

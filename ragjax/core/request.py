@@ -149,6 +149,7 @@ class Rag:
     recognise: whether passages in the messages are recognised, and reused at any place; None uses the engine's default.
     kl: nats; the recompute ratio is the least whose divergence is forecast to lie within (`ragjax/reuse/budget.py`).
     detail: hand back the tokens of the prompt in the answer.
+    within: ids of the documents that may be retrieved; None: all. min_score: the least cosine similarity of a chunk.
 
     Raises:
         RequestError: for fields that exclude each other, or a number that cannot be.
@@ -165,6 +166,8 @@ class Rag:
     kl: float | None = None
     detail: bool = False
     recognise: bool | None = None
+    within: frozenset[str] | None = None
+    min_score: float | None = None
 
     def __post_init__(self) -> None:
         texts = self.knowledge is not None or self.top_k is not None or self.documents is not None

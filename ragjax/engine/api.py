@@ -58,6 +58,7 @@ from ragjax.prompting.passage import Cutter
 from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import Imported, KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
+from ragjax.retrieval.library import Library
 from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
@@ -101,6 +102,8 @@ class Engine:
             transfer=parts.transfer,
             recorder=parts.recorder,
         )
+        directory = None if options.index_dir is None else Path(options.index_dir)
+        self.library = Library(parts.knowledge, directory)
         self._odds = Odds()
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
         grounding = Grounding(
@@ -155,6 +158,7 @@ class Engine:
                 fill(engine._parts.knowledge.make(name), name, source, asked.progress)
             bases = [engine.knowledge_base(name) for name in engine.knowledge_names]
             engine._contract.begin(all(base.preprocessed for base in bases))
+            engine.library.open()
             for name, source in sources(asked.graph).items():
                 fill_graph(engine._parts.graphs.make(name), name, source, asked.progress)
         except BaseException:
@@ -542,6 +546,7 @@ class Engine:
         if self._loop.closed:
             return
         self._loop.close()
+        self.library.close()
         parts = self._parts
         for part in (parts.transfer, parts.disk, parts.recorder, parts.knowledge, parts.graphs):
             if part is not None:

@@ -46,20 +46,25 @@ class Grounding:
         if rag is None or not request.messages:
             return None
         if rag.knowledge is not None:
-            self.knowledge.get(rag.knowledge)  # an unknown name is an error even where nothing is looked up
+            self.knowledge.seen(rag.knowledge, request.tenant)  # unknown is an error even where nothing is looked up
         if rag.documents is not None:
-            return self._given(rag.documents, rag.knowledge)
+            return self._given(rag.documents, rag.knowledge, request.tenant)
         if not self._searches(request, rag):
             return None
-        return self._shared(self.knowledge.get(rag.knowledge).search(request.question, self._top_k(rag)))
+        base = self.knowledge.seen(rag.knowledge, request.tenant)
+        hits = base.search(request.question, self._top_k(rag), within=rag.within, min_score=rag.min_score)
+        return self._shared(hits, rag)
 
     def stages(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none."""
         rag = request.rag
         if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
             return None
-        found = self.knowledge.get(rag.knowledge).stages(request.question, self._top_k(rag), stages)
-        return (replace(stage, hits=self._shared(stage.hits)) for stage in found)
+        if rag.within is not None or rag.min_score is not None:  # what a stage has may be left out by the next
+            return None
+        base = self.knowledge.seen(rag.knowledge, request.tenant)
+        found = base.stages(request.question, self._top_k(rag), stages)
+        return (replace(stage, hits=self._shared(stage.hits, rag)) for stage in found)
 
     def leaves_alone(self, request: Request) -> bool:
         """Whether a request would get passages if its messages brought none."""
@@ -68,8 +73,9 @@ class Grounding:
             return False
         return replace(self, retrieve="always")._searches(request, rag) and not self._searches(request, rag)
 
-    def _shared(self, hits: tuple[Hit, ...]) -> tuple[Hit, ...]:
-        return tuple(replace(hit, public=self.share) for hit in hits)
+    def _shared(self, hits: tuple[Hit, ...], rag: Rag) -> tuple[Hit, ...]:
+        public = self.share and not self.knowledge.owned(rag.knowledge)
+        return tuple(replace(hit, public=public) for hit in hits)
 
     def _searches(self, request: Request, rag: Rag) -> bool:
         """Whether there is a knowledge base to search, and a question; messages without one are refused later."""
@@ -82,16 +88,17 @@ class Grounding:
     def _top_k(self, rag: Rag) -> int:
         return self.top_k if rag.top_k is None else rag.top_k
 
-    def _given(self, documents: Sequence[str | Document], knowledge: str | None) -> tuple[Hit, ...]:
+    def _given(self, documents: Sequence[str | Document], knowledge: str | None, tenant: str) -> tuple[Hit, ...]:
         hits: list[Hit] = []
+        public = self.share and not self.knowledge.owned(knowledge)
         room = self.context_length
         for document in documents:
             self.check()
             if isinstance(document, Document):
                 chunks = self._cut(document, room)
             else:
-                chunks = self.knowledge.get(knowledge).document(document)
-            hits += [Hit(chunk, 1.0, self.share and isinstance(document, str)) for chunk in chunks]
+                chunks = self.knowledge.seen(knowledge, tenant).document(document)
+            hits += [Hit(chunk, 1.0, public and isinstance(document, str)) for chunk in chunks]
             room -= sum(len(chunk.tokens) for chunk in chunks)
             if room < 0:
                 raise self._too_long()

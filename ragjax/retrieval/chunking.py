@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from semantic_text_splitter import TextSplitter
 
-from ragjax.core import Chunk, ConfigError, Document, Tokens
+from ragjax.core import CHUNK_TOKENS, Chunk, ConfigError, Document, Tokens
 
 MIN_TOKENS = 32
 _BLOCK_CHARS = 10_000  # the splitter works a text without boundaries over and over
@@ -28,7 +28,7 @@ class Chunker:
     """
 
     encode: Callable[[str], Tokens]
-    max_tokens: int = 192
+    max_tokens: int = CHUNK_TOKENS
 
     def __post_init__(self) -> None:
         if self.max_tokens < MIN_TOKENS:

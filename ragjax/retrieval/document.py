@@ -185,8 +185,25 @@ def _from_file(path: Path, document_id: str, max_bytes: int) -> Document:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
-    title, text = _READERS[path.suffix.lower()](data, path)
+    return parse(data, path, document_id)
+
+
+def parse(data: bytes, path: Path, document_id: str) -> Document:
+    """The document in a file's bytes, of the kind that the path's suffix says (`suffixes`); nothing is read from disk.
+
+    Raises:
+        ConfigError: if it is of another kind or broken.
+    """
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(_READERS)}")
+    title, text = reader(data, path)
     return Document(document_id, text.strip(), title or path.stem)
+
+
+def suffixes() -> tuple[str, ...]:
+    """Of the files that can be read."""
+    return tuple(_READERS)
 
 
 def _decode(data: bytes, path: Path, first_line: int = 1) -> str:

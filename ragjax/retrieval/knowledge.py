@@ -15,11 +15,12 @@ a part is kept (docs/compression.md) bears the places of that part's tokens.
 from __future__ import annotations
 
 import hashlib
+import math
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -27,7 +28,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import Chunk, Document, Hit, RequestError, Tokens
+from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, RequestError, Tokens
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
@@ -96,6 +97,7 @@ class KnowledgeBase:
         self._writing = threading.Lock()
         self._reading = threading.Lock()  # the connection, and the cache of chunks
         self._cache: dict[int, Chunk] = {}
+        self._closed = False
 
     @classmethod
     def open(
@@ -106,7 +108,7 @@ class KnowledgeBase:
         encoder: TextEncoder,
         model_key: str,
         index_kind: IndexKind | str = IndexKind.FLAT,
-        max_tokens: int = 192,
+        max_tokens: int = CHUNK_TOKENS,
         name: str = "default",
     ) -> KnowledgeBase:
         """Open the knowledge base kept in a directory, made if need be; None keeps it in memory.
@@ -137,8 +139,9 @@ class KnowledgeBase:
         return cls(database, index, encoder, chunker, name=name, directory=place)
 
     def close(self) -> None:
-        """Release the directory. Using the knowledge base afterwards is an error."""
+        """Release the directory. Whoever uses the knowledge base afterwards is told that it is gone."""
         with self._writing, self._reading:
+            self._closed = True
             self._database.close()
 
     def __enter__(self) -> KnowledgeBase:
@@ -151,22 +154,29 @@ class KnowledgeBase:
 
     # ------------------------------------------------------------------------------------------ writing
 
-    def add(self, documents: Iterable[Document], progress: Callable[[int, int], None] | None = None) -> AddReport:
+    def add(
+        self,
+        documents: Iterable[Document],
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> AddReport:
         """Store documents; one whose id is known replaces it, and one that is known word for word costs nothing.
 
-        progress: called with (documents done, documents in all).
+        progress: called with (documents done, documents in all). max_tokens: of a chunk (None: the base's own limit).
 
         Raises:
             RequestError: a document without id or text, or the same id twice. Nothing is stored then.
         """
         documents = tuple(documents)
         _check(documents)
+        chunker = self._chunker if max_tokens is None else replace(self._chunker, max_tokens=max_tokens)
         with self._writing:
             known = self._digests(document.id for document in documents)
-            changed = [document for document in documents if known.get(document.id) != _digest(document)]
+            changed = [document for document in documents if known.get(document.id) != _digest(document, max_tokens)]
             done = len(documents) - len(changed)
-            for batch in self._batches(changed):
-                self._store(batch)
+            for batch in _batches(changed, chunker):
+                self._store(batch, max_tokens)
                 done += len(batch)
                 if progress is not None:
                     progress(done, len(documents))
@@ -226,22 +236,12 @@ class KnowledgeBase:
             self._cache.pop(number, None)
         return True
 
-    def _batches(self, documents: Sequence[Document]) -> Iterator[list[_Prepared]]:
-        batch: list[_Prepared] = []
-        for document in documents:
-            batch.append(_Prepared(document, self._chunker.chunks(document)))
-            if sum(len(prepared.chunks) for prepared in batch) >= _BATCH_CHUNKS:
-                yield batch
-                batch = []
-        if batch:
-            yield batch
-
-    def _store(self, batch: Sequence[_Prepared]) -> None:
+    def _store(self, batch: Sequence[_Prepared], max_tokens: int | None) -> None:
         chunks = [chunk for prepared in batch for chunk in prepared.chunks]
         embeddings = self._encoder.encode([chunk.text for chunk in chunks])
         with self._transaction() as database:
             gone = self._forget(database, [prepared.document.id for prepared in batch])
-            rows = [(prepared.document.id, _digest(prepared.document)) for prepared in batch]
+            rows = [(prepared.document.id, _digest(prepared.document, max_tokens)) for prepared in batch]
             database.executemany("insert into documents values (?, ?)", rows)
             numbers = [chunk_store.insert(database, chunk, row) for chunk, row in zip(chunks, embeddings, strict=True)]
         self._index.update(gone, np.array(numbers, np.int64), embeddings)
@@ -256,8 +256,17 @@ class KnowledgeBase:
         return gone
 
     @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """The connection, for one thread at a time."""
+        with self._reading:
+            if self._closed:
+                reason = f"knowledge base {self.name!r} is gone: name another one"
+                raise RequestError(reason, param="rag.knowledge", code="not_found")
+            yield
+
+    @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._reading, self._database:
+        with self._opened(), self._database:
             self._database.execute("begin immediate")
             yield self._database
 
@@ -267,8 +276,12 @@ class KnowledgeBase:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def search(self, question: str, k: int) -> tuple[Hit, ...]:
+    def search(
+        self, question: str, k: int, *, within: Collection[str] | None = None, min_score: float | None = None
+    ) -> tuple[Hit, ...]:
         """The k chunks nearest to the question, best first; fewer if there are fewer.
+
+        within: ids of the documents that may be found (None: all). min_score: the least cosine similarity.
 
         Raises:
             RequestError: the knowledge base or the question is empty.
@@ -276,8 +289,18 @@ class KnowledgeBase:
         count = self._searchable(question, k)
         if not count:
             return ()
-        numbers, scores = self._index.search(self._encoder.encode([question])[0], count)
-        return self._hits(numbers, scores)
+        vector, looked, least = (
+            self._encoder.encode([question])[0],
+            count,
+            -math.inf if min_score is None else min_score,
+        )
+        while True:
+            hits = self._hits(*self._index.search(vector, looked))
+            fit = [hit for hit in hits if hit.score >= least and (within is None or hit.chunk.document_id in within)]
+            ended = looked >= len(self._index) or (hits and hits[-1].score < least)
+            if within is None or ended or len(fit) >= count:
+                return tuple(fit[:count])
+            looked = min(4 * looked, len(self._index))
 
     def stages(self, question: str, k: int, n: int) -> Iterator[SearchStage]:
         """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does.
@@ -313,7 +336,7 @@ class KnowledgeBase:
     def preprocessed(self) -> bool:
         """Whether the KV of every chunk is kept as computed behind its neighbours (`mark_fused`)."""
         query = "select exists(select 1 from chunks where number not in (select number from fused))"
-        with self._reading:
+        with self._opened():
             (missing,) = self._database.execute(query).fetchone()
         return not missing
 
@@ -323,7 +346,7 @@ class KnowledgeBase:
         Raises:
             RequestError: the id is unknown.
         """
-        with self._reading:
+        with self._opened():
             rows = self._database.execute(
                 f"{chunk_store.CHUNK} where document_id = ? order by number", (document_id,)
             ).fetchall()
@@ -333,7 +356,7 @@ class KnowledgeBase:
 
     def chunks(self, numbers: Iterable[int]) -> dict[int, Chunk]:
         """Those of the chunks with these numbers that are stored, by number."""
-        with self._reading:
+        with self._opened():
             return self._read(numbers)
 
     def neighbours(self, n: int) -> dict[int, tuple[int, ...]]:
@@ -347,21 +370,30 @@ class KnowledgeBase:
         """
         if n < 1:
             raise ValueError(f"a chunk has at least 1 neighbour, not {n}")
-        with self._reading:
+        with self._opened():
             rows = self._database.execute("select number, tokens, embedding from chunks order by number").fetchall()
         return nearest(self._index, rows, n)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of all chunks, ascending."""
-        with self._reading:
+        with self._opened():
             return tuple(row[0] for row in self._database.execute("select number from chunks order by number"))
 
     @property
     def document_ids(self) -> frozenset[str]:
         """The ids of all documents."""
-        with self._reading:
+        with self._opened():
             return frozenset(row[0] for row in self._database.execute("select id from documents"))
+
+    def sizes(self, document_id: str | None = None) -> dict[str, int]:
+        """Bytes of the text and tokens of each document's chunks, or of this one's; none if it is not there."""
+        sql = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"
+        values: tuple[str, ...] = ()
+        if document_id is not None:
+            sql, values = f"{sql} where document_id = ?", (document_id,)
+        with self._opened():
+            return dict(self._database.execute(f"{sql} group by document_id order by document_id", values))
 
     def __len__(self) -> int:
         """Number of chunks."""
@@ -370,7 +402,7 @@ class KnowledgeBase:
     def _digests(self, document_ids: Iterable[str]) -> dict[str, bytes]:
         """Content hashes of those that are stored."""
         sql = "select id, digest from documents where id = ?"
-        with self._reading:
+        with self._opened():
             return dict(row for name in document_ids for row in self._database.execute(sql, (name,)))
 
     def _chunks(self, numbers: Sequence[int]) -> dict[int, Chunk]:
@@ -378,7 +410,7 @@ class KnowledgeBase:
         found = {number: chunk for number in numbers if (chunk := self._cache.get(number)) is not None}
         absent = [number for number in numbers if number not in found]
         if absent:
-            with self._reading:
+            with self._opened():
                 fetched = self._read(absent)
                 self._cache.update(fetched)
             found.update(fetched)
@@ -415,6 +447,18 @@ def _check(documents: Sequence[Document]) -> None:
         seen.add(document.id)
 
 
-def _digest(document: Document) -> bytes:
-    parts = (document.title, document.text)
+def _digest(document: Document, max_tokens: int | None) -> bytes:
+    """Of what its chunks are made from; no size of theirs is the base's own."""
+    parts = (document.title, document.text, *(() if max_tokens is None else (max_tokens,)))
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+def _batches(documents: Sequence[Document], chunker: Chunker) -> Iterator[list[_Prepared]]:
+    batch: list[_Prepared] = []
+    for document in documents:
+        batch.append(_Prepared(document, chunker.chunks(document)))
+        if sum(len(prepared.chunks) for prepared in batch) >= _BATCH_CHUNKS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

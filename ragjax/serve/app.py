@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -20,18 +20,21 @@ from starlette.middleware.cors import CORSMiddleware
 from ragjax import core
 from ragjax.serve import page
 from ragjax.serve.choices import merged
+from ragjax.serve.description import describe
 from ragjax.serve.embedding import EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.inventory import Looks
+from ragjax.serve.library import LibraryEndpoints
 from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
 from ragjax.serve.model import grounded, knowledge_of, names
 from ragjax.serve.neutral import settle
+from ragjax.serve.reply import Reply
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
-from ragjax.serve.schema import Body, ChatBody, CompletionBody
+from ragjax.serve.schema import Body, ChatBody, CompletionBody, ResponseBody
 from ragjax.serve.stop import Drain
-from ragjax.serve.stream import EventStream, while_connected
+from ragjax.serve.stream import EventStream, TypedStream, while_connected
 
 if TYPE_CHECKING:
     from ragjax.engine import Engine
@@ -39,12 +42,16 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 8 * 2**20
 """Default limit of a request's body, bytes."""
 
+MAX_FILE_BYTES = 32 * 2**20
+"""Default limit of an upload, bytes."""
+
 
 def create_app(
     engine: Engine,
     *,
     keys: Mapping[str, str] = MappingProxyType({}),
     max_body_bytes: int = MAX_BODY_BYTES,
+    max_file_bytes: int = MAX_FILE_BYTES,
     drain: Drain | None = None,
     strict: bool = False,
     cors_origins: Sequence[str] = (),
@@ -56,6 +63,7 @@ def create_app(
         keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health and the page's
             files wants one as a bearer token.
         max_body_bytes: limit of a request's body.
+        max_file_bytes: the same of an upload.
         drain: shared with the server, which says by it that it stops.
         strict: refuse fields that have no effect, rather than name them in a notice.
         cors_origins: where pages of a browser may come from that call this server; "*": anywhere.
@@ -75,8 +83,10 @@ def create_app(
         ("/v1/chat/completions", endpoints.chat, endpoints.before_chat),
         ("/v1/completions", endpoints.completion, endpoints.before_completion),
         ("/v1/embeddings", endpoints.embedding, endpoints.before_embedding),
+        ("/v1/responses", endpoints.response, endpoints.before_response),
     ):
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=[Depends(before)])
+    app.include_router(LibraryEndpoints(engine).router())
     site = page.read()
     for path, file in site.items():
         app.add_route(path, file.respond, methods=["GET"], include_in_schema=False)  # and HEAD
@@ -86,10 +96,12 @@ def create_app(
         Door,
         metrics=metrics,
         keys=keys,
+        limits={"/v1/files": max_file_bytes},
         max_body_bytes=max_body_bytes,
         drain=drain or Drain(),
         public=frozenset({"/health", *site}),
     )
+    describe(app)
     if cors_origins:  # in front of the door: a browser asks first, without a key
         app.add_middleware(
             CORSMiddleware,
@@ -164,6 +176,33 @@ class _Endpoints:
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         return await self._respond(TextForm, body, request)
 
+    async def before_response(self, request: Request) -> None:
+        await self._before(request, ResponseBody)
+
+    async def response(self, body: ResponseBody, request: Request) -> Response:
+        tenant = request.state.tenant
+        within = await asyncio.to_thread(self._within, body, tenant)
+        (made,) = self._named_by(body.model, lambda: [body.to_core(within)])
+        asked = replace(made, tenant=tenant)
+        await self._use_store(asked)
+        reply = Reply(self._engine, body, asked, request.state.notices)
+        events = self._events(asked, request.state.arrived)
+        if body.stream:
+            return TypedStream(reply.stream(events, request.scope))
+        return JSONResponse(await while_connected(reply.whole(events), request.receive))
+
+    def _within(self, body: ResponseBody, tenant: str) -> frozenset[str] | None:
+        """Ids of the files that the search of a response may find; None: all."""
+        search = body.search
+        if search is None or search.filters is None:
+            return None
+        return self._engine.library.within(tenant, search.vector_store_ids[0], search.filters.to_core())
+
+    async def _use_store(self, request: core.Request) -> None:
+        """Note that the store of a request is used; an error if it has expired."""
+        if request.rag is not None and request.rag.knowledge is not None:
+            await asyncio.to_thread(self._engine.library.use, request.tenant, request.rag.knowledge)
+
     async def embedding(self, body: EmbeddingBody, request: Request) -> Response:
         name = self._engine.embedding_model
         if body.model != name:
@@ -173,6 +212,7 @@ class _Endpoints:
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         asked = [replace(one, tenant=request.state.tenant) for one in self._asked(body)]
+        await self._use_store(asked[0])
         form_of = ToolForm if asked[0].tools is not None else form_of
         form = form_of(
             self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, request.state.notices
@@ -198,11 +238,15 @@ class _Endpoints:
 
     def _asked(self, body: ChatBody | CompletionBody) -> Sequence[core.Request]:
         """What the body asks of the engine, with the knowledge that its model's name brings along."""
-        knowledge = knowledge_of(body.model, self._engine.model_name, self._engine.knowledge_names)
+        return self._named_by(body.model, body.to_core)
+
+    def _named_by(self, model: str, requests: Callable[[], Sequence[core.Request]]) -> Sequence[core.Request]:
+        """The requests, made once the model's name is known, with the knowledge that it brings along."""
+        knowledge = knowledge_of(model, self._engine.model_name, self._engine.knowledge_names)
         if knowledge is not None:
-            return [grounded(one, knowledge) for one in body.to_core()]
-        self._check_model(body.model)
-        return body.to_core()
+            return [grounded(one, knowledge) for one in requests()]
+        self._check_model(model)
+        return requests()
 
     @property
     def _named(self) -> list[str]:

@@ -20,7 +20,7 @@ import uvicorn
 from ragjax import core
 from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.serve.app import MAX_BODY_BYTES, create_app
+from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
 from ragjax.serve.stop import Drain, Server, Watchdog
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag = parser.add_argument
     add_engine_flags(parser)
     flag("--max-body-mb", type=positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
+    flag("--max-file-mb", type=positive, default=MAX_FILE_BYTES / 2**20, help="largest upload, MiB (%(default)s)")
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
@@ -189,6 +190,7 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
             engine,
             keys=_keys(options),
             max_body_bytes=int(options.max_body_mb * 2**20),
+            max_file_bytes=int(options.max_file_mb * 2**20),
             drain=drain,
             strict=options.strict,
             cors_origins=options.cors_origin,

@@ -50,6 +50,8 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
         )
     if isinstance(error, core.DeadlineError):
         return ApiError(504, str(error), "server_error", code="timeout")
+    if isinstance(error, core.MissingError):
+        return ApiError(404, str(error), param=error.param, code=error.code)
     if isinstance(error, core.RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, core.RagjaxError):
@@ -95,6 +97,11 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if not location:
         return ApiError(400, f"the body must be a JSON object, sent with content-type: application/json ({problem})")
     path = _path(location)
+    if kind == "union_tag_invalid":
+        given, known = (first["ctx"][name].replace("<", "").replace(">", "") for name in ("tag", "expected_tags"))
+        return ApiError(
+            400, f"{path}: the type {given!r} is not served; these are: {known}", param=path, code="invalid_value"
+        )
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown field {path!r}", param=path, code="unknown_parameter")
     code = "missing_required_parameter" if kind == "missing" else "invalid_value"
@@ -102,7 +109,6 @@ def _validation_error(error: RequestValidationError) -> ApiError:
 
 
 def _path(location: tuple[str | int, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`; the tags of a union are no part of the body."""
-    tag = 3 if location[:2] == ("rag", "documents") else 2 if location[:1] == ("prompt",) else len(location)
-    steps = location[:tag] + location[tag + 1 :]
+    """`("messages", 0, "role")` as `messages[0].role`; the tags of a union, written in <>, are no part of the body."""
+    steps = [step for step in location if not (isinstance(step, str) and step[:1] == "<" and step[-1:] == ">")]
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")

@@ -39,6 +39,8 @@ class Limit(NamedTuple):
 LIMITS = (
     Limit("messages", "messages", 1, True, "Send fewer messages"),
     Limit("messages[].content", "text parts in all messages", 1, True, "Join parts"),
+    Limit("input", "items", 1, True, "Send fewer items"),
+    Limit("input[].content", "text parts in all items", 1, True, "Join parts"),
     Limit("stop", "strings", STOPS, False, "Send fewer stop strings"),
     Limit("tools", "tools", TOOLS, False, "Send fewer tools"),
     Limit("rag.documents", "documents", 1, True, "Send fewer documents"),
@@ -69,6 +71,7 @@ def check_sizes(body: object, context_length: int) -> None:
 
 def _sizes(body: object) -> dict[str, int]:
     """Entries of each field with a limit; a value of another type has none, and is refused later."""
+    items = _items(body)
     messages, stop = _list(body, "messages"), _list(body, "stop")
     rag = _get(body, "rag")
     graph = _get(rag, "graph")
@@ -76,6 +79,8 @@ def _sizes(body: object) -> dict[str, int]:
     return {
         "messages": len(messages),
         "messages[].content": _total(_list(message, "content") for message in messages),
+        "input": len(items),
+        "input[].content": _total([*_list(item, "content"), *_list(item, "output")] for item in items),
         "stop": len(stop),
         "tools": len(_list(body, "tools")),
         "rag.documents": len(_list(rag, "documents")),
@@ -83,6 +88,11 @@ def _sizes(body: object) -> dict[str, int]:
         "rag.graph.relation_paths": len(paths),
         "rag.graph.relation_paths[]": _total(path for path in paths if isinstance(path, list)),
     }
+
+
+def _items(body: object) -> list[Any]:
+    """Items of a response's input; texts and token ids are the input of embeddings."""
+    return [item for item in _list(body, "input") if isinstance(item, dict)]
 
 
 def _get(value: object, name: str) -> object:

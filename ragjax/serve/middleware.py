@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 class Door:
     """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers what nobody
     caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter. `public` are paths
-    that need none.
+    that need none. `limits`: of bodies on paths that have one of their own.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
     reads the rest away, so that a client that is still writing gets to read the answer.
@@ -36,12 +36,13 @@ class Door:
         max_body_bytes: int,
         drain: Drain,
         public: Collection[str],
+        limits: Mapping[str, int],
     ):
         self._app = app
         self._drain = drain
         self._metrics = metrics
         self._tenants = {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
-        self._limit = max_body_bytes
+        self._limit, self._limits = max_body_bytes, limits
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -63,7 +64,7 @@ class Door:
         self._drain.serving += 1
         try:
             self._check(scope)
-            await self._app(scope, self._limited(receive), observed_send)
+            await self._app(scope, self._limited(receive, self._most(scope)), observed_send)
         except ClientDisconnect:
             _log.info("request %s: the client left", request_id)
         except (Exception, asyncio.CancelledError) as error:
@@ -90,20 +91,25 @@ class Door:
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             scope["state"]["tenant"] = matching[0]
-        self._check_size(int(headers.get(b"content-length", b"0")))
+        _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
 
-    def _check_size(self, size: int) -> None:
-        if size > self._limit:
-            raise ApiError(413, f"the body is larger than {self._limit / 2**20:g} MiB")
+    def _most(self, scope: Scope) -> int:
+        """Bytes of a request's body."""
+        return self._limits.get(scope["path"], self._limit)
 
-    def _limited(self, receive: Receive) -> Receive:
+    def _limited(self, receive: Receive, most: int) -> Receive:
         received = 0
 
         async def limited_receive() -> Message:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            self._check_size(received)
+            _check_size(received, most)
             return message
 
         return limited_receive
+
+
+def _check_size(size: int, most: int) -> None:
+    if size > most:
+        raise ApiError(413, f"the body is larger than {most / 2**20:g} MiB")

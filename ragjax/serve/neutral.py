@@ -7,20 +7,30 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ragjax.core import RequestError
 from ragjax.serve.schema import (
+    ITEMS,
+    LOGPROBS,
+    RESULTS,
     Body,
     CalledTool,
     ChatMessage,
     ChatTool,
     FunctionTool,
+    InputMessage,
+    InputPart,
     JsonSchema,
+    ResponseBody,
     ResponseFormat,
+    ResponseTool,
+    SearchTool,
     StreamOptions,
+    TextConfig,
+    TextFormat,
     TextPart,
 )
 
@@ -79,10 +89,30 @@ REFUSED: Mapping[str, Refusal] = {
 """Fields that would change the answer."""
 
 
+RESPONSE_KNOWN = (KNOWN - {"metadata"}) | {"reasoning", "max_tool_calls", "text.verbosity", "stream_options"}
+"""The same of the Responses API: `metadata` comes back, and `store` has no effect since no response is kept."""
+
+_SEND = Refusal("responses are not kept: send the earlier items in input instead")
+RESPONSE_REFUSED: Mapping[str, Refusal] = {
+    "previous_response_id": _SEND,
+    "conversation": _SEND,
+    "background": Refusal("a response is made while the client waits: leave it out", (False,)),
+    "truncation": Refusal('only "disabled" is served: shorten the input', ("disabled",)),
+    "prompt": Refusal("prompts are not kept: use instructions and input"),
+    "messages": Refusal("use input"),
+    "response_format": Refusal("use text.format"),
+    "max_tokens": Refusal("use max_output_tokens"),
+    **{name: REFUSED[name] for name in ("audio", "modalities", "functions", "function_call")},
+}
+"""Fields of the Responses API that would change the answer."""
+
+
 @dataclass
 class _Found:
-    """Fields taken out of a body, by path, in their order."""
+    """Fields taken out of a body, by path, in their order. neutral, refused: what is known of its fields."""
 
+    neutral: Collection[str]
+    refused: Mapping[str, Refusal]
     known: dict[str, None] = field(default_factory=dict)
     unknown: dict[str, None] = field(default_factory=dict)
 
@@ -95,21 +125,25 @@ def settle(body: object, form: type[Body]) -> tuple[str, ...]:
     Raises:
         RequestError: for a field that would change the answer, saying what to change.
     """
-    found = _Found()
+    response = form is ResponseBody
+    found = _Found(RESPONSE_KNOWN, RESPONSE_REFUSED) if response else _Found(KNOWN, REFUSED)
     toolless = not isinstance(body, dict) or not body.get("tools")
-    for path, given, model in _levels(body, form):
+    for path, given, model in _response_levels(body) if response else _levels(body, form):
         names = model.names()
         for name in list(given):
             if name not in names:
                 _take(path, name, given.pop(name), found)
-            elif _asks_nothing(path + name, given[name], toolless):  # it is validated all the same
+            elif _asks_nothing(path + name, given[name], found.neutral, toolless):  # it is validated all the same
                 found.known[path + name] = None
+    if response and isinstance(body, dict):
+        inert = [name for name in _strings(body.get("include")) if name not in (RESULTS, LOGPROBS)]
+        found.known.update((f"include {name[:NAME_CHARS]}", None) for name in inert)
     notices = (("no effect here", found.known), ("unknown and ignored", found.unknown))
     return tuple(_notice(what, list(fields)) for what, fields in notices if fields)
 
 
-def _asks_nothing(path: str, value: object, toolless: bool) -> bool:
-    if path in KNOWN:
+def _asks_nothing(path: str, value: object, neutral: Collection[str], toolless: bool) -> bool:
+    if path in neutral:
         return value is not None
     return toolless and any(type(value) is type(x) and value == x for x in EMPTY.get(path, ()))
 
@@ -118,11 +152,11 @@ def _take(path: str, name: str, value: object, found: _Found) -> None:
     if value is None:
         return
     shown = path + name
-    refusal = REFUSED.get(shown)
+    refusal = found.refused.get(shown)
     if refusal is not None and not any(type(value) is type(x) and value == x for x in refusal.unless):
         param = shown.replace("[]", "")
         raise RequestError(f"{param} cannot be had: {refusal.advice}", param=param, code="unsupported_parameter")
-    fields = found.known if refusal is not None or shown in KNOWN else found.unknown
+    fields = found.known if refusal is not None or shown in found.neutral else found.unknown
     fields[path + name[:NAME_CHARS]] = None
 
 
@@ -152,6 +186,27 @@ def _levels(body: object, form: type[Body]) -> Iterator[tuple[str, dict[str, Any
             yield "messages[].tool_calls[].", call, CalledTool
         for part in _objects(message.get("content")):
             yield "messages[].content[].", part, TextPart
+
+
+def _response_levels(body: object) -> Iterator[tuple[str, dict[str, Any], type[Body]]]:
+    """The same of the Responses API."""
+    if not isinstance(body, dict):
+        return
+    yield "", body, ResponseBody
+    if isinstance(text := body.get("text"), dict):
+        yield "text.", text, TextConfig
+        if isinstance(wanted := text.get("format"), dict):
+            yield "text.format.", wanted, TextFormat
+    for tool in _objects(body.get("tools")):
+        yield "tools[].", tool, SearchTool if tool.get("type") == "file_search" else ResponseTool
+    for item in _objects(body.get("input")):
+        yield "input[].", item, ITEMS.get(str(item.get("type", "message")), InputMessage)
+        for part in (*_objects(item.get("content")), *_objects(item.get("output"))):
+            yield "input[].content[].", part, InputPart
+
+
+def _strings(value: object) -> list[str]:
+    return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
 
 
 def _objects(value: object) -> list[dict[str, Any]]:

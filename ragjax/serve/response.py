@@ -66,7 +66,7 @@ class Form(ABC):
         return self._object(self.chunk_kind, [], usage=self._usage(answers))
 
     def _rag(self, answer: core.Answer) -> Json:
-        return {**_rag(answer, self._engine.pieces), "notices": [*self._notices, *answer.notices]}
+        return account(answer, self._engine.pieces, self._notices)
 
     def _usage(self, answers: Sequence[core.Answer]) -> Json:
         """Token counts. A prompt counts once, with what was cached of it for its first choice."""
@@ -140,11 +140,7 @@ class ChatForm(Form):
         return {"delta": {} if text is None else {"content": text}}
 
     def _logprobs(self, tokens: Sequence[core.TokenLogprob]) -> Json:
-        content = [
-            {**_token(t.token, t.logprob), "top_logprobs": [_token(text, value) for text, _, value in t.top]}
-            for t in tokens
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": logprobs_of(tokens), "refusal": None}
 
 
 class ToolForm(ChatForm):
@@ -238,8 +234,16 @@ async def chunks(form: Form, events: AsyncGenerator[Numbered, None], include_usa
         yield form.sums([answers[number] for number in sorted(answers)])
 
 
-def _rag(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]]) -> Json:
-    """The account of what was reused."""
+def logprobs_of(tokens: Sequence[core.TokenLogprob]) -> list[Json]:
+    """Tokens with their log-probabilities and alternatives, as chat and responses give them."""
+    return [
+        {**_token(t.token, t.logprob), "top_logprobs": [_token(text, value) for text, _, value in t.top]}
+        for t in tokens
+    ]
+
+
+def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], notices: Sequence[str]) -> Json:
+    """The field `rag`: what was reused. notices: of the request; those of the answer follow."""
     names = ("retrieve", "search_exposed", "load", "prefill", "ttft", "total")
     return {
         "strategy": answer.strategy,
@@ -252,6 +256,7 @@ def _rag(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]]) -> Jso
         "segments": _segments(answer, pieces),
         "facts": [asdict(path) for path in answer.facts],
         "timings_ms": {name: round(getattr(answer.timings, name), 3) for name in names},
+        "notices": [*notices, *answer.notices],
     }
 
 

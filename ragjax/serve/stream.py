@@ -60,6 +60,8 @@ class EventStream(StreamingResponse):
         """Sends the stream (ASGI)."""
         await while_connected(self._run(scope, send), receive)
 
+    _end = b"data: [DONE]\n\n"
+
     async def _run(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._chunks) as chunks:
             first = await anext(chunks)
@@ -68,7 +70,7 @@ class EventStream(StreamingResponse):
                 await _send_event(send, first)
                 async for chunk in chunks:
                     await _send_event(send, chunk)
-                await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+                await send({"type": "http.response.body", "body": self._end, "more_body": True})
             except (Exception, asyncio.CancelledError) as error:
                 await _send_event(send, api_error(error, scope).body)
                 if isinstance(error, asyncio.CancelledError):
@@ -77,6 +79,13 @@ class EventStream(StreamingResponse):
                 await send({"type": "http.response.body", "body": b""})
 
 
+class TypedStream(EventStream):
+    """Server-sent events that name their type, as OpenAI's Responses API has them; the last one is the end."""
+
+    _end = b""
+
+
 async def _send_event(send: Send, chunk: Json) -> None:
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
     data = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+    await send({"type": "http.response.body", "body": f"{name}data: {data}\n\n".encode(), "more_body": True})

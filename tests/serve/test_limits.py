@@ -28,6 +28,8 @@ def body(field: str, count: int) -> dict[str, Any]:
     return {
         "messages": {**CHAT, "messages": wrong},
         "messages[].content": {**CHAT, "messages": [{"role": "user", "content": wrong[:2]}, {"content": wrong[2:]}]},
+        "input": {"model": "fake", "input": [{}] * count},
+        "input[].content": {"model": "fake", "input": [{"content": wrong[:2]}, {"output": wrong[2:]}]},
         "stop": {**CHAT, "stop": wrong},
         "tools": {**CHAT, "tools": wrong},
         "rag.documents": {**CHAT, "rag": {"documents": wrong}},
@@ -40,14 +42,15 @@ def body(field: str, count: int) -> dict[str, Any]:
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.field)
 def test_a_list_over_its_limit_is_one_error_that_says_what_to_do(shared: Served, limit: Any) -> None:
     most = limit.most * (CONTEXT if limit.per_token else 1)
-    response = shared.post(json=body(limit.field, most + 1))
+    path = "/v1/responses" if limit.field.startswith("input") else "/v1/chat/completions"
+    response = shared.post(path, json=body(limit.field, most + 1))
     error = error_of(response)
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["param"] == limit.field.replace("[]", "")
     assert error["code"] == ("context_length_exceeded" if limit.per_token else "invalid_value")
     assert f"has {most + 1} {limit.entries}; at most {most} are taken" in error["message"]
     assert error["message"].endswith(limit.advice)
-    within = error_of(shared.post(json=body(limit.field, most)))
+    within = error_of(shared.post(path, json=body(limit.field, most)))
     assert "at most" not in within["message"], "the entries are wrong, but not too many"
 
 

@@ -8,13 +8,17 @@ import re
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ragjax import core
 from ragjax.quality.report import Setting
+
+if TYPE_CHECKING:
+    from ragjax.retrieval.library import Library
 
 
 @dataclass
@@ -59,6 +63,13 @@ class FakeEngine:
             max_queue=options.max_queue,
             delay=0.05 if options.model == "slow" else 0.0,
         )
+
+    @cached_property
+    def library(self) -> Library:
+        """A library in memory, beside bases of these names that hold islands."""
+        from tests.support.shelf import open_library
+
+        return open_library(own=self.knowledge_names)[0]
 
     @property
     def default_setting(self) -> Setting:
@@ -245,6 +256,8 @@ class FakeEngine:
 
     def close(self) -> None:
         """Remembers that it was closed; safe to call twice."""
+        if "library" in vars(self):
+            self.library.close()
         self.closed = True
 
 

@@ -8,14 +8,37 @@ what changes nothing.
 from ragjax.serve.schema.body import NAME_CHARS, Body, Count, Filled, FilledName, FunctionName, Name, One, Text
 from ragjax.serve.schema.chat import ChatBody
 from ragjax.serve.schema.completion import CompletionBody, Prompt
+from ragjax.serve.schema.filter import Comparison, Compound, Filter
 from ragjax.serve.schema.format import JsonSchema, ResponseFormat
 from ragjax.serve.schema.generation import Generation, StreamOptions
+from ragjax.serve.schema.item import (
+    ITEMS,
+    FunctionCall,
+    FunctionCallOutput,
+    InputMessage,
+    InputPart,
+    Reasoning,
+    SearchCall,
+)
 from ragjax.serve.schema.message import CalledFunction, CalledTool, ChatMessage, TextPart
 from ragjax.serve.schema.rag import ChatRag, GraphRag, InlineDocument, Passage, Quality, TextRag
+from ragjax.serve.schema.response import (
+    LOGPROBS,
+    RESULTS,
+    ResponseBody,
+    ResponseChoice,
+    ResponseTool,
+    SearchTool,
+    TextConfig,
+    TextFormat,
+)
 from ragjax.serve.schema.tool import ChatTool, FunctionTool, NamedFunction, ToolChoice
 
 __all__ = [
+    "ITEMS",
+    "LOGPROBS",
     "NAME_CHARS",
+    "RESULTS",
     "Body",
     "CalledFunction",
     "CalledTool",
@@ -23,15 +46,22 @@ __all__ = [
     "ChatMessage",
     "ChatRag",
     "ChatTool",
+    "Comparison",
     "CompletionBody",
+    "Compound",
     "Count",
     "Filled",
     "FilledName",
+    "Filter",
+    "FunctionCall",
+    "FunctionCallOutput",
     "FunctionName",
     "FunctionTool",
     "Generation",
     "GraphRag",
     "InlineDocument",
+    "InputMessage",
+    "InputPart",
     "JsonSchema",
     "Name",
     "NamedFunction",
@@ -39,9 +69,17 @@ __all__ = [
     "Passage",
     "Prompt",
     "Quality",
+    "Reasoning",
+    "ResponseBody",
+    "ResponseChoice",
     "ResponseFormat",
+    "ResponseTool",
+    "SearchCall",
+    "SearchTool",
     "StreamOptions",
     "Text",
+    "TextConfig",
+    "TextFormat",
     "TextPart",
     "TextRag",
     "ToolChoice",

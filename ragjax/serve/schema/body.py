@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -42,6 +43,19 @@ class Body(BaseModel):
             return given
         unknown = next(name for name in given if name not in names)
         return {name: given[name] for name in (*names, unknown) if name in given}
+
+
+def tag_of(default: str) -> Callable[[object], str]:
+    """Tells the members of a union apart by their `type`, given or made; default: where it is left out.
+
+    Tags stand in <>, so that errors can leave them out of a field's path.
+    """
+
+    def tag(given: object) -> str:
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return f"<{kind or default}>"
+
+    return tag
 
 
 def as_json(value: object, param: str) -> str:

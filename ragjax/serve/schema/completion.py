@@ -27,11 +27,11 @@ def _prompts(prompt: object) -> object:
 
 
 def _prompt_kind(prompt: object) -> str:
-    return "tokens" if isinstance(prompt, list) else "text"
+    return "<tokens>" if isinstance(prompt, list) else "<text>"
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
-Prompt = Annotated[Annotated[Filled, Tag("text")] | Annotated[TokenIds, Tag("tokens")], Discriminator(_prompt_kind)]
+Prompt = Annotated[Annotated[Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")], Discriminator(_prompt_kind)]
 
 
 class CompletionBody(Generation):

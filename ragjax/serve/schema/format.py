@@ -9,6 +9,8 @@ from pydantic import Field
 from ragjax import core
 from ragjax.serve.schema.body import Body, Name, Text, as_json
 
+SCHEMA_OF_OBJECTS = '{"type": "object"}'
+
 
 class JsonSchema(Body):
     """The JSON Schema of an answer; it is followed, whatever `strict` says. Its name changes nothing."""
@@ -30,7 +32,7 @@ class ResponseFormat(Body):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return '{"type": "object"}'
+            return SCHEMA_OF_OBJECTS
         if self.json_schema is None or self.json_schema.schema_ is None:
             reason = 'response_format of type json_schema needs json_schema: {"name": …, "schema": {…}}'
             raise core.RequestError(reason, param="response_format.json_schema", code="missing_required_parameter")

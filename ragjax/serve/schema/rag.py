@@ -19,8 +19,8 @@ class InlineDocument(Body):
 
 
 Passage = Annotated[
-    Annotated[Name, Tag("id")] | Annotated[InlineDocument, Tag("document")],
-    Discriminator(lambda value: "id" if isinstance(value, str) else "document"),
+    Annotated[Name, Tag("<id>")] | Annotated[InlineDocument, Tag("<document>")],
+    Discriminator(lambda value: "<id>" if isinstance(value, str) else "<document>"),
 ]
 
 

@@ -17,6 +17,19 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def to_core(self) -> core.Tool:
+        """The same for the engine.
+
+        Raises:
+            core.RequestError: if the arguments are no object.
+        """
+        schema = self.parameters or {"properties": {}, "additionalProperties": False}
+        schema = {"type": "object", **schema}
+        if schema["type"] != "object":
+            reason = f"the parameters of the tool {self.name} must be an object"
+            raise core.RequestError(reason, param="tools", code="invalid_value")
+        return core.Tool(self.name, self.description or "", as_json(schema, "tools"))
+
 
 class ChatTool(Body):
     """A tool; functions are the only ones."""
@@ -26,13 +39,7 @@ class ChatTool(Body):
 
     def to_core(self) -> core.Tool:
         """The same for the engine."""
-        given = self.function
-        schema = given.parameters or {"properties": {}, "additionalProperties": False}
-        schema = {"type": "object", **schema}
-        if schema["type"] != "object":
-            reason = f"the parameters of the tool {given.name} must be an object"
-            raise core.RequestError(reason, param="tools", code="invalid_value")
-        return core.Tool(given.name, given.description or "", as_json(schema, "tools"))
+        return self.function.to_core()
 
 
 class NamedFunction(Body):

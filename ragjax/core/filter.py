@@ -1,0 +1,65 @@
+"""Filters over the attributes of files: which of them a search may find."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Scalar = str | float | bool
+Attributes = Mapping[str, Scalar]
+
+_ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "gt": operator.gt,
+    "gte": operator.ge,
+    "lt": operator.lt,
+    "lte": operator.le,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An attribute compared with a value, or for "in" and "nin" with several."""
+
+    kind: Literal["eq", "ne", "gt", "gte", "lt", "lte", "in", "nin"]
+    key: str
+    value: Scalar | tuple[Scalar, ...]
+
+    def holds(self, attributes: Attributes) -> bool:
+        """Whether it is so of a file; one without the attribute passes "ne" and "nin" alone.
+
+        Strings are ordered by their characters; what cannot be ordered (a string and a number) is not so.
+        """
+        values = self.value if isinstance(self.value, tuple) else (self.value,)
+        there = self.key in attributes
+        found = attributes.get(self.key, "")
+        if self.kind in _ORDERS:
+            return there and any(_like(found, value) and _ORDERS[self.kind](found, value) for value in values)
+        equal = there and any(_like(found, value) and found == value for value in values)
+        return equal is (self.kind in ("eq", "in"))
+
+
+@dataclass(frozen=True)
+class Compound:
+    """All of these filters, or any of them."""
+
+    kind: Literal["and", "or"]
+    filters: tuple[Filter, ...]
+
+    def holds(self, attributes: Attributes) -> bool:
+        """Whether it is so of a file."""
+        held = (part.holds(attributes) for part in self.filters)
+        return all(held) if self.kind == "and" else any(held)
+
+
+Filter = Comparison | Compound
+
+
+def _like(one: Scalar, other: Scalar) -> bool:
+    """Whether two values are of one type: a boolean is no number."""
+    return _kind(one) is _kind(other)
+
+
+def _kind(value: Scalar) -> type:
+    return bool if isinstance(value, bool) else str if isinstance(value, str) else float

@@ -1,0 +1,103 @@
+"""Files that clients upload, and the stores that make them searchable (OpenAI's files and vector stores)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ragjax.core.filter import Scalar
+from ragjax.core.prompt import Chunk
+
+State = Literal["in_progress", "completed", "failed", "cancelled"]
+"""What has become of a file in a store."""
+
+CHUNK_TOKENS = 192
+"""Most tokens of a chunk unless somebody asks for others; the sentence encoder reads 256 of its own."""
+
+
+@dataclass(frozen=True)
+class File:
+    """An uploaded file. created: seconds since 1970."""
+
+    id: str
+    name: str
+    purpose: str
+    size: int
+    created: int
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A file in a store. usage: bytes of its chunks. error: code and message; empty unless it failed.
+
+    chunk_tokens: most tokens of a chunk; None: the knowledge base's own choice. batch: the batch that it came with.
+    """
+
+    store: str
+    file: str
+    created: int
+    state: State = "in_progress"
+    usage: int = 0
+    error: tuple[str, str] = ("", "")
+    attributes: Mapping[str, Scalar] = field(default_factory=dict)
+    chunk_tokens: int | None = None
+    batch: str | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Files of a store or batch by what has become of them."""
+
+    in_progress: int = 0
+    completed: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.in_progress + self.completed + self.failed + self.cancelled
+
+
+@dataclass(frozen=True)
+class Store:
+    """A knowledge base that is filled with files. days: it expires so long after its last use; None: never.
+
+    Attributes:
+        own: it is one of the server's, filled from `--knowledge`.
+    """
+
+    id: str
+    name: str
+    created: int
+    active: int
+    days: int | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    description: str | None = None
+    expired: bool = False
+    own: bool = False
+
+    @property
+    def expires(self) -> int | None:
+        """When it expires unless it is used before, in seconds since 1970."""
+        return None if self.days is None else self.active + self.days * 86400
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Files that came into a store together."""
+
+    id: str
+    store: str
+    created: int
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A chunk that a search found: of which file, its name and attributes, and the cosine similarity."""
+
+    chunk: Chunk
+    score: float
+    name: str
+    attributes: Mapping[str, Scalar] = field(default_factory=dict)

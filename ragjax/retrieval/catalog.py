@@ -1,0 +1,212 @@
+"""What was uploaded, and into which stores: files with their contents, stores, and attachments, in one SQLite file.
+
+SQLite is the truth: a row is there or is not, also after a kill. What a knowledge base holds is brought in line with it
+when it is opened (`library.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ragjax.core import Attachment, Batch, File, Store
+from ragjax.retrieval.database import exclusive
+
+_SCHEMA = """
+create table if not exists files (
+    number integer primary key autoincrement, id text not null unique, tenant text not null, name text not null,
+    purpose text not null, size integer not null, created integer not null, content blob not null
+);
+create table if not exists stores (
+    number integer primary key autoincrement, id text not null unique, tenant text not null, name text not null,
+    created integer not null, active integer not null, days integer, metadata text not null, description text,
+    expired integer not null
+);
+create table if not exists batches (
+    id text primary key, store text not null references stores (id) on delete cascade, created integer not null
+);
+create table if not exists attachments (
+    number integer primary key autoincrement, store text not null references stores (id) on delete cascade,
+    file text not null references files (id) on delete cascade, created integer not null, state text not null,
+    usage integer not null, code text not null, message text not null, attributes text not null, chunk_tokens integer,
+    batch text, unique (store, file)
+);
+"""
+_FILE = "select id, name, purpose, size, created from files"
+_STORE = "select id, name, created, active, days, metadata, description, expired from stores"
+_ATTACHMENT = (
+    "select store, file, created, state, usage, code, message, attributes, chunk_tokens, batch from attachments"
+)
+
+
+class Catalog:
+    """Files, stores, batches and attachments of tenants. Any thread may call it.
+
+    place: its file; None keeps it in memory.
+
+    Raises:
+        ConfigError: the file cannot be used, or another process has it open.
+    """
+
+    def __init__(self, place: Path | None):
+        self._lock = threading.Lock()
+        self._database = exclusive(place, _prepare, f"delete {place}: uploaded files are lost")
+
+    def close(self) -> None:
+        """Release the file."""
+        with self._lock:
+            self._database.close()
+
+    # ---------------------------------------------------------------------------------------------- files
+
+    def add_file(self, tenant: str, file: File, content: bytes) -> None:
+        """Keep a file."""
+        values = (file.id, tenant, file.name, file.purpose, file.size, file.created, content)
+        sql = "insert into files (id, tenant, name, purpose, size, created, content) values (?, ?, ?, ?, ?, ?, ?)"
+        with self._changing() as database:
+            database.execute(sql, values)
+
+    def files(self, tenant: str) -> list[File]:
+        """A tenant's files, the oldest first."""
+        return [File(*row) for row in self._rows(f"{_FILE} where tenant = ? order by number", tenant)]
+
+    def file(self, tenant: str, file: str) -> File | None:
+        """One of a tenant's files."""
+        return next((File(*row) for row in self._rows(f"{_FILE} where tenant = ? and id = ?", tenant, file)), None)
+
+    def content(self, file: str) -> bytes | None:
+        """The bytes of a file."""
+        rows: list[tuple[bytes]] = self._rows("select content from files where id = ?", file)
+        return rows[0][0] if rows else None
+
+    def name(self, file: str) -> str:
+        """The name of a file; empty if it is gone."""
+        rows: list[tuple[str]] = self._rows("select name from files where id = ?", file)
+        return rows[0][0] if rows else ""
+
+    def remove_file(self, file: str) -> None:
+        """Forget a file, and where it was attached."""
+        with self._changing() as database:
+            database.execute("delete from files where id = ?", (file,))
+
+    # --------------------------------------------------------------------------------------------- stores
+
+    def put_store(self, tenant: str, store: Store) -> None:
+        """Keep a store, or what has changed of it."""
+        values = (store.name, store.active, store.days, json.dumps(store.metadata), store.description, store.expired)
+        sql = (
+            "insert into stores (name, active, days, metadata, description, expired, id, tenant, created)"
+            " values (?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict (id) do update set name = excluded.name,"
+            " active = excluded.active, days = excluded.days, metadata = excluded.metadata,"
+            " description = excluded.description, expired = excluded.expired"
+        )
+        with self._changing() as database:
+            database.execute(sql, (*values, store.id, tenant, store.created))
+
+    def stores(self, tenant: str) -> list[Store]:
+        """A tenant's stores, the oldest first."""
+        return [_store(row) for row in self._rows(f"{_STORE} where tenant = ? order by number", tenant)]
+
+    def owners(self) -> dict[str, str]:
+        """The tenant of each store."""
+        return dict(self._rows("select id, tenant from stores order by number"))
+
+    def store(self, tenant: str, store: str) -> Store | None:
+        """One of a tenant's stores."""
+        return next((_store(row) for row in self._rows(f"{_STORE} where tenant = ? and id = ?", tenant, store)), None)
+
+    def touch(self, store: str, now: int) -> None:
+        """Note that a store was used."""
+        with self._changing() as database:
+            database.execute("update stores set active = ? where id = ?", (now, store))
+
+    def remove_store(self, store: str) -> None:
+        """Forget a store and what is attached to it."""
+        with self._changing() as database:
+            database.execute("delete from stores where id = ?", (store,))
+
+    # ---------------------------------------------------------------------------------------- attachments
+
+    def attach(self, attachments: list[Attachment], batch: Batch | None = None) -> None:
+        """Keep attachments, all or none; one that was there is replaced."""
+        sql = (
+            "insert or replace into attachments (store, file, created, state, usage, code, message, attributes,"
+            " chunk_tokens, batch) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        )
+        with self._changing() as database:
+            if batch is not None:
+                database.execute("insert into batches values (?, ?, ?)", (batch.id, batch.store, batch.created))
+            for one in attachments:
+                values = (one.store, one.file, one.created, one.state, one.usage, *one.error)
+                database.execute(sql, (*values, json.dumps(one.attributes), one.chunk_tokens, one.batch))
+
+    def settle(self, attachment: Attachment) -> bool:
+        """Note what became of an attachment; False: it was removed, or replaced, meanwhile."""
+        values = (attachment.state, attachment.usage, *attachment.error)
+        key = (attachment.store, attachment.file, attachment.created, attachment.batch)
+        sql = "update attachments set state = ?, usage = ?, code = ?, message = ?"
+        with self._changing() as database:
+            where = " where store = ? and file = ? and created = ? and batch is ? and state = 'in_progress'"
+            return database.execute(sql + where, (*values, *key)).rowcount == 1
+
+    def note(self, store: str, file: str, attributes: Mapping[str, Any]) -> None:
+        """Change the attributes of an attachment."""
+        with self._changing() as database:
+            sql = "update attachments set attributes = ? where store = ? and file = ?"
+            database.execute(sql, (json.dumps(attributes), store, file))
+
+    def attachments(self, store: str, batch: str | None = None) -> list[Attachment]:
+        """A store's attachments, or those that came with a batch, the oldest first."""
+        if batch is None:
+            return [_attachment(row) for row in self._rows(f"{_ATTACHMENT} where store = ? order by number", store)]
+        rows = self._rows(f"{_ATTACHMENT} where store = ? and batch = ? order by number", store, batch)
+        return [_attachment(row) for row in rows]
+
+    def attachment(self, store: str, file: str) -> Attachment | None:
+        """One of them."""
+        rows = self._rows(f"{_ATTACHMENT} where store = ? and file = ?", store, file)
+        return next(map(_attachment, rows), None)
+
+    def attached(self, file: str) -> list[str]:
+        """The stores that a file is attached to."""
+        return [store for (store,) in self._rows("select store from attachments where file = ?", file)]
+
+    def detach(self, store: str, file: str) -> None:
+        """Forget an attachment."""
+        with self._changing() as database:
+            database.execute("delete from attachments where store = ? and file = ?", (store, file))
+
+    def batch(self, store: str, batch: str) -> Batch | None:
+        """A batch of a store."""
+        rows = self._rows("select id, store, created from batches where store = ? and id = ?", store, batch)
+        return next((Batch(*row) for row in rows), None)
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock, self._database:
+            yield self._database
+
+    def _rows(self, sql: str, *values: object) -> list[Any]:
+        with self._lock:
+            return self._database.execute(sql, values).fetchall()
+
+
+def _prepare(database: sqlite3.Connection) -> None:
+    database.execute("pragma foreign_keys = on")
+    database.executescript(_SCHEMA)
+
+
+def _store(row: tuple[Any, ...]) -> Store:
+    store, name, created, active, days, metadata, description, expired = row
+    return Store(store, name, created, active, days, json.loads(metadata), description, bool(expired))
+
+
+def _attachment(row: tuple[Any, ...]) -> Attachment:
+    store, file, created, state, usage, code, message, attributes, chunk_tokens, batch = row
+    error = (code, message)
+    return Attachment(store, file, created, state, usage, error, json.loads(attributes), chunk_tokens, batch)

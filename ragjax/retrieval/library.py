@@ -1,0 +1,384 @@
+"""The library: files that clients upload, and stores, which are knowledge bases that the files fill.
+
+A store's id is the name of its knowledge base. The bases that the server was started with are stores that everybody
+sees and nobody changes. A file becomes one document, whose id is the file's; a thread of its own reads and embeds it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ragjax.core import (
+    Attachment,
+    Batch,
+    Chunk,
+    Counts,
+    File,
+    Filter,
+    MissingError,
+    Passage,
+    RequestError,
+    Scalar,
+    Store,
+    is_unicode,
+)
+from ragjax.retrieval.catalog import Catalog
+from ragjax.retrieval.document import suffixes
+from ragjax.retrieval.intake import Bases, Intake
+
+FOLDER = ".library"
+"""Beside the folders of the knowledge bases; none of them can have this name."""
+PURPOSES = ("assistants", "user_data")
+FEWEST_TOKENS, MOST_TOKENS = 100, 4096
+"""Tokens of a chunk that a client may ask for, as in OpenAI's API."""
+_ID = re.compile(r"vs_[0-9a-f]{24}")
+
+_log = logging.getLogger(__name__)
+
+
+class Library:
+    """Files and stores of tenants ("": of nobody). Any thread may call it; whatever is not the tenant's is not there.
+
+    directory: where the knowledge bases are kept; None keeps all in memory. now: the time in seconds since 1970.
+
+    Raises:
+        ConfigError: what is kept there cannot be used.
+    """
+
+    def __init__(self, bases: Bases, directory: Path | None, now: Callable[[], float] = time.time):
+        self._bases = bases
+        self._directory = directory
+        self._now = now
+        self._began = int(now())
+        self._catalog = Catalog(None if directory is None else directory / FOLDER / "catalog.sqlite")
+        self._intake = Intake(self._catalog, bases)
+
+    def open(self) -> None:
+        """Open the stores that were kept, and go on with what was not finished."""
+        owners = self._catalog.owners()
+        self._sweep(set(owners))
+        for store, tenant in owners.items():
+            if self._expired(tenant, store):
+                continue
+            base = self._bases.make(store, tenant)
+            wanted = {one.file: one for one in self._catalog.attachments(store) if one.state != "failed"}
+            base.delete(base.document_ids - wanted.keys())
+            for one in wanted.values():
+                if one.state == "in_progress" or (one.state == "completed" and one.file not in base.document_ids):
+                    self._intake.start(replace(one, state="in_progress"))
+
+    def close(self) -> None:
+        """Stop reading files. What was not finished goes on when the library is opened again."""
+        self._intake.close()
+        self._catalog.close()
+
+    # ---------------------------------------------------------------------------------------------- files
+
+    def upload(self, tenant: str, name: str, purpose: str, content: bytes) -> File:
+        """Keep a file.
+
+        Raises:
+            RequestError: if it could not be searched in, or has no use here.
+        """
+        kinds = ", ".join(suffixes())
+        if purpose not in PURPOSES:
+            reason = f"files serve searches here: purpose must be {' or '.join(PURPOSES)}, not {purpose!r}"
+            raise RequestError(reason, param="purpose", code="invalid_value")
+        if Path(name).suffix.lower() not in suffixes() or not is_unicode(name):
+            reason = f"the file {name!r} cannot be read: files of these types can: {kinds}"
+            raise RequestError(reason, param="file", code="unsupported_file")
+        if not content:
+            raise RequestError(f"the file {name!r} is empty", param="file", code="invalid_value")
+        file = File(f"file-{_hex()}", name, purpose, len(content), int(self._now()))
+        self._catalog.add_file(tenant, file, content)
+        return file
+
+    def files(self, tenant: str) -> list[File]:
+        """All files, the oldest first."""
+        return self._catalog.files(tenant)
+
+    def file(self, tenant: str, file: str) -> File:
+        """One file.
+
+        Raises:
+            MissingError: if it is not there.
+        """
+        found = self._catalog.file(tenant, file)
+        if found is None:
+            raise MissingError(f"no file {file!r}", param="file_id", code="not_found")
+        return found
+
+    def content(self, tenant: str, file: str) -> bytes:
+        """A file's bytes; raises as `file`."""
+        return self._catalog.content(self.file(tenant, file).id) or b""
+
+    def remove(self, tenant: str, file: str) -> None:
+        """Delete a file, and take it out of all stores; raises as `file`."""
+        self.file(tenant, file)
+        stores = self._catalog.attached(file)
+        self._catalog.remove_file(file)
+        for store in stores:
+            self._intake.forget(store, file)
+
+    # --------------------------------------------------------------------------------------------- stores
+
+    def create(
+        self,
+        tenant: str,
+        name: str,
+        metadata: Mapping[str, str] | None = None,
+        days: int | None = None,
+        description: str | None = None,
+    ) -> Store:
+        """Make a store."""
+        now = int(self._now())
+        store = Store(f"vs_{_hex()}", name, now, now, days, metadata or {}, description)
+        self._catalog.put_store(tenant, store)
+        self._bases.make(store.id, tenant)
+        return store
+
+    def stores(self, tenant: str) -> list[Store]:
+        """All stores, the server's own first, then the oldest first."""
+        own = [self._own(name) for name in self._bases.names]
+        kept = self._catalog.stores(tenant)
+        return [*own, *(self._looked_at(tenant, store) for store in kept)]
+
+    def store(self, tenant: str, store: str) -> Store:
+        """One store.
+
+        Raises:
+            MissingError: if it is not there.
+        """
+        found = self._catalog.store(tenant, store)
+        if found is not None:
+            return self._looked_at(tenant, found)
+        if store in self._bases.names:
+            return self._own(store)
+        raise MissingError(f"no vector store {store!r}", param="vector_store_id", code="not_found")
+
+    def update(self, tenant: str, store: str, **changes: object) -> Store:
+        """Change a store's fields (of `Store`); an expired one stays so.
+
+        Raises:
+            RequestError: if it is not there, or the server's own.
+        """
+        changed = replace(self._changeable(tenant, store), **changes)  # type: ignore[arg-type]
+        self._catalog.put_store(tenant, changed)
+        return changed
+
+    def delete(self, tenant: str, store: str) -> None:
+        """Delete a store; its files stay. Raises as `update`."""
+        gone = self._changeable(tenant, store)
+        self._catalog.remove_store(store)
+        if not gone.expired:
+            self._drop(store)
+
+    def use(self, tenant: str, store: str) -> None:
+        """Note that a store is used, if this is one.
+
+        Raises:
+            RequestError: if it has expired.
+        """
+        kept = self._catalog.store(tenant, store)
+        if kept is not None:
+            self._check(self._looked_at(tenant, kept))
+            self._catalog.touch(store, int(self._now()))
+
+    # ---------------------------------------------------------------------------------------- attachments
+
+    def attach(self, tenant: str, attachments: Sequence[Attachment], *, batch: bool = False) -> Batch | None:
+        """Put files into a store, all of the same; they are read and embedded one behind another, later.
+
+        Raises:
+            RequestError: if the store or a file is not there, or the store cannot be changed. Nothing is done then.
+        """
+        now = int(self._now())
+        store = self._changeable(tenant, attachments[0].store)
+        self._check(store)
+        for one in attachments:
+            self.file(tenant, one.file)
+        made = Batch(f"vsfb_{_hex()}", store.id, now) if batch else None
+        rows = [replace(one, created=now, batch=None if made is None else made.id) for one in attachments]
+        self._catalog.attach(rows, made)
+        self._catalog.touch(store.id, now)
+        for row in rows:
+            self._intake.start(row)
+        return made
+
+    def attachments(self, tenant: str, store: str, batch: str | None = None) -> list[Attachment]:
+        """What a store holds, or what came with a batch, the oldest first; raises as `store`."""
+        if self.store(tenant, store).own:
+            return [self._own_document(store, file, size) for file, size in self._bases.get(store).sizes().items()]
+        return self._catalog.attachments(store, batch)
+
+    def attachment(self, tenant: str, store: str, file: str) -> Attachment:
+        """A file in a store.
+
+        Raises:
+            MissingError: if it is not there.
+        """
+        found: Attachment | None
+        if self.store(tenant, store).own:
+            sizes = self._bases.get(store).sizes(file)
+            found = self._own_document(store, file, sizes[file]) if sizes else None
+        else:
+            found = self._catalog.attachment(store, file)
+        if found is None:
+            raise MissingError(f"no file {file!r} in vector store {store!r}", param="file_id", code="not_found")
+        return found
+
+    def note(self, tenant: str, store: str, file: str, attributes: Mapping[str, Scalar]) -> Attachment:
+        """Change the attributes of a file in a store; raises as `detach`."""
+        self._changeable(tenant, store)
+        found = self.attachment(tenant, store, file)
+        self._catalog.note(store, file, attributes)
+        return replace(found, attributes=attributes)
+
+    def detach(self, tenant: str, store: str, file: str) -> None:
+        """Take a file out of a store.
+
+        Raises:
+            RequestError: if it is not there, or the store cannot be changed.
+        """
+        self._changeable(tenant, store)
+        self.attachment(tenant, store, file)
+        self._catalog.detach(store, file)
+        self._intake.forget(store, file)
+
+    def batch(self, tenant: str, store: str, batch: str) -> Batch:
+        """A batch.
+
+        Raises:
+            MissingError: if it is not there.
+        """
+        self.store(tenant, store)
+        found = self._catalog.batch(store, batch)
+        if found is None:
+            raise MissingError(f"no file batch {batch!r} in vector store {store!r}", param="batch_id", code="not_found")
+        return found
+
+    def counts(self, tenant: str, store: str, batch: str | None = None) -> tuple[Counts, int]:
+        """The files of a store or batch by what became of them, and the bytes that their chunks take."""
+        found = self.attachments(tenant, store, batch)
+        states: Counter[str] = Counter(one.state for one in found)
+        return Counts(**states), sum(one.usage for one in found)
+
+    # -------------------------------------------------------------------------------------------- searches
+
+    def passages(self, tenant: str, store: str, file: str) -> tuple[Chunk, ...]:
+        """The chunks of a file in a store, in order; raises as `attachment`. One that is not read yet has none."""
+        found = self.attachment(tenant, store, file)
+        return self._bases.get(store).document(file) if found.state == "completed" else ()
+
+    def within(self, tenant: str, store: str, wanted: Filter | None) -> frozenset[str] | None:
+        """The ids of the files that a search with this filter may find; None: all."""
+        if wanted is None:
+            return None
+        found = self.attachments(tenant, store)
+        return frozenset(one.file for one in found if wanted.holds(one.attributes))
+
+    def search(
+        self,
+        tenant: str,
+        store: str,
+        questions: Sequence[str],
+        k: int,
+        wanted: Filter | None = None,
+        min_score: float | None = None,
+    ) -> list[Passage]:
+        """The k passages nearest to any of the questions, best first.
+
+        Raises:
+            RequestError: if the store is not there, has expired, or a question is empty.
+        """
+        self._check(self.store(tenant, store))
+        self.use(tenant, store)
+        base = self._bases.get(store)
+        if not len(base):
+            return []
+        within = self.within(tenant, store, wanted)
+        best: dict[str, Passage] = {}
+        for question in questions:
+            for hit in base.search(question, k, within=within, min_score=min_score):
+                known = best.get(hit.chunk.id)
+                if known is None or known.score < hit.score:
+                    best[hit.chunk.id] = self._passage(tenant, store, hit.chunk, hit.score)
+        return sorted(best.values(), key=lambda passage: -passage.score)[:k]
+
+    def passage(self, tenant: str, store: str, chunk_id: str, score: float) -> Passage | None:
+        """The passage that a chunk of a store is; None: it was deleted meanwhile."""
+        try:
+            chunks = self._bases.get(store).document(chunk_id.rpartition("#")[0])
+        except RequestError:
+            return None
+        found = next((chunk for chunk in chunks if chunk.id == chunk_id), None)
+        return None if found is None else self._passage(tenant, store, found, score)
+
+    def _passage(self, tenant: str, store: str, chunk: Chunk, score: float) -> Passage:
+        file = self._catalog.file(tenant, chunk.document_id)
+        attachment = self._catalog.attachment(store, chunk.document_id)
+        name = chunk.title or chunk.document_id if file is None else file.name
+        return Passage(chunk, score, name, {} if attachment is None else attachment.attributes)
+
+    # ------------------------------------------------------------------------------------------ the rules
+
+    def _drop(self, store: str) -> None:
+        self._bases.drop(store)
+        if self._directory is not None:
+            shutil.rmtree(self._directory / store, ignore_errors=True)
+
+    def _sweep(self, known: set[str]) -> None:
+        """Delete the folders of stores that were deleted just before the process ended."""
+        if self._directory is None:
+            return
+        for folder in self._directory.iterdir():
+            if _ID.fullmatch(folder.name) and folder.name not in known:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _own(self, name: str) -> Store:
+        return Store(name, name, self._began, self._began, own=True)
+
+    def _own_document(self, store: str, file: str, size: int) -> Attachment:
+        return Attachment(store, file, self._began, "completed", size)
+
+    def _changeable(self, tenant: str, store: str) -> Store:
+        found = self.store(tenant, store)
+        if found.own:
+            reason = (
+                f"the vector store {store!r} is the server's own and holds what --knowledge holds: make another one"
+            )
+            raise RequestError(reason, param="vector_store_id", code="invalid_value")
+        return found
+
+    def _check(self, store: Store) -> None:
+        if store.expired:
+            reason = f"the vector store {store.id!r} has expired: make another one"
+            raise RequestError(reason, param="vector_store_id", code="expired")
+
+    def _expired(self, tenant: str, store: str) -> bool:
+        found = self._catalog.store(tenant, store)
+        return found is None or self._looked_at(tenant, found).expired
+
+    def _looked_at(self, tenant: str, store: Store) -> Store:
+        """The store; if its time is over, it expires now."""
+        if store.expired or store.expires is None or self._now() < store.expires:
+            return store
+        gone = replace(store, expired=True)
+        self._catalog.put_store(tenant, gone)
+        try:
+            self._drop(store.id)
+        except RequestError:  # it was not opened yet
+            _log.debug("%s has expired before it was opened", store.id)
+        return gone
+
+
+def _hex() -> str:
+    return uuid.uuid4().hex[:24]

@@ -1,0 +1,95 @@
+"""The OpenAPI document: the routes and bodies as FastAPI finds them, and the errors that are really sent."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from ragjax.serve.response import Json
+
+ERRORS = {
+    400: "the request cannot be served as asked; `param` names the field",
+    401: "the API key is missing or wrong",
+    404: "there is no such thing, or not for this key",
+    413: "the body is too large",
+    429: "the queue is full; see retry-after",
+    500: "internal error",
+    503: "the server is stopping; see retry-after",
+    504: "no progress for too long",
+}
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+NAMING = (*GENERATING, "/v1/embeddings", "/v1/vector_stores")
+"""Routes whose bodies name a model or files, which may not be there."""
+ERROR: Json = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"enum": ["invalid_request_error", "rate_limit_error", "server_error"]},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+UPLOAD: Json = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"enum": ["assistants", "user_data"]},
+    },
+}
+UNUSED = ("HTTPValidationError", "ValidationError")
+
+
+def describe(app: FastAPI) -> None:
+    """Have the application's document list what is sent; it is made when it is first asked for."""
+
+    def document() -> Json:
+        if app.openapi_schema is None:
+            made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            app.openapi_schema = _corrected(made)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _corrected(document: Json) -> Json:
+    schemas = document.setdefault("components", {}).setdefault("schemas", {})
+    for name in UNUSED:
+        schemas.pop(name, None)
+    schemas["Error"] = ERROR
+    document["paths"]["/v1/files"]["post"]["requestBody"] = {
+        "required": True,
+        "content": {"multipart/form-data": {"schema": UPLOAD}},
+    }
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            route["responses"].pop("422", None)
+            route["responses"] |= {str(status): _response(status) for status in sorted(_sent(path, method, route))}
+    return document
+
+
+def _response(status: int) -> Json:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": ERRORS[status], "content": {"application/json": {"schema": schema}}}
+
+
+def _sent(path: str, method: str, route: Json) -> set[int]:
+    """The statuses of errors that a route sends."""
+    if path == "/health":
+        return {503}
+    found = {401, 500} if path == "/metrics" else {401, 500, 503}
+    asks = any(parameter["in"] == "query" for parameter in route.get("parameters", ()))
+    if method != "get" or asks:
+        found.add(400)
+    if method == "post":
+        found.add(413)
+    if "{" in path or path in NAMING:
+        found.add(404)
+    return found | {429, 504} if path in GENERATING else found

@@ -1,0 +1,367 @@
+"""The endpoints of files and vector stores, in the form of OpenAI's API reference."""
+
+from __future__ import annotations
+
+import asyncio
+import mimetypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import Response
+
+from ragjax import core
+from ragjax.serve.error import ApiError
+from ragjax.serve.multipart import parse
+from ragjax.serve.response import Json
+from ragjax.serve.schema.store import AttachmentBody, BatchBody, NoteBody, SearchBody, StoreBody, StoreChange
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
+
+T = TypeVar("T")
+Order = Literal["asc", "desc"]
+Limit = Annotated[int, Query(ge=1, le=100)]
+ManyFiles = Annotated[int, Query(ge=1, le=10_000)]
+FILE_FIELDS = frozenset({"file", "purpose"})
+FOUND = 10
+"""Passages of a search unless it asks for others."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which part of a list is asked for: entries behind one id, or before one; order by time of creation."""
+
+    order: Order
+    limit: int
+    after: str | None
+    before: str | None = None
+
+    def of(self, entries: Sequence[T], name: Callable[[T], str], shown: Callable[[T], Json]) -> Json:
+        """The list object. entries: the oldest first.
+
+        Raises:
+            core.MissingError: if there is no entry of a given id.
+        """
+        ordered = list(entries) if self.order == "asc" else list(reversed(entries))
+        names = [name(entry) for entry in ordered]
+        begin = 0 if self.after is None else _place(names, self.after, "after") + 1
+        end = len(names) if self.before is None else _place(names, self.before, "before")
+        chosen = ordered[begin:end][: self.limit]
+        more = len(ordered[begin:end]) > len(chosen)
+        ids = [name(entry) for entry in chosen]
+        ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": [shown(entry) for entry in chosen], **ends, "has_more": more}
+
+
+def _place(names: Sequence[str], name: str, param: str) -> int:
+    if name not in names:
+        raise core.MissingError(f"{param}: there is no {name!r} in the list", param=param, code="not_found")
+    return names.index(name)
+
+
+class LibraryEndpoints:
+    """The endpoints over an engine's library. All but the upload run in threads: they wait for SQLite."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def router(self) -> APIRouter:
+        """The routes."""
+        router = APIRouter(prefix="/v1")
+        store, file = "/vector_stores/{vector_store_id}", "/files/{file_id:path}"
+        for method, path, endpoint in (
+            ("POST", "/files", self.upload),
+            ("GET", "/files", self.files),
+            ("GET", "/files/{file_id}", self.file),
+            ("GET", "/files/{file_id}/content", self.content),
+            ("DELETE", "/files/{file_id}", self.remove),
+            ("POST", "/vector_stores", self.create),
+            ("GET", "/vector_stores", self.stores),
+            ("GET", store, self.store),
+            ("POST", store, self.update),
+            ("DELETE", store, self.delete),
+            ("POST", f"{store}/search", self.search),
+            ("POST", f"{store}/files", self.attach),
+            ("GET", f"{store}/files", self.attachments),
+            ("GET", f"{store}{file}/content", self.passages),
+            ("GET", f"{store}{file}", self.attachment),
+            ("POST", f"{store}{file}", self.note),
+            ("DELETE", f"{store}{file}", self.detach),
+            ("POST", f"{store}/file_batches", self.attach_batch),
+            ("GET", f"{store}/file_batches/{{batch_id}}", self.batch),
+            ("GET", f"{store}/file_batches/{{batch_id}}/files", self.batch_files),
+        ):
+            router.add_api_route(path, endpoint, methods=[method], response_model=None)
+        return router
+
+    # ---------------------------------------------------------------------------------------------- files
+
+    async def upload(self, request: Request) -> Json:
+        """Upload a file: a form with `file` and `purpose`."""
+        form = parse(await request.body(), request.headers.get("content-type", ""))
+        file, purpose = form.get("file"), form.get("purpose")
+        if file is None or file.filename is None:
+            raise _missing("file", "the form needs a file, with its name")
+        if purpose is None:
+            raise _missing("purpose", "the form needs a purpose: assistants or user_data")
+        unknown = next((name for name in form if name not in FILE_FIELDS), None)
+        if unknown is not None:
+            raise ApiError(400, f"unknown field {unknown!r}", param=unknown, code="unknown_parameter")
+        said = purpose.content.decode("utf-8", "replace")
+        arguments = (_tenant(request), file.filename, said, file.content)
+        return _file(await asyncio.to_thread(self._engine.library.upload, *arguments))
+
+    def files(
+        self,
+        request: Request,
+        purpose: str | None = None,
+        limit: ManyFiles = 10_000,
+        order: Order = "desc",
+        after: str | None = None,
+    ) -> Json:
+        """List files."""
+        found = [file for file in self._engine.library.files(_tenant(request)) if purpose in (None, file.purpose)]
+        return Page(order, limit, after).of(found, lambda file: file.id, _file)
+
+    def file(self, request: Request, file_id: str) -> Json:
+        """One file."""
+        return _file(self._engine.library.file(_tenant(request), file_id))
+
+    def content(self, request: Request, file_id: str) -> Response:
+        """A file's bytes, as they were uploaded; to be saved, never shown by a browser as a page of this server."""
+        file = self._engine.library.file(_tenant(request), file_id)
+        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        safe = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
+        return Response(self._engine.library.content(_tenant(request), file_id), media_type=kind, headers=safe)
+
+    def remove(self, request: Request, file_id: str) -> Json:
+        """Delete a file, also from all stores."""
+        self._engine.library.remove(_tenant(request), file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+    # --------------------------------------------------------------------------------------------- stores
+
+    def create(self, request: Request, body: StoreBody) -> Json:
+        """Make a store, and put files into it."""
+        tenant, days = _tenant(request), None if body.expires_after is None else body.expires_after.days
+        given = [AttachmentBody(file_id=file, chunking_strategy=body.chunking_strategy) for file in body.file_ids or ()]
+        for one in given:
+            self._engine.library.file(tenant, one.file_id)
+            one.to_core("")
+        store = self._engine.library.create(tenant, body.name or "", body.metadata, days, body.description)
+        if given:
+            self._engine.library.attach(tenant, [one.to_core(store.id) for one in given])
+        return self._store(tenant, store)
+
+    def stores(
+        self,
+        request: Request,
+        limit: Limit = 20,
+        order: Order = "desc",
+        after: str | None = None,
+        before: str | None = None,
+    ) -> Json:
+        """List stores."""
+        tenant = _tenant(request)
+        page = Page(order, limit, after, before)
+        return page.of(
+            self._engine.library.stores(tenant), lambda store: store.id, lambda store: self._store(tenant, store)
+        )
+
+    def store(self, request: Request, vector_store_id: str) -> Json:
+        """One store."""
+        tenant = _tenant(request)
+        return self._store(tenant, self._engine.library.store(tenant, vector_store_id))
+
+    def update(self, request: Request, vector_store_id: str, body: StoreChange) -> Json:
+        """Change a store's name, metadata and expiry."""
+        tenant, changes = _tenant(request), body.model_dump(exclude_unset=True)
+        if "expires_after" in changes:
+            changes["days"] = (changes.pop("expires_after") or {}).get("days")
+        if "metadata" in changes:
+            changes["metadata"] = changes["metadata"] or {}
+        if "name" in changes:
+            changes["name"] = changes["name"] or ""
+        return self._store(tenant, self._engine.library.update(tenant, vector_store_id, **changes))
+
+    def delete(self, request: Request, vector_store_id: str) -> Json:
+        """Delete a store; its files stay."""
+        self._engine.library.delete(_tenant(request), vector_store_id)
+        return {"id": vector_store_id, "object": "vector_store.deleted", "deleted": True}
+
+    def search(self, request: Request, vector_store_id: str, body: SearchBody) -> Json:
+        """The passages nearest to a query."""
+        found = self._engine.library.search(
+            _tenant(request),
+            vector_store_id,
+            body.query,
+            body.max_num_results or FOUND,
+            None if body.filters is None else body.filters.to_core(),
+            None if body.ranking_options is None else body.ranking_options.score_threshold,
+        )
+        shown = [_result(passage) for passage in found]
+        kind = "vector_store.search_results.page"
+        return {"object": kind, "search_query": body.query, "data": shown, "has_more": False, "next_page": None}
+
+    # ------------------------------------------------------------------------------------- files in stores
+
+    def attach(self, request: Request, vector_store_id: str, body: AttachmentBody) -> Json:
+        """Put a file into a store. It is read in the background; until then its status is `in_progress`."""
+        tenant = _tenant(request)
+        self._engine.library.attach(tenant, [body.to_core(vector_store_id)])
+        return _attachment(self._engine.library.attachment(tenant, vector_store_id, body.file_id))
+
+    def attachments(
+        self,
+        request: Request,
+        vector_store_id: str,
+        filter: core.State | None = None,
+        limit: Limit = 20,
+        order: Order = "desc",
+        after: str | None = None,
+        before: str | None = None,
+    ) -> Json:
+        """List the files of a store."""
+        found = self._engine.library.attachments(_tenant(request), vector_store_id)
+        chosen = [one for one in found if filter in (None, one.state)]
+        return Page(order, limit, after, before).of(chosen, lambda one: one.file, _attachment)
+
+    def attachment(self, request: Request, vector_store_id: str, file_id: str) -> Json:
+        """One file of a store."""
+        return _attachment(self._engine.library.attachment(_tenant(request), vector_store_id, file_id))
+
+    def passages(self, request: Request, vector_store_id: str, file_id: str) -> Json:
+        """The chunks of a file of a store, as they stand in prompts."""
+        chunks = self._engine.library.passages(_tenant(request), vector_store_id, file_id)
+        shown = [{"type": "text", "text": chunk.text} for chunk in chunks]
+        return {"object": "vector_store.file_content.page", "data": shown, "has_more": False, "next_page": None}
+
+    def note(self, request: Request, vector_store_id: str, file_id: str, body: NoteBody) -> Json:
+        """Change the attributes of a file of a store."""
+        return _attachment(self._engine.library.note(_tenant(request), vector_store_id, file_id, body.attributes or {}))
+
+    def detach(self, request: Request, vector_store_id: str, file_id: str) -> Json:
+        """Take a file out of a store; the file stays."""
+        self._engine.library.detach(_tenant(request), vector_store_id, file_id)
+        return {"id": file_id, "object": "vector_store.file.deleted", "deleted": True}
+
+    def attach_batch(self, request: Request, vector_store_id: str, body: BatchBody) -> Json:
+        """Put files into a store together."""
+        tenant = _tenant(request)
+        made = self._engine.library.attach(tenant, body.to_core(vector_store_id), batch=True)
+        assert made is not None
+        return self._batch(tenant, made)
+
+    def batch(self, request: Request, vector_store_id: str, batch_id: str) -> Json:
+        """What became of the files of a batch."""
+        tenant = _tenant(request)
+        return self._batch(tenant, self._engine.library.batch(tenant, vector_store_id, batch_id))
+
+    def batch_files(
+        self,
+        request: Request,
+        vector_store_id: str,
+        batch_id: str,
+        filter: core.State | None = None,
+        limit: Limit = 20,
+        order: Order = "desc",
+        after: str | None = None,
+        before: str | None = None,
+    ) -> Json:
+        """List the files of a batch."""
+        tenant = _tenant(request)
+        self._engine.library.batch(tenant, vector_store_id, batch_id)
+        found = self._engine.library.attachments(tenant, vector_store_id, batch_id)
+        chosen = [one for one in found if filter in (None, one.state)]
+        return Page(order, limit, after, before).of(chosen, lambda one: one.file, _attachment)
+
+    # -------------------------------------------------------------------------------------------- objects
+
+    def _store(self, tenant: str, store: core.Store) -> Json:
+        counts, usage = (core.Counts(), 0) if store.expired else self._engine.library.counts(tenant, store.id)
+        status = "expired" if store.expired else "in_progress" if counts.in_progress else "completed"
+        return {
+            "id": store.id,
+            "object": "vector_store",
+            "created_at": store.created,
+            "name": store.name,
+            "description": store.description,
+            "usage_bytes": usage,
+            "file_counts": _counts(counts),
+            "status": status,
+            "expires_after": None if store.days is None else {"anchor": "last_active_at", "days": store.days},
+            "expires_at": store.expires,
+            "last_active_at": store.active,
+            "metadata": dict(store.metadata),
+        }
+
+    def _batch(self, tenant: str, batch: core.Batch) -> Json:
+        counts, _ = self._engine.library.counts(tenant, batch.store, batch.id)
+        return {
+            "id": batch.id,
+            "object": "vector_store.file_batch",
+            "created_at": batch.created,
+            "vector_store_id": batch.store,
+            "status": "in_progress" if counts.in_progress else "completed",
+            "file_counts": _counts(counts),
+        }
+
+
+def _tenant(request: Request) -> str:
+    tenant: str = request.state.tenant
+    return tenant
+
+
+def _missing(field: str, message: str) -> ApiError:
+    return ApiError(400, message, param=field, code="missing_required_parameter")
+
+
+def _file(file: core.File) -> Json:
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.size,
+        "created_at": file.created,
+        "expires_at": None,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def _counts(counts: core.Counts) -> Json:
+    names = ("in_progress", "completed", "failed", "cancelled", "total")
+    return {name: getattr(counts, name) for name in names}
+
+
+def _attachment(one: core.Attachment) -> Json:
+    code, message = one.error
+    sizes = {"max_chunk_size_tokens": one.chunk_tokens or core.CHUNK_TOKENS, "chunk_overlap_tokens": 0}
+    return {
+        "id": one.file,
+        "object": "vector_store.file",
+        "created_at": one.created,
+        "usage_bytes": one.usage,
+        "vector_store_id": one.store,
+        "status": one.state,
+        "last_error": {"code": code, "message": message} if code else None,
+        "chunking_strategy": {"type": "static", "static": sizes},
+        "attributes": dict(one.attributes),
+    }
+
+
+def _result(passage: core.Passage) -> Json:
+    return {**cited(passage), "content": [{"type": "text", "text": passage.chunk.text}]}
+
+
+def cited(passage: core.Passage) -> dict[str, Any]:
+    """What a result of a search says of its file."""
+    return {
+        "file_id": passage.chunk.document_id,
+        "filename": passage.name,
+        "score": passage.score,
+        "attributes": dict(passage.attributes),
+    }

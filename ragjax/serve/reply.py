@@ -1,0 +1,190 @@
+"""Bodies of OpenAI's Responses API: a response whole, or the typed events of a stream, which end with the whole."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from starlette.types import Scope
+
+from ragjax import core
+from ragjax.serve.calls import CallReader
+from ragjax.serve.error import api_error
+from ragjax.serve.library import cited
+from ragjax.serve.output import Output, number
+from ragjax.serve.response import Json, account, logprobs_of
+from ragjax.serve.schema import RESULTS, ResponseBody
+
+if TYPE_CHECKING:
+    from ragjax.engine import Engine
+
+PARAMS: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""What fields are called here whose names in errors are those of chat."""
+
+
+class Reply:
+    """One response.
+
+    Args:
+        request: what the body became. notices: of what it said in vain.
+    """
+
+    def __init__(self, engine: Engine, body: ResponseBody, request: core.Request, notices: Sequence[str]):
+        self._engine = engine
+        self._body = body
+        self._request = request
+        self._notices = notices
+        self._output = Output()
+        self._reader = CallReader() if request.tools is not None else None
+        self._number = 0
+        self._head = {"id": number("resp"), "object": "response", "created_at": int(time.time())}
+
+    async def whole(self, events: AsyncGenerator[core.Event, None]) -> Json:
+        """The response once it is complete."""
+        last: Json = {}
+        async with aclosing(self.told(events)) as told:
+            async for event in told:
+                last = event
+        response: Json = last["response"]
+        return response
+
+    async def stream(self, events: AsyncGenerator[core.Event, None], scope: Scope) -> AsyncGenerator[Json, None]:
+        """The events. An error before the first is raised, a later one is the event `response.failed`."""
+        begun = False
+        try:
+            async with aclosing(self.told(events)) as told:
+                async for event in told:
+                    begun = True
+                    yield event
+        except Exception as error:
+            if not begun:
+                raise
+            body = api_error(error, scope).body["error"]
+            failure = {"code": body["code"] or body["type"], "message": body["message"]}
+            yield self._numbered({"type": "response.failed", "response": self._response("failed", error=failure)})
+
+    async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
+        """The events, of which the last one holds the whole response. Nothing is told before the engine's first."""
+        begun = False
+        async with aclosing(events) as came:
+            try:
+                async for event in came:
+                    for said in () if begun else self._opening():
+                        yield self._numbered(said)
+                    begun = True
+                    if isinstance(event, core.Delta):
+                        more = self._going_on(event)
+                    else:
+                        more = self._ending(event, await asyncio.to_thread(self._passages, event))
+                    for said in more:
+                        yield self._numbered(said)
+            except core.RequestError as error:
+                raise _renamed(error) from error
+
+    def _opening(self) -> Iterator[Json]:
+        response = self._response("in_progress")
+        yield {"type": "response.created", "response": response}
+        yield {"type": "response.in_progress", "response": response}
+        if self._body.search is not None:
+            yield from self._output.search(self._request.question)
+            if RESULTS not in (self._body.include or ()):  # else its passages are known with the answer
+                yield from self._output.found(None)
+
+    def _going_on(self, delta: core.Delta) -> Iterator[Json]:
+        found = logprobs_of(delta.logprobs)
+        if self._reader is None:
+            yield from self._output.say(delta.text, found)
+            return
+        for piece in self._reader.push(delta.text):
+            yield from self._output.put(piece, found)
+
+    def _ending(self, answer: core.Answer, passages: Sequence[Json]) -> Iterator[Json]:
+        cut = answer.finish_reason == "length"
+        for piece in () if self._reader is None else self._reader.finish():
+            yield from self._output.put(piece, ())
+        yield from self._output.end("incomplete" if cut else "completed", self._annotations(passages))
+        if self._body.search is not None and RESULTS in (self._body.include or ()):
+            yield from self._output.found(passages)
+        status = "incomplete" if cut else "completed"
+        yield {"type": f"response.{status}", "response": self._response(status, answer)}
+
+    def _passages(self, answer: core.Answer) -> list[Json]:
+        """The passages that the search put into the prompt, in its order; those deleted meanwhile are left out."""
+        search, library, tenant = self._body.search, self._engine.library, self._request.tenant
+        if search is None:
+            return []
+        (store,) = search.vector_store_ids
+        hits = [(segment.id, segment.score) for segment in answer.segments if segment.score is not None]
+        found = (library.passage(tenant, store, chunk, score) for chunk, score in hits)
+        return [{**cited(passage), "text": passage.chunk.text} for passage in found if passage is not None]
+
+    def _annotations(self, passages: Sequence[Json]) -> list[Json]:
+        """A citation of each file that has a passage in the prompt, once, at the end of the text."""
+        names = {passage["file_id"]: passage["filename"] for passage in passages}
+        items = self._output.items
+        said = len(items[-1]["content"][0]["text"]) if items and items[-1]["type"] == "message" else 0
+        cited = {"type": "file_citation", "index": said}
+        return [{**cited, "file_id": file, "filename": name} for file, name in names.items()]
+
+    def _numbered(self, event: Json) -> Json:
+        self._number += 1
+        return {**event, "sequence_number": self._number - 1}
+
+    def _response(self, status: str, answer: core.Answer | None = None, error: Json | None = None) -> Json:
+        body, sampling = self._body, self._request.sampling
+        given = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
+        choice = given.get("tool_choice", {"type": "auto"})
+        return {
+            **self._head,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self._engine.model_name,
+            "output": [dict(item) for item in self._output.items],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": sampling.temperature,
+            "text": given.get("text") or {"format": {"type": "text"}},
+            "tool_choice": choice["type"] if choice["type"] in ("auto", "none", "required") else choice,
+            "tools": [_shown(tool) for tool in given.get("tools", ())],
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None if answer is None else _usage(answer),
+            "metadata": dict(body.metadata or {}),
+            "rag": None if answer is None else account(answer, self._engine.pieces, self._notices),
+        }
+
+
+def _renamed(error: core.RequestError) -> core.RequestError:
+    """The same, with the field's name as it is here."""
+    param = error.param or ""
+    name = next((PARAMS[old] + param[len(old) :] for old in PARAMS if param.startswith(old)), error.param)
+    return core.RequestError(str(error), param=name, code=error.code)
+
+
+def _shown(tool: Json) -> Json:
+    """A tool, with the fields of a function that OpenAI always gives."""
+    return {"parameters": {}, "strict": True, **tool} if tool["type"] == "function" else tool
+
+
+def _usage(answer: core.Answer) -> Json:
+    said = len(answer.tokens)
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "output_tokens": said,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + said,
+    }

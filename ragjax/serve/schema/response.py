@@ -1,0 +1,182 @@
+"""The body of a request for a response (OpenAI's Responses API)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from ragjax import core
+from ragjax.serve.schema.body import Body, Count, FilledName, FunctionName, Name, Text, as_json, tag_of
+from ragjax.serve.schema.filter import Filter
+from ragjax.serve.schema.format import SCHEMA_OF_OBJECTS
+from ragjax.serve.schema.item import Item, messages_of
+from ragjax.serve.schema.metadata import Metadata
+from ragjax.serve.schema.rag import ChatRag
+from ragjax.serve.schema.tool import FunctionTool, NamedFunction, ToolChoice, tools_of, typed
+
+RESULTS = "file_search_call.results"
+LOGPROBS = "message.output_text.logprobs"
+MOST_RESULTS = 50
+"""Passages of a search, at most, as in OpenAI's API."""
+
+
+class TextFormat(Body):
+    """How the text is written: freely, as a JSON object, or as an instance of a JSON Schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def to_core(self) -> str | None:
+        """The JSON Schema of the answer, as JSON text; None: it is text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return SCHEMA_OF_OBJECTS
+        if self.schema_ is None:
+            reason = 'text.format of type json_schema needs a schema: {"type": "json_schema", "name": …, "schema": {…}}'
+            raise core.RequestError(reason, param="text.format.schema", code="missing_required_parameter")
+        return as_json(self.schema_, "text.format.schema")
+
+
+class TextConfig(Body):
+    """Options of the text."""
+
+    format: TextFormat | None = None
+
+
+class Ranking(Body):
+    """Which passages a search may give. score_threshold: the least cosine similarity. All rankers are the same here."""
+
+    ranker: Name | None = None
+    score_threshold: float | None = None
+
+
+class SearchTool(Body):
+    """A search in a vector store before the answer, by the user's last message."""
+
+    type: Literal["file_search"]
+    vector_store_ids: Annotated[list[FilledName], Field(min_length=1)]
+    max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
+    filters: Filter | None = None
+    ranking_options: Ranking | None = None
+
+
+class ResponseTool(FunctionTool):
+    """A function, as the Responses API writes it: flat."""
+
+    type: Literal["function"]
+
+
+AnyTool = Annotated[
+    Annotated[ResponseTool, Tag("<function>")] | Annotated[SearchTool, Tag("<file_search>")],
+    Discriminator(tag_of("function")),
+]
+
+
+class ResponseChoice(Body):
+    """Which tool is called: as the model likes, none, any, a function by name, or the search alone."""
+
+    type: Literal["auto", "none", "required", "function", "file_search"]
+    name: FunctionName | None = None
+
+
+def _items(given: object) -> object:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponseBody(Body):
+    """Body of POST /v1/responses. `rag: null` turns retrieval off.
+
+    include: what else the response shall hold; what is neither RESULTS nor LOGPROBS has no effect.
+    """
+
+    model: Name
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_items, json_schema_input_type=str | list[Item]),
+    ]
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    stream: bool | None = None
+    text: TextConfig | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True)] | None = None
+    tool_choice: (
+        Annotated[ResponseChoice, BeforeValidator(typed, json_schema_input_type=str | ResponseChoice)] | None
+    ) = None
+    include: Annotated[list[Name], Field(max_length=16)] | None = None
+    metadata: Metadata | None = None
+    rag: ChatRag | None = Field(default_factory=ChatRag)
+
+    @property
+    def search(self) -> SearchTool | None:
+        """The search that comes before the answer.
+
+        Raises:
+            core.RequestError: for several.
+        """
+        found = [tool for tool in self.tools or () if isinstance(tool, SearchTool)]
+        if len(found) > 1 or any(len(tool.vector_store_ids) > 1 for tool in found):
+            reason = "an answer is from one vector store: give one file_search tool with one of vector_store_ids"
+            raise core.RequestError(reason, param="tools", code="invalid_value")
+        if self.tool_choice is not None and self.tool_choice.type == "file_search" and not found:
+            reason = "tool_choice is file_search, and there is no such tool"
+            raise core.RequestError(reason, param="tool_choice", code="invalid_value")
+        off = self.tool_choice is not None and self.tool_choice.type == "none"
+        return found[0] if found and not off else None
+
+    def to_core(self, within: frozenset[str] | None = None) -> core.Request:
+        """What the body asks of the engine.
+
+        Args:
+            within: ids of the files that its search may find; None: all of the store.
+
+        Raises:
+            core.RequestError: for fields that contradict each other.
+        """
+        said = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_output_tokens}
+        given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        wanted = self.top_logprobs is not None or LOGPROBS in (self.include or ())
+        schema = None if self.text is None or self.text.format is None else self.text.format.to_core()
+        return core.Request(
+            messages=messages_of(self.input, self.instructions),
+            sampling=core.Sampling(**given, logprobs=(self.top_logprobs or 0) if wanted else None, json_schema=schema),
+            rag=self._rag(within),
+            tools=self._functions(),
+        )
+
+    def _rag(self, within: frozenset[str] | None) -> core.Rag | None:
+        asked = self.search
+        rag = None if self.rag is None else self.rag.to_core()
+        if asked is None:
+            return rag
+        for name in ("knowledge", "top_k", "documents", "graph"):
+            if rag is not None and getattr(rag, name) is not None:
+                reason = f"give rag.{name} or the tool file_search, not both"
+                raise core.RequestError(reason, param=f"rag.{name}", code="invalid_value")
+        ranking = asked.ranking_options or Ranking()
+        return replace(
+            rag or core.Rag(),
+            knowledge=asked.vector_store_ids[0],
+            top_k=asked.max_num_results,
+            within=within,
+            min_score=ranking.score_threshold,
+        )
+
+    def _functions(self) -> core.Tools | None:
+        functions = [tool.to_core() for tool in self.tools or () if isinstance(tool, ResponseTool)]
+        choice = self.tool_choice
+        if choice is None or (choice.type == "required" and not functions and self.search is not None):
+            return tools_of(functions, None)
+        if choice.type == "file_search":
+            return None
+        named = NamedFunction(name=choice.name) if choice.name is not None else None
+        return tools_of(functions, ToolChoice(type=choice.type, function=named))

@@ -1,0 +1,140 @@
+"""Bodies about vector stores and the files in them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ragjax import core
+from ragjax.serve.schema.body import Body, FilledName, Name, Text
+from ragjax.serve.schema.filter import Filter
+from ragjax.serve.schema.metadata import Attributes, Metadata
+from ragjax.serve.schema.response import MOST_RESULTS, Ranking
+
+MOST_FILES = 500
+"""Files of a request, at most, as in OpenAI's API."""
+FileIds = Annotated[list[FilledName], Field(max_length=MOST_FILES)]
+
+
+class Expiry(Body):
+    """When a store expires: so many days after its last use."""
+
+    anchor: Literal["last_active_at"]
+    days: Annotated[int, Field(ge=1, le=365)]
+
+
+class StaticChunks(Body):
+    """Sizes of chunks in tokens of the serving model."""
+
+    max_chunk_size_tokens: Annotated[int, Field(ge=100, le=4096)]
+    chunk_overlap_tokens: Annotated[int, Field(ge=0)] | None = None
+
+
+class Chunking(Body):
+    """How files are cut into chunks."""
+
+    type: Literal["auto", "static"]
+    static: StaticChunks | None = None
+
+    def to_core(self) -> int | None:
+        """Most tokens of a chunk; None: the knowledge base's own choice.
+
+        Raises:
+            core.RequestError: for what the chunker cannot do.
+        """
+        if self.type == "auto":
+            return None
+        if self.static is None:
+            reason = 'chunking_strategy of type static needs static: {"max_chunk_size_tokens": …}'
+            raise core.RequestError(reason, param="chunking_strategy.static", code="missing_required_parameter")
+        if self.static.chunk_overlap_tokens:
+            reason = "chunks do not overlap, so that the KV of each is computed once: chunk_overlap_tokens must be 0"
+            raise core.RequestError(reason, param="chunking_strategy.static.chunk_overlap_tokens", code="invalid_value")
+        return self.static.max_chunk_size_tokens
+
+
+class AttachmentBody(Body):
+    """Body of POST /v1/vector_stores/{store}/files: a file, and what is noted of it."""
+
+    file_id: FilledName
+    attributes: Attributes | None = None
+    chunking_strategy: Chunking | None = None
+
+    def to_core(self, store: str) -> core.Attachment:
+        """The same for the engine."""
+        size = None if self.chunking_strategy is None else self.chunking_strategy.to_core()
+        return core.Attachment(store, self.file_id, 0, attributes=self.attributes or {}, chunk_tokens=size)
+
+
+class BatchBody(Body):
+    """Body of POST /v1/vector_stores/{store}/file_batches: ids of files with one note, or files with a note each."""
+
+    file_ids: FileIds | None = None
+    files: Annotated[list[AttachmentBody], Field(max_length=MOST_FILES, fail_fast=True)] | None = None
+    attributes: Attributes | None = None
+    chunking_strategy: Chunking | None = None
+
+    def to_core(self, store: str) -> list[core.Attachment]:
+        """The same for the engine.
+
+        Raises:
+            core.RequestError: for no files, or files given in both ways or twice.
+        """
+        if bool(self.file_ids) is bool(self.files):
+            raise core.RequestError("give file_ids or files, one of them", param="file_ids", code="invalid_value")
+        if self.files and (self.attributes is not None or self.chunking_strategy is not None):
+            raise core.RequestError("with files, each has its own attributes", param="files", code="invalid_value")
+        given = self.files or [
+            AttachmentBody(file_id=file, attributes=self.attributes, chunking_strategy=self.chunking_strategy)
+            for file in self.file_ids or ()
+        ]
+        if len({one.file_id for one in given}) < len(given):
+            raise core.RequestError("a file is given twice", param="file_ids", code="invalid_value")
+        return [one.to_core(store) for one in given]
+
+
+class NoteBody(Body):
+    """Body of POST /v1/vector_stores/{store}/files/{file}: other attributes."""
+
+    attributes: Attributes | None
+
+
+class StoreBody(Body):
+    """Body of POST /v1/vector_stores."""
+
+    name: Name | None = None
+    description: Text | None = None
+    file_ids: FileIds | None = None
+    expires_after: Expiry | None = None
+    chunking_strategy: Chunking | None = None
+    metadata: Metadata | None = None
+
+
+class StoreChange(Body):
+    """Body of POST /v1/vector_stores/{store}; what is left out stays as it is, and null takes it away."""
+
+    name: Name | None = None
+    expires_after: Expiry | None = None
+    metadata: Metadata | None = None
+
+
+def _queries(query: object) -> object:
+    return [query] if isinstance(query, str) else query
+
+
+class SearchBody(Body):
+    """Body of POST /v1/vector_stores/{store}/search.
+
+    rewrite_query: false only: a query is searched for as it is.
+    """
+
+    query: Annotated[
+        list[Annotated[str, Field(min_length=1)]],
+        Field(min_length=1, max_length=16),
+        BeforeValidator(_queries, json_schema_input_type=str | list[str]),
+    ]
+    max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
+    filters: Filter | None = None
+    ranking_options: Ranking | None = None
+    rewrite_query: Literal[False] | None = None

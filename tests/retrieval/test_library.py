@@ -1,0 +1,265 @@
+"""The library: files in stores, what each tenant sees, and what a restart or a kill leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from reportlab.pdfgen.canvas import Canvas
+
+from ragjax.core import Attachment, Comparison, Counts, MissingError, RequestError
+from ragjax.retrieval.catalog import Catalog
+from ragjax.retrieval.library import FOLDER, Library
+from tests.support.shelf import Shelf, open_library
+
+
+def settled(library: Library, store: str, tenant: str = "") -> Counts:
+    """The counts of a store, once nothing is in progress."""
+    end = time.monotonic() + 20
+    while (counts := library.counts(tenant, store)[0]).in_progress:
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return counts
+
+
+def put(library: Library, store: str, text: str, name: str = "a.txt", tenant: str = "", **fields: object) -> str:
+    """A file of this text in a store, read; its id."""
+    file = library.upload(tenant, name, "assistants", text.encode())
+    library.attach(tenant, [Attachment(store, file.id, 0, **fields)])  # type: ignore[arg-type]
+    settled(library, store, tenant)
+    return file.id
+
+
+def found(library: Library, store: str, question: str, tenant: str = "", **options: object) -> list[str]:
+    return [p.chunk.document_id for p in library.search(tenant, store, [question], 10, **options)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["directory", "memory"])
+def test_a_file_in_a_store_is_found_until_it_leaves(stored: bool, tmp_path: Path) -> None:
+    library, shelf = open_library(tmp_path if stored else None)
+    store = library.create("", "harbour").id
+    honey, salt = put(library, store, "Bees make honey."), put(library, store, "The sea holds salt.", "b.md")
+    assert found(library, store, "honey") == [honey, salt]
+    assert library.counts("", store) == (Counts(completed=2), sum(shelf.get(store).sizes().values()))
+    assert library.passages("", store, salt)[0].text == "b\nThe sea holds salt.\n\n"
+    library.detach("", store, honey)
+    assert found(library, store, "honey") == [salt] and library.file("", honey).name == "a.txt"
+    library.remove("", salt)
+    assert found(library, store, "honey") == [] and library.counts("", store)[0] == Counts()
+    library.delete("", store)
+    with pytest.raises(MissingError):
+        library.store("", store)
+    assert not list(tmp_path.glob("vs_*"))
+    library.close()
+    shelf.close()
+
+
+def test_a_restart_finds_all_and_goes_on_with_what_was_not_read(tmp_path: Path) -> None:
+    library, shelf = open_library(tmp_path)
+    store = library.create("acme", "s", {"a": "b"}, 3).id
+    honey = put(library, store, "Bees make honey.", tenant="acme", attributes={"year": 1.0}, chunk_tokens=100)
+    salt = library.upload("acme", "b.txt", "assistants", b"The sea holds salt.").id
+    library.close()
+    shelf.close()
+
+    catalog = Catalog(tmp_path / FOLDER / "catalog.sqlite")  # as if the process had been killed just then
+    catalog.attach([Attachment(store, salt, 5)])
+    catalog.close()
+    library, shelf = open_library(tmp_path)
+    assert settled(library, store, "acme") == Counts(completed=2)
+    kept = library.store("acme", store)
+    assert (kept.name, kept.metadata, kept.days) == ("s", {"a": "b"}, 3)
+    assert library.content("acme", salt) == b"The sea holds salt."
+    assert found(library, store, "salt", "acme")[0] == salt
+    assert library.attachment("acme", store, honey).attributes == {"year": 1.0}
+    library.close()
+    shelf.close()
+
+
+def test_a_knowledge_base_is_brought_in_line_with_the_catalog(tmp_path: Path) -> None:
+    library, shelf = open_library(tmp_path)
+    store, other = library.create("", "s").id, library.create("", "t").id
+    honey, salt = put(library, store, "Bees make honey."), put(library, store, "The sea holds salt.")
+    library.close()
+    shelf.get(store).delete([salt])  # killed between two steps: of an attachment, and
+    shelf.close()
+    catalog = Catalog(tmp_path / FOLDER / "catalog.sqlite")
+    catalog.detach(store, honey)  # of a removal,
+    catalog.remove_store(other)  # and of a deletion
+    catalog.close()
+    library, shelf = open_library(tmp_path)
+    settled(library, store)
+    assert shelf.get(store).document_ids == {salt}
+    assert [path.name for path in tmp_path.glob("vs_*")] == [store]
+    library.close()
+    shelf.close()
+
+
+def test_tenants_see_their_own_and_the_servers() -> None:
+    library, _ = open_library(own=("isles",))
+    mine, file = library.create("acme", "mine"), library.upload("acme", "a.txt", "assistants", b"a")
+    for tenant in ("umbra", ""):
+        assert [store.id for store in library.stores(tenant)] == ["isles"] and library.files(tenant) == []
+        for call in (
+            lambda tenant=tenant: library.store(tenant, mine.id),
+            lambda tenant=tenant: library.delete(tenant, mine.id),
+            lambda tenant=tenant: library.search(tenant, mine.id, ["a"], 1),
+            lambda tenant=tenant: library.file(tenant, file.id),
+            lambda tenant=tenant: library.content(tenant, file.id),
+            lambda tenant=tenant: library.remove(tenant, file.id),
+            lambda tenant=tenant: library.attach(tenant, [Attachment("isles", file.id, 0)]),
+        ):
+            with pytest.raises(RequestError):
+                call()
+    theirs = library.create("umbra", "theirs")
+    with pytest.raises(MissingError):
+        library.attach("umbra", [Attachment(theirs.id, file.id, 0)])
+    assert [store.id for store in library.stores("acme")] == ["isles", mine.id]
+    library.close()
+
+
+def test_the_servers_own_bases_are_read_only_stores() -> None:
+    library, _ = open_library(own=("isles",))
+    assert library.counts("", "isles")[0] == Counts(completed=4)
+    (first, *_) = library.search("", "isles", ["honey"], 2)
+    assert (first.chunk.document_id, first.name, first.attributes) == ("isle/1", "Merrin", {})
+    assert library.attachment("", "isles", "isle/1").state == "completed"
+    file = library.upload("", "a.txt", "assistants", b"a")
+    for call in (
+        lambda: library.attach("", [Attachment("isles", file.id, 0)]),
+        lambda: library.detach("", "isles", "isle/1"),
+        lambda: library.update("", "isles", name="x"),
+        lambda: library.delete("", "isles"),
+    ):
+        with pytest.raises(RequestError, match="server's own"):
+            call()
+    library.close()
+
+
+def test_filters_find_what_stands_far_behind_the_nearest() -> None:
+    library, _ = open_library()
+    store = library.create("", "s").id
+    for n in range(12):
+        put(library, store, f"honey honey number {n}", attributes={"year": float(n)})
+    far = put(library, store, "salt in blue boxes", attributes={"year": 99.0})
+    wanted = Comparison("gte", "year", 99)
+    assert [p.chunk.document_id for p in library.search("", store, ["honey"], 1, wanted)] == [far]
+    assert found(library, store, "honey", wanted=Comparison("gt", "year", 99)) == []
+    near = library.search("", store, ["honey number 3", "salt"], 13, None, 0.2)
+    assert far in {p.chunk.document_id for p in near} and all(p.score >= 0.2 for p in near)
+    assert [p.score for p in near] == sorted((p.score for p in near), reverse=True)
+    library.note("", store, far, {})
+    assert found(library, store, "honey", wanted=wanted) == []
+    library.close()
+
+
+def test_a_store_expires_after_its_last_use(tmp_path: Path) -> None:
+    now = 0.0
+    library, shelf = open_library(tmp_path, now=lambda: now)
+    store = library.create("", "s", days=1).id
+    put(library, store, "honey")
+    now = 86_000.0
+    library.use("", store)
+    now = 86_000.0 + 86_399
+    assert found(library, store, "honey")
+    now += 86_401
+    assert library.store("", store).expired
+    for call in (lambda: library.use("", store), lambda: library.search("", store, ["a"], 1)):
+        with pytest.raises(RequestError, match="has expired"):
+            call()
+    assert not (tmp_path / store).exists()
+    library.close()
+    shelf.close()
+    library, shelf = open_library(tmp_path, now=lambda: now)
+    assert library.store("", store).expired and store not in shelf.held
+    library.delete("", store)
+    library.close()
+
+
+def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:
+    library, _ = open_library()
+    store = library.create("", "s").id
+    bad = put(library, store, "%PDF-1.4 broken", "a.pdf")
+    blank, good = put(library, store, "  \n ", "b.md"), put(library, store, "honey", "c.html")
+    page = Canvas(str(tmp_path / "d.pdf"))
+    page.drawString(50, 500, "A lighthouse burns oil.")
+    page.save()
+    pdf = library.upload("", "d.pdf", "user_data", (tmp_path / "d.pdf").read_bytes()).id
+    library.attach("", [Attachment(store, pdf, 0)])
+    assert settled(library, store) == Counts(completed=2, failed=2)
+    for file, words in ((bad, "not a readable PDF"), (blank, "no text")):
+        code, message = library.attachment("", store, file).error
+        assert code == "invalid_file" and words in message
+        assert library.passages("", store, file) == ()
+    assert found(library, store, "lighthouse oil") == [pdf, good]
+    library.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "purpose", "content", "words"),
+    [
+        ("a.exe", "assistants", b"x", r"these types can: \.md, \.txt"),
+        ("a", "assistants", b"x", "cannot be read"),
+        ("a.txt", "fine-tune", b"x", "purpose must be"),
+        ("a.txt", "assistants", b"", "is empty"),
+    ],
+)
+def test_what_could_not_be_searched_is_not_taken(name: str, purpose: str, content: bytes, words: str) -> None:
+    library, _ = open_library()
+    with pytest.raises(RequestError, match=words):
+        library.upload("", name, purpose, content)
+    assert library.files("") == []
+    library.close()
+
+
+def test_a_file_that_leaves_while_it_is_read_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, shelf = open_library()
+    store = library.create("", "s").id
+    base, begun, goes_on = shelf.get(store), threading.Event(), threading.Event()
+    add = base.add
+
+    def slow(*args: object, **options: object) -> object:
+        begun.set()
+        assert goes_on.wait(10)
+        return add(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(base, "add", slow)
+    file = library.upload("", "a.txt", "assistants", b"honey").id
+    library.attach("", [Attachment(store, file, 0)])
+    assert begun.wait(10) and library.attachment("", store, file).state == "in_progress"
+    library.remove("", file)
+    goes_on.set()
+    library.close()
+    assert base.document_ids == frozenset()
+
+
+def test_batches_count_their_own_files() -> None:
+    library, _ = open_library()
+    store = library.create("", "s").id
+    put(library, store, "alone")
+    files = [library.upload("", f"{n}.txt", "assistants", b"x" * n).id for n in (1, 2)]
+    batch = library.attach("", [Attachment(store, file, 0) for file in files], batch=True)
+    assert batch is not None
+    settled(library, store)
+    assert library.counts("", store, batch.id)[0] == Counts(completed=2)
+    assert library.batch("", store, batch.id) == batch
+    with pytest.raises(MissingError):
+        library.attach("", [Attachment(store, files[0], 0), Attachment(store, "file-0", 0)], batch=True)
+    assert library.counts("", store)[0].total == 3
+    library.close()
+
+
+def test_chunks_are_as_long_as_asked_for() -> None:
+    library, shelf = open_library()
+    store = library.create("", "s").id
+    text = "honey " * 300
+    small = put(library, store, text, chunk_tokens=100)
+    sizes = [len(chunk.tokens) for chunk in library.passages("", store, small)]
+    assert max(sizes) <= 100 < 192
+    library.attach("", [Attachment(store, small, 0, chunk_tokens=400)])
+    settled(library, store)
+    assert len(library.passages("", store, small)) < len(sizes)
+    assert isinstance(shelf, Shelf)
+    library.close()

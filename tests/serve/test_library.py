@@ -1,0 +1,270 @@
+"""Files and vector stores over HTTP: OpenAI's shapes, lists, errors, tenants and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from ragjax import core
+from tests.support import tiny
+from tests.support.fakes import FakeEngine
+from tests.support.serving import Served, error_of, serving
+
+FORM = "multipart/form-data; boundary=x"
+COUNTS = {"in_progress": 0, "completed": 0, "failed": 0, "cancelled": 0, "total": 0}
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(FakeEngine()) as made:
+        yield made
+
+
+def upload(served: Served, name: str = "a.txt", content: bytes = b"The lighthouse is red.") -> dict[str, Any]:
+    response = served.post("/v1/files", files={"file": (name, content)}, data={"purpose": "assistants"})
+    assert response.status_code == 200, response.text
+    made: dict[str, Any] = response.json()
+    return made
+
+
+def test_files_come_and_go(served: Served) -> None:
+    client = served.client()
+    made = client.files.create(file=("naïve.md", b"# A\r\n\x00--\r\n"), purpose="assistants")
+    assert (made.object, made.bytes, made.filename, made.purpose) == ("file", 10, "naïve.md", "assistants")
+    assert made.status == "processed" and client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).content == b"# A\r\n\x00--\r\n"
+    assert [file.id for file in client.files.list(purpose="user_data")] == []
+    assert client.files.delete(made.id).deleted is True
+    for gone in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError) as error:
+            gone(made.id)
+        assert error.value.code == "not_found"
+
+
+def test_lists_have_pages(served: Served) -> None:
+    ids = [upload(served)["id"] for _ in range(5)]
+    page = served.get("/v1/files", params={"limit": 2, "order": "asc"}).json()
+    assert [file["id"] for file in page["data"]] == ids[:2]
+    assert (page["first_id"], page["last_id"], page["has_more"], page["object"]) == (ids[0], ids[1], True, "list")
+    assert [file.id for file in served.client().files.list(limit=2, order="asc")] == ids
+    assert [file.id for file in served.client().files.list()] == ids[::-1]
+    assert served.get("/v1/files", params={"after": ids[0]}).json() == {
+        **{"object": "list", "data": [], "first_id": None, "last_id": None, "has_more": False}
+    }
+    store = served.client().vector_stores.create(file_ids=ids)
+    path = f"/v1/vector_stores/{store.id}/files"
+    before = served.get(path, params={"order": "asc", "before": ids[2]}).json()
+    assert [file["id"] for file in before["data"]] == ids[:2] and not before["has_more"]
+    for query in ({"after": "file-0"}, {"limit": 0}, {"order": "up"}, {"limit": 101}):
+        response = served.get(path, params=query)
+        assert error_of(response)["param"] == next(iter(query))
+        assert response.status_code == (404 if "after" in query else 400)
+
+
+@pytest.mark.parametrize(
+    ("files", "data", "param", "words"),
+    [
+        ({"file": ("a.exe", b"x")}, {"purpose": "assistants"}, "file", ".md, .txt, .html, .htm, .pdf"),
+        ({"file": ("a.txt", b"")}, {"purpose": "assistants"}, "file", "is empty"),
+        ({"file": ("a.txt", b"x")}, {"purpose": "batch"}, "purpose", "assistants or user_data"),
+        ({"file": ("a.txt", b"x")}, {}, "purpose", "needs a purpose"),
+        ({"other": ("a.txt", b"x")}, {"purpose": "assistants"}, "file", "needs a file"),
+        ({"file": ("a.txt", b"x")}, {"purpose": "assistants", "expires_after[days]": "1"}, "expires_after[days]", ""),
+    ],
+)
+def test_bad_uploads(shared: Served, files: Any, data: Any, param: str, words: str) -> None:
+    response = shared.post("/v1/files", files=files, data=data)
+    error = error_of(response)
+    assert response.status_code == 400 and error["param"] == param and words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"{}", "application/json"),
+        (b"--x\r\n\r\n", FORM),
+        (b"--x\r\nno headers", FORM),
+        (b"--x\r\ncontent-disposition: form-data; name=file\r\n\r\nabc", FORM),
+        (b"--x--", "multipart/form-data"),
+        (b"junk--x\r\n--x--", FORM),
+        (b"--x\r\ncontent-disposition: form-data\r\n\r\na\r\n--x--", FORM),
+        (b"--x\r\ncontent-disposition: form-data; name=a\r\n\r\na\r\n" * 20 + b"--x--", FORM),
+    ],
+)
+def test_broken_forms(shared: Served, body: bytes, kind: str) -> None:
+    response = shared.post("/v1/files", content=body, headers={"content-type": kind})
+    assert response.status_code == 400 and error_of(response)["code"] == "invalid_form"
+
+
+def test_an_upload_has_a_limit_of_its_own() -> None:
+    with serving(FakeEngine(), max_body_bytes=2000, max_file_bytes=5000) as served:
+        assert upload(served, content=b"x" * 4000)["bytes"] == 4000
+        response = served.post("/v1/files", files={"file": ("a.txt", b"x" * 6000)}, data={"purpose": "assistants"})
+        assert response.status_code == 413
+        assert served.post("/v1/vector_stores", json={"description": "x" * 3000}).status_code == 413
+
+
+def test_a_store_as_an_object(served: Served) -> None:
+    client = served.client()
+    made = client.vector_stores.create(
+        name="harbour", metadata={"a": "b"}, expires_after={"anchor": "last_active_at", "days": 2}
+    )
+    assert made.file_counts.model_dump() == COUNTS and made.status == "completed" and made.usage_bytes == 0
+    assert made.expires_after is not None and made.expires_at == made.last_active_at + 2 * 86400
+    assert client.vector_stores.update(made.id, name="port").metadata == {"a": "b"}
+    raw = served.post(f"/v1/vector_stores/{made.id}", json={"metadata": None, "expires_after": None}).json()
+    assert (raw["name"], raw["metadata"], raw["expires_after"], raw["expires_at"]) == ("port", {}, None, None)
+    assert [store.id for store in client.vector_stores.list()] == [made.id, "demo"]
+    assert client.vector_stores.delete(made.id).deleted is True
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.retrieve(made.id)
+
+
+def test_files_in_a_store(served: Served) -> None:
+    client = served.client()
+    store, file = client.vector_stores.create(name="s"), upload(served)["id"]
+    sizes: Any = {"type": "static", "static": {"max_chunk_size_tokens": 100, "chunk_overlap_tokens": 0}}
+    done = client.vector_stores.files.create_and_poll(
+        file, vector_store_id=store.id, attributes={"a": 1, "b": True, "c": "d"}, chunking_strategy=sizes,
+        poll_interval_ms=5,
+    )  # fmt: skip
+    assert (done.status, done.last_error, done.vector_store_id) == ("completed", None, store.id)
+    assert done.attributes == {"a": 1, "b": True, "c": "d"} and done.usage_bytes > 0
+    assert done.chunking_strategy is not None and done.chunking_strategy.to_dict() == sizes
+    whole = client.vector_stores.retrieve(store.id)
+    assert (whole.file_counts.completed, whole.file_counts.total, whole.usage_bytes) == (1, 1, done.usage_bytes)
+    content = client.vector_stores.files.content(file, vector_store_id=store.id)
+    assert content.data[0].text == "a\nThe lighthouse is red.\n\n"
+    changed = client.vector_stores.files.update(file, vector_store_id=store.id, attributes={"a": 2})
+    assert changed.attributes == {"a": 2}
+    listed = served.get(f"/v1/vector_stores/{store.id}/files", params={"filter": "failed"}).json()
+    assert listed["data"] == []
+    assert client.vector_stores.files.delete(file, vector_store_id=store.id).deleted is True
+    assert list(client.vector_stores.files.list(store.id)) == [] and client.files.retrieve(file).id == file
+
+
+def test_batches(served: Served) -> None:
+    client = served.client()
+    store = client.vector_stores.create(name="s")
+    batch = client.vector_stores.file_batches.upload_and_poll(
+        store.id, files=[("a.txt", b"red"), ("b.pdf", b"no PDF")], poll_interval_ms=5
+    )
+    assert batch.status == "completed"
+    assert batch.file_counts.to_dict() == {**COUNTS, "completed": 1, "failed": 1, "total": 2}
+    (failed,) = client.vector_stores.file_batches.list_files(batch.id, vector_store_id=store.id, filter="failed")
+    assert failed.last_error is not None and failed.last_error.code == "invalid_file"
+    file = upload(served)["id"]
+    body: Any = {"files": [{"file_id": file, "attributes": {"n": 1}}]}
+    made = served.post(f"/v1/vector_stores/{store.id}/file_batches", json=body).json()
+    assert made["object"] == "vector_store.file_batch" and made["vector_store_id"] == store.id
+    with pytest.raises(openai.NotFoundError):
+        client.vector_stores.file_batches.retrieve("vsfb_0", vector_store_id=store.id)
+
+
+def test_a_search(served: Served) -> None:
+    client = served.client()
+    found = client.vector_stores.search("demo", query="Who exports honey?", max_num_results=2)
+    first, second = found.data
+    assert (first.file_id, first.filename, first.content[0].type) == ("isle/1", "Merrin", "text")
+    assert "honey" in first.content[0].text and first.score >= second.score
+    far: Any = {"type": "eq", "key": "a", "value": 1}
+    assert client.vector_stores.search("demo", query=["a", "b"], filters=far).data == []
+    assert client.vector_stores.search("demo", query="honey", ranking_options={"score_threshold": 0.99}).data == []
+    assert client.vector_stores.search(client.vector_stores.create().id, query="a").data == []
+    assert client.vector_stores.files.retrieve("isle/1", vector_store_id="demo").status == "completed"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("vs_0/search", {"query": "a"}, 404, "vector_store_id"),
+        ("demo/search", {"query": ""}, 400, "query[0]"),
+        ("demo/search", {"query": "a", "rewrite_query": True}, 400, "rewrite_query"),
+        ("demo/search", {"query": "a", "max_num_results": 51}, 400, "max_num_results"),
+        ("demo/search", {"query": "a", "filters": {"type": "like", "key": "a", "value": 1}}, 400, "filters.type"),
+        ("demo/files", {"file_id": "file-0"}, 400, "vector_store_id"),
+        ("{store}/files", {"file_id": "file-0"}, 404, "file_id"),
+        ("{store}/files", {"file_id": "f", "attributes": {"a": [1]}}, 400, "attributes.a"),
+        ("{store}/file_batches", {}, 400, "file_ids"),
+        ("{store}/file_batches", {"file_ids": ["a", "a"]}, 400, "file_ids"),
+        ("{store}", {"expires_after": {"anchor": "now", "days": 1}}, 400, "expires_after.anchor"),
+        ("{store}", {"colour": 1}, 400, "colour"),
+    ],
+)
+def test_bad_input(shared: Served, path: str, body: Any, status: int, param: str) -> None:
+    store = shared.post("/v1/vector_stores", json={}).json()["id"]
+    response = shared.post(f"/v1/vector_stores/{path.format(store=store)}", json=body)
+    assert (response.status_code, error_of(response)["param"]) == (status, param), response.text
+
+
+def test_chunks_do_not_overlap(shared: Served) -> None:
+    sizes = {"type": "static", "static": {"max_chunk_size_tokens": 800, "chunk_overlap_tokens": 400}}
+    file, before = upload(shared)["id"], shared.get("/v1/vector_stores").json()["data"]
+    response = shared.post("/v1/vector_stores", json={"file_ids": [file], "chunking_strategy": sizes})
+    assert "must be 0" in error_of(response)["message"] and shared.get("/v1/vector_stores").json()["data"] == before
+
+
+def test_keys_part_what_tenants_have() -> None:
+    with serving(FakeEngine(), keys={"k1": "acme", "k2": "umbra"}) as served:
+        one, two = served.client(api_key="k1"), served.client(api_key="k2")
+        file = one.files.create(file=("a.txt", b"secret"), purpose="assistants")
+        store = one.vector_stores.create(name="mine", file_ids=[file.id])
+        assert [s.id for s in two.vector_stores.list()] == ["demo"] and list(two.files.list()) == []
+        for call in (
+            lambda: two.files.content(file.id),
+            lambda: two.vector_stores.retrieve(store.id),
+            lambda: two.vector_stores.search(store.id, query="secret"),
+            lambda: two.vector_stores.create(file_ids=[file.id]),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+
+
+def test_requests_reach_their_own_stores_alone() -> None:
+    """Against an engine: rag.knowledge, and the default base, which is never a store of a client."""
+    with tiny.engine(share_knowledge=True) as engine, serving(engine, keys={"k1": "acme", "k2": "umbra"}) as served:
+        one, two = served.client(api_key="k1", timeout=60), served.client(api_key="k2", timeout=60)
+        store = one.vector_stores.create(name="mine")
+        file = one.files.create(file=("a.txt", b"the secret is red"), purpose="assistants")
+        one.vector_stores.files.create_and_poll(file.id, vector_store_id=store.id, poll_interval_ms=5)
+
+        def ask(client: openai.OpenAI, **rag: Any) -> Any:
+            messages: Any = [{"role": "user", "content": "the secret is red"}]
+            return client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=2, extra_body={"rag": rag}
+            )
+
+        made = ask(one, knowledge=store.id)
+        assert [s["id"] for s in made.rag["segments"] if s["score"] is not None] == [f"{file.id}#0"]
+        assert not any(hit.public for hit in engine._preparation.grounding.hits(request_of(store.id)) or ())
+        with pytest.raises(openai.BadRequestError) as refused:
+            ask(two, knowledge=store.id)
+        assert refused.value.code == "not_found" and store.id not in str(engine.knowledge_names)
+        assert all(s["score"] is None for s in ask(two).rag["segments"])
+        models = served.get("/v1/models", headers={"authorization": "Bearer k1"}).json()["data"]
+        assert models[0]["rag"]["knowledge"] == []
+
+
+def request_of(store: str) -> core.Request:
+    return core.Request((core.Message("user", "red"),), rag=core.Rag(store), tenant="acme")
+
+
+def test_the_document_of_the_api_lists_the_errors_that_are_sent(shared: Served) -> None:
+    document = shared.get("/openapi.json").json()
+    assert document["components"]["schemas"]["Error"]["properties"]["error"]
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            statuses = set(route["responses"])
+            assert ("422" not in statuses and "503" in statuses) or path == "/metrics", (method, path)
+            assert ("400" in statuses) or method == "get", (method, path)
+            for status in statuses - {"200"}:
+                content = route["responses"][status]["content"]["application/json"]["schema"]
+                assert content == {"$ref": "#/components/schemas/Error"}, (method, path, status)
+    assert {"413", "429", "504"} <= set(document["paths"]["/v1/responses"]["post"]["responses"])
+    assert "404" in document["paths"]["/v1/files/{file_id}"]["get"]["responses"]
+    form = document["paths"]["/v1/files"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert form["required"] == ["file", "purpose"]
+    assert not {"HTTPValidationError", "ValidationError"} & set(document["components"]["schemas"])

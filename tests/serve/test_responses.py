@@ -1,0 +1,345 @@
+"""POST /v1/responses: what a body becomes for the engine, the response, and the events of a stream."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from ragjax import core
+from tests.support import tiny
+from tests.support.fakes import FakeEngine
+from tests.support.serving import TEXT, Caught, Served, error_of, serving
+
+ASK: dict[str, Any] = {"model": "fake", "input": "What colour is the lighthouse?"}
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "parameters": {"type": "object", "properties": {}},
+    "strict": True,
+}
+CALL = ('{"name": "weather", ', '"arguments": {"city"', ': "Ghent"}}')
+
+
+def typed(served: Served, **fields: Any) -> list[dict[str, Any]]:
+    """The events of a stream, checked for framing and numbers."""
+    response = served.post("/v1/responses", json={**ASK, "stream": True, **fields})
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    *blocks, rest = response.text.split("\n\n")
+    assert rest == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+def asked(caught: Caught, **fields: Any) -> core.Request:
+    response = caught.served.post("/v1/responses", json={**ASK, **fields})
+    assert response.status_code == 200, response.text
+    return caught.engine.requests[-1]
+
+
+def refused(served: Served, **fields: Any) -> dict[str, Any]:
+    response = served.post("/v1/responses", json={**ASK, **fields})
+    assert response.status_code == 400, response.text
+    return error_of(response)
+
+
+# ------------------------------------------------------------------------------------- what is asked for
+
+
+def test_a_text_is_what_chat_would_ask(caught: Caught) -> None:
+    assert asked(caught) == core.Request(messages=(core.Message("user", ASK["input"]),))
+
+
+def test_fields_reach_the_engine(caught: Caught) -> None:
+    request = asked(
+        caught,
+        instructions="Be brief.",
+        max_output_tokens=3,
+        temperature=1,
+        top_p=0.5,
+        top_logprobs=2,
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "integer"}, "strict": True}},
+        tools=[WEATHER],
+        tool_choice={"type": "function", "name": "weather"},
+        rag={"knowledge": "demo", "top_k": 2, "strategy": "naive", "recompute_ratio": 0.5},
+    )
+    assert request.messages[0] == core.Message("system", "Be brief.")
+    assert request.sampling == core.Sampling(3, 1, 0.5, logprobs=2, json_schema='{"type": "integer"}')
+    assert request.tools is not None and request.tools.named == "weather" and request.tools.required
+    assert request.rag == core.Rag("demo", 2, "naive", None, 0.5)
+    assert asked(caught, rag=None).rag is None
+
+
+def test_items_become_a_chat(caught: Caught) -> None:
+    """A response's own output is sent back as it is; what only tells of a search or a thought is left out."""
+    request = asked(
+        caught,
+        input=[
+            {
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+            },
+            {"type": "message", "role": "user", "content": "Weather?"},
+            {"type": "file_search_call", "id": "fs_1", "status": "completed", "queries": ["x"], "results": None},
+            {"type": "reasoning", "id": "rs_1", "summary": []},
+            {
+                "type": "message",
+                "id": "msg_1",
+                "status": "completed",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}],
+            },
+            {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": "{}"},
+            {"type": "function_call", "id": "fc_2", "call_id": "c2", "name": "weather", "arguments": "[]"},
+            {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+        ],
+    )
+    calls = (core.ToolCall("c1", "weather", "{}"), core.ToolCall("c2", "weather", "[]"))
+    assert request.messages == (
+        core.Message("system", "a\nb"),
+        core.Message("user", "Weather?"),
+        core.Message("assistant", "I look.", calls),
+        core.Message("tool", "sun", tool_call_id="c1"),
+        core.Message("tool", "rain", tool_call_id="c2"),
+    )
+
+
+def test_a_search_is_a_retrieval(caught: Caught) -> None:
+    search = {
+        "type": "file_search",
+        "vector_store_ids": ["demo"],
+        "max_num_results": 7,
+        "ranking_options": {"score_threshold": 0.25},
+    }
+    request = asked(caught, tools=[search], rag={"strategy": "naive"})
+    assert request.rag == core.Rag("demo", 7, "naive", min_score=0.25) and request.tools is None
+    filtered = {**search, "filters": {"type": "eq", "key": "lang", "value": "en"}}
+    rag = asked(caught, tools=[filtered, WEATHER], tool_choice="required").rag
+    assert rag is not None and rag.within == frozenset(), "the documents of the server's own base have no attributes"
+    assert asked(caught, tools=[filtered, WEATHER], tool_choice={"type": "file_search"}).tools is None
+    assert asked(caught, tools=[search], tool_choice="required").tools is None
+    assert asked(caught, tools=[search], tool_choice="none").rag == core.Rag()
+
+
+def test_what_has_no_effect_is_said(shared: Served) -> None:
+    fields = {"store": True, "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}, "user": "u", "newest": 1}
+    made = shared.post("/v1/responses", json={**ASK, **fields, "include": ["reasoning.encrypted_content"]}).json()
+    (known, unknown, *_) = made["rag"]["notices"]
+    assert all(name in known for name in ("store", "reasoning", "text.verbosity", "user")) and "newest" in unknown
+    assert made["store"] is False and any("reasoning.encrypted_content" in notice for notice in made["rag"]["notices"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items in input"),
+        ({"conversation": "conv_1"}, "conversation", "send the earlier items"),
+        ({"background": True}, "background", "leave it out"),
+        ({"truncation": "auto"}, "truncation", "disabled"),
+        ({"input": []}, "input", "at least 1 item"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0]", "the type 'web_search_call' is not served"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "text": ""}]}]},
+            "input[0].content[0].type",
+            "",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "these are: 'function', 'file_search'"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["a", "b"]}]}, "tools", "one vector store"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["demo"]}], "rag": {"top_k": 1}}, "rag.top_k", "both"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice", "no such tool"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "must name one of the tools"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "needs a schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ""),
+        ({"max_output_tokens": 900}, "input", "context"),
+        ({"temperature": 3}, "temperature", "[0, 2]"),
+        ({"metadata": {"a": 1}}, "metadata.a", "string"),
+        ({"rag": {"strategy": "magic"}}, "rag.strategy", "unknown strategy"),
+    ],
+)
+def test_bad_input(shared: Served, fields: dict[str, Any], param: str, words: str) -> None:
+    error = refused(shared, **fields)
+    assert error["param"] == param and words in error["message"]
+
+
+def test_filters_have_an_end(shared: Served) -> None:
+    nested: dict[str, Any] = {"type": "eq", "key": "a", "value": 1}
+    for _ in range(9):
+        nested = {"type": "and", "filters": [nested]}
+    search = {"type": "file_search", "vector_store_ids": ["demo"], "filters": nested}
+    assert "nested" in refused(shared, tools=[search])["message"]
+    deep = nested
+    for _ in range(400):
+        deep = {"type": "and", "filters": [deep]}
+    assert refused(shared, tools=[{**search, "filters": deep}])["code"] in ("invalid_value", None)
+
+
+def test_input_has_limits(shared: Served) -> None:
+    items = [{"role": "user", "content": "a"}] * 65
+    assert "input has 65 items" in refused(shared, input=items)["message"]
+    parts = [{"type": "input_text", "text": "a"}] * 65
+    assert "text parts" in refused(shared, input=[{"role": "user", "content": parts}])["message"]
+
+
+# ------------------------------------------------------------------------------------------ the response
+
+
+def test_a_whole_response(shared: Served) -> None:
+    made = shared.post("/v1/responses", json={**ASK, "metadata": {"a": "b"}, "instructions": "Brief."}).json()
+    (item,) = made["output"]
+    assert item["content"] == [{"type": "output_text", "text": TEXT, "annotations": [], "logprobs": []}]
+    assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "completed")
+    assert (made["object"], made["status"], made["error"], made["incomplete_details"]) == (
+        "response",
+        "completed",
+        None,
+        None,
+    )
+    assert made["usage"] == {
+        "input_tokens": 6,
+        "input_tokens_details": {"cached_tokens": 7},
+        "output_tokens": 6,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 12,
+    }
+    assert made["metadata"] == {"a": "b"} and made["instructions"] == "Brief." and made["tool_choice"] == "auto"
+    assert made["rag"]["strategy"] == "prefix" and made["rag"]["segments"][0]["id"] == "system"
+
+
+def test_a_response_that_is_cut(shared: Served) -> None:
+    made = shared.post("/v1/responses", json={**ASK, "max_output_tokens": 2}).json()
+    assert (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert made["output"][0]["status"] == "incomplete"
+    assert typed(shared, max_output_tokens=2)[-1]["type"] == "response.incomplete"
+
+
+def test_logprobs(shared: Served) -> None:
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    part = shared.post("/v1/responses", json={**ASK, **fields}).json()["output"][0]["content"][0]
+    assert [entry["token"] for entry in part["logprobs"]] == list(FakeEngine().tokens)
+    assert part["logprobs"][0]["top_logprobs"][1] == {"token": "other", "logprob": -9999.0, "bytes": list(b"other")}
+    deltas = [event for event in typed(shared, **fields) if event["type"].endswith("text.delta")]
+    assert [event["logprobs"][0]["token"] for event in deltas] == list(FakeEngine().tokens)
+
+
+def test_the_events_of_a_text(shared: Served) -> None:
+    events = typed(shared)
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * 6,
+        *("output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
+    assert "".join(event["delta"] for event in events if event["type"].endswith("delta")) == TEXT
+    assert events[2]["item"]["content"] == [] and events[3]["part"]["text"] == ""
+    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == []
+    last = events[-1]["response"]
+    assert last["output"] == [events[-2]["item"]] and events[-4]["text"] == TEXT and last["usage"] and last["rag"]
+    assert len({event["item_id"] for event in events if "item_id" in event} | {events[-2]["item"]["id"]}) == 1
+
+
+def test_a_call_of_a_function() -> None:
+    with serving(FakeEngine(tokens=CALL)) as served:
+        events = typed(served, tools=[WEATHER])
+        whole = served.post("/v1/responses", json={**ASK, "tools": [WEATHER]}).json()
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert kinds[2] == "output_item.added" and kinds[-3:] == [
+        "function_call_arguments.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert set(kinds[3:-3]) == {"function_call_arguments.delta"}
+    arguments = "".join(event["delta"] for event in events if event["type"].endswith("delta"))
+    assert json.loads(arguments) == {"city": "Ghent"} and events[-3]["arguments"] == arguments
+    for item in (whole["output"][0], events[-1]["response"]["output"][0]):
+        assert (item["type"], item["name"], item["arguments"]) == ("function_call", "weather", arguments)
+        assert item["call_id"].startswith("call_") and item["status"] == "completed"
+
+
+def test_a_stream_that_breaks_fails() -> None:
+    with serving(FakeEngine(breakdown=RuntimeError("secret"))) as served:
+        events = typed(served)
+    failed = events[-1]
+    assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["code"] == "internal_error" and "secret" not in json.dumps(failed)
+
+
+def test_an_error_before_the_first_text_is_one_of_http() -> None:
+    with serving(FakeEngine(error=core.OverloadError("full", retry_after=2))) as served:
+        response = served.post("/v1/responses", json={**ASK, "stream": True})
+    assert response.status_code == 429 and error_of(response)["code"] == "rate_limit_exceeded"
+
+
+# ------------------------------------------------------------------------------------------ with a search
+
+
+class Colour(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: Literal["red", "blue"]
+
+
+def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
+    with tiny.engine() as engine, serving(engine) as served:
+        client = served.client(timeout=120)
+        files = [
+            client.files.create(
+                file=(f"{name}.md", f"# {name}\n\nThe {name} is {name}.".encode()), purpose="assistants"
+            )
+            for name in ("ferry", "lighthouse", "mill")
+        ]
+        store = client.vector_stores.create(name="harbour")
+        for file, year in zip(files, (1, 2, 3), strict=True):
+            attached = client.vector_stores.files.create_and_poll(
+                file.id, vector_store_id=store.id, attributes={"year": year}, poll_interval_ms=10
+            )
+            assert attached.status == "completed", attached.last_error
+        search: Any = {"type": "file_search", "vector_store_ids": [store.id], "max_num_results": 2}
+        asked: Any = {"model": "tiny", "input": "The lighthouse", "tools": [search], "max_output_tokens": 6}
+        made = client.responses.create(**asked, include=["file_search_call.results"])
+        call, message = made.output
+        assert call.queries == ["The lighthouse"] and call.status == "completed"
+        assert call.results[0].filename == "lighthouse.md" and len(call.results) == 2
+        assert call.results[0].attributes == {"year": 2} and "lighthouse is lighthouse" in call.results[0].text
+        part = message.content[0]
+        assert [a.file_id for a in part.annotations] == [result.file_id for result in call.results]
+        assert all(a.type == "file_citation" and a.index == len(part.text) for a in part.annotations)
+
+        filtered: Any = {**search, "filters": {"type": "gte", "key": "year", "value": 3}}
+        made = client.responses.create(**{**asked, "tools": [filtered]})
+        assert [a.filename for a in made.output[1].content[0].annotations] == ["mill.md"]
+        assert made.output[0].results is None
+
+        rag = {"rag": {"knowledge": store.id, "top_k": 2}}
+        plain = client.responses.create(model="tiny", input="The lighthouse", max_output_tokens=6, extra_body=rag)
+        assert [item.type for item in plain.output] == ["message"] and plain.output_text == part.text
+        with client.responses.stream(**asked) as stream:
+            events = list(stream)
+        kinds, final = [event.type for event in events], events[-1].response
+        assert final.output_text == part.text and len(final.output[1].content[0].annotations) == 2
+        steps = (f"response.file_search_call.{step}" for step in ("in_progress", "searching", "completed"))
+        assert kinds[2:7] == ["response.output_item.added", *steps, "response.output_item.done"]
+        assert kinds.count("response.output_text.annotation.added") == 2
+
+
+def test_parse_and_tools_by_the_client_against_an_engine_in_miniature() -> None:
+    with tiny.engine() as engine, serving(engine) as served:
+        client = served.client(timeout=120)
+        asked: Any = {"model": "tiny", "input": "Hi", "temperature": 1.5}
+        parsed = client.responses.parse(**asked, text_format=Colour, max_output_tokens=200)
+        assert isinstance(parsed.output_parsed, Colour)
+        tool: Any = {"type": "function", "name": "now"}
+        made = client.responses.create(**asked, tools=[tool], tool_choice="required", max_output_tokens=200)
+        (call,) = made.output
+        assert call.type == "function_call" and made.status == "completed"
+        told: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sun"}
+        again = client.responses.create(
+            model="tiny", input=[{"role": "user", "content": "Hi"}, call, told], max_output_tokens=3
+        )
+        assert again.usage.output_tokens == 3

@@ -8,12 +8,13 @@ corpus. The packaged encoder finds K for each question, best first, and they are
 "stuff" chain does it (`user`: its question-answering prompt; `system`: as `create_stuff_documents_chain`, passages in
 the system message). Nothing else is told to the server: no ids, no `rag` field but the strategy.
 
-Each system starts with an empty cache, its programs compiled. From the second request on: `reused` is the share of all
-prompt tokens whose KV came from the cache, `ttft_ms` the median and `ttft_mean_ms` the mean time to the first token.
-`kl` (nats a token) and `top1` compare with full attention over the whole text, over the reference answer's first 12
-tokens: of exact systems they are 0 and 1 up to rounding. `full` and `prefix` do not recognise passages, `naive` and
-`ragjax` do. `--llamacpp` adds llama.cpp with its prompt cache (the equal prefix of the prompt before) and the packaged
-file; it is installed on first use. `other_load`: cores that other programs kept busy meanwhile.
+Each system starts with an empty cache, its programs compiled (with --quick those alone that three requests run). From
+the second request on: `reused` is the share of all prompt tokens whose KV came from the cache, `ttft_ms` the median and
+`ttft_mean_ms` the mean time to the first token. `kl` (nats a token) and `top1` compare with full attention over the
+whole text, over the reference answer's first 12 tokens: of exact systems they are 0 and 1 up to rounding. `full` and
+`prefix` do not recognise passages, `naive` and `ragjax` do. `--llamacpp` adds llama.cpp with its prompt cache (the
+equal prefix of the prompt before) and the packaged file; it is installed on first use. `other_load`: cores that other
+programs kept busy meanwhile.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from benchmarks.quality import dataset
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import integer
-from ragjax.core import Document, Message, Tokens
+from ragjax.core import Answer, Document, Message, Tokens
 from ragjax.engine import Engine
 from ragjax.models import hub
 from ragjax.models.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ COMPARED = 12
 """Tokens of the reference answer that divergence is over."""
 
 THREADS = 2
+WARM = 3
+"""Requests that each system answers before its cache is emptied and it begins, so that its programs are compiled."""
 
 COLUMNS = ("system", "recognise", "n", "prompt_tokens", "reused", "ttft_ms", "ttft_mean_ms", "kl", "top1", "other_load")
 
@@ -132,22 +135,24 @@ def requests(
 
 def measured(engine: Engine, system: System, asked: Sequence[Asked]) -> Iterator[Served]:
     """Each request in turn, from an empty cache on; its divergence is measured behind it."""
-    _answer(engine, system, asked[0])  # compiles what the strategy measures
+    for one in asked[:WARM]:  # compiles what the strategy runs, cold and warm
+        _answer(engine, system, one)
+        _scores(engine, system, one)
     engine.clear_cache()
     for one in asked:
         answer = _answer(engine, system, one)
-        scores = engine.answer(
-            one.messages,
-            strategy=system.strategy,
-            recognise=system.recognise,
-            continuation=one.answer,
-            max_tokens=1,
-        ).scores
+        scores = _scores(engine, system, one)
         yield Served(answer.prompt_tokens, answer.cached_tokens, answer.timings.ttft, scores)
 
 
-def _answer(engine: Engine, system: System, one: Asked) -> Any:
+def _answer(engine: Engine, system: System, one: Asked) -> Answer:
     return engine.answer(one.messages, strategy=system.strategy, recognise=system.recognise, max_tokens=1)
+
+
+def _scores(engine: Engine, system: System, one: Asked) -> NDArray[np.float32] | None:
+    return engine.answer(
+        one.messages, strategy=system.strategy, recognise=system.recognise, continuation=one.answer, max_tokens=1
+    ).scores
 
 
 def llama_cpp(model: str, tokenizer: Tokenizer, asked: Sequence[Asked]) -> Iterator[Served]:
@@ -197,7 +202,12 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each system."""
     questions = dataset.load(chosen.data, chosen.set)
     with Engine.load(
-        chosen.model, knowledge=None, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=2.0, progress=False
+        chosen.model,
+        strategy="ragjax",
+        dtype=chosen.dtype,
+        device_cache_gb=2.0,
+        progress=False,
+        compile=not chosen.quick,
     ) as engine:
         asked = requests(questions, chosen, packaged_encoder(), engine.tokenizer)
         work: list[tuple[str, bool, Callable[[], Iterator[Served]]]] = [

@@ -224,6 +224,50 @@ def test_comparison_marks_what_differs(page: Page) -> None:
     assert page.locator(".columns .segment").count() == 8
 
 
+def test_documents_are_added_and_removed(browser: Browser) -> None:
+    fake = engine(knowledge_names=("demo",))
+    with serving(fake) as served, visiting(browser, served.url, "/#documents") as page:
+        page.wait_for_selector("#documents-list table")
+        assert "the server's own: they cannot be changed here" in page.inner_text("#documents-list")
+        assert page.is_hidden("#documents-upload") and page.is_hidden("#documents-delete")
+        page.fill("#documents-name", RUNS)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#documents-upload:visible")
+        assert page.evaluate("document.activeElement.id") == "documents-files"
+        files = {
+            "harbour.md": b"# Harbour\n\nThe harbour is 28 feet deep.",
+            "broken.pdf": b"no pdf",
+            "run.html": RUNS.encode(),
+        }
+        payload = [{"name": name, "mimeType": "text/plain", "buffer": content} for name, content in files.items()]
+        page.set_input_files("#documents-files", payload)  # type: ignore[arg-type]
+        page.wait_for_selector("#documents-status.error:has-text('of 3 documents')")
+        rows = page.locator("#documents-list tbody tr")
+        states = dict(
+            zip(
+                rows.locator("td.text").all_inner_texts(),
+                rows.locator("td:nth-child(3)").all_inner_texts(),
+                strict=True,
+            )
+        )
+        assert states["harbour.md"] == "ready" and states["broken.pdf"].startswith("failed: ")
+        assert page.locator("#documents-progress li").count() >= 1 and page.title() == "Documents – ragjax"
+        page.click("button[aria-label='Remove harbour.md']")
+        page.wait_for_selector("#documents-status:has-text('harbour.md was removed.')")
+        assert "harbour.md" not in page.inner_text("#documents-list")
+        assert [file.name for file in fake.library.files("")] == [name for name in files if name != "harbour.md"]
+        store = page.input_value("#documents-store")
+        page.click("nav a[href='#ask']")
+        assert page.locator(f"#ask-knowledge option[value='base:{store}']").inner_text() == RUNS
+        page.click("nav a[href='#documents']")
+        page.click("#documents-delete")
+        assert page.inner_text("#documents-delete") == "Delete it with its documents?"
+        page.click("#documents-delete")
+        page.wait_for_selector("#documents-status:has-text('was deleted')")
+        wait_for(lambda: not fake.library.files(""))
+        assert [one.id for one in fake.library.stores("")] == ["demo"]
+
+
 def test_the_cache_is_shown_live_while_it_is_looked_at(browser: Browser) -> None:
     with serving(engine()) as served, visiting(browser, served.url, "/#cache") as page:
         page.wait_for_selector(".icicle button")
@@ -273,7 +317,7 @@ def test_all_of_it_can_be_done_by_keyboard(page: Page) -> None:
     for _ in range(14):
         page.keyboard.press("Tab")
         seen.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
-    order = ["Ask", "Compare", "Cache", "key-toggle", *(f"ask-{name}" for name in FIELDS)]
+    order = ["Ask", "Compare", "Documents", "Cache", "key-toggle", *(f"ask-{name}" for name in FIELDS)]
     assert [name for name in seen if name in order][: len(order)] == order
 
 
@@ -283,7 +327,7 @@ def test_it_fits_a_phone(browser: Browser, told: Served, scheme: str) -> None:
         ask(page, knowledge="graph:facts")
         wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         assert page.evaluate(wide) == 0
-        for view, seen in (("#compare", "button"), ("#cache", ".icicle button >> nth=1")):
+        for view, seen in (("#compare", "button"), ("#documents", "table"), ("#cache", ".icicle button >> nth=1")):
             page.click(f"nav a[href='{view}']")
             page.wait_for_selector(f"{view} {seen}")
             assert page.evaluate(wide) == 0
@@ -303,6 +347,9 @@ def test_axe_finds_nothing_serious(browser: Browser, told: Served, scheme: str) 
         page.fill("#compare-question", "What?")
         page.click("#compare-submit")
         page.wait_for_selector("#compare-b-result .figures")
+        found += axe.Axe().run(page).response["violations"]
+        page.click("nav a[href='#documents']")
+        page.wait_for_selector("#documents-list table")
         found += axe.Axe().run(page).response["violations"]
         page.click("nav a[href='#cache']")
         page.wait_for_selector("#cache-requests figure")

@@ -46,8 +46,15 @@ def test_other_unknown_addresses_stay_errors(shared: Served) -> None:
     assert shared.get("/index.html").status_code == 404
 
 
-def test_the_first_load_is_small() -> None:
-    assert sum(len(file.body) for file in FILES.values()) < 80_000
+def test_the_first_load_is_small(shared: Served) -> None:
+    size = 0
+    for path, file in FILES.items():
+        zipped, plain = (shared.get(path, headers={"accept-encoding": form}) for form in ("gzip, br", "identity"))
+        assert zipped.content == plain.content == file.body
+        assert zipped.headers["content-encoding"] == "gzip" and "content-encoding" not in plain.headers
+        assert zipped.headers["vary"] == plain.headers["vary"] == "accept-encoding"
+        size += int(zipped.headers["content-length"])
+    assert size < 40_000
 
 
 def test_nothing_inline_and_nothing_from_elsewhere() -> None:

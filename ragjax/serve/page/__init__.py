@@ -6,6 +6,7 @@ endpoints as any client. It and its files need no API key: the key is asked for 
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from dataclasses import dataclass
 from importlib.resources import files
@@ -49,18 +50,28 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class File:
-    """A file of the page. tag: an entity tag, which changes with its bytes."""
+    """A file of the page. zipped: the same by gzip. tag: an entity tag, which changes with its bytes."""
 
     body: bytes
+    zipped: bytes
     media_type: str
     tag: str
 
+    @staticmethod
+    def of(body: bytes, media_type: str) -> File:
+        """A file with this content."""
+        tag = f'W/"{hashlib.sha256(body).hexdigest()[:16]}"'  # weak: one for both forms
+        return File(body, gzip.compress(body, mtime=0), media_type, tag)
+
     async def respond(self, request: Request) -> Response:
-        """The file, or 304 if the client has it."""
-        headers = {**HEADERS, "etag": self.tag}
+        """The file, as small as the client takes it, or 304 if it has it."""
+        headers = {**HEADERS, "etag": self.tag, "vary": "accept-encoding"}
         if self.tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
-        return Response(self.body, headers={**headers, "content-type": self.media_type})
+        headers["content-type"] = self.media_type
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(self.zipped, headers={**headers, "content-encoding": "gzip"})
+        return Response(self.body, headers=headers)
 
 
 def read() -> dict[str, File]:
@@ -69,7 +80,6 @@ def read() -> dict[str, File]:
     for entry in files(__name__).iterdir():
         media_type = TYPES.get(entry.name.rpartition(".")[2])
         if media_type is not None:
-            body = entry.read_bytes()
             path = HOME if entry.name == "index.html" else f"/page/{entry.name}"
-            found[path] = File(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+            found[path] = File.of(entry.read_bytes(), media_type)
     return found

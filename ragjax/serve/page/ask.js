@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { exactness, figures, notices, timings } from "./account.js";
 import { find, h, milliseconds } from "./dom.js";
-import { body, fillKnowledge, fillStrategies, wrong } from "./form.js";
+import { body, fillStrategies, wrong } from "./form.js";
 import { paths } from "./graph.js";
 import { strip } from "./strip.js";
 
@@ -67,6 +67,7 @@ export function initAsk() {
     if (!running) run();
   });
   stop.addEventListener("click", () => running?.abort());
+  find("ask-knowledge").addEventListener("change", ({ target }) => (find("ask-topk").disabled = !target.value.startsWith("base:")));
   find("ask-question").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
@@ -77,8 +78,4 @@ export function initAsk() {
 /** Fill in what the server offers. */
 export function offerAsk() {
   fillStrategies(find("ask-strategy"), find("ask-ratio"));
-  fillKnowledge(find("ask-knowledge"));
-  const graph = () => (find("ask-topk").disabled = !find("ask-knowledge").value.startsWith("base:"));
-  find("ask-knowledge").addEventListener("change", graph);
-  graph();
 }

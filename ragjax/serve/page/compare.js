@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { account, say } from "./ask.js";
 import { diff } from "./diff.js";
 import { find, h, milliseconds } from "./dom.js";
-import { body, fillKnowledge, fillStrategies, wrong } from "./form.js";
+import { body, fillStrategies, wrong } from "./form.js";
 
 const SIDES = ["a", "b"];
 
@@ -89,5 +89,4 @@ export function offerCompare(strategies) {
   const other = ["ragjax", "naive"].find((name) => strategies.includes(name)) ?? strategies[0];
   fillStrategies(find("compare-a-strategy"), find("compare-a-ratio"), strategies.includes("full") ? "full" : undefined);
   fillStrategies(find("compare-b-strategy"), find("compare-b-ratio"), other);
-  fillKnowledge(find("compare-knowledge"));
 }

@@ -2,8 +2,8 @@
 
 import { find, h } from "./dom.js";
 
-/** What the server can do, from /v1/models: the model with its `rag`. */
-export const server = { model: null };
+/** What the server can do: its model, from /v1/models, and its knowledge bases, from /v1/vector_stores. */
+export const server = { model: null, stores: [] };
 
 const options = (names, chosen) => names.map((name) => h("option", { value: name, selected: name === chosen }, name));
 
@@ -20,19 +20,26 @@ export function fillStrategies(select, ratio, chosen) {
   settle();
 }
 
-/** Fill a list of knowledge bases and graphs. */
-export function fillKnowledge(select) {
-  const { knowledge, graphs } = server.model.rag;
+function fillKnowledge(select) {
   const chosen = select.options.length ? select.value : null;
-  const group = (label, names, kind) =>
-    names.length ? h("optgroup", { label }, names.map((name) => h("option", { value: `${kind}:${name}` }, name))) : null;
+  const group = (label, found, kind) =>
+    found.length ? h("optgroup", { label }, found.map(({ id, name }) => h("option", { value: `${kind}:${id}` }, name || id))) : null;
   const filled = [
-    group("Knowledge bases", knowledge, "base"),
-    group("Knowledge graphs", graphs, "graph"),
+    group("Knowledge bases", server.stores, "base"),
+    group("Knowledge graphs", server.model.rag.graphs.map((id) => ({ id })), "graph"),
     h("option", { value: "" }, "none"),
   ];
   select.replaceChildren(...filled.filter(Boolean));
   if ([...select.options].some((option) => option.value === chosen)) select.value = chosen;
+}
+
+/** Fill the lists of knowledge bases and graphs; what was chosen stays so if it is still there. */
+export function offerKnowledge() {
+  for (const view of ["ask", "compare"]) {
+    const select = find(`${view}-knowledge`);
+    fillKnowledge(select);
+    select.dispatchEvent(new Event("change"));
+  }
 }
 
 const number = (field) => (field.value === "" ? undefined : Number(field.value));

@@ -4,10 +4,11 @@ import { key, json } from "./api.js";
 import { initAsk, offerAsk } from "./ask.js";
 import { initCache } from "./cache.js";
 import { initCompare, offerCompare } from "./compare.js";
+import { initDocuments } from "./documents.js";
 import { count, find } from "./dom.js";
 import { server } from "./form.js";
 
-const VIEWS = ["ask", "compare", "cache"];
+const VIEWS = ["ask", "compare", "documents", "cache"];
 
 function show() {
   const wanted = location.hash.slice(1);
@@ -66,6 +67,7 @@ function initKey() {
 initKey();
 initAsk();
 initCompare();
+initDocuments();
 initCache();
 addEventListener("hashchange", show);
 show();

@@ -11,6 +11,7 @@ import tomllib
 
 import pytest
 
+from ragjax.core import Document
 from tests.support import tiny
 from tests.support.devices import ROOT
 from tests.support.serving import serving
@@ -57,3 +58,15 @@ def test_its_types_are_sound(package: tuple[str, str]) -> None:
 def test_it_depends_on_the_ecosystem_alone(name: str) -> None:
     project = tomllib.loads((ROOT / "integrations" / name / "pyproject.toml").read_text())["project"]
     assert project["readme"] == "README.md" and not any(line.startswith("ragjax") for line in project["dependencies"])
+
+
+def test_a_chunk_that_is_sent_back_finds_its_kv() -> None:
+    """What the retrievers' texts rely on: a chunk's own text, without a title, has the chunk's tokens."""
+    with tiny.engine() as engine:
+        engine.add_documents([Document("north", "It is red. " * 30, "The north door")])
+        asked = {"strategy": "naive", "max_tokens": 1}
+        engine.answer("Which door?", top_k=2, **asked)
+        chunks = [hit.chunk for hit in engine.search("Which door?", top_k=2)]
+        found = engine.answer("Red?", documents=[Document(chunk.id, chunk.text) for chunk in chunks], **asked)
+        segments = [segment for segment in found.segments if "#" in segment.id]
+    assert len(segments) == len(chunks) == 2 and all(segment.reused == segment.tokens for segment in segments)

@@ -9,9 +9,6 @@ from typing import Any
 from langchain_core.documents import Document
 from openai.types import VectorStoreSearchResponse
 
-TITLES = ("title", "filename")
-"""Where a document's title may stand in its metadata; the first that is there counts."""
-
 
 def passages(documents: Iterable[str | Document]) -> list[str | dict[str, str]]:
     """The field `rag.documents`. A string is the id of a document in the server's knowledge base."""
@@ -25,8 +22,7 @@ def found(results: Sequence[VectorStoreSearchResponse]) -> list[Document]:
 
 def _passage(document: Document) -> dict[str, str]:
     text = document.page_content
-    title = next((document.metadata[name] for name in TITLES if document.metadata.get(name)), "")
-    return {"id": document.id or _digest(text), "text": text, "title": str(title)}
+    return {"id": document.id or _digest(text), "text": text, "title": str(document.metadata.get("title", ""))}
 
 
 def _document(result: VectorStoreSearchResponse) -> Document:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 ASK = "Which door is red?"
 DOORS = [
     Document("The north door is red.", id="north", metadata={"title": "North"}),
-    Document("The south door is blue.", metadata={"filename": "South"}),
+    Document("The south door is blue.", metadata={"title": "South"}),
 ]
 
 

@@ -9,9 +9,6 @@ from typing import Any
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, TextNode
 from openai.types import VectorStoreSearchResponse
 
-TITLES = ("title", "filename", "file_name")
-"""Where a node's title may stand in its metadata; the first that is there counts."""
-
 
 def passages(nodes: Iterable[str | BaseNode | NodeWithScore]) -> list[str | dict[str, str]]:
     """The field `rag.documents`. A string is the id of a document in the server's knowledge base."""
@@ -25,8 +22,11 @@ def found(results: Sequence[VectorStoreSearchResponse]) -> list[NodeWithScore]:
 
 def _passage(given: BaseNode | NodeWithScore) -> dict[str, str]:
     node = given.node if isinstance(given, NodeWithScore) else given
-    title = next((node.metadata[name] for name in TITLES if node.metadata.get(name)), "")
-    return {"id": node.node_id, "text": node.get_content(MetadataMode.NONE), "title": str(title)}
+    return {
+        "id": node.node_id,
+        "text": node.get_content(MetadataMode.NONE),
+        "title": str(node.metadata.get("title", "")),
+    }
 
 
 def _node(result: VectorStoreSearchResponse) -> TextNode:

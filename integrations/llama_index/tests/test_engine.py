@@ -12,7 +12,7 @@ from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index_ragjax import Ragjax, RagjaxQueryEngine, RagjaxRetriever
 
 ASK = "Which door is red?"
-TITLES = ["The north door", "The south door"]
+FILES = ["north", "south"]
 
 
 @pytest.fixture
@@ -20,8 +20,10 @@ def parts(url: str, search: Any) -> tuple[Ragjax, RagjaxRetriever]:
     return Ragjax(model="tiny", api_base=url, max_tokens=8), RagjaxRetriever("doors", base_url=search.url)
 
 
-def titles(response: Any) -> list[str]:
-    return [segment["title"] for segment in response.metadata["rag"]["segments"] if segment["title"]]
+def sent(response: Any) -> list[str]:
+    """Files whose passages stood in the prompt."""
+    ids = [segment["id"] for segment in response.metadata["rag"]["segments"]]
+    return [name.partition("-")[0] for name in ids if "#" in name]
 
 
 def test_a_search_becomes_nodes(search: Any) -> None:
@@ -43,22 +45,22 @@ def test_a_refusal_is_an_error(search: Any) -> None:
 
 def test_an_answer_says_what_was_reused(parts: Any) -> None:
     response = RagjaxQueryEngine(*parts, system="Answer in a word.").query(ASK)
-    assert isinstance(response, Response) and titles(response) == TITLES
-    assert [node.metadata["filename"] for node in response.source_nodes] == TITLES
+    assert isinstance(response, Response) and sent(response) == FILES
+    assert [node.metadata["file_id"] for node in response.source_nodes] == FILES
     again = asyncio.run(RagjaxQueryEngine(*parts, system="Answer in a word.").aquery(ASK))
     assert again.response == response.response and again.metadata["rag"]["segments"][1]["reused"] > 0
 
 
 def test_what_a_postprocessor_drops_is_not_sent(parts: Any) -> None:
     nearest = SimilarityPostprocessor(similarity_cutoff=0.6)
-    assert titles(RagjaxQueryEngine(*parts, node_postprocessors=[nearest]).query(ASK)) == TITLES[:1]
+    assert sent(RagjaxQueryEngine(*parts, node_postprocessors=[nearest]).query(ASK)) == FILES[:1]
 
 
 def test_a_stream_has_the_account_at_its_end(parts: Any) -> None:
     whole = RagjaxQueryEngine(*parts).query(ASK)
     response = RagjaxQueryEngine(*parts, streaming=True).query(ASK)
     assert isinstance(response, StreamingResponse) and response.metadata == {}
-    assert "".join(response.response_gen) == whole.response and titles(response) == TITLES
+    assert "".join(response.response_gen) == whole.response and sent(response) == FILES
 
 
 def test_a_stream_has_the_account_at_its_end_without_blocking(parts: Any) -> None:
@@ -66,6 +68,6 @@ def test_a_stream_has_the_account_at_its_end_without_blocking(parts: Any) -> Non
         response = await RagjaxQueryEngine(*parts, streaming=True).aquery(ASK)
         assert isinstance(response, AsyncStreamingResponse)
         text = "".join([text async for text in response.async_response_gen()])
-        return text, titles(response)
+        return text, sent(response)
 
-    assert asyncio.run(run()) == (RagjaxQueryEngine(*parts).query(ASK).response, TITLES)
+    assert asyncio.run(run()) == (RagjaxQueryEngine(*parts).query(ASK).response, FILES)

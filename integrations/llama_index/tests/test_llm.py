@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 ASK = [ChatMessage("Which door is red?", role="user")]
 DOORS = [
     TextNode(id_="north", text="The north door is red.", metadata={"title": "North"}),
-    NodeWithScore(node=TextNode(id_="south", text="The south door is blue.", metadata={"file_name": "South"}), score=1),
+    NodeWithScore(node=TextNode(id_="south", text="The south door is blue.", metadata={"title": "South"}), score=1),
 ]
 
 

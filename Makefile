@@ -7,8 +7,10 @@
 #   make test-long                   randomised runs, kills and kernel matrices
 #   make test-gpu-compile            the GPU kernels compiled to sm_90 and simulated; needs Python 3.12, skips without;
 #                                    MARK="compile and long" for the long runs of it
+#   make docs                        the documentation site, into build/site; warnings are errors
 #   make lint, make format           ruff and mypy
-#   make lock                        solve requirements.lock from pyproject.toml; pins that still fit are kept
+#   make lock                        solve requirements.lock and docs/requirements.lock from pyproject.toml; pins that
+#                                    still fit are kept
 #
 # PYTHON=… names the interpreter that .venv is made from; remove .venv to change it.
 
@@ -30,7 +32,11 @@ COMPILE_READY := $(COMPILE)/.ready
 PYTHON312 := $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12.*/bin/python; do \
 	"$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && break; done)
 
-.PHONY: setup serve check test test-long test-gpu-compile lint format lock
+# What builds the documentation; nothing of ragjax is imported, its docstrings are read.
+DOCS := .venv-docs
+DOCS_READY := $(DOCS)/.ready
+
+.PHONY: setup serve check test test-long test-gpu-compile docs lint format lock
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -74,6 +80,16 @@ $(COMPILE_READY): requirements.lock requirements-compile.lock pyproject.toml
 	@$(COMPILE)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
+$(DOCS_READY): docs/requirements.lock
+	@$(DOCS)/bin/python -c 'import pip' 2>/dev/null || $(BASE) -m venv --clear $(DOCS)
+	@echo "installing what builds the documentation into $(DOCS)"
+	@$(DOCS)/bin/python $(PIP) --only-binary :all: --require-hashes --requirement docs/requirements.lock
+	@touch $@
+
 lint: setup
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -88,4 +104,6 @@ lock:
 	$(BASE) -m venv "$$home"; \
 	"$$home/bin/python" $(PIP) uv==0.13.9; \
 	"$$home/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-		--no-header --extra serve --extra train --extra bench --extra dev pyproject.toml --output-file requirements.lock
+		--no-header --extra serve --extra train --extra bench --extra dev pyproject.toml --output-file requirements.lock; \
+	"$$home/bin/uv" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+		--no-header --group docs --output-file docs/requirements.lock

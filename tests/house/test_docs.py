@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "integrations").glob("*/README.md"))
 
 FENCED = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -25,7 +26,7 @@ DOTTED = re.compile(r"\bragjax(?:\.\w+)+")
 SOURCE = re.compile(r"(?<![\w.*/-])[\w.*/-]+\.py\b")
 PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 OURS = (".lock", ".md", ".py", ".sh", ".toml")
-SKIPPED = {".git", ".venv", ".venv-compile", ".envs", "__pycache__"}
+SKIPPED = {".git", ".venv", ".venv-compile", ".venv-docs", ".envs", "__pycache__"}
 
 
 def quoted(text: str) -> tuple[list[str], list[str]]:
@@ -93,7 +94,7 @@ def make_targets() -> frozenset[str]:
     return frozenset(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_everything_a_page_names_exists(page: Path) -> None:
     if not page.exists():
         pytest.skip(f"{page.name} is not written yet")
@@ -154,7 +155,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     found = LINK.findall(FENCED.sub("", page.read_text()))
     targets = [(page if not path else (page.parent / path).resolve(), anchor) for path, anchor in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -48,6 +49,10 @@ def test_it_is_a_notebook_of_a_few_short_cells(book: dict[str, Any], cells: list
         code = {"execution_count", "outputs"} if cell["cell_type"] == "code" else set()
         assert cell["cell_type"] in ("code", "markdown") and set(cell) == keys | code
         assert len(cell["source"]) <= 15 and all(len(line.rstrip("\n")) <= 120 for line in cell["source"])
+
+
+def test_it_is_small(book: dict[str, Any]) -> None:
+    assert len(json.dumps(book)) < 150_000
 
 
 def test_the_drawing_is_its_only_output_and_small(cells: list[dict[str, Any]]) -> None:
@@ -103,3 +108,25 @@ def test_the_compressions_cells_run_in_order(tmp_path: Path, monkeypatch: pytest
         assert share.sum() == pytest.approx(96, abs=0.5) and (share[-32:] == 1).all()
     assert "<svg" in (tmp_path / "compress.svg").read_text()
     assert set(names["said"]) == {"all tokens", *names["METHODS"]}
+
+
+LONG: Mapping[str, Callable[[dict[str, Any]], bool]] = {
+    "extending.ipynb": lambda names: {found[-1].text for found in names["answers"].values()} == {names["full"].text},
+}
+"""What holds when a notebook's cells have run; those that take a minute or two."""
+
+
+def test_every_notebook_is_run() -> None:
+    assert {path.name for path in BOOKS} == {*LONG, "graph.ipynb", "compress.ipynb"}
+
+
+@pytest.mark.model
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_the_cells_of_a_long_one_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra notebook")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(DOCS.parent))  # cells that need the repository name it from docs/
+    names = run(name)
+    assert "<svg" in (tmp_path / name.replace(".ipynb", ".svg")).read_text()
+    assert LONG[name](names)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
-from ragjax.core import Answer, Message, Rag, Request, RequestError, Sampling, Tool, Tools
+from ragjax.core import Answer, Message, Rag, Request, RequestError, Sampling, Step, Tool, Tools
 from ragjax.engine import Engine
+from ragjax.runner.runner import Runner
+from ragjax.schedule.grammar import Constraint, Grammars
 from tests.support import tiny
 
 SCHEMA = {
@@ -114,6 +116,82 @@ def test_pauses_leave_an_answer_as_it_is(engine: Engine) -> None:
         found = [future.result(120) for future in [begin(small, seed) for seed in range(4)]]
         assert small.stats()["pauses_total"] > 0
     assert [answer.tokens for answer in found] == expected
+
+
+def test_a_lost_device_leaves_an_answer_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool goes in the middle of two answers: they go on behind what was said, where their grammars stand."""
+    with tiny.engine(lookup=4) as fresh:
+        expected = [begin(fresh, seed).result(60).tokens for seed in range(2)]
+    count, lost, restored = 0, False, Runner.reset
+
+    def reset(self: Runner) -> None:
+        nonlocal lost
+        lost = False
+        restored(self)
+
+    with tiny.engine(lookup=4) as engine:
+        step = engine._runner.step
+
+        def failing(one: Step) -> Any:
+            nonlocal count, lost
+            count += 1
+            if count == 15:
+                lost = True
+                raise RuntimeError("the device is gone")
+            return step(one)
+
+        monkeypatch.setattr(Runner, "lost", property(lambda self: lost))
+        monkeypatch.setattr(Runner, "reset", reset)
+        monkeypatch.setattr(engine._runner, "step", failing)
+        answers = [future.result(60) for future in [begin(engine, seed) for seed in range(2)]]
+        assert engine.stats()["device_losses_total"] == 1
+        engine.audit()
+    assert min(map(len, expected)) > 15, "the device is lost before their ends"
+    assert [answer.tokens for answer in answers] == expected
+    assert all(fits(json.loads(answer.text)) for answer in answers)
+    assert all("memory was lost" in answer.notices[0] for answer in answers)
+
+
+class Stumbling:
+    """A matcher that cannot go on after some tokens."""
+
+    def __init__(self, matcher: Any, tokens: int):
+        self._matcher = matcher
+        self._left = tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        self._left -= len(tokens)
+        return self._left > 0 and bool(self._matcher.consume_tokens(tokens))
+
+    def get_error(self) -> str:
+        return "lexer\n  state limit" if self._left <= 0 else ""
+
+
+def test_an_answer_whose_grammar_is_given_up_ends_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Grammars.constraint
+
+    def stumbling(self: Grammars, grammar: str, param: str) -> Constraint:
+        constraint = made(self, grammar, param)
+        constraint._matcher = Stumbling(constraint._matcher, 8)  # type: ignore[assignment]
+        return constraint
+
+    with tiny.engine(lookup=4) as engine:
+        whole = [begin(engine, seed).result(60) for seed in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(Grammars, "constraint", stumbling)
+            given_up = begin(engine, 0)
+        answers = [given_up.result(60), begin(engine, 1).result(60)]
+        engine.audit()
+    cut, other = answers
+    assert cut.finish_reason == "stop" and 8 <= len(cut.tokens) < len(whole[0].tokens)
+    assert whole[0].text.startswith(cut.text) and cut.text != whole[0].text
+    assert cut.notices == (
+        "the answer ended before it was complete: its grammar could not be followed (lexer state limit)",
+    )
+    assert other.tokens == whole[1].tokens and other.notices == ()
 
 
 def test_a_call_that_is_required_names_a_tool_and_has_its_arguments(engine: Engine) -> None:

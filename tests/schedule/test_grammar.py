@@ -1,0 +1,71 @@
+"""A constraint whose matcher fails: the answer may end, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragjax.schedule.grammar import Constraint
+
+EOS, VOCABULARY = 37, 40
+
+
+class Matcher:
+    """Takes every token until it fails as it is told to."""
+
+    def __init__(self, how: str = ""):
+        self.how = how
+        self.taken: list[int] = []
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        self.taken += tokens
+        return self.how != "consume"
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        self.taken += tokens
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        del self.taken[len(self.taken) - count :]
+
+    def compute_bitmask(self) -> bytes:
+        if self.how == "raise":
+            raise ValueError("no mask")
+        return np.array([0 if self.how == "nothing" else 0b1010, 0], np.uint32).tobytes()
+
+    def is_error(self) -> bool:
+        return self.how == "error"
+
+    def get_error(self) -> str:
+        return f"{self.how}\nfailed " + "x" * 500
+
+
+def allowed(mask: Any) -> list[int]:
+    return [token for token in range(64) if int(mask[token // 32]) >> token % 32 & 1]
+
+
+@pytest.mark.parametrize("how", ["consume", "raise", "nothing", "error"])
+def test_a_matcher_that_fails_leaves_the_end_alone(how: str) -> None:
+    matcher: Any = Matcher()
+    constraint = Constraint(matcher, {EOS}, VOCABULARY)
+    assert allowed(constraint.masks([], [])[0]) == [1, 3] and not constraint.failure
+    matcher.how = how
+    (mask,) = constraint.masks([1], [])
+    assert allowed(mask) == [EOS]
+    assert constraint.failure.startswith("the answer ended before it was complete: its grammar could not be followed")
+    assert f"({how} failed x" in constraint.failure and len(constraint.failure) < 300
+    matcher.how = ""
+    first, *behind = constraint.masks([1, EOS], [1, 3])
+    assert first is not None and allowed(first) == [EOS], "it is not taken up again"
+    assert behind == [None, None], "no proposed token can come"
+
+
+def test_a_failure_behind_proposed_tokens_ends_the_answer_where_they_begin() -> None:
+    """The matcher fails at a token that was only proposed: what was taken is given back, and the answer may end."""
+    matcher: Any = Matcher()
+    constraint = Constraint(matcher, {EOS}, VOCABULARY)
+    masks = constraint.masks([], [1, EOS, 3])
+    assert [mask is None for mask in masks] == [False, False, True, True], "an end is never proposed"
+    assert matcher.taken == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from tests.support.serving import TEXT, serving
 TOKENS = {
     "chat": ("The", " light", "house", " is", " red", "."),
     "stream": ("The", " light", "house", " is", " red", "."),
+    "responses": ("The", " light", "house", " is", " red", "."),
     "parse": ('{"name": "Ghent", ', '"people": 3}'),
     "tools": ('{"name": "weather", ', '"arguments": {"city": "Ghent"}}'),
     "embed": (),
@@ -29,16 +31,18 @@ TOKENS = {
 EXPECTED: dict[str, Any] = {
     "chat": TEXT,
     "stream": TEXT,
+    "responses": TEXT,
     "parse": {"name": "Ghent", "people": 3},
     "tools": {"city": "Ghent"},
     "embed": [[1.0, 0.0, 1.0], [3.0, 1.0, 1.0]],
 }
 MODULES = {
-    "langchain": ("langchain_openai", ("chat", "stream", "parse", "tools", "embed")),
-    "pydantic_ai": ("pydantic_ai", ("chat", "stream", "parse", "tools")),
+    "langchain": ("langchain_openai", ("chat", "stream", "parse", "tools", "embed", "responses")),
+    "pydantic_ai": ("pydantic_ai", ("chat", "stream", "parse", "tools", "responses")),
     "instructor": ("instructor", ("parse", "tools")),
-    "litellm": ("litellm", ("chat", "stream", "parse", "tools", "embed")),
-    "llama_index": ("llama_index.llms.openai_like", ("chat", "stream", "tools")),
+    "litellm": ("litellm", ("chat", "stream", "parse", "tools", "embed", "responses")),
+    "llama_index": ("llama_index.llms.openai_like", ("chat", "stream", "parse", "tools", "embed")),
+    "haystack": ("haystack", ("chat", "stream", "parse", "tools", "embed")),
 }
 TASKS = [(client, task) for client, (_, tasks) in MODULES.items() for task in tasks]
 
@@ -48,13 +52,28 @@ def test_a_client_in_its_own_environment(client: str, task: str) -> None:
     python = os.environ.get("RAGJAX_CLIENTS_PYTHON")
     if not python:
         pytest.skip("RAGJAX_CLIENTS_PYTHON names no Python with client packages")
-    if subprocess.run([python, "-c", f"import {MODULES[client][0]}"], capture_output=True, check=False).returncode:
+    found = f"import importlib.util as u, sys; sys.exit(u.find_spec('{MODULES[client][0]}') is None)"
+    if subprocess.run([python, "-c", found], capture_output=True, check=False).returncode:
         pytest.skip(f"{MODULES[client][0]} is not installed there")
     program = str(Path(client_program.__file__))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with serving(FakeEngine(tokens=TOKENS[task])) as served:
         run = [python, program, client, task, served.url + "/v1"]
         done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == EXPECTED[task]
+
+
+@pytest.mark.parametrize("task", ["chat", "stream", "parse", "tools", "embed"])
+def test_the_ai_sdk_of_vercel(task: str) -> None:
+    """A script of node, with the packages ai, @ai-sdk/openai-compatible and zod."""
+    modules, node = os.environ.get("RAGJAX_CLIENTS_NODE_MODULES"), shutil.which("node")
+    if not modules or node is None:
+        pytest.skip("RAGJAX_CLIENTS_NODE_MODULES names no folder of node packages, or there is no node")
+    program = Path(client_program.__file__).with_name("client_program.mjs")
+    with serving(FakeEngine(tokens=TOKENS[task])) as served:
+        run = [node, str(program), task, served.url + "/v1", modules]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == EXPECTED[task]
 

@@ -1,7 +1,7 @@
 """One task by one client package, in a Python of its own: `python client_program.py CLIENT TASK URL`; prints JSON.
 
-The server answers the tasks chat and stream with a text, parse with {"name": "Ghent", "people": 3}, tools with a call
-of weather(city="Ghent"), and embed with vectors.
+The server answers the tasks chat, stream and responses with a text, parse with {"name": "Ghent", "people": 3}, tools
+with a call of weather(city="Ghent"), and embed with vectors.
 """
 
 import json
@@ -32,7 +32,9 @@ def langchain(task, url):
     if task == "embed":
         made = OpenAIEmbeddings(model="fake-encoder", base_url=url, api_key="x", check_embedding_ctx_length=False)
         return made.embed_documents(["a", "abc"])
-    chat = ChatOpenAI(model="fake", base_url=url, api_key="x")
+    chat = ChatOpenAI(model="fake", base_url=url, api_key="x", use_responses_api=task == "responses")
+    if task == "responses":
+        return "".join(chunk.text for chunk in chat.stream(ASK))
     if task == "chat":
         return chat.invoke(ASK).content
     if task == "stream":
@@ -48,7 +50,12 @@ def pydantic_ai(task, url):
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel("fake", provider=OpenAIProvider(base_url=url, api_key="x"))
+    provider = OpenAIProvider(base_url=url, api_key="x")
+    if task == "responses":
+        from pydantic_ai.models.openai import OpenAIResponsesModel
+
+        return Agent(OpenAIResponsesModel("fake", provider=provider)).run_sync(ASK).output
+    model = OpenAIChatModel("fake", provider=provider)
     if task == "chat":
         return Agent(model).run_sync(ASK).output
     if task == "stream":
@@ -86,6 +93,8 @@ def litellm(task, url):
     if task == "embed":
         found = package.embedding(model="openai/fake-encoder", input=["a", "abc"], **asked)
         return [entry["embedding"] for entry in found.data]
+    if task == "responses":
+        return package.responses(model="openai/fake", input=ASK, **asked).output[0].content[0].text
     asked |= {"model": "openai/fake", "messages": [{"role": "user", "content": ASK}]}
     if task == "chat":
         return package.completion(**asked).choices[0].message.content
@@ -112,9 +121,44 @@ def llama_index(task, url):
         return made.chat(asked).message.content
     if task == "stream":
         return "".join(chunk.delta or "" for chunk in made.stream_chat(asked))
+    if task == "embed":
+        from llama_index.embeddings.openai_like import OpenAILikeEmbedding
+
+        embedding = OpenAILikeEmbedding(model_name="fake-encoder", api_base=url, api_key="x")
+        return embedding.get_text_embedding_batch(["a", "abc"])
+    if task == "parse":
+        made.should_use_structured_outputs = True
+        return made.as_structured_llm(City).chat(asked).raw.model_dump()
     tool = FunctionTool.from_defaults(fn=lambda city: city, name="weather", fn_schema=weather)
     answer = made.chat_with_tools([tool], user_msg=ASK)
     return made.get_tool_calls_from_response(answer)[0].tool_kwargs
+
+
+def haystack(task, url):
+    """OpenAIChatGenerator and OpenAIDocumentEmbedder of haystack-ai."""
+    from haystack import Document
+    from haystack.components.embedders import OpenAIDocumentEmbedder
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.tools import Tool
+    from haystack.utils import Secret
+
+    given = {"api_key": Secret.from_token("x"), "api_base_url": url}
+    if task == "embed":
+        embedder = OpenAIDocumentEmbedder(model="fake-encoder", progress_bar=False, **given)
+        found = embedder.run([Document(content="a"), Document(content="abc")])
+        return [document.embedding for document in found["documents"]]
+    chat, asked, said = OpenAIChatGenerator(model="fake", **given), [ChatMessage.from_user(ASK)], []
+    if task == "chat":
+        return chat.run(asked)["replies"][0].text
+    if task == "stream":
+        chat.run(asked, streaming_callback=lambda chunk: said.append(chunk.content))
+        return "".join(said)
+    if task == "parse":
+        return json.loads(chat.run(asked, generation_kwargs={"response_format": City})["replies"][0].text)
+    schema = weather.model_json_schema()
+    tool = Tool(name="weather", description="Tells the weather.", parameters=schema, function=lambda city: city)
+    return chat.run(asked, tools=[tool])["replies"][0].tool_calls[0].arguments
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ export function percent(part, all) {
 
 export function bytes(number) {
   if (number >= 2 ** 30) return `${(number / 2 ** 30).toFixed(2)} GiB`;
+  if (number < 2 ** 10) return `${number} B`;
   return number >= 2 ** 20 ? `${(number / 2 ** 20).toFixed(1)} MiB` : `${(number / 2 ** 10).toFixed(0)} KiB`;
 }
 

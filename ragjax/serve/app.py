@@ -20,6 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from ragjax import core
 from ragjax.serve import page
 from ragjax.serve.choices import merged
+from ragjax.serve.connection import Limits
 from ragjax.serve.description import describe
 from ragjax.serve.embedding import EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
@@ -52,6 +53,7 @@ def create_app(
     keys: Mapping[str, str] = MappingProxyType({}),
     max_body_bytes: int = MAX_BODY_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
+    timeout: float = Limits.timeout,
     drain: Drain | None = None,
     strict: bool = False,
     cors_origins: Sequence[str] = (),
@@ -64,6 +66,7 @@ def create_app(
             files wants one as a bearer token.
         max_body_bytes: limit of a request's body.
         max_file_bytes: the same of an upload.
+        timeout: seconds in which a request's body must arrive.
         drain: shared with the server, which says by it that it stops.
         strict: refuse fields that have no effect, rather than name them in a notice.
         cors_origins: where pages of a browser may come from that call this server; "*": anywhere.
@@ -98,6 +101,7 @@ def create_app(
         keys=keys,
         limits={"/v1/files": max_file_bytes},
         max_body_bytes=max_body_bytes,
+        timeout=timeout,
         drain=drain or Drain(),
         public=frozenset({"/health", *site}),
     )

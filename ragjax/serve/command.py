@@ -21,6 +21,7 @@ from ragjax import core
 from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
+from ragjax.serve.connection import Limits, limited
 from ragjax.serve.stop import Drain, Server, Watchdog
 
 if TYPE_CHECKING:
@@ -63,6 +64,13 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_engine_flags(parser)
     flag("--max-body-mb", type=positive, default=MAX_BODY_BYTES / 2**20, help="largest body, MiB (%(default)s)")
     flag("--max-file-mb", type=positive, default=MAX_FILE_BYTES / 2**20, help="largest upload, MiB (%(default)s)")
+    flag("--max-connections", type=integer(1), default=Limits.connections, help="connections at a time (%(default)s)")
+    flag(
+        "--receive-timeout",
+        type=positive,
+        default=Limits.timeout,
+        help="seconds in which a client must send its request (%(default)s)",
+    )
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
@@ -185,12 +193,14 @@ def _load(options: argparse.Namespace) -> Engine:
 def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     drain = Drain()
+    limits = Limits(options.receive_timeout, options.max_connections)
     config = uvicorn.Config(
         create_app(
             engine,
             keys=_keys(options),
             max_body_bytes=int(options.max_body_mb * 2**20),
             max_file_bytes=int(options.max_file_mb * 2**20),
+            timeout=limits.timeout,
             drain=drain,
             strict=options.strict,
             cors_origins=options.cors_origin,
@@ -198,7 +208,7 @@ def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,
-        http="h11",  # bounds the head of a request: 64 KiB
+        http=limited(limits),  # over h11, which bounds the head of a request: 64 KiB
         ws="none",
         lifespan="off",
     )

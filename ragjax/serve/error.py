@@ -72,6 +72,19 @@ def stopping() -> ApiError:
     return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
 
 
+def late(seconds: float) -> ApiError:
+    """What a client is told whose request does not arrive in time; the connection ends with it."""
+    message = f"the request did not arrive within {seconds:g} seconds; send it faster, or less of it"
+    return ApiError(408, message, code="timeout", headers={"connection": "close"})
+
+
+def overloaded(connections: int) -> ApiError:
+    """What a client is told whose connection is one too many; it ends with it."""
+    message = f"the server has {connections} connections, its limit; try again later"
+    headers = {"connection": "close", "retry-after": "5"}
+    return ApiError(503, message, "server_error", code="overloaded", headers=headers)
+
+
 def _http_error(error: HTTPException, scope: Scope) -> ApiError:
     reason = _unreadable(error.__cause__)
     if reason is not None:

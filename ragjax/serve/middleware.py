@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ragjax.serve.error import ApiError, api_error, stopping
+from ragjax.serve.error import ApiError, api_error, late, stopping
 from ragjax.serve.metric import Metrics
 from ragjax.serve.stop import Drain
 
@@ -25,7 +25,8 @@ class Door:
     that need none. `limits`: of bodies on paths that have one of their own.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
-    reads the rest away, so that a client that is still writing gets to read the answer.
+    reads the rest away, so that a client that is still writing gets to read the answer. `timeout`: seconds in
+    which the body must arrive.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Door:
         metrics: Metrics,
         keys: Mapping[str, str],
         max_body_bytes: int,
+        timeout: float,
         drain: Drain,
         public: Collection[str],
         limits: Mapping[str, int],
@@ -43,6 +45,7 @@ class Door:
         self._metrics = metrics
         self._tenants = {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
         self._limit, self._limits = max_body_bytes, limits
+        self._timeout = timeout
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,11 +101,18 @@ class Door:
         return self._limits.get(scope["path"], self._limit)
 
     def _limited(self, receive: Receive, most: int) -> Receive:
-        received = 0
+        received, whole = 0, False
+        end = asyncio.get_running_loop().time() + self._timeout
 
         async def limited_receive() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, whole
+            try:
+                # after the body comes the client's leaving, which may take as long as it likes
+                async with asyncio.timeout_at(None if whole else end):
+                    message = await receive()
+            except TimeoutError:
+                raise late(self._timeout) from None
+            whole = not message.get("more_body", False)
             received += len(message.get("body", b""))
             _check_size(received, most)
             return message

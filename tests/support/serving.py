@@ -22,6 +22,7 @@ import uvicorn
 
 from ragjax import core
 from ragjax.serve import create_app
+from ragjax.serve.connection import Limits, limited
 from tests.support.fakes import FakeEngine
 
 MESSAGES = [{"role": "user", "content": "What colour is the lighthouse?"}]
@@ -53,11 +54,17 @@ class Served:
 
 
 @contextmanager
-def serving(engine: FakeEngine, grace: int = 10, **kwargs: Any) -> Iterator[Served]:
+def serving(engine: FakeEngine, grace: int = 10, limits: Limits | None = None, **kwargs: Any) -> Iterator[Served]:
+    limits = limits or Limits()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     config = uvicorn.Config(
-        create_app(engine, **kwargs), log_config=None, ws="none", lifespan="off", timeout_graceful_shutdown=grace
+        create_app(engine, timeout=limits.timeout, **kwargs),
+        log_config=None,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=grace,
+        http=limited(limits),
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -1,0 +1,139 @@
+"""Connections: how many there are at a time, and how long one may keep the server waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ragjax.serve.error import ApiError, late, overloaded
+
+LINGER = 1.0
+"""Seconds between the last answer on a connection and its end, in which the client can read the answer."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of connections.
+
+    timeout: seconds that a client has for a request, from the connection (or the response before it) to the end of the
+        body; and for reading what fills the buffers of its connection.
+    connections: most of them at a time; one more is answered with 503.
+    """
+
+    timeout: float = 60.0
+    connections: int = 512
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP/1.1 connection, bounded in time and number.
+
+    uvicorn has no limit on the time in which a request arrives, and its limit of connections refuses requests on those
+    that were there before. While a body arrives `Door` answers in time; the connection ends even if it does not.
+    """
+
+    limits = Limits()
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._refused = False
+        self._arrival: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Starts the clock, or refuses the connection."""
+        super().connection_made(transport)
+        if len(self.connections) <= self.limits.connections:
+            self._watch()
+            return
+        most = self.limits.connections
+        _log.warning("refused a connection: there are %d already, the most by --max-connections", most)
+        self._end(overloaded(most))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the clocks."""
+        _stop(self._arrival, self._reading)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Takes data, unless the connection ends: its answer is sent, and what still comes is dropped."""
+        if not self._refused:
+            super().data_received(data)
+
+    def handle_events(self) -> None:
+        """Takes what has arrived; the clock stops once that is a whole request."""
+        super().handle_events()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is not HTTP, in the form of every other error."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._end(ApiError(400, "this is not an HTTP request that can be read", headers={"connection": "close"}))
+        else:
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Starts the clock of the next request."""
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        """The buffers are full: starts the clock of a client that does not read."""
+        super().pause_writing()
+        self._reading = self.loop.call_later(self.limits.timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client reads."""
+        _stop(self._reading)
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        if self._refused:
+            return
+        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
+            _stop(self._arrival)
+            self._arrival = None
+        elif self._arrival is None:
+            self._arrival = self.loop.call_later(self.limits.timeout, self._late)
+
+    def _late(self) -> None:
+        """The time is over. An answer is due for a part of a head; `Door` gives that for a part of a body."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if answering or self.transport.is_closing():
+            self._arrival = self.loop.call_later(LINGER, self.transport.abort)
+        elif self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._end(late(self.limits.timeout))
+        else:
+            self.transport.abort()
+
+    def _end(self, error: ApiError) -> None:
+        """Send the error in the application's place, and end the connection."""
+        self._refused = True
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        response = error.response()
+        head = h11.Response(status_code=error.status_code, headers=response.raw_headers)
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        # Closed at once it would be reset by what the client still sends, and the answer lost.
+        self.transport.write_eof()
+        _stop(self._arrival)
+        self._arrival = self.loop.call_later(LINGER, self.transport.abort)
+
+
+def limited(limits: Limits) -> type[Connection]:
+    """The connections of a server with these limits, for `http` of uvicorn's configuration."""
+    return type("Connection", (Connection,), {"limits": limits})
+
+
+def _stop(*clocks: asyncio.TimerHandle | None) -> None:
+    for clock in clocks:
+        if clock is not None:
+            clock.cancel()

@@ -57,7 +57,7 @@ from ragjax.core.request import (
     Tools,
 )
 from ragjax.core.step import Grid, Residual, RowShape, Step, StepMeasure
-from ragjax.core.tokens import NEVER, Intervals, Tokens, intervals, is_unicode
+from ragjax.core.tokens import NEVER, Intervals, Tokens, has_controls, intervals, is_unicode
 from ragjax.core.visibility import Visibility
 from ragjax.core.wrapper import Wrapper
 
@@ -144,6 +144,7 @@ __all__ = [
     "Visibility",
     "VisibilityError",
     "Wrapper",
+    "has_controls",
     "intervals",
     "is_unicode",
 ]

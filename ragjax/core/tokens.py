@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,3 +34,8 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def has_controls(text: str) -> bool:
+    """Whether a text holds control characters (line ends, escapes): in a name they would forge lines of a log."""
+    return any(unicodedata.category(char) == "Cc" for char in text)

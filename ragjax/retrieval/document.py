@@ -8,27 +8,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-import warnings
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import ConfigError, Document, is_unicode
+from ragjax.core import ConfigError, Document, has_controls, is_unicode
+from ragjax.retrieval.html import read_html
+from ragjax.retrieval.markup import decode, read_markdown, read_text
+from ragjax.retrieval.pdf import read_pdf
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
 
 _FIELDS = ("id", "title", "text")
-_PARAGRAPHS = (
-    *("address", "article", "aside", "blockquote", "div", "dl", "fieldset", "figcaption", "figure", "footer", "form"),
-    *("h1", "h2", "h3", "h4", "h5", "h6", "header", "hr", "main", "nav", "ol", "p", "pre", "section", "table", "ul"),
-)
-_LINES = ("dd", "dt", "li", "tr")
-_NO_TEXT = ("head", "script", "style", "template", "noscript", "svg")
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +91,7 @@ def _lines(path: Path, max_bytes: int) -> Iterator[tuple[int, str]]:
             for number, line in enumerate(iter(lambda: file.readline(max_bytes + 2), b""), start=1):
                 if len(line.rstrip(b"\r\n")) > max_bytes:
                     raise ConfigError(f"{path}:{number}: longer than the limit of {max_bytes} bytes per document")
-                text = _decode(line, path, number)
+                text = decode(line, path, number)
                 if text.strip():
                     yield number, text
     except OSError as error:
@@ -116,6 +111,8 @@ def _from_line(line: str, where: str) -> Document:
     values = {name: _string(entry, name, where) for name in _FIELDS}
     if not values["id"].strip():
         raise ConfigError(f"{where}: id is empty")
+    if has_controls(values["id"]):
+        raise ConfigError(f"{where}: id {values['id']!r} holds a control character; leave it out")
     return Document(values["id"], values["text"].strip(), values["title"].strip())
 
 
@@ -178,21 +175,16 @@ def _ids(names: list[str]) -> dict[str, str]:
 def _from_file(path: Path, document_id: str, max_bytes: int) -> Document:
     if not is_unicode(document_id):
         raise ConfigError(f"{str(path)!r}: the file's name is not valid UTF-8; rename it")
-    try:
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ConfigError(f"{path}: {size} bytes, more than the limit of {max_bytes} per document; split the file")
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    return parse(data, path, document_id)
+    if has_controls(document_id):
+        raise ConfigError(f"{str(path)!r}: the file's name holds a control character; rename it")
+    return parse(_data(path, max_bytes), path, document_id)
 
 
 def parse(data: bytes, path: Path, document_id: str) -> Document:
     """The document in a file's bytes, of the kind that the path's suffix says (`suffixes`); nothing is read from disk.
 
     Raises:
-        ConfigError: if it is of another kind or broken.
+        ConfigError: if it is of another kind, broken, or over a limit.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -206,115 +198,25 @@ def suffixes() -> tuple[str, ...]:
     return tuple(_READERS)
 
 
-def _decode(data: bytes, path: Path, first_line: int = 1) -> str:
-    """UTF-8 text with its line ends made alike, or an error that names the line."""
+def _data(path: Path, max_bytes: int) -> bytes:
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = first_line + data.count(b"\n", 0, error.start)
-        raise ConfigError(f"{path}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}); convert it") from error
-    if "\0" in text:
-        line = first_line + text.count("\n", 0, text.index("\0"))
-        raise ConfigError(f"{path}:{line}: binary content (a NUL byte), not text")
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-# ------------------------------------------------------------------------------------------ file types
-
-
-def _read_text(data: bytes, path: Path) -> tuple[str, str]:
-    return "", _decode(data, path)
-
-
-def _read_markdown(data: bytes, path: Path) -> tuple[str, str]:
-    text = _decode(data, path).strip()
-    heading = _first_heading(text)
-    if heading is None:
-        return "", text
-    opens = heading.start() == 0
-    return heading["title"].strip(), text[heading.end() :] if opens else text
-
-
-def _first_heading(text: str) -> re.Match[str] | None:
-    """The first ATX heading outside fenced code."""
-    fenced = [(m.start(), m.end()) for m in re.finditer(r"^(```|~~~).*?(?:^\1|\Z)", text, re.MULTILINE | re.DOTALL)]
-    for heading in re.finditer(r"^ {0,3}#{1,6}[ \t]+(?P<title>\S.*?)[ \t]*#*[ \t]*$", text, re.MULTILINE):
-        if not any(start <= heading.start() < end for start, end in fenced):
-            return heading
-    return None
-
-
-def _read_html(data: bytes, path: Path) -> tuple[str, str]:
-    import bs4
-
-    with warnings.catch_warnings():
-        # XHTML is welcome, and a page may be as short as a file name
-        warnings.simplefilter("ignore", bs4.XMLParsedAsHTMLWarning)
-        warnings.simplefilter("ignore", bs4.MarkupResemblesLocatorWarning)
-        soup = bs4.BeautifulSoup(_decode_html(data, path), "html.parser")
-    headings = [found for found in (soup.find("title"), soup.find("h1")) if found is not None]
-    titles = [" ".join(heading.get_text().split()) for heading in headings]
-    for element in soup.find_all(_NO_TEXT):
-        element.decompose()
-    title = next((title for title in titles if title), "")
-    return title, _html_text(soup).strip().removeprefix(f"{title}\n")
-
-
-def _decode_html(data: bytes, path: Path) -> str:
-    from bs4.dammit import EncodingDetector
-
-    declared = EncodingDetector.find_declared_encoding(data, is_html=True)
-    if declared is None or declared.lower() in ("utf-8", "utf8"):
-        return _decode(data, path)
-    try:
-        return _decode(data.decode(declared).encode("utf-8"), path)
-    except (UnicodeError, LookupError) as error:
-        raise ConfigError(f"{path}: cannot be read as {declared!r}, the charset it declares; convert it") from error
-
-
-def _html_text(soup: Any) -> str:
-    """The page's text, with the breaks its elements make and without those of its source (but for <pre>)."""
-    for string in list(soup.find_all(string=True)):
-        if type(string).__name__ != "NavigableString":  # comments, doctype
-            string.extract()
-        elif string.find_parent("pre") is None:
-            string.replace_with(re.sub(r"\s+", " ", string))
-    for element in soup.find_all("br"):
-        element.replace_with("\n")
-    for element in soup.find_all(["td", "th"]):
-        element.insert_before(" ")
-    for element in soup.find_all(_LINES):
-        element.insert_before("\n")
-    for element in soup.find_all(_PARAGRAPHS):
-        element.insert_before("\n\n")
-        element.insert_after("\n\n")
-    text = soup.get_text()
-    if soup.find("pre") is None:
-        text = re.sub(r"\n[ \t]+", "\n", text)
-    return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+\n", "\n", text))
-
-
-def _read_pdf(data: bytes, path: Path) -> tuple[str, str]:
-    import pypdf
-
-    try:
-        reader = pypdf.PdfReader(BytesIO(data))
-        if reader.is_encrypted:
-            raise ConfigError(f"{path}: the PDF is encrypted; save it without a password")
-        pages = [page.extract_text() for page in reader.pages]
-    except ConfigError:
-        raise
-    except Exception as error:  # pypdf raises whatever a damaged file leads it to
-        raise ConfigError(f"{path}: not a readable PDF: {error}") from error
-    text = "\n\n".join(page.strip() for page in pages).replace("\0", "")
-    # fonts may map glyphs to halves of surrogate pairs: join those that match, drop the rest
-    return "", text.encode("utf-16", "surrogatepass").decode("utf-16", "ignore")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for, and a device may have no end
+            raise ConfigError(f"{path}: not a regular file; remove it")
+        if found.st_size > max_bytes:
+            raise ConfigError(
+                f"{path}: {found.st_size} bytes, more than the limit of {max_bytes} per document; split the file"
+            )
+        with path.open("rb") as file:
+            return file.read(max_bytes)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
 
 
 _READERS: Mapping[str, Callable[[bytes, Path], tuple[str, str]]] = {
-    ".md": _read_markdown,
-    ".txt": _read_text,
-    ".html": _read_html,
-    ".htm": _read_html,
-    ".pdf": _read_pdf,
+    ".md": read_markdown,
+    ".txt": read_text,
+    ".html": read_html,
+    ".htm": read_html,
+    ".pdf": read_pdf,
 }

@@ -1,0 +1,213 @@
+"""Files made to cost their reader time or memory: one clear error each, or read in linear time."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pypdf import PdfReader
+from reportlab.pdfgen.canvas import Canvas
+
+from ragjax.core import ConfigError
+from ragjax.retrieval import html, pdf
+from ragjax.retrieval.document import load
+from ragjax.retrieval.html import read_html
+from ragjax.retrieval.markup import read_markdown
+from tests.support.growth import assert_linear, calls
+
+PATH = Path("page")
+
+
+def written(folder: Path, name: str, data: bytes) -> Path:
+    (folder / name).write_bytes(data)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------- PDF
+
+
+def pdf_of(content: bytes, pages: int = 1, form: bytes = b"") -> bytes:
+    """A PDF whose pages all show one stream, compressed, which may draw the form /F."""
+    streams = [zlib.compress(content, 9), zlib.compress(form, 9)]
+    entries = b"/Type /XObject /Subtype /Form /BBox [0 0 9 9] /Resources 5 0 R"
+    bodies = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Count %d /Kids [%s] >>" % (pages, b" ".join(b"%d 0 R" % (8 + i) for i in range(pages))),
+        b"<< /Filter /FlateDecode /Length %d >> stream\n%s\nendstream" % (len(streams[0]), streams[0]),
+        b"<< %s /Filter /FlateDecode /Length %d >> stream\n%s\nendstream" % (entries, len(streams[1]), streams[1]),
+        b"<< /Font << /A 6 0 R >> /XObject << /F 4 0 R >> >>",
+        b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
+        b"null",
+        *[b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 9 9] /Resources 5 0 R /Contents 3 0 R >>"] * pages,
+    ]
+    made, places = b"%PDF-1.5\n", []
+    for number, body in enumerate(bodies, 1):
+        places.append(len(made))
+        made += b"%d 0 obj %s endobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % place for place in places)
+    size = len(bodies) + 1
+    end = b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (size, len(made))
+    return made + b"xref\n0 %d\n0000000000 65535 f \n" % size + table + end
+
+
+SHOWN = b"BT /A 9 Tf (light) Tj ET "
+
+
+def test_the_maker_of_bombs_makes_pdfs(tmp_path: Path) -> None:
+    data = pdf_of(SHOWN + b"/F Do", pages=2, form=SHOWN)
+    (document,) = load(written(tmp_path, "a.pdf", data)).documents
+    assert document.text.count("light") == 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "data", "message"),
+    [
+        ({"MAX_PAGES": 4}, lambda: pdf_of(SHOWN, pages=5), r"5 pages, more than the limit of 4; split the file"),
+        ({"MAX_STREAM": 10**5}, lambda: pdf_of(SHOWN + b" " * 10**6), r"the PDF asks for too much: Limit reached"),
+        ({"MAX_CHARS": 100}, lambda: pdf_of(SHOWN, pages=50), r"more text than the limit of 100 characters"),
+        ({"MAX_CHARS": 100}, lambda: pdf_of(b"/F Do " * 50, form=SHOWN), r"more text than the limit of 100 char"),
+        ({"MAX_SECONDS": 0}, lambda: pdf_of(SHOWN), r"not read within 0 seconds; split the file"),
+    ],
+    ids=["pages", "decompressed", "text", "text of a form", "time"],
+)
+def test_a_pdf_over_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], data: Callable[[], bytes], message: str
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(pdf, name, value)
+    with pytest.raises(ConfigError, match=rf"a\.pdf: {message}"):
+        load(written(tmp_path, "a.pdf", data()))
+
+
+def test_a_stream_that_swells_by_a_thousand_is_refused(tmp_path: Path) -> None:
+    data = pdf_of(SHOWN + b" " * (pdf.MAX_STREAM + 1))
+    assert len(data) < 10**5
+    with pytest.raises(ConfigError, match=r"a\.pdf: the PDF asks for too much"):
+        load(written(tmp_path, "a.pdf", data))
+
+
+def test_streams_in_streams_are_refused(tmp_path: Path) -> None:
+    """A stream may name filters, one after the other, each of which swells what the one before gave."""
+    twice = zlib.compress(zlib.compress(SHOWN + b" " * (pdf.MAX_STREAM + 1), 9), 9)
+    data = pdf_of(SHOWN)
+    once = re.search(rb"/Filter /FlateDecode /Length (\d+) >> stream\n", data)
+    assert once is not None
+    new = b"/Filter [/FlateDecode /FlateDecode] /Length %d >> stream\n" % len(twice)
+    data = data[: once.start()] + new + twice + data[once.end() + int(once[1]) :]
+    with pytest.raises(ConfigError, match=r"a\.pdf: the PDF asks for too much"):
+        load(written(tmp_path, "a.pdf", data))
+
+
+def test_a_form_that_draws_itself_ends(tmp_path: Path) -> None:
+    data = pdf_of(b"/F Do " * 2, form=SHOWN + b"/F Do /F Do ")
+    (document,) = load(written(tmp_path, "a.pdf", data)).documents
+    assert "light" in document.text
+
+
+def test_limits_leave_what_others_read_as_it_is(tmp_path: Path) -> None:
+    """Pypdf's limits are those of the process: ours end with our reading."""
+    Canvas(str(tmp_path / "a.pdf")).save()
+    read = pdf_of(SHOWN + b" " * (pdf.MAX_STREAM + 1))
+    with pytest.raises(ConfigError):
+        load(written(tmp_path, "b.pdf", read))
+    page = PdfReader(tmp_path / "b.pdf").pages[0].get_contents()
+    assert page is not None and len(page.get_data()) > pdf.MAX_STREAM
+
+
+# ------------------------------------------------------------------------------------------------- HTML
+
+
+def test_a_page_of_too_many_tags_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "MAX_TAGS", 100)
+    with pytest.raises(ConfigError, match=r"a\.html: 101 tags, more than the limit of 100 of a page; split the file"):
+        load(written(tmp_path, "a.html", b"<p>x" * 101))
+
+
+def test_tags_without_an_end_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a\.html: 100000 tags at the end have no '>'; mend the page"):
+        load(written(tmp_path, "a.html", b"<p>x</p>" + b"<a" * 100_000))
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "utf-7", "unicode_escape", "zlib", "undefined"])
+def test_codecs_that_no_page_is_written_in_are_refused(tmp_path: Path, charset: str) -> None:
+    with pytest.raises(ConfigError, match=rf"a\.html: cannot be read as '{charset}', the charset it declares"):
+        load(written(tmp_path, "a.html", f'<meta charset="{charset}"><p>x'.encode()))
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["<p>x</p>", "<li>x", "<div>x", "<b>x", "x<br>", "</p>x", "<pre>x", "<td>x</td>", "<!-- x -->", "<p a=b c>x</p>"],
+)
+def test_pages_are_read_in_linear_time(part: str) -> None:
+    read_html(b"<p>", PATH)  # what is imported and compiled at first
+    assert_linear(lambda size: calls(lambda: read_html(part.encode() * size, PATH)), 250)
+
+
+def test_deep_pages_are_read(tmp_path: Path) -> None:
+    (document,) = load(written(tmp_path, "a.html", b"<div><b>" * 20_000 + b"deep")).documents
+    assert document.text == "deep"
+
+
+@pytest.mark.parametrize("page", ["<pre>" + " " * 10**6 + "x", "<p>" + "\n " * 500_000 + "x"], ids=["pre", "p"])
+def test_long_blanks_of_a_page_are_read(page: str) -> None:
+    """Beginning at each blank anew would take hours."""
+    assert read_html(page.encode(), PATH)[1] == "x"
+
+
+# --------------------------------------------------------------------------------------------- Markdown
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("# x" + " " * 10**6 + "y", "x" + " " * 10**6 + "y"),
+        ("# x" + " #" * 10**5, "x" + " #" * (10**5 - 1)),
+        ("```\n# a\n```\n" * 50_000 + "# b", "b"),
+        ("```\n" * 100_001 + "# b", ""),
+    ],
+    ids=["blanks", "marks", "fences", "fences without an end"],
+)
+def test_long_headings_and_many_fences_are_read(text: str, title: str) -> None:
+    """Each would take hours with an expression that tries every split, or by looking at every fence."""
+    assert read_markdown(text.encode(), PATH)[0] == title
+
+
+@pytest.mark.parametrize(
+    ("line", "title"),
+    [("# a ##", "a"), ("# C#", "C"), ("# #", "#"), ("# ##", "#"), ("## a # b #  ", "a # b"), ("#  a", "a")],
+)
+def test_marks_that_close_a_heading_are_no_part_of_the_title(line: str, title: str) -> None:
+    assert read_markdown(line.encode(), PATH)[0] == title
+
+
+# -------------------------------------------------------------------------------------- names and files
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    """A pipe would be waited for, and a device may have no end."""
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(ConfigError, match=r"a\.txt: not a regular file; remove it"):
+        load(tmp_path)
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "a.txt").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=r"a\.txt: not a regular file; remove it"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "a\x7f", "a\x9b"])
+def test_control_characters_in_names_are_refused(tmp_path: Path, name: str) -> None:
+    """They would forge lines of a log, or steer the terminal that shows it."""
+    with pytest.raises(ConfigError, match="the file's name holds a control character; rename it") as refused:
+        load(written(tmp_path, f"{name}.txt", b"text"))
+    assert str(refused.value).isprintable()
+
+
+def test_control_characters_in_ids_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"id": "a\\nb", "text": "x"}')
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1: id 'a\\nb' holds a control character; leave it out"):
+        load(path)

@@ -75,7 +75,8 @@ class Constraint:
         if self.failure:
             return self._end
         try:
-            found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+            # llguidance gives a word too many where the tokens fill the last one
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._end)]
         except ValueError:
             found = self._end[:0]
         if not self._matcher.is_error() and found.any():

@@ -40,7 +40,9 @@ def run(python: str, *arguments: str, folder: str | None = None, **variables: st
 
 def test_its_tests_pass_against_a_server(package: tuple[str, str]) -> None:
     folder, python = package
+    doors = [Document("north", "It is red.", "The north door"), Document("south", "It is blue.", "The south door")]
     with tiny.engine() as engine, serving(engine) as served:
+        engine.add_documents(doors, "doors")
         done = run(
             python, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=folder, RAGJAX_TEST_URL=served.url + "/v1"
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from langchain_ragjax import RagjaxRetriever
+from langchain_ragjax import ChatRagjax, RagjaxRetriever
 from langchain_ragjax.passage import passages
 
 FILTER = {"type": "eq", "key": "floor", "value": 2}
@@ -35,3 +35,12 @@ def test_what_it_finds_can_be_sent_as_it_is(search: Any) -> None:
 def test_a_refusal_is_an_error(search: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="no such knowledge base"):
         RagjaxRetriever(knowledge="windows", base_url=search.url).invoke("Which door?")
+
+
+def test_an_answer_over_what_it_finds_reuses_the_knowledge_base(url: str) -> None:
+    (document,) = RagjaxRetriever(knowledge="doors", k=1, base_url=url).invoke("north door")
+    chat = ChatRagjax(model="tiny", base_url=url, max_tokens=2, rag={"strategy": "naive"})
+    chat.invoke("north door", rag={"knowledge": "doors", "top_k": 1})
+    answer = chat.invoke("Which door is red?", documents=[document])
+    (chunk,) = [segment for segment in answer.response_metadata["rag"]["segments"] if "#" in segment["id"]]
+    assert document.metadata["file_id"] == "north" and chunk["reused"] == chunk["tokens"] > 0

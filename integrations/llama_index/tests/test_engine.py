@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
+from llama_index.core.llms import ChatMessage
 from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index_ragjax import Ragjax, RagjaxQueryEngine, RagjaxRetriever
 
@@ -71,3 +72,12 @@ def test_a_stream_has_the_account_at_its_end_without_blocking(parts: Any) -> Non
         return text, sent(response)
 
     assert asyncio.run(run()) == (RagjaxQueryEngine(*parts).query(ASK).response, FILES)
+
+
+def test_an_answer_over_what_it_finds_reuses_the_knowledge_base(url: str) -> None:
+    retriever = RagjaxRetriever("doors", top_k=1, base_url=url)
+    llm = Ragjax(model="tiny", api_base=url, max_tokens=2, rag={"strategy": "naive"})
+    llm.chat([ChatMessage("north door", role="user")], rag={"knowledge": "doors", "top_k": 1})
+    response = RagjaxQueryEngine(llm, retriever).query("north door")
+    (chunk,) = [segment for segment in response.metadata["rag"]["segments"] if "#" in segment["id"]]
+    assert sent(response) == ["north"] and chunk["reused"] == chunk["tokens"] > 0

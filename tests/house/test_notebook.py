@@ -111,6 +111,8 @@ def test_the_compressions_cells_run_in_order(tmp_path: Path, monkeypatch: pytest
 
 
 LONG: Mapping[str, Callable[[dict[str, Any]], bool]] = {
+    "quality.ipynb": lambda names: names["chosen"].kl_hi <= names["budget"].kl,
+    "training.ipynb": lambda names: not names["failed"] and names["after"]["dev_loss"] < names["before"]["dev_loss"],
     "extending.ipynb": lambda names: {found[-1].text for found in names["answers"].values()} == {names["full"].text},
 }
 """What holds when a notebook's cells have run; those that take a minute or two."""

@@ -60,14 +60,14 @@ def test_the_drawing_is_its_only_output_and_small(cells: list[dict[str, Any]]) -
     (output,) = drawn["outputs"]
     assert drawn["source"][-1].startswith("SVG(") and output["output_type"] == "execute_result"
     svg = "".join(output["data"]["image/svg+xml"])
-    assert len(svg) < 80_000 and ElementTree.fromstring(svg).tag.endswith("}svg")
+    assert len(svg) < 100_000 and ElementTree.fromstring(svg).tag.endswith("}svg")
 
 
 def test_every_name_it_imports_from_ragjax_exists(cells: list[dict[str, Any]]) -> None:
     imports = [node for source in sources(cells) for node in ast.walk(ast.parse(source))]
     named = [(node.module, alias.name) for node in imports if isinstance(node, ast.ImportFrom) for alias in node.names]
     ours = [(module, name) for module, name in named if module and module.partition(".")[0] == "ragjax"]
-    assert len(ours) >= 4
+    assert len(ours) >= 3
     assert [(m, n) for m, n in ours if not hasattr(importlib.import_module(m), n)] == []
 
 
@@ -111,6 +111,8 @@ def test_the_compressions_cells_run_in_order(tmp_path: Path, monkeypatch: pytest
 
 
 LONG: Mapping[str, Callable[[dict[str, Any]], bool]] = {
+    "strategies.ipynb": lambda names: names["answers"]["naive"].cached_tokens > names["answers"]["full"].cached_tokens,
+    "sizing.ipynb": lambda names: names["rates"]["lru"] == sorted(names["rates"]["lru"]) and names["enough"] > 0,
     "quality.ipynb": lambda names: names["chosen"].kl_hi <= names["budget"].kl,
     "training.ipynb": lambda names: not names["failed"] and names["after"]["dev_loss"] < names["before"]["dev_loss"],
     "extending.ipynb": lambda names: {found[-1].text for found in names["answers"].values()} == {names["full"].text},

@@ -80,8 +80,9 @@ $(COMPILE_READY): requirements.lock requirements-compile.lock pyproject.toml
 	@$(COMPILE)/bin/python $(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# Not --quiet: with it mkdocs counts no warnings, and --strict lets them pass.
 docs: $(DOCS_READY)
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 $(DOCS_READY): docs/requirements.lock

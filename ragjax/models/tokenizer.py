@@ -69,7 +69,10 @@ class Tokenizer:
         """Read the tokenizer of a Hugging Face directory or .gguf file. Raises ConfigError."""
         path = Path(path)
         if path.is_dir():
-            return cls(**settings_of_directory(path))
+            try:
+                return cls(**settings_of_directory(path))
+            except (TypeError, ValueError, KeyError, AttributeError) as error:
+                raise ConfigError(f"{path}: the tokenizer cannot be read: {error!r}") from error
         return cls.from_gguf(read_gguf(path)[0])
 
     @classmethod

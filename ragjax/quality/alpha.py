@@ -55,7 +55,7 @@ class Alpha:
                 raise ConfigError(f"{path} is of version {version!r}, not {VERSION}: {again}")
             alpha = Alpha(**{field.name: found[field.name] for field in fields(Alpha)})
             usable = math.isfinite(alpha.value) and alpha.value >= 0
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be read ({error}): {again}") from error
         if not usable:
             raise ConfigError(f"{path} holds no usable alpha: {again}")

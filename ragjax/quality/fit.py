@@ -204,7 +204,7 @@ class FitReport:
         """
         try:
             report = cls._of(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path}: no fit of a selector: {error!r}; {AGAIN}") from error
         if identity is not None:
             report.check(identity, path)

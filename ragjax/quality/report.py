@@ -248,7 +248,7 @@ class Report:
             report = cls._of(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError as error:
             raise ConfigError(f"there is no quality report of this model and dtype; {GATE}") from error
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path}: no quality report: {error!r}; {GATE}") from error
         if report.identity != identity:
             raise ConfigError(f"{path}: the report is of another model, {report.model} in {report.dtype}; {GATE}")

@@ -28,6 +28,7 @@ from ragjax.core import (
     RequestError,
     Scalar,
     Store,
+    has_controls,
     is_unicode,
 )
 from ragjax.retrieval.catalog import Catalog
@@ -36,6 +37,8 @@ from ragjax.retrieval.intake import Bases, Intake
 
 FOLDER = ".library"
 """Beside the folders of the knowledge bases; none of them can have this name."""
+NAME_CHARS = 1024
+"""Characters of a file's name: every passage has it."""
 PURPOSES = ("assistants", "user_data")
 FEWEST_TOKENS, MOST_TOKENS = 100, 4096
 """Tokens of a chunk that a client may ask for, as in OpenAI's API."""
@@ -95,6 +98,9 @@ class Library:
         if Path(name).suffix.lower() not in suffixes() or not is_unicode(name):
             reason = f"the file {name!r} cannot be read: files of these types can: {kinds}"
             raise RequestError(reason, param="file", code="unsupported_file")
+        if len(name) > NAME_CHARS or has_controls(name):
+            reason = f"the file's name may have {NAME_CHARS} characters, and no control characters"
+            raise RequestError(reason, param="file", code="invalid_value")
         if not content:
             raise RequestError(f"the file {name!r} is empty", param="file", code="invalid_value")
         file = File(f"file-{_hex()}", name, purpose, len(content), int(self._now()))

@@ -204,6 +204,8 @@ def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:
         ("a", "assistants", b"x", "cannot be read"),
         ("a.txt", "fine-tune", b"x", "purpose must be"),
         ("a.txt", "assistants", b"", "is empty"),
+        ("a\x1b[2J.txt", "assistants", b"x", "no control characters"),
+        ("a" * 1021 + ".txt", "assistants", b"x", "may have 1024 characters"),
     ],
 )
 def test_what_could_not_be_searched_is_not_taken(name: str, purpose: str, content: bytes, words: str) -> None:

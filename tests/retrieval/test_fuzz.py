@@ -1,0 +1,78 @@
+"""Documents and triples with random damage: they are read, or refused with a ConfigError that names the file."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from reportlab.pdfgen.canvas import Canvas
+
+from ragjax.core import ConfigError, is_unicode
+from ragjax.retrieval.document import load, parse
+from ragjax.retrieval.reader import read
+from tests.support.mutation import EXAMPLES, altered, damaged, tried
+
+PAGE = b"""<html><head><meta charset="utf-8"><title>A Map</title><style>p {}</style></head><body><!-- x --><h1>Map</h1>
+<p class="a">Here be <b>seals</b> &amp; gulls.<br>x</p><ul><li>one<li>two</ul><pre> a
+ b</pre><table><tr><td>1</td></tr></table><![CDATA[x]]></body></html>"""
+MARKDOWN = "\ufeff# The Harbour\r\n\n```sh\n# no\n```\n~~~\nShips **call** at dawn. 🙂\n## Two ##\n".encode()
+FILES = {"a.html": PAGE, "a.md": MARKDOWN, "a.txt": MARKDOWN}
+
+TRIPLES = {
+    "a.tsv": b"Maud\tkeeps\tthe light\nthe light\tstands on\tthe rock\n",
+    "a.jsonl": b'{"head": "Maud", "relation": "keeps", "tail": "x"}\n["a", "b", "c"]\n{"triples": [["a", "b", "c"]]}\n',
+    "a.nt": b'<http://x/a> <http://x/b> <http://x/c> .\n_:n <http://x/b> "text"@en .\n'
+    b'<http://x/a> <http://www.w3.org/2000/01/rdf-schema#label> "A" .\n',
+}
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_documents(name: str, examples: int) -> None:
+    def check(data: bytes) -> None:
+        with suppress(ConfigError):
+            document = parse(data, Path(name), "a")
+            assert is_unicode(document.text) and is_unicode(document.title)
+
+    tried(examples, damaged(FILES[name]), check)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_damaged_pdfs(tmp_path: Path, examples: int) -> None:
+    canvas = Canvas(str(tmp_path / "a.pdf"))
+    for text in ("First page of the log.", "Second page."):
+        canvas.drawString(72, 720, text)
+        canvas.showPage()
+    canvas.save()
+
+    def check(data: bytes) -> None:
+        with suppress(ConfigError):
+            assert is_unicode(parse(data, Path("a.pdf"), "a").text)
+
+    tried(examples, damaged((tmp_path / "a.pdf").read_bytes()), check)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_damaged_lines_of_documents(tmp_path: Path, examples: int) -> None:
+    path = tmp_path / "a.jsonl"
+    line = {"id": "1", "title": "One", "text": "Erste Zeile 🙂"}
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        with suppress(ConfigError):
+            load(path)
+
+    tried(examples, damaged(json.dumps(line).encode() + b"\n") | altered(line), check)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("name", TRIPLES)
+def test_damaged_triples(tmp_path: Path, name: str, examples: int) -> None:
+    def check(data: bytes) -> None:
+        (tmp_path / name).write_bytes(data)
+        with suppress(ConfigError):
+            list(read(tmp_path / name))
+
+    tried(examples, damaged(TRIPLES[name]), check)

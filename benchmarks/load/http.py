@@ -35,6 +35,8 @@ class OwnServer(Server):
             value = getattr(owner, field.removeprefix(STORAGE))
             if settings.get("action") == "store_true":
                 words += [flag] if value else []
+            elif isinstance(value, tuple):
+                words += [word for one in value for word in (flag, str(one))]
             elif value is not None and field not in ("knowledge", "graph"):
                 words += [flag, str(value)]
         return [*words, "--knowledge", self._knowledge()], {}

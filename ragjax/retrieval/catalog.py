@@ -154,6 +154,11 @@ class Catalog:
             where = " where store = ? and file = ? and created = ? and batch is ? and state = 'in_progress'"
             return database.execute(sql + where, (*values, *key)).rowcount == 1
 
+    def reopen(self, store: str, file: str) -> None:
+        """Note that an attachment is to be read again."""
+        with self._changing() as database:
+            database.execute("update attachments set state = 'in_progress' where store = ? and file = ?", (store, file))
+
     def note(self, store: str, file: str, attributes: Mapping[str, Any]) -> None:
         """Change the attributes of an attachment."""
         with self._changing() as database:

@@ -76,6 +76,7 @@ class Library:
             base.delete(base.document_ids - wanted.keys())
             for one in wanted.values():
                 if one.state == "in_progress" or (one.state == "completed" and one.file not in base.document_ids):
+                    self._catalog.reopen(store, one.file)
                     self._intake.start(replace(one, state="in_progress"))
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from ragjax.quality.fit import FitReport
 from ragjax.quality.report import Setting
 from ragjax.reuse.budget import EXPECTED, RATIO, Fitted
 from ragjax.reuse.fitted import Weighted
-from ragjax.serve.response import _rag
+from ragjax.serve.response import account
 from tests.support import tiny
 
 WORDS = [
@@ -63,7 +63,8 @@ def test_the_ratio_falls_with_the_budget_and_is_told(engine: Engine) -> None:
     assert any(0 < ratio < 1 for ratio in ratios)
     for kl, answer in zip((1e-4, 0.5, 0.9, 1.5), answers, strict=True):
         assert answer.strategy == "fitted" and answer.recompute_ratio == answer.figures[RATIO]
-        assert answer.figures[EXPECTED] <= kl * 1.2 and _rag(answer)["figures"][EXPECTED] == answer.figures[EXPECTED]
+        assert answer.figures[EXPECTED] <= kl * 1.2
+        assert account(answer, engine.pieces, ())["figures"][EXPECTED] == answer.figures[EXPECTED]
     assert answers[-1].predicted is None and answers[-1].exact_to is None and not answers[-1].notices
 
 

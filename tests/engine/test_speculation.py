@@ -158,7 +158,7 @@ def test_every_strategy_answers_as_without(
                     _until(lambda: engine.stats()["steps_total"] > before and not engine._loop.states())
 
             hits = tuple(Hit(chunk, 0.5) for name in TWO for chunk in engine.knowledge_base().document(name))
-            monkeypatch.setattr(KnowledgeBase, "search", lambda base, question, k, hits=hits: hits)
+            monkeypatch.setattr(KnowledgeBase, "search", lambda base, question, k, hits=hits, **_: hits)
             scripted(THREE, TWO, TWO, gate=ended)
             answers.append(engine.answer("Which?", strategy=name, max_tokens=3, want_logits=True))
             assert _is_clean(engine)
@@ -484,7 +484,7 @@ def test_random_searches_and_clients(seed: int, monkeypatch: pytest.MonkeyPatch)
     def stages(base: KnowledgeBase, question: str, k: int, n: int) -> Iterator[SearchStage]:
         return Script(scripts[question], lambda number: time.sleep(pauses[question]))(base, question, k, n)
 
-    def final(base: KnowledgeBase, question: str, k: int) -> tuple[Hit, ...]:
+    def final(base: KnowledgeBase, question: str, k: int, **_: object) -> tuple[Hit, ...]:
         (stage,) = Script(scripts[question][-1:])(base, question, k, 1)
         return stage.hits
 

@@ -205,7 +205,8 @@ class Report:
 
     def predicted(self, setting: Setting) -> Divergence | None:
         """Mean divergence of the setting, or of the nearest smaller ratio measured; None if there is none."""
-        same = [one for one in self.measurements if one.setting.strategy == setting.strategy]
+        alike = (setting.strategy, setting.compression)
+        same = [one for one in self.measurements if (one.setting.strategy, one.setting.compression) == alike]
         if setting.ratio is None:
             near = [one for one in same if one.setting.ratio is None]
         else:

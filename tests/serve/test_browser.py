@@ -234,7 +234,7 @@ def test_documents_are_added_and_removed(browser: Browser) -> None:
         page.fill("#documents-name", RUNS)
         page.keyboard.press("Enter")
         page.wait_for_selector("#documents-upload:visible")
-        assert page.evaluate("document.activeElement.id") == "documents-files"
+        page.wait_for_selector("#documents-files:focus", state="attached")
         files = {
             "harbour.md": b"# Harbour\n\nThe harbour is 28 feet deep.",
             "broken.pdf": b"no pdf",
@@ -291,7 +291,7 @@ def test_the_cache_is_shown_live_while_it_is_looked_at(browser: Browser) -> None
         page.click("nav a[href='#ask']")
         asked.clear()
         page.clock.fast_forward(60_000)
-        assert asked == [], "nothing is asked for while nobody looks"
+        assert not [url for url in asked if "/v1/" in url], "nothing is asked for while nobody looks"
         page.click("nav a[href='#cache']")
         page.wait_for_selector(".icicle button")
         page.clock.fast_forward(60_000)

@@ -1,8 +1,7 @@
 /* The cache, live: how full its tiers are, what its tree holds, what left, and what requests got of it. */
 
 import { json } from "./api.js";
-import { say } from "./ask.js";
-import { count, counted, find, h, milliseconds, percent, roving, svg } from "./dom.js";
+import { count, counted, find, h, milliseconds, percent, roving, say, svg } from "./dom.js";
 
 /** Milliseconds between two looks, while the view is visible. */
 const EVERY = 2000;

@@ -1,10 +1,10 @@
 /* Compare: two strategies on one question, one after the other, their answers with differences marked. */
 
 import { ask } from "./api.js";
-import { account, say } from "./ask.js";
+import { account } from "./ask.js";
 import { diff } from "./diff.js";
-import { find, h, milliseconds } from "./dom.js";
-import { body, fillStrategies, wrong } from "./form.js";
+import { find, h, milliseconds, say } from "./dom.js";
+import { body, fillStrategies, onSubmit } from "./form.js";
 
 const SIDES = ["a", "b"];
 
@@ -36,52 +36,28 @@ function verdict([a, b]) {
 }
 
 export function initCompare() {
-  const form = find("compare-form");
   const status = find("compare-status");
-  const [submit, stop] = [find("compare-submit"), find("compare-stop")];
   const columns = SIDES.map((side) => find(`compare-${side}-result`));
-  let running = null;
 
-  const one = async (side, i) => {
-    const asked = body("compare", `compare-${side}`);
+  const one = async (i, signal) => {
+    const asked = body("compare", `compare-${SIDES[i]}`);
     if (find("compare-warm").checked) {
       say(status, `Warming the cache for ${asked.rag.strategy} …`);
-      await ask({ ...asked, max_tokens: 1 }, () => {}, running.signal);
+      await ask({ ...asked, max_tokens: 1 }, () => {}, signal);
     }
     say(status, `Asking ${asked.rag.strategy} …`);
     const text = h("p", { class: "answer", "aria-busy": "true" });
     columns[i].replaceChildren(h("h3", { class: "side" }, asked.rag.strategy), text);
-    return ask(asked, (piece) => text.append(piece), running.signal);
+    return ask(asked, (piece) => text.append(piece), signal);
   };
 
-  const run = async () => {
-    const problem = wrong(form);
-    if (problem) return say(status, problem, "error");
-    running = new AbortController();
-    submit.disabled = true;
-    stop.disabled = false;
+  onSubmit("compare", async (signal) => {
     columns.forEach((column) => column.replaceChildren());
     find("compare-result").hidden = false;
-    try {
-      const results = [await one("a", 0), await one("b", 1)];
-      diff(results[0].text, results[1].text).forEach((runs, i) => columns[i].replaceChildren(...answer(results[i], runs)));
-      say(status, verdict(results));
-    } catch (error) {
-      if (error.name === "AbortError") say(status, "Stopped.");
-      else say(status, error.message, "error");
-    } finally {
-      if (document.activeElement === stop) find("compare-question").focus();
-      submit.disabled = false;
-      stop.disabled = true;
-      running = null;
-    }
-  };
-
-  form.addEventListener("submit", (event) => {
-    event.preventDefault();
-    if (!running) run();
+    const results = [await one(0, signal), await one(1, signal)];
+    diff(results[0].text, results[1].text).forEach((runs, i) => columns[i].replaceChildren(...answer(results[i], runs)));
+    say(status, verdict(results));
   });
-  stop.addEventListener("click", () => running?.abort());
 }
 
 /** Fill in what the server offers: full attention against what is fastest, unless something else was chosen. */

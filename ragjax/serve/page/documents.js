@@ -1,8 +1,7 @@
 /* Documents: knowledge bases as OpenAI's vector stores, and the files in them. */
 
 import { call, json, key, Refused } from "./api.js";
-import { say } from "./ask.js";
-import { bytes, count, counted, find, h } from "./dom.js";
+import { bytes, count, counted, find, h, say } from "./dom.js";
 import { offerKnowledge, server } from "./form.js";
 
 /** Documents of a knowledge base that are listed, at most. */

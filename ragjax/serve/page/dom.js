@@ -25,6 +25,13 @@ export function svg(tag, attributes = {}, ...children) {
 
 export const find = (id) => document.getElementById(id);
 
+/** Say something in a status line; errors stand out, and are told at once. */
+export function say(status, text, kind = "") {
+  status.className = `status ${kind}`;
+  status.setAttribute("role", kind === "error" ? "alert" : "status");
+  status.textContent = text;
+}
+
 const whole = new Intl.NumberFormat("en");
 
 /** 12,345 */

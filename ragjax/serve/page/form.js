@@ -1,6 +1,6 @@
 /* Fields that several forms have: strategies, knowledge, and the body of a request that they make. */
 
-import { find, h } from "./dom.js";
+import { find, h, say } from "./dom.js";
 
 /** What the server can do: its model, from /v1/models, and its knowledge bases, from /v1/vector_stores. */
 export const server = { model: null, stores: [] };
@@ -52,7 +52,7 @@ function knowledge(value, topK) {
 }
 
 /** Why a form cannot be sent, or null; the field that is wrong gets the focus. */
-export function wrong(form) {
+function wrong(form) {
   const field = [...form.elements].find((element) => !element.disabled && !element.checkValidity());
   if (!field) return null;
   field.focus();
@@ -76,4 +76,38 @@ export function body(prefix, side = prefix) {
       detail: true,
     },
   };
+}
+
+/**
+ * Have a form's submission run `work(signal)`, one at a time; the button Stop ends it. Errors stand in the status line.
+ * Returns what the form's submission does.
+ */
+export function onSubmit(prefix, work) {
+  const [form, status, submit, stop] = ["form", "status", "submit", "stop"].map((name) => find(`${prefix}-${name}`));
+  let running = null;
+  const run = async () => {
+    if (running) return;
+    const problem = wrong(form);
+    if (problem) return say(status, problem, "error");
+    running = new AbortController();
+    submit.disabled = true;
+    stop.disabled = false;
+    try {
+      await work(running.signal);
+    } catch (error) {
+      if (error.name === "AbortError") say(status, "Stopped.");
+      else say(status, error.message, "error");
+    } finally {
+      if (document.activeElement === stop) find(`${prefix}-question`).focus();
+      submit.disabled = false;
+      stop.disabled = true;
+      running = null;
+    }
+  };
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    run();
+  });
+  stop.addEventListener("click", () => running?.abort());
+  return run;
 }

@@ -4,12 +4,14 @@ A prompt is a chain of segments with a tree of dependencies; a pass is one sweep
 goes in and events come out (docs/architecture.md walks one through).
 """
 
+from ragjax.core.composed import Composed
 from ragjax.core.compression import Compression
 from ragjax.core.draw import Adjusted, Chosen, Draw
 from ragjax.core.errors import (
     ClosedError,
     ConfigError,
     DeadlineError,
+    LostError,
     MissingError,
     OutOfPages,
     OverloadError,
@@ -79,6 +81,7 @@ __all__ = [
     "ClosedError",
     "Compaction",
     "Comparison",
+    "Composed",
     "Compound",
     "Compression",
     "ConfigError",
@@ -104,6 +107,7 @@ __all__ = [
     "Inventory",
     "Kind",
     "Known",
+    "LostError",
     "Measure",
     "Message",
     "MissingError",

@@ -40,6 +40,10 @@ class ClosedError(RagjaxError):
     """The engine was closed: nothing is served any more."""
 
 
+class LostError(RagjaxError):
+    """The replica that served a request is gone, or none is there; the same request can be sent again."""
+
+
 class OutOfPages(RagjaxError):
     """The device pool has no room left that is not pinned."""
 

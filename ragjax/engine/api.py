@@ -23,6 +23,7 @@ from typing import Any, Literal
 from ragjax.core import (
     Answer,
     ClosedError,
+    Composed,
     Compression,
     ConfigError,
     Divergence,
@@ -45,26 +46,22 @@ from ragjax.core import (
 from ragjax.core.cancellation import Cancellation
 from ragjax.core.depprompt import DepPrompt, Positions
 from ragjax.engine.build import ENCODER, Parts, build
+from ragjax.engine.card import Card
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
-from ragjax.engine.grounding import Grounding
+from ragjax.engine.front import Front
 from ragjax.engine.inventory import take
 from ragjax.engine.loop import Loop
 from ragjax.engine.pipeline import Pipeline
-from ragjax.engine.prepare import Preparation
 from ragjax.engine.replay import Replays
-from ragjax.engine.sources import fill, fill_graph, sources
 from ragjax.engine.stats import Stats, stats_of
-from ragjax.prompting.passage import Cutter
 from ragjax.quality.report import Setting
 from ragjax.retrieval.graph import Imported, KnowledgeGraph
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
-from ragjax.retrieval.library import Library
 from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
 from ragjax.reuse.full import Full
-from ragjax.schedule.grammar import Grammars
 from ragjax.schedule.odds import Odds
 from ragjax.schedule.order import order_of
 from ragjax.schedule.state import RequestState, Sink, Times
@@ -102,35 +99,11 @@ class Engine:
             transfer=parts.transfer,
             recorder=parts.recorder,
         )
-        directory = None if options.index_dir is None else Path(options.index_dir)
-        self.library = Library(parts.knowledge, directory)
         self._odds = Odds()
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
-        grounding = Grounding(
-            parts.knowledge,
-            parts.chunker,
-            parts.context_length,
-            options.top_k,
-            options.storage.share_knowledge,
-            options.retrieve,
-            Cutter(options.separators),
-        )
-        self._preparation = Preparation(
-            tokenizer=parts.tokenizer,
-            grounding=grounding,
-            graphs=parts.graphs,
-            strategies=parts.strategies,
-            contract=parts.contract,
-            limits=self._loop.limits,
-            pool=parts.cache.pool,
-            context_length=parts.context_length,
-            eos_ids=eos_ids,
-            grammars=Grammars(parts.tokenizer, eos_ids),
-            keep_top=options.keep_top,
-            recognise=options.recognise,
-            lookup=options.lookup,
-            compression=parts.compression,
-        )
+        self.front = Front(parts, options, self._loop.limits, parts.cache.pool, eos_ids)
+        self.library = self.front.library
+        self._preparation = self.front.preparation
 
     @classmethod
     def load(
@@ -154,13 +127,7 @@ class Engine:
         asked = replace(model, **options) if isinstance(model, EngineOptions) else EngineOptions(model, **options)
         engine = cls(build(asked, strategies), asked)
         try:
-            for name, source in sources(asked.knowledge).items():
-                fill(engine._parts.knowledge.make(name), name, source, asked.progress)
-            bases = [engine.knowledge_base(name) for name in engine.knowledge_names]
-            engine._contract.begin(all(base.preprocessed for base in bases))
-            engine.library.open()
-            for name, source in sources(asked.graph).items():
-                fill_graph(engine._parts.graphs.make(name), name, source, asked.progress)
+            engine.front.fill()
         except BaseException:
             engine.close()
             raise
@@ -222,6 +189,25 @@ class Engine:
         """Names of the knowledge graphs; the first is the default one."""
         return self._parts.graphs.names
 
+    @property
+    def replicas(self) -> None:
+        """An engine serves alone: there are no replicas to count."""
+        return None
+
+    def card(self) -> Card:
+        """What a process that composes requests for this engine has to know of it (`ragjax/engine/front.py`)."""
+        return Card(
+            self.model_name,
+            self.context_length,
+            self.identity,
+            self.dtype,
+            self.strategies,
+            self.default_setting,
+            self._loop.limits,
+            self._cache.pool.page_size,
+            self._cache.pool.capacity,
+        )
+
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""
         return stats_of(self._loop, self._cache, self._runner, self._contract, self._parts.disk)
@@ -258,9 +244,7 @@ class Engine:
         Raises:
             RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
         """
-        assert self._parts.encoder is not None
-        encoder = self._parts.encoder()
-        return Embedded(tokens=encoder.count(texts), vectors=encoder.encode(texts))
+        return self.front.embed(texts)
 
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
         """Remove documents by id; the number removed."""
@@ -314,30 +298,33 @@ class Engine:
             OverloadError: before the first event, if the queue is full.
         """
         self._loop.check_room()  # before the work of a request that would be refused
-        arrival = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-
-        def sink(event: Event | BaseException) -> None:
-            try:
-                loop.call_soon_threadsafe(events.put_nowait, event)
-            except RuntimeError:  # the client's loop is gone; the request ends by itself
-                _log.debug("event dropped: the event loop is closed")
-
-        cancellation = Cancellation()
+        arrival, cancellation = time.perf_counter(), Cancellation()
+        sink, events = _queue()
         pipeline = self._pipeline(request, sink, arrival, cancellation.check)
         try:
             await asyncio.to_thread(pipeline.run)
-            while True:
-                event = await events.get()
-                if isinstance(event, BaseException):
-                    raise event
+            async for event in _until_answered(events):
                 yield event
-                if isinstance(event, Answer):
-                    return
         finally:
             cancellation.cancel()  # of effect only if the thread is still at work
             pipeline.close()
+
+    async def submit_composed(self, made: Composed) -> AsyncGenerator[Event, None]:
+        """As `submit`, of a request whose prompt was made elsewhere (`ragjax/engine/front.py`).
+
+        Raises:
+            RequestError, OverloadError: as `submit`.
+        """
+        self._loop.check_room()
+        arrival = time.perf_counter() - made.spent_ms / 1e3
+        sink, events = _queue()
+        state = await asyncio.to_thread(self._preparation.admit, made, sink, arrival)
+        try:
+            self._loop.enqueue(state)
+            async for event in _until_answered(events):
+                yield event
+        finally:
+            self._loop.cancel(state)
 
     def answer(
         self,
@@ -546,11 +533,11 @@ class Engine:
         if self._loop.closed:
             return
         self._loop.close()
-        self.library.close()
         parts = self._parts
-        for part in (parts.transfer, parts.disk, parts.recorder, parts.knowledge, parts.graphs):
+        for part in (parts.transfer, parts.disk, parts.recorder):
             if part is not None:
                 part.close()
+        self.front.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -579,6 +566,31 @@ def _compression(given: Compression | str | None) -> Compression | Literal["none
     if given == "none":
         return "none"
     return Compression.parse(given) if isinstance(given, str) else given
+
+
+def _queue() -> tuple[Sink, asyncio.Queue[Event | BaseException]]:
+    """A queue of the running event loop, and the sink that puts a request's events into it from any thread."""
+    loop = asyncio.get_running_loop()
+    events: asyncio.Queue[Event | BaseException] = asyncio.Queue()
+
+    def sink(event: Event | BaseException) -> None:
+        try:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+        except RuntimeError:  # the client's loop is gone; the request ends by itself
+            _log.debug("event dropped: the event loop is closed")
+
+    return sink, events
+
+
+async def _until_answered(events: asyncio.Queue[Event | BaseException]) -> AsyncGenerator[Event, None]:
+    """The events up to the answer; an error among them is raised."""
+    while True:
+        event = await events.get()
+        if isinstance(event, BaseException):
+            raise event
+        yield event
+        if isinstance(event, Answer):
+            return
 
 
 def _future() -> tuple[Future[Answer], Sink]:

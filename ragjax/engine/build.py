@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -26,7 +26,7 @@ from ragjax.engine.trace import Recorder
 from ragjax.models.adapter import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
-from ragjax.models.hub import cache_dir, resolve
+from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import Contract
@@ -63,31 +63,37 @@ class Embedder(TextEncoder, Protocol):
         """Tokens of all texts; an error for one that is too long."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What an engine is made of.
+@dataclass(frozen=True, kw_only=True)
+class FrontParts:
+    """What requests are composed with; none of it needs a device.
 
-    context_length: most tokens of a prompt and its answer. identity: digest of what KV depends on besides tokens.
-    encoder: gives the sentence encoder, and loads it first if need be.
+    context_length: most tokens of a prompt and its answer. encoder: gives the sentence encoder, and loads it first if
+    need be.
     """
 
     model_name: str
     context_length: int
-    runner: Runner
     tokenizer: Tokenizer
     chunker: Chunker
-    cache: KnowledgeCache
     contract: Contract
     strategies: Mapping[str, Strategy]
     knowledge: Registry[KnowledgeBase]
     graphs: Registry[KnowledgeGraph]
+    compression: Compression | None = None
+    encoder: Callable[[], Embedder] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(FrontParts):
+    """What an engine is made of. identity: digest of what KV depends on besides tokens."""
+
+    runner: Runner
+    cache: KnowledgeCache
     transfer: KVTransfer | None = None
     disk: DiskStore | None = None
     recorder: Recorder | None = None
     budget: StepBudget | None = None
-    compression: Compression | None = None
     identity: bytes = b""
-    encoder: Callable[[], Embedder] | None = None
 
 
 def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = None) -> Parts:
@@ -103,10 +109,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     dtype = numbers.dtype
     _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
-    wrapper, blocks = wrapper_of(local), reads_blocks(local)
-    chosen = dict(all_strategies(wrapper=wrapper, blocks=blocks, fit=SOME_FIT) if strategies is None else strategies)
+    chosen = dict(strategies_of(local, SOME_FIT) if strategies is None else strategies)
     setting = _setting(options, chosen)
-    budget = None if options.quality_budget is None else Budget.parse(options.quality_budget)
+    budget = budget_of(options)
     policy = _policy(storage)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
     use_compilation_cache(cache_dir())
@@ -118,19 +123,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
         fit = _fit(identity, setting.strategy == FITTED)
-        chosen = all_strategies(alpha=craft_alpha(identity), wrapper=wrapper, blocks=blocks, fit=fit)
-    if setting.strategy not in chosen:
-        raise ConfigError(f"{setting.strategy} needs {UNFITTED}")
-    contract = Contract(
-        setting,
-        dtype,
-        report=_report(identity, budget, chosen, options.top_k),
-        budget=budget,
-        fallback=options.quality_fallback,
-        shadow_rate=options.shadow_rate,
-        preprocessed=PREPROCESSED,
-    )
-    compression = _compression(options, [chosen[name] for name in contract.strategies])
+        chosen = strategies_of(local, fit, craft_alpha(identity))
+    contract = contract_of(options, chosen, identity, dtype, budget)
+    compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context)
     grid = _grid(config, context, platform())
@@ -138,31 +133,66 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid, widen=numbers.widen)
     if options.compile:
         _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
-    encoder = _encoder(options.progress)
     transfer = KVTransfer(runner, storage.at_rest, disk=disk)
     tiers = Storage(transfer, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
     return Parts(
+        **grounds(options, tokenizer),
         model_name=local.name,
         context_length=context,
         runner=runner,
         tokenizer=tokenizer,
-        chunker=Chunker(partial(tokenizer.encode, special=False, continued=True)),
         cache=KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants),
         contract=contract,
         strategies=chosen,
-        knowledge=Registry(
-            "knowledge base", "rag.knowledge", knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
-        ),
-        graphs=Registry(
-            "knowledge graph", "rag.graph.name", graph_opener(options.graph_dir, encoder, options.progress)
-        ),
         transfer=transfer,
         disk=disk,
         recorder=recorder,
         budget=_budget(options, runner, config),
         compression=compression,
         identity=identity,
-        encoder=encoder,
+    )
+
+
+def grounds(options: EngineOptions, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What knowledge is read and kept with, by the fields of `FrontParts`."""
+    encoder = _encoder(options.progress)
+    open_base = knowledge_opener(tokenizer, options.index, options.index_dir, encoder)
+    open_graph = graph_opener(options.graph_dir, encoder, options.progress)
+    return {
+        "chunker": Chunker(partial(tokenizer.encode, special=False, continued=True)),
+        "knowledge": Registry("knowledge base", "rag.knowledge", open_base),
+        "graphs": Registry("knowledge graph", "rag.graph.name", open_graph),
+        "encoder": encoder,
+    }
+
+
+def strategies_of(local: LocalModel, fit: Fit | None, alpha: float = 1.0) -> dict[str, Strategy]:
+    """The strategies that a model can be served by. fit: what the gate fitted to it. alpha: of Cache-Craft."""
+    return dict(all_strategies(alpha=alpha, wrapper=wrapper_of(local), blocks=reads_blocks(local), fit=fit))
+
+
+def budget_of(options: EngineOptions) -> Budget | None:
+    """The quality budget that is asked for; an error if it cannot be read."""
+    return None if options.quality_budget is None else Budget.parse(options.quality_budget)
+
+
+def contract_of(
+    options: EngineOptions, chosen: Mapping[str, Strategy], identity: bytes, dtype: str, budget: Budget | None
+) -> Contract:
+    """The quality contract of a model of this identity. chosen: its strategies.
+
+    Raises:
+        ConfigError: if no setting is as asked.
+    """
+    setting = _setting(options, chosen, whole=True)
+    return Contract(
+        setting,
+        dtype,
+        report=_report(identity, budget, chosen, options.top_k),
+        budget=budget,
+        fallback=options.quality_fallback,
+        shadow_rate=options.shadow_rate,
+        preprocessed=PREPROCESSED,
     )
 
 
@@ -174,13 +204,15 @@ def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> N
         raise ConfigError("a quality budget needs the strategies full and prefix")
 
 
-def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
-    """What requests get that name no strategy; a budget will pick another.
+def _setting(options: EngineOptions, known: Mapping[str, Strategy], whole: bool = False) -> Setting:
+    """What requests get that name no strategy; a budget will pick another. whole: `known` are all there will be.
 
     Raises:
         ConfigError: for names that are not known, and a ratio that has no effect.
     """
     name, ratio = options.strategy or "prefix", options.recompute_ratio
+    if whole and name == FITTED and name not in known:
+        raise ConfigError(f"{FITTED} needs {UNFITTED}")
     if name == "packet" and name not in known:
         raise ConfigError("the model has no packets: give an adapter of python -m train.packet as --model")
     if name not in known:
@@ -354,7 +386,7 @@ def _identity(weights: bytes, tokenizer: Tokenizer, config: ModelConfig, dtype: 
     return whole.digest()
 
 
-def _compression(options: EngineOptions, served: Iterable[Strategy]) -> Compression | None:
+def compression_of(options: EngineOptions, served: Iterable[Strategy]) -> Compression | None:
     """Of prompts whose requests say nothing else.
 
     Raises:

@@ -11,6 +11,7 @@ from functools import partial
 
 from ragjax.cache.pool import PagePool
 from ragjax.core import (
+    Composed,
     Compression,
     Graph,
     Hit,
@@ -121,17 +122,37 @@ class Preparation:
         Raises:
             RequestError: if it cannot be served as asked.
         """
+        return self.admit(self.compose(request), sink, arrival)
+
+    def compose(self, request: Request) -> Composed:
+        """A request with its prompt: all that comes before its state, and needs no device.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
         self._check_texts(request)
         if request.prompt is not None:
-            prompt = self._recognised(request, partial(chat.text_prompt, self.tokenizer, request.prompt))
-            return self.state(prompt, request, sink, Times(arrival))
+            build = partial(chat.text_prompt, self.tokenizer, request.prompt)
+            return Composed(request, self._recognised(request, build))
         if request.rag is not None and request.rag.graph is not None:
-            return self._prepare_graph(request, request.rag, request.rag.graph, sink, arrival)
+            return self._compose_graph(request, request.rag, request.rag.graph)
         began = time.perf_counter()
         hits = self.grounding.hits(request)
-        times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
-        state = self.ground(request, hits, sink, times)
-        state.notices += [BROUGHT] if hits is None and self.grounding.leaves_alone(request) else []
+        retrieve_ms = (time.perf_counter() - began) * 1e3
+        notices = (BROUGHT,) if hits is None and self.grounding.leaves_alone(request) else ()
+        return Composed(request, self._prompt(request, hits), notices=notices, retrieve_ms=retrieve_ms)
+
+    def admit(self, made: Composed, sink: Sink, arrival: float) -> RequestState:
+        """The state of a request whose prompt is made.
+
+        Raises:
+            RequestError: if it cannot be served as asked.
+        """
+        rag = made.request.rag or Rag()
+        strategy = None if made.strategy is None else self._resolve(replace(rag, strategy=made.strategy))[0]
+        state = self.state(made.prompt, made.request, sink, Times(arrival, retrieve_ms=made.retrieve_ms), strategy)
+        state.facts = made.facts
+        state.notices += made.notices
         return state
 
     def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
@@ -152,10 +173,13 @@ class Preparation:
         Raises:
             RequestError: if it cannot be served as asked.
         """
+        return self.state(self._prompt(request, hits), request, sink, times)
+
+    def _prompt(self, request: Request, hits: tuple[Hit, ...] | None) -> Prompt:
         build = partial(
             chat.chat_prompt, self.tokenizer, request.messages, hits, public=self.grounding.share, tools=request.tools
         )
-        return self.state(self._recognised(request, build), request, sink, times)
+        return self._recognised(request, build)
 
     def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
         """The prompt that `build` makes, with passages recognised if that is asked for.
@@ -253,7 +277,7 @@ class Preparation:
             return self.contract.setting.strategy
         return DEPENDENCY[0]
 
-    def _prepare_graph(self, request: Request, rag: Rag, asked: Graph, sink: Sink, arrival: float) -> RequestState:
+    def _compose_graph(self, request: Request, rag: Rag, asked: Graph) -> Composed:
         began = time.perf_counter()
         if not request.messages:
             raise RequestError("a graph needs messages", param="rag.graph")
@@ -267,11 +291,10 @@ class Preparation:
         )  # fmt: skip
         room = self.context_length - min(request.sampling.max_tokens, self.context_length // 2)
         grounded = facts.ground(facts.gather(graph, asked, request.question, self.check), build, room)
-        times = Times(arrival, retrieve_ms=(time.perf_counter() - began) * 1e3)
-        state = self.state(grounded.prompt, request, sink, times, strategy)
-        state.facts = grounded.facts
-        state.notices += grounded.notices
-        return state
+        retrieve_ms = (time.perf_counter() - began) * 1e3
+        return Composed(
+            request, grounded.prompt, strategy.name, grounded.facts, tuple(grounded.notices), retrieve_ms=retrieve_ms
+        )
 
     # --------------------------------------------------------------------------------------- strategy
 

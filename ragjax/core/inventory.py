@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Inventory:
     policy: the replacement policy. tokens: KV that is the tenant's own, by tier; of the disk they are not known.
     used: share of each tier's room that is taken, by all; without tenant only. nodes: of the tenant. holdings: those of
     most tokens, parents first. whole: whether all nodes were looked at. departures, requests: the latest, newest first.
+    replicas: the same of each replica, by name, where several serve; the rest is then of all together.
     """
 
     policy: str
@@ -73,3 +74,12 @@ class Inventory:
     whole: bool
     departures: tuple[Departure, ...]
     requests: tuple[Served, ...]
+    replicas: Mapping[str, Inventory] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How many replicas of a model serve, and how many should."""
+
+    up: int
+    wanted: int

@@ -189,10 +189,13 @@ class Engine:
         """Names of the knowledge graphs; the first is the default one."""
         return self._parts.graphs.names
 
-    @property
     def replicas(self) -> None:
-        """An engine serves alone: there are no replicas to count."""
+        """An engine serves alone: there are no replicas to count (`ragjax/engine/service.py`)."""
         return None
+
+    def figures(self) -> dict[str, Stats]:
+        """As a fleet of replicas has them by name: `stats` of this one."""
+        return {"": self.stats()}
 
     def card(self) -> Card:
         """What a process that composes requests for this engine has to know of it (`ragjax/engine/front.py`)."""
@@ -207,6 +210,11 @@ class Engine:
             self._cache.pool.page_size,
             self._cache.pool.capacity,
         )
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is served any more."""
+        return self._loop.closed
 
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""

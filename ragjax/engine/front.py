@@ -7,7 +7,6 @@ the knowledge of all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ragjax.cache.pool import PagePool
@@ -138,8 +137,3 @@ class Front:
         self.library.close()
         self.parts.knowledge.close()
         self.parts.graphs.close()
-
-
-def behind(options: EngineOptions) -> EngineOptions:
-    """The options of an engine whose requests are composed elsewhere: without knowledge of its own."""
-    return replace(options, knowledge=None, graph=None, index_dir=None, graph_dir=None, retrieve="asked")

@@ -38,7 +38,7 @@ from ragjax.serve.stop import Drain
 from ragjax.serve.stream import EventStream, TypedStream, while_connected
 
 if TYPE_CHECKING:
-    from ragjax.engine import Engine
+    from ragjax.engine.service import Service
 
 MAX_BODY_BYTES = 8 * 2**20
 """Default limit of a request's body, bytes."""
@@ -48,7 +48,7 @@ MAX_FILE_BYTES = 32 * 2**20
 
 
 def create_app(
-    engine: Engine,
+    engine: Service,
     *,
     keys: Mapping[str, str] = MappingProxyType({}),
     max_body_bytes: int = MAX_BODY_BYTES,
@@ -61,7 +61,7 @@ def create_app(
     """The HTTP application over `engine`, which the caller closes once the app has stopped.
 
     Args:
-        engine: a loaded engine; requests go to its `submit` on the app's event loop.
+        engine: a loaded engine, or a fleet of them; requests go to its `submit` on the app's event loop.
         keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health and the page's
             files wants one as a bearer token.
         max_body_bytes: limit of a request's body.
@@ -75,8 +75,8 @@ def create_app(
     endpoints = _Endpoints(engine, metrics, strict)
     # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
     app = FastAPI(title="ragjax", docs_url=None, redoc_url=None, redirect_slashes=False, strict_content_type=False)
-    app.add_api_route("/health", endpoints.health)
-    app.add_api_route("/health", endpoints.health, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/health", endpoints.health, response_model=None)
+    app.add_api_route("/health", endpoints.health, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/metrics", endpoints.metrics, response_class=Response)
     app.add_api_route("/v1/cache", endpoints.cache)
     app.add_api_route("/v1/models", endpoints.models)
@@ -129,15 +129,21 @@ def _no_model(name: str, own: str) -> ApiError:
 class _Endpoints:
     """The endpoints over one engine."""
 
-    def __init__(self, engine: Engine, metrics: Metrics, strict: bool):
+    def __init__(self, engine: Service, metrics: Metrics, strict: bool):
         self._engine = engine
         self._metrics = metrics
         self._strict = strict
         self._looks = Looks(engine.inventory)
         self._created = int(time.time())
 
-    async def health(self) -> Json:
-        return {"status": "ok", "ready": True, "model": self._engine.model_name}
+    async def health(self) -> Json | Response:
+        replicas = self._engine.replicas()
+        if replicas is None:
+            return {"status": "ok", "ready": True, "model": self._engine.model_name}
+        counted = {"model": self._engine.model_name, "replicas": {"up": replicas.up, "wanted": replicas.wanted}}
+        if not replicas.up:
+            return JSONResponse({"status": "unavailable", "ready": False, **counted}, 503)
+        return {"status": "ok", "ready": True, **counted}
 
     async def metrics(self) -> Response:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -38,7 +38,8 @@ class Looks:
 
 
 def inventory(seen: core.Inventory) -> Json:
-    """What one tenant may see of the cache."""
+    """What one tenant may see of the cache; of each replica too, where there are several."""
+    replicas = {"replicas": {name: inventory(one) for name, one in seen.replicas.items()}} if seen.replicas else {}
     return {
         "object": "cache",
         "policy": seen.policy,
@@ -51,6 +52,7 @@ def inventory(seen: core.Inventory) -> Json:
         "holdings": [_short(asdict(one)) for one in seen.holdings],
         "departures": [_short(asdict(one)) for one in seen.departures],
         "requests": [_short(asdict(one)) for one in seen.requests],
+        **replicas,
     }
 
 

@@ -18,7 +18,7 @@ from ragjax.serve.response import Json
 from ragjax.serve.schema.store import AttachmentBody, BatchBody, NoteBody, SearchBody, StoreBody, StoreChange
 
 if TYPE_CHECKING:
-    from ragjax.engine import Engine
+    from ragjax.engine.service import Service
 
 T = TypeVar("T")
 Order = Literal["asc", "desc"]
@@ -64,7 +64,7 @@ def _place(names: Sequence[str], name: str, param: str) -> int:
 class LibraryEndpoints:
     """The endpoints over an engine's library. All but the upload run in threads: they wait for SQLite."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Service):
         self._engine = engine
 
     def router(self) -> APIRouter:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from ragjax import core
 
 if TYPE_CHECKING:
-    from ragjax.engine import Engine
+    from ragjax.engine.service import Service
 
 _HELP = {
     "requests_total": "Requests answered, by strategy.",
@@ -93,7 +93,7 @@ _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 class Metrics:
     """The metrics of one app, in a registry of its own. Histograms are in seconds, but for those of shadow replay."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Service):
         self._registry = registry = CollectorRegistry()
         registry.register(_EngineCollector(engine))
         self.requests = Counter(
@@ -136,17 +136,22 @@ class Metrics:
 class _EngineCollector(Collector):
     """The engine's own counters and gauges, read at each scrape."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Service):
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        return [_family(name, value) for name, value in self._engine.stats().items()]
+        families: dict[str, Metric] = {}
+        for replica, stats in self._engine.figures().items():
+            for name, value in stats.items():
+                family = families.setdefault(name, _family(name, value, bool(replica)))
+                for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
+                    labels = [*([replica] if replica else []), *([] if key is None else [key])]
+                    family.add_metric(labels, float(number))  # type: ignore[attr-defined] # of counters and gauges
+        return families.values()
 
 
-def _family(name: str, value: float | Mapping[str, float]) -> Metric:
+def _family(name: str, value: float | Mapping[str, float], replicas: bool) -> Metric:
+    """Without samples. replicas: whether each is labelled with the replica it is of."""
     make = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
-    label = [_LABELS.get(name, "kind")] if isinstance(value, Mapping) else []
-    family = make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=label)
-    for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
-        family.add_metric([] if key is None else [key], float(number))
-    return family
+    labels = ["replica"] * replicas + ([_LABELS.get(name, "kind")] if isinstance(value, Mapping) else [])
+    return make(f"ragjax_{_GAUGES.get(name, name)}", _HELP.get(name, ""), labels=labels)

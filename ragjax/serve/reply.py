@@ -19,7 +19,7 @@ from ragjax.serve.response import Json, account, logprobs_of
 from ragjax.serve.schema import RESULTS, ResponseBody
 
 if TYPE_CHECKING:
-    from ragjax.engine import Engine
+    from ragjax.engine.service import Service
 
 PARAMS: Mapping[str, str] = {
     "messages": "input",
@@ -36,7 +36,7 @@ class Reply:
         request: what the body became. notices: of what it said in vain.
     """
 
-    def __init__(self, engine: Engine, body: ResponseBody, request: core.Request, notices: Sequence[str]):
+    def __init__(self, engine: Service, body: ResponseBody, request: core.Request, notices: Sequence[str]):
         self._engine = engine
         self._body = body
         self._request = request

@@ -15,7 +15,7 @@ from ragjax.serve.calls import CallReader, Piece
 from ragjax.serve.choices import Numbered
 
 if TYPE_CHECKING:
-    from ragjax.engine import Engine
+    from ragjax.engine.service import Service
 
 Json = dict[str, Any]
 
@@ -27,7 +27,7 @@ class Form(ABC):
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    def __init__(self, engine: Engine, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
+    def __init__(self, engine: Service, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
         number = f"{self.prefix}-{uuid.uuid4().hex}"
         self._engine = engine
         self._head: Json = {"id": number, "created": int(time.time()), "model": engine.model_name}
@@ -146,7 +146,7 @@ class ChatForm(Form):
 class ToolForm(ChatForm):
     """Chat completions that may call a tool: a call stands in `tool_calls`, and not in the content."""
 
-    def __init__(self, engine: Engine, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
+    def __init__(self, engine: Service, want_logprobs: bool, choices: int, n: int, notices: Sequence[str]):
         super().__init__(engine, want_logprobs, choices, n, notices)
         self._readers = [CallReader() for _ in range(choices)]
         self._ids = [f"call_{uuid.uuid4().hex}" for _ in range(choices)]

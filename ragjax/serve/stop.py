@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 if TYPE_CHECKING:
-    from ragjax.engine import Engine
+    from ragjax.engine.service import Service
 
 CLOSING = 10.0
 """Seconds after the grace time in which the engine must have closed and written what it keeps on disk."""
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
     drain: shared with the application. grace: seconds that requests get after the first signal; a second one ends them.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, watchdog: Watchdog, drain: Drain, grace: float):
+    def __init__(self, config: uvicorn.Config, engine: Service, watchdog: Watchdog, drain: Drain, grace: float):
         super().__init__(config)
         self._engine = engine
         self._watchdog = watchdog

@@ -30,7 +30,8 @@ ALLOWED: Mapping[str, frozenset[str]] = {
         {*("core", "cache", "models", "prompting", "quality", "retrieval", "reuse", "runner", "schedule", "store")}
     ),
     "commands": frozenset({"core", "cache", "engine", "models", "prompting", "quality", "retrieval", "reuse", "store"}),
-    "serve": frozenset({"core", "commands", "engine"}),
+    "cluster": frozenset({"core", "cache", "engine", "quality", "retrieval"}),
+    "serve": frozenset({"core", "cluster", "commands", "engine"}),
     "ragjax": frozenset({"core", "engine"}),  # the package itself and its modules: public names
     "entry": frozenset({"commands", "serve"}),
 }

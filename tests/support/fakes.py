@@ -80,6 +80,13 @@ class FakeEngine:
         """What the request names, or the default."""
         return (rag and rag.strategy) or self.default_strategy
 
+    def replicas(self) -> None:
+        """It serves alone."""
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Its stats."""
+        return {"": self.stats()}
+
     def observe_shadows(self, observer: Callable[[str, core.Divergence], None]) -> None:
         """Tests call it."""
         self.observers.append(observer)

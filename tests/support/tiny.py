@@ -21,7 +21,7 @@ from ragjax.cache.profile import Profile
 from ragjax.core import Answer, AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
-from ragjax.engine.build import Parts
+from ragjax.engine.build import FrontParts, Parts
 from ragjax.engine.registry import Registry
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
@@ -194,6 +194,22 @@ def engine(
         encoder=HashedEncoder,
     )
     return Engine(parts, EngineOptions("tiny", strategy=strategy, storage=tiers, **options))
+
+
+def front_parts() -> FrontParts:
+    """What requests are composed with for engines as `engine` makes them."""
+    tokenizer = byte_tokenizer()
+    return FrontParts(
+        model_name="tiny",
+        context_length=CONFIG.context_length,
+        tokenizer=tokenizer,
+        chunker=Chunker(partial(tokenizer.encode, special=False), 64),
+        contract=Contract(Setting("prefix"), "float32"),
+        strategies=all_strategies(),
+        knowledge=Registry("knowledge base", "rag.knowledge", opener(tokenizer)),
+        graphs=Registry("knowledge graph", "rag.graph.name", None),
+        encoder=HashedEncoder,
+    )
 
 
 def opener(tokenizer: Tokenizer, index: str = "flat") -> Callable[[str], KnowledgeBase]:

@@ -1,0 +1,1 @@
+"""Replicas of one engine behind one front (docs/scale.md)."""

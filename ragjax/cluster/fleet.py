@@ -1,0 +1,277 @@
+"""Many engines that serve as one: one front owns the knowledge, and each request goes to the replica that suits it.
+
+The front is here because documents are: what is added or deleted is so for all replicas at once, and where a request
+goes is decided by the passages that it gets. A replica gets the finished prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ragjax.cluster.sum import merged
+from ragjax.cluster.transport import Begun, Call, Status, Transport
+from ragjax.core import (
+    ClosedError,
+    Composed,
+    Divergence,
+    Embedded,
+    Event,
+    Inventory,
+    LostError,
+    OverloadError,
+    Rag,
+    RagjaxError,
+    Replicas,
+    Request,
+    Tokens,
+)
+from ragjax.core.cancellation import Cancellation
+from ragjax.engine.front import Front
+from ragjax.engine.stats import Stats
+from ragjax.quality.report import Setting
+from ragjax.retrieval.library import Library
+
+_log = logging.getLogger(__name__)
+
+PERIOD = 1.0
+"""Seconds between two looks at the replicas."""
+
+RESENDS = 8
+"""Times that a request is sent to another replica because one was lost."""
+
+
+class Router(Protocol):
+    """Decides where requests go. Any thread may call it."""
+
+    def order(self, made: Composed, loads: Mapping[str, int]) -> Sequence[str]:
+        """Replicas, the best one for the request first. loads: requests that each has now."""
+        ...
+
+
+class RoundRobin:
+    """Each in turn."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._lock = threading.Lock()
+
+    def order(self, made: Composed, loads: Mapping[str, int]) -> Sequence[str]:
+        """Part of `Router`."""
+        with self._lock:
+            at, self._next = self._next, self._next + 1
+        names = sorted(loads)
+        at %= max(1, len(names))
+        return (*names[at:], *names[:at])
+
+
+@dataclass
+class _Attempts:
+    """What came of sending one request. seen: replicas that ran at the last one."""
+
+    lost: int = 0
+    refusals: dict[str, OverloadError] = field(default_factory=dict)
+    seen: frozenset[str] = frozenset()
+
+    def lose(self, error: RagjaxError) -> None:
+        """A replica went away, and has told the client nothing yet."""
+        self.lost += 1
+        if self.lost > RESENDS:
+            raise LostError(f"{self.lost} replicas in a row were lost with the request; try again later") from error
+
+    def refuse(self, replica: str, error: OverloadError) -> None:
+        """A replica's queue is full; an error once those of all are."""
+        self.refusals[replica] = error
+        if self.seen <= self.refusals.keys():
+            raise min(self.refusals.values(), key=lambda one: one.retry_after or 0.0)
+
+
+class Fleet:
+    """Serves as an engine does (`ragjax/engine/service.py`). It closes the front and the transport."""
+
+    def __init__(self, front: Front, transport: Transport, router: Router):
+        self.library: Library = front.library
+        self.model_name = front.parts.model_name
+        self.context_length = front.parts.context_length
+        self._front = front
+        self._transport = transport
+        self._router = router
+        self._loads: Counter[str] = Counter()
+        self._lock = threading.Lock()  # over _loads
+        self._observer: Callable[[str, Divergence], None] | None = None
+        self._statuses: Sequence[Status] = ()
+        self._count = Replicas(0, 0)
+        self._closed = threading.Event()
+        self.look()
+        self._thread = threading.Thread(target=self._watch, name="ragjax-fleet", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------ what it is
+
+    @property
+    def embedding_model(self) -> str:
+        """Name of the sentence encoder."""
+        return self._front.embedding_model
+
+    @property
+    def knowledge_names(self) -> tuple[str, ...]:
+        """Names of the knowledge bases; the first is the default one."""
+        return self._front.parts.knowledge.names
+
+    @property
+    def graph_names(self) -> tuple[str, ...]:
+        """Names of the knowledge graphs; the first is the default one."""
+        return self._front.parts.graphs.names
+
+    @property
+    def strategies(self) -> tuple[str, ...]:
+        """Names of the reuse strategies a request may ask for."""
+        return tuple(self._front.parts.strategies)
+
+    @property
+    def selective(self) -> tuple[str, ...]:
+        """Names of those that take a recompute ratio."""
+        return tuple(name for name, strategy in self._front.parts.strategies.items() if strategy.selective)
+
+    @property
+    def default_setting(self) -> Setting:
+        """What requests get that name no strategy; of replicas that shadow replay has changed, the last one's."""
+        own = self._front.parts.contract.setting
+        return next((one.setting for one in self._statuses if one.setting != own), own)
+
+    @property
+    def default_strategy(self) -> str:
+        """Its strategy."""
+        return self.default_setting.strategy
+
+    def strategy_of(self, rag: Rag | None) -> str:
+        """Name of the strategy that serves a request, as it says or leaves open."""
+        return self._front.preparation.strategy_of(rag)
+
+    def pieces(self, tokens: Tokens) -> list[str]:
+        """As `Engine.pieces`."""
+        return self._front.parts.tokenizer.pieces(tokens)
+
+    def embed(self, texts: Sequence[str]) -> Embedded:
+        """As `Engine.embed`."""
+        return self._front.embed(texts)
+
+    # --------------------------------------------------------------------------------- its replicas
+
+    def observe_shadows(self, observer: Callable[[str, Divergence], None]) -> None:
+        """Have `observer` called with strategy and divergence of each request replayed, by a thread."""
+        self._observer = observer
+
+    def figures(self) -> dict[str, Stats]:
+        """Counters and gauges of each replica, by its rank."""
+        return {str(one.rank): one.stats for one in self._statuses}
+
+    def replicas(self) -> Replicas:
+        """How many run, and how many should, as of the last look."""
+        return self._count
+
+    def inventory(self, tenant: str = "") -> Inventory:
+        """What the caches hold of a tenant's KV: all together, and each. It waits for the replicas."""
+        return merged(self._transport.inventories(tenant))
+
+    def look(self) -> None:
+        """Ask the replicas how they are."""
+        self._count = self._transport.count()
+        self._statuses = sorted(self._transport.statuses(), key=lambda one: one.rank)
+        observer = self._observer
+        for strategy, seen in (shadow for one in self._statuses for shadow in one.shadows):
+            if observer is not None:
+                observer(strategy, seen)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(PERIOD):
+            try:
+                self.look()
+            except Exception:  # the next look may find them
+                _log.warning("the replicas cannot be asked how they are", exc_info=True)
+
+    # -------------------------------------------------------------------------------------- requests
+
+    async def submit(self, request: Request) -> AsyncGenerator[Event, None]:
+        """As `Engine.submit`. A request of which no text is out yet goes to another replica if one is lost.
+
+        Raises:
+            RequestError, OverloadError: as `Engine.submit`.
+            LostError: if the replica was lost after the first text.
+        """
+        arrival = time.perf_counter()
+        made = await self._compose(request)
+        attempts, told = _Attempts(), False
+        while True:
+            try:
+                spent_ms = (time.perf_counter() - arrival) * 1e3
+                async with aclosing(self._send(replace(made, spent_ms=spent_ms), attempts)) as events:
+                    async for event in events:
+                        told = True
+                        yield event
+                return
+            except (LostError, ClosedError) as error:
+                if told:
+                    raise LostError("the replica that gave this answer was lost; send the request again") from error
+                attempts.lose(error)
+
+    async def _compose(self, request: Request) -> Composed:
+        if self._closed.is_set():
+            raise ClosedError("the fleet is closed")
+        cancellation = Cancellation()
+        try:
+            return await asyncio.to_thread(self._front.preparation.checked(cancellation.check).compose, request)
+        finally:
+            cancellation.cancel()  # of effect only if the thread is still at work
+
+    async def _send(self, made: Composed, attempts: _Attempts) -> AsyncGenerator[Event, None]:
+        """The events of one attempt; nothing, if a replica refused and another one is to be asked."""
+        while True:
+            call, replica, refused = Call(made, lambda names: self._order(made, names, attempts)), "", False
+            try:
+                async with aclosing(self._transport.serve(call)) as items:
+                    async for item in items:
+                        if isinstance(item, Begun):
+                            replica = item.replica
+                            self._count_load(replica, 1)
+                        elif isinstance(item, OverloadError):
+                            attempts.refuse(replica, item)
+                            refused = True
+                        elif isinstance(item, RagjaxError):
+                            raise item
+                        else:
+                            yield item
+            finally:
+                if replica:
+                    self._count_load(replica, -1)
+            if not refused:
+                return
+
+    def _order(self, made: Composed, names: Collection[str], attempts: _Attempts) -> Sequence[str]:
+        """The replicas that run, as they are to be tried: those that refused come last. Any thread may call it."""
+        attempts.seen = frozenset(names)
+        with self._lock:
+            loads = {name: self._loads[name] for name in names}
+        order = self._router.order(made, loads)
+        return sorted(order, key=lambda name: name in attempts.refusals)
+
+    def _count_load(self, replica: str, change: int) -> None:
+        with self._lock:
+            self._loads[replica] += change
+            if not self._loads[replica]:
+                del self._loads[replica]
+
+    def close(self) -> None:
+        """Stop: running requests end with an error. Safe to call twice."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._transport.close()
+        self._front.close()

@@ -1,0 +1,84 @@
+"""What goes between a fleet and its replicas, and who carries it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ragjax.core import Composed, Divergence, Event, Inventory, RagjaxError, Replicas
+from ragjax.engine.card import Card
+from ragjax.engine.stats import Stats
+from ragjax.quality.report import Setting
+
+Choose = Callable[[Collection[str]], Sequence[str]]
+"""Names of replicas that run, to the same in the order in which they are to be tried."""
+
+
+@dataclass
+class Call:
+    """A request on its way to a replica. choose: which one; it stays in the process of the fleet."""
+
+    made: Composed
+    choose: Choose | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Call, (self.made, None)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A replica of this name has the request."""
+
+    replica: str
+
+
+Item = Begun | Event | RagjaxError
+"""What comes back: the replica, events, and after them an error if there was one."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a replica tells of itself now and then.
+
+    name: of this process; one that takes its place has another. rank: from 0 on, which its successor has too.
+    setting: what requests get that name no strategy. shadows: strategies and divergences of replays since the last.
+    """
+
+    name: str
+    rank: int
+    stats: Stats
+    setting: Setting
+    shadows: tuple[tuple[str, Divergence], ...] = ()
+
+
+class Transport(Protocol):
+    """Reaches the replicas that run. All but `serve` may wait, and are called by threads."""
+
+    def serve(self, call: Call) -> AsyncGenerator[Item, None]:
+        """Have one replica serve a request; closing the iterator cancels it there.
+
+        Raises:
+            LostError: if the replica went away.
+        """
+        ...
+
+    def card(self) -> Card:
+        """What any of them tells of the model; waits until one runs."""
+        ...
+
+    def statuses(self) -> Sequence[Status]:
+        """What each tells now."""
+        ...
+
+    def inventories(self, tenant: str) -> Mapping[int, Inventory]:
+        """What the cache of each holds of a tenant's KV, by rank."""
+        ...
+
+    def count(self) -> Replicas:
+        """How many run, and how many should."""
+        ...
+
+    def close(self) -> None:
+        """Let go of them."""
+        ...

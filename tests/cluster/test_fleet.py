@@ -1,0 +1,169 @@
+"""A fleet over two engines of this process serves as one engine does, and goes on when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from ragjax.cluster.fleet import Fleet
+from ragjax.core import (
+    Answer,
+    Attachment,
+    Delta,
+    Document,
+    Event,
+    LostError,
+    Message,
+    OverloadError,
+    Rag,
+    Request,
+    RequestError,
+    Sampling,
+)
+from ragjax.engine.service import Service
+from ragjax.reuse import strategies
+from tests.support import tiny
+from tests.support.fleets import DOCUMENTS, fleet_of_two
+from tests.support.serving import serving, wait_for
+
+QUESTION = "When does the blue ferry leave?"
+
+
+def asked(text: str = QUESTION, tokens: int = 6, strategy: str | None = None, tenant: str = "") -> Request:
+    return Request(
+        (Message("user", text),),
+        sampling=Sampling(max_tokens=tokens),
+        rag=Rag(strategy=strategy, detail=True),
+        tenant=tenant,
+    )
+
+
+async def events(service: Service, request: Request) -> list[Event]:
+    return [event async for event in service.submit(request)]
+
+
+def answer(service: Service, request: Request) -> Answer:
+    *_, last = asyncio.run(events(service, request))
+    assert isinstance(last, Answer)
+    return last
+
+
+def content(made: Answer) -> object:
+    """What an answer says, its times and reuse apart."""
+    assert made.prompt is not None
+    return made.text, made.tokens, made.prompt.tolist(), made.exact_to, [one.id for one in made.segments]
+
+
+EXACT = [name for name, strategy in strategies().items() if strategy.exact]
+
+
+def test_a_fleet_answers_as_one_engine_does() -> None:
+    questions = [QUESTION, "What about the red one?", "And the green ferry?", QUESTION]
+    with tiny.engine(top_k=2) as alone:
+        alone.add_documents(DOCUMENTS, "ferries")
+        expected = [content(answer(alone, asked(q, strategy=s))) for s in EXACT for q in questions]
+    with fleet_of_two() as (fleet, transport, engines):
+        found = [answer(fleet, asked(q, strategy=s)) for s in EXACT for q in questions]
+        assert EXACT and [content(one) for one in found] == expected
+        assert set(transport.sent) == {"replica 0", "replica 1"}
+        assert all(one.exact_to == "full" and one.timings.ttft >= one.timings.retrieve > 0 for one in found)
+        assert any(one.cached_tokens for one in found)
+        for engine in engines:
+            tiny.check_ended(engine, [])
+
+
+def test_knowledge_is_the_fronts_and_tenants_are_kept_apart() -> None:
+    with fleet_of_two() as (fleet, _, _):
+        store = fleet.library.create("ada", "notes", {}, None, "")
+        file = fleet.library.upload("ada", "note.txt", "user_data", b"The purple ferry never leaves.")
+        fleet.library.attach("ada", [Attachment(store.id, file.id, 0)])
+        wait_for(lambda: fleet.library.counts("ada", store.id)[0].completed == 1)
+        for _ in range(2):  # on either replica
+            request = asked("purple ferry", tenant="ada")
+            made = answer(fleet, Request(request.messages, rag=Rag(knowledge=store.id, detail=True), tenant="ada"))
+            assert made.prompt is not None and "purple" in "".join(fleet.pieces(made.prompt))
+        with pytest.raises(RequestError, match="unknown knowledge base"):
+            answer(fleet, Request(request.messages, rag=Rag(knowledge=store.id), tenant="bob"))
+
+
+def test_a_request_without_text_goes_elsewhere_when_its_replica_is_lost() -> None:
+    with fleet_of_two() as (fleet, transport, _):
+        transport.replicas["replica 0"].serve = lost_at_once(transport.replicas["replica 0"].name, transport.dead)  # type: ignore[method-assign]
+        made = answer(fleet, asked())
+        assert made.tokens and transport.sent == ["replica 0", "replica 1"]
+        fleet.look()
+        assert (fleet.replicas().up, fleet.replicas().wanted) == (1, 2)
+
+
+def lost_at_once(name: str, dead: set[str]):  # type: ignore[no-untyped-def]
+    async def serve(call: object) -> AsyncGenerator[Event, None]:
+        dead.add(name)
+        yield Delta("never seen")
+
+    return serve
+
+
+def test_an_answer_that_began_ends_with_an_error_when_its_replica_is_lost() -> None:
+    async def run(fleet: Fleet, dead: set[str]) -> None:
+        async with aclosing(fleet.submit(asked(tokens=60))) as found:
+            assert isinstance(await anext(found), Delta)
+            dead.add("replica 0")
+            with pytest.raises(LostError, match="send the request again"):
+                async for _ in found:
+                    pass
+
+    with fleet_of_two() as (fleet, transport, engines):
+        asyncio.run(run(fleet, transport.dead))
+        wait_for(lambda: not engines[0].stats()["running"])  # what it computed for nobody was cancelled
+        assert transport.sent == ["replica 0"]
+
+
+def test_a_full_queue_sends_requests_on_and_all_full_refuses_them() -> None:
+    async def run(fleet: Fleet) -> list[object]:
+        many = (events(fleet, asked(f"Ferry {i}?", tokens=24)) for i in range(12))
+        return await asyncio.gather(*many, return_exceptions=True)
+
+    with fleet_of_two(max_queue=1) as (fleet, transport, _):
+        outcomes = asyncio.run(run(fleet))
+        refused = [one for one in outcomes if isinstance(one, OverloadError)]
+        assert refused and all((one.retry_after or 0) > 0 for one in refused)
+        assert all(isinstance(one, OverloadError | list) for one in outcomes)
+        assert len(transport.sent) > 12  # some were asked of both
+        assert not fleet._loads
+
+
+def test_the_server_tells_of_replicas() -> None:
+    with fleet_of_two() as (fleet, transport, _), serving(fleet) as served:
+        for _ in range(2):
+            body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 3}
+            assert served.post(json=body).status_code == 200
+        fleet.look()
+        assert served.get("/health").json()["replicas"] == {"up": 2, "wanted": 2}
+        lines = served.get("/metrics").text.splitlines()
+        for rank in "01":
+            assert f'ragjax_requests_total{{replica="{rank}",strategy="prefix"}} 1.0' in lines
+        seen = served.get("/v1/cache").json()
+        assert set(seen["replicas"]) == {"0", "1"}
+        assert seen["nodes"] == sum(one["nodes"] for one in seen["replicas"].values()) > 0
+        ids = [one["id"] for one in seen["holdings"]]
+        assert len(set(ids)) == len(ids) and len(seen["requests"]) == 2
+        transport.dead |= {"replica 0", "replica 1"}
+        fleet.look()
+        health = served.get("/health")
+        assert health.status_code == 503 and health.json()["ready"] is False
+
+
+def test_documents_that_come_and_go_are_seen_at_once() -> None:
+    with fleet_of_two() as (fleet, _, _):
+        base = fleet._front.parts.knowledge.get("ferries")
+        base.add([Document("new", "The orange ferry leaves at midnight.")])
+        for gone in (False, True):
+            if gone:
+                base.delete(["new"])
+            for _ in range(2):
+                made = answer(fleet, asked("orange ferry"))
+                assert made.prompt is not None
+                assert ("midnight" in "".join(fleet.pieces(made.prompt))) is not gone

@@ -1,0 +1,90 @@
+"""Replicas in this process, in the place of Ray's: tiny engines, reached by what would be pickled."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from functools import cache
+
+from ragjax.cluster.fleet import Fleet, RoundRobin, Router
+from ragjax.cluster.replica import Replica
+from ragjax.cluster.transport import Begun, Call, Item, Status
+from ragjax.core import Document, EngineOptions, Inventory, LostError, Replicas
+from ragjax.engine import Engine
+from ragjax.engine.card import Card
+from ragjax.engine.front import Front
+from ragjax.runner.runner import Runner
+from tests.support import tiny
+
+DOCUMENTS = [
+    Document(f"d{i}", f"The {colour} ferry leaves the harbour at {hour} and returns at night.", colour)
+    for i, (colour, hour) in enumerate((("red", "nine"), ("blue", "ten"), ("green", "noon"), ("white", "dawn")))
+]
+
+
+class LocalTransport:
+    """Carries calls to replicas of this process. `dead`: names of those that went away."""
+
+    def __init__(self, replicas: Sequence[Replica]):
+        self.replicas = {one.name: one for one in replicas}
+        self.dead: set[str] = set()
+        self.sent: list[str] = []
+        self.closed = False
+
+    @property
+    def _running(self) -> list[Replica]:
+        return [one for name, one in self.replicas.items() if name not in self.dead]
+
+    async def serve(self, call: Call) -> AsyncGenerator[Item, None]:
+        assert call.choose is not None
+        name = call.choose([one.name for one in self._running])[0]
+        self.sent.append(name)
+        carried = pickle.loads(pickle.dumps(call))
+        assert carried.choose is None
+        async with aclosing(self.replicas[name].serve(carried)) as items:
+            async for item in items:
+                if name in self.dead:
+                    raise LostError(f"{name} went away")
+                yield item if isinstance(item, Begun) else pickle.loads(pickle.dumps(item))
+
+    def card(self) -> Card:
+        return pickle.loads(pickle.dumps(self._running[0].card()))
+
+    def statuses(self) -> list[Status]:
+        return [pickle.loads(pickle.dumps(one.status())) for one in self._running]
+
+    def inventories(self, tenant: str) -> dict[int, Inventory]:
+        return dict(one.inventory(tenant) for one in self._running)
+
+    def count(self) -> Replicas:
+        return Replicas(len(self._running), len(self.replicas))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@cache
+def second_runner() -> Runner:
+    """Beside the shared one, for a second engine at a time."""
+    return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
+
+
+@contextmanager
+def fleet_of_two(router: Router | None = None, **options: int) -> Iterator[tuple[Fleet, LocalTransport, list[Engine]]]:
+    """A fleet over two engines, which holds DOCUMENTS. options: fields of the engines' `EngineOptions`."""
+    engines = [tiny.engine(runner, **options) for runner in (tiny.runner(), second_runner())]
+    try:
+        transport = LocalTransport([Replica(engine, f"replica {i}", i) for i, engine in enumerate(engines)])
+        # a third engine's parts, of which none needs a device
+        parts = tiny.front_parts()
+        front = Front.beside(parts, EngineOptions("tiny", top_k=2), transport.card())
+        front.parts.knowledge.make("ferries").add(DOCUMENTS)
+        fleet = Fleet(front, transport, router or RoundRobin())
+        try:
+            yield fleet, transport, engines
+        finally:
+            fleet.close()
+    finally:
+        for engine in engines:
+            engine.close()

@@ -23,6 +23,7 @@ from ragjax.core import (
     Composed,
     Divergence,
     Embedded,
+    EngineOptions,
     Event,
     Inventory,
     LostError,
@@ -174,7 +175,7 @@ class Fleet:
         return {str(one.rank): one.stats for one in self._statuses}
 
     def replicas(self) -> Replicas:
-        """How many run, and how many should, as of the last look."""
+        """How many answered the last look, and how many there should be."""
         return self._count
 
     def inventory(self, tenant: str = "") -> Inventory:
@@ -183,8 +184,8 @@ class Fleet:
 
     def look(self) -> None:
         """Ask the replicas how they are."""
-        self._count = self._transport.count()
         self._statuses = sorted(self._transport.statuses(), key=lambda one: one.rank)
+        self._count = Replicas(len(self._statuses), self._transport.wanted())
         observer = self._observer
         for strategy, seen in (shadow for one in self._statuses for shadow in one.shadows):
             if observer is not None:
@@ -275,3 +276,17 @@ class Fleet:
         self._closed.set()
         self._transport.close()
         self._front.close()
+
+
+def fleet_of(options: EngineOptions, transport: Transport) -> Fleet:
+    """A fleet over replicas that run, with the knowledge that the options name.
+
+    Raises:
+        ConfigError: saying what to change.
+    """
+    front = Front.load(options, transport.card())
+    try:
+        return Fleet(front, transport, RoundRobin())
+    except BaseException:
+        front.close()
+        raise

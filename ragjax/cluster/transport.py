@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ragjax.core import Composed, Divergence, Event, Inventory, RagjaxError, Replicas
+from ragjax.core import Composed, Divergence, Event, Inventory, RagjaxError
 from ragjax.engine.card import Card
 from ragjax.engine.stats import Stats
 from ragjax.quality.report import Setting
@@ -75,8 +75,8 @@ class Transport(Protocol):
         """What the cache of each holds of a tenant's KV, by rank."""
         ...
 
-    def count(self) -> Replicas:
-        """How many run, and how many should."""
+    def wanted(self) -> int:
+        """How many replicas there should be."""
         ...
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -25,7 +26,7 @@ from ragjax.serve.connection import Limits, limited
 from ragjax.serve.stop import Drain, Server, Watchdog
 
 if TYPE_CHECKING:
-    from ragjax.engine import Engine
+    from ragjax.engine.service import Service
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
+    flag("--replicas", type=integer(1, 1024), help="serve by so many engines, on Ray Serve (docs/scale.md)")
+    flag("--ray-address", metavar="HOST:PORT", help="Ray cluster for --replicas (default: Ray is started here)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
     flag("--strict", action="store_true", help="refuse fields of requests that have no effect, instead of a notice")
@@ -87,7 +90,20 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     engine = engine_options(options)
     quotas = {t.name: t.quota_gb for t in options.tenants.values() if t.quota_gb is not None}
     options.engine = replace(engine, storage=replace(engine.storage, quotas=quotas))
+    _check_replicas(options)
     return options
+
+
+def _check_replicas(options: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that have no effect beside each other."""
+    if options.replicas is None:
+        if options.ray_address is not None:
+            raise core.ConfigError("--ray-address: give --replicas too; without it nothing runs on Ray")
+        return
+    if options.engine.speculate:
+        raise core.ConfigError("--speculate: a replica is chosen after the search; leave it out, or --replicas")
+    if options.engine.record_trace is not None:
+        raise core.ConfigError("--record-trace: replicas cannot share a file; leave it out, or --replicas")
 
 
 @dataclass(frozen=True)
@@ -183,28 +199,41 @@ def _cannot_listen(host: str, port: int, error: Exception) -> core.ConfigError:
     return core.ConfigError(f"cannot listen on {host}:{port}: {getattr(error, 'strerror', None) or error}")
 
 
-def _load(options: argparse.Namespace) -> Engine:
+def _load(options: argparse.Namespace) -> Service:
     # Imported late: a wrong flag should not wait for JAX.
+    if options.replicas is not None:
+        return _start(options)
     from ragjax.engine import Engine
 
     return Engine.load(options.engine)
 
 
-def _run(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
+def _start(options: argparse.Namespace) -> Service:
+    if importlib.util.find_spec("ray") is None:
+        raise core.ConfigError("--replicas needs Ray, which is not installed: pip install 'ragjax[ray]'")
+    from ragjax.cluster.start import start
+
+    return start(options.engine, options.replicas, options.ray_address, options.grace)
+
+
+def app_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What `create_app` takes of the command's options."""
+    return {
+        "keys": _keys(options),
+        "max_body_bytes": int(options.max_body_mb * 2**20),
+        "max_file_bytes": int(options.max_file_mb * 2**20),
+        "timeout": options.receive_timeout,
+        "strict": options.strict,
+        "cors_origins": options.cors_origin,
+    }
+
+
+def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     drain = Drain()
     limits = Limits(options.receive_timeout, options.max_connections)
     config = uvicorn.Config(
-        create_app(
-            engine,
-            keys=_keys(options),
-            max_body_bytes=int(options.max_body_mb * 2**20),
-            max_file_bytes=int(options.max_file_mb * 2**20),
-            timeout=limits.timeout,
-            drain=drain,
-            strict=options.strict,
-            cors_origins=options.cors_origin,
-        ),
+        create_app(engine, drain=drain, **app_options(options)),
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,
@@ -231,7 +260,7 @@ def _keys(options: argparse.Namespace) -> dict[str, str]:
     return keys if options.api_key is None else {options.api_key: "", **keys}
 
 
-def _say_ready(engine: Engine, listener: socket.socket, options: argparse.Namespace) -> None:
+def _say_ready(engine: Service, listener: socket.socket, options: argparse.Namespace) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     knowledge = ", ".join(engine.knowledge_names) or "none"

@@ -57,6 +57,8 @@ def is_name(dotted: str) -> bool:
     """Whether a dotted name is a module, or an attribute (also of a class, also one that only instances have)."""
     parts = dotted.split(".")
     depth = next(n for n in range(len(parts), 0, -1) if is_module(".".join(parts[:n])))
+    if depth == len(parts):  # not imported: it may need a package that is not here
+        return True
     thing: object = importlib.import_module(".".join(parts[:depth]))
     for part in parts[depth:]:
         if not hasattr(thing, part) and part not in getattr(thing, "__annotations__", {}):

@@ -38,7 +38,12 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 """A module belongs to the room whose folder it lies in. A module that Python runs (`python -m …`) is an entry: it only
 calls a command, and nothing imports it."""
 
-APART = {"ragjax.kernels.attention.jax_triton_kernel": "triton"}
+APART = {
+    "ragjax.kernels.attention.jax_triton_kernel": "triton",
+    "ragjax.cluster.deployment": "ray",
+    "ragjax.cluster.start": "ray",
+    "ragjax.serve.cluster": "ray",
+}
 """Modules that need a package which is not a dependency; others may import them within functions only."""
 
 COMPUTE = ("compress", "kernels", "models", "runner", "store")

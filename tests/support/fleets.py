@@ -10,7 +10,7 @@ from functools import cache
 from ragjax.cluster.fleet import Fleet, RoundRobin, Router
 from ragjax.cluster.replica import Replica
 from ragjax.cluster.transport import Begun, Call, Item, Status
-from ragjax.core import Document, EngineOptions, Inventory, LostError, Replicas
+from ragjax.core import Document, EngineOptions, Inventory, LostError
 from ragjax.engine import Engine
 from ragjax.engine.card import Card
 from ragjax.engine.front import Front
@@ -57,8 +57,8 @@ class LocalTransport:
     def inventories(self, tenant: str) -> dict[int, Inventory]:
         return dict(one.inventory(tenant) for one in self._running)
 
-    def count(self) -> Replicas:
-        return Replicas(len(self._running), len(self.replicas))
+    def wanted(self) -> int:
+        return len(self.replicas)
 
     def close(self) -> None:
         self.closed = True

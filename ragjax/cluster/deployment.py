@@ -1,0 +1,164 @@
+"""Replicas as a deployment of Ray Serve, which starts, watches, restarts, updates and drains them.
+
+It needs Ray: the extra `ragjax[ray]`. Ray pickles what goes between processes, so whoever reaches the cluster's ports
+can run code on it (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import ReplicaState
+
+from ragjax.cluster.replica import Replica, options_of
+from ragjax.cluster.transport import Call, Item, Status
+from ragjax.core import EngineOptions, Inventory, LostError
+from ragjax.engine import Engine
+from ragjax.engine.card import Card
+
+_log = logging.getLogger(__name__)
+
+NAME = "Replica"
+"""Of the deployment, in a configuration of Ray Serve too."""
+
+ONGOING = 100_000
+"""Calls that a replica may have: how many wait is the engine's to bound, which answers 429 when its queue is full."""
+
+ANSWER = 5.0
+"""Seconds that replicas have to tell how they are."""
+
+
+class ChosenReplica(RequestRouter):  # type: ignore[misc] # Ray has no types here
+    """Tries replicas in the order that a call says; what is no call may go to any."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Groups of replicas, the first to be tried first. Called again until one takes the request."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        call = next((one for one in pending_request.args if isinstance(one, Call)), None)
+        if call is None or call.choose is None:
+            return [candidate_replicas]
+        by_name = {one.replica_id.unique_id: one for one in candidate_replicas}
+        return [[by_name[name]] for name in call.choose(by_name)]
+
+
+class Server:
+    """What runs in the process of a replica."""
+
+    def __init__(self, options: EngineOptions):
+        logging.getLogger("ragjax").setLevel(logging.INFO)
+        context = serve.get_replica_context()
+        rank = context.rank.rank
+        self._replica = Replica(Engine.load(options_of(options, rank)), context.replica_id.unique_id, rank)
+
+    async def serve(self, call: Call) -> AsyncGenerator[Item, None]:
+        """As `Replica.serve`."""
+        async for item in self._replica.serve(call):
+            yield item
+
+    async def card(self) -> Card:
+        """As `Replica.card`."""
+        return self._replica.card()
+
+    async def status(self) -> Status:
+        """As `Replica.status`."""
+        return self._replica.status()
+
+    async def inventory(self, tenant: str) -> tuple[int, Inventory]:
+        """As `Replica.inventory`."""
+        return await asyncio.to_thread(self._replica.inventory, tenant)
+
+    def check_health(self) -> None:
+        """Ray Serve calls it, and replaces a replica that fails."""
+        self._replica.check()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_replica"):  # Ray Serve calls it when the replica has ended its requests
+            self._replica.close()
+
+
+def deployment(options: EngineOptions, count: int, grace: float) -> serve.Application:
+    """The replicas of an engine with these options, which a transport's handle reaches.
+
+    count: how many. grace: seconds that running requests get when one of them stops. Each takes a GPU where the
+    cluster has some, and else a CPU.
+    """
+    resources = {"num_cpus": 1, "num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
+    made = serve.deployment(
+        Server,
+        name=NAME,
+        num_replicas=count,
+        ray_actor_options=resources,
+        max_ongoing_requests=ONGOING,
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=grace,
+        max_constructor_retry_count=3,
+        request_router_config=RequestRouterConfig(request_router_class=ChosenReplica),
+    )
+    return made.bind(options)
+
+
+class RayTransport:
+    """Reaches the replicas of one deployment (`Transport`)."""
+
+    def __init__(self, handle: DeploymentHandle[Any]):
+        self._handle = handle
+
+    async def serve(self, call: Call) -> AsyncGenerator[Item, None]:
+        """As `Transport.serve`."""
+        response, ended = self._handle.options(stream=True).serve.remote(call), False
+        try:
+            async for item in response:
+                yield item
+            ended = True
+        except RayTaskError:  # a defect in the replica, which lives on
+            raise
+        except (RayError, DeploymentUnavailableError) as error:
+            raise LostError(f"a replica was lost: {error}") from error
+        finally:
+            if not ended:
+                response.cancel()
+
+    def card(self) -> Card:
+        """As `Transport.card`."""
+        card: Card = self._handle.card.remote().result()
+        return card
+
+    def statuses(self) -> Sequence[Status]:
+        """As `Transport.statuses`; of those that answer in time."""
+        return self._broadcast("status")
+
+    def inventories(self, tenant: str) -> dict[int, Inventory]:
+        """As `Transport.inventories`; of those that answer in time."""
+        return dict(self._broadcast("inventory", tenant))
+
+    def _broadcast(self, method: str, *arguments: object) -> list[Any]:
+        try:
+            found = self._handle.broadcast(method, *arguments).results(timeout_s=ANSWER, return_exceptions=True)
+        except (RayError, DeploymentUnavailableError, TimeoutError) as error:
+            _log.info("no replica told its %s: %s", method, error)
+            return []
+        return [one for one in found if not isinstance(one, Exception)]
+
+    def wanted(self) -> int:
+        """As `Transport.wanted`: those that run or start, by Ray Serve's word, which is late by a health check."""
+        states = serve.status().applications[self._handle.app_name].deployments[NAME].replica_states
+        ending = (ReplicaState.STOPPING, ReplicaState.STOPPED)
+        return sum(number for state, number in states.items() if state not in ending)
+
+    def close(self) -> None:
+        """As `Transport.close`; the deployment stays."""
+        self._handle.shutdown()

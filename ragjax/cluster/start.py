@@ -1,0 +1,87 @@
+"""A fleet for one process that stands outside of Ray Serve: the server of `python -m ragjax.serve --replicas`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from contextlib import suppress
+
+import ray
+from ray import serve
+
+from ragjax.cluster.deployment import RayTransport, deployment
+from ragjax.cluster.fleet import Fleet, fleet_of
+from ragjax.core import ConfigError, EngineOptions
+
+_log = logging.getLogger(__name__)
+
+APP = "ragjax"
+"""Name of the application in Ray Serve."""
+
+
+class Started(RayTransport):
+    """Replicas that were started for one fleet, and end with it. own: so does Ray itself."""
+
+    def __init__(self, options: EngineOptions, count: int, grace: float, own: bool):
+        self._own = own
+        try:
+            super().__init__(serve.run(deployment(options, count, grace), name=APP, route_prefix=None))
+        except RuntimeError as error:
+            reason = _reason(error)
+            _stop(own)
+            raise ConfigError(f"the replicas do not start: {reason}") from error
+        except BaseException:
+            _stop(own)
+            raise
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+        _stop(self._own)
+
+
+def start(options: EngineOptions, count: int, address: str | None, grace: float) -> Fleet:
+    """Start replicas on a Ray cluster, and a fleet in front of them, which ends them when it is closed.
+
+    address: of the cluster, host:port; None: Ray is started on this machine.
+
+    Raises:
+        ConfigError: if there is no cluster there, or the replicas cannot start.
+    """
+    _connect(address)
+    transport = Started(options, count, grace, address is None)
+    try:
+        return fleet_of(options, transport)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _connect(address: str | None) -> None:
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError("--ray-address: give host:port of a cluster that this machine is part of, not ray://")
+    try:
+        ray.init(address=address or "local", include_dashboard=False if address is None else None, log_to_driver=False)
+        # no proxy: this process listens
+        serve.start(proxy_location="Disabled")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"--ray-address: no Ray cluster can be reached at {address}: {error}") from error
+    if address is not None and APP in serve.status().applications:
+        ray.shutdown()
+        raise ConfigError(f"--ray-address: the application {APP} runs on {address} already; stop it first")
+
+
+def _stop(own: bool) -> None:
+    with suppress(Exception):  # Ray may be gone
+        if own:
+            serve.shutdown()
+        else:
+            serve.delete(APP)
+    ray.shutdown()
+
+
+def _reason(error: RuntimeError) -> str:
+    """What the engine had to say, out of the messages of Ray Serve, which hold tracebacks."""
+    told = serve.status().applications[APP].deployments
+    message = "\n".join((str(error), *(one.message for one in told.values())))
+    found = re.findall(r"^(?:ragjax\.)\S*Error: (.+)$", message, re.MULTILINE)
+    return found[-1] if found else message

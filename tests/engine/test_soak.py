@@ -313,8 +313,8 @@ def resident() -> int:
 
 @pytest.mark.slow
 def test_a_short_soak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twenty seconds of it."""
-    soak(float(os.environ.get("SOAK_SECONDS", "20")), tmp_path, 0, monkeypatch)
+    """Ten seconds of it."""
+    soak(float(os.environ.get("SOAK_SECONDS", "10")), tmp_path, 0, monkeypatch)
     assert threading.active_count() < 100
 
 

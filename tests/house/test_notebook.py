@@ -100,6 +100,7 @@ def test_the_graphs_cells_run_in_order(
 
 
 @pytest.mark.model
+@pytest.mark.long
 def test_the_compressions_cells_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra notebook")
     monkeypatch.chdir(tmp_path)

@@ -17,7 +17,7 @@ from ragjax.engine import Engine
 
 DEMO = Path(ragjax.__file__).parent / "demo"
 ALL = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()]
-QUESTIONS = ALL[:40:10]
+QUESTIONS = ALL[:30:10]
 NEW_TOKENS = 12
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -1,0 +1,92 @@
+"""deploy/: what its files name exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ragjax.serve.command import parse_options
+from tests.support.devices import ROOT
+
+DEPLOY = ROOT / "deploy"
+DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboard.json").read_text())
+ALERTS = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())
+SUFFIXES = ("_bucket", "_count", "_sum")
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def expressions() -> list[str]:
+    """What the dashboard and the alerts ask Prometheus for."""
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    return panels + [rule["expr"] for group in ALERTS["groups"] for rule in group["rules"]]
+
+
+def known() -> set[str]:
+    """Metrics that docs/http.md lists, which another test compares with the server's."""
+    return set(re.findall(r"`(ragjax_\w+)", (ROOT / "docs" / "http.md").read_text()))
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_every_metric_exists(expression: str) -> None:
+    named = set(re.findall(r"ragjax_\w+", expression))
+    bare = {name.removesuffix(next((s for s in SUFFIXES if name.endswith(s)), "")) for name in named}
+    assert bare <= known()
+    assert named or "up{" in expression
+
+
+def arguments() -> dict[str, list[str]]:
+    """Flags that the files start the server with."""
+    (docker,) = re.findall(r"^CMD (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.M)
+    (entry,) = re.findall(r"^ENTRYPOINT (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.M)
+    python, module, name, *first = json.loads(entry)
+    assert (python, module, name) == ("python", "-m", "ragjax.serve")
+    (compose,) = documents("compose.yaml")
+    pods = [d["spec"]["template"]["spec"] for d in documents("kubernetes.yaml") if d["kind"] == "Deployment"]
+    (service,) = documents("rayservice.yaml")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    return {
+        "Dockerfile": first + json.loads(docker),
+        "compose.yaml": first + compose["services"]["server"]["command"],
+        "kubernetes.yaml": first + pods[0]["containers"][0]["args"],
+        "rayservice.yaml": [part for k, v in application["args"].items() for part in (f"--{k}", str(v))],
+    }
+
+
+@pytest.mark.parametrize("name", arguments())
+def test_the_server_takes_every_flag(name: str) -> None:
+    parse_options(arguments()[name])
+
+
+def test_the_application_of_ray_is_the_servers() -> None:
+    (service,) = documents("rayservice.yaml")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
+    assert f"def {name}(" in source
+    wanted = {d["name"]: d["num_replicas"] for d in application["deployments"]}
+    assert wanted == {"Replica": application["args"]["replicas"]}
+    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert workers["replicas"] == wanted["Replica"]
+
+
+def test_every_mounted_file_exists() -> None:
+    (compose,) = documents("compose.yaml")
+    mounts = [v for service in compose["services"].values() for v in service.get("volumes", []) if v.startswith(".")]
+    assert mounts
+    assert [m for m in mounts if not (DEPLOY / m.split(":")[0]).is_file()] == []
+
+
+def test_the_image_gets_what_it_copies() -> None:
+    """The ignore file lets through what the first stage copies."""
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", (DEPLOY / "Dockerfile").read_text(), re.M)
+    allowed = re.findall(r"^!(\S+)$", (DEPLOY / "Dockerfile.dockerignore").read_text(), re.M)
+    assert set(" ".join(copied).split()) == set(allowed)
+    assert [name for name in allowed if not (ROOT / name).exists()] == []

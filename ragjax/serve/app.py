@@ -75,6 +75,7 @@ def create_app(
     endpoints = _Endpoints(engine, metrics, strict)
     # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
     app = FastAPI(title="ragjax", docs_url=None, redoc_url=None, redirect_slashes=False, strict_content_type=False)
+    app.state.metrics = metrics
     app.add_api_route("/health", endpoints.health, response_model=None)
     app.add_api_route("/health", endpoints.health, methods=["HEAD"], response_model=None, include_in_schema=False)
     app.add_api_route("/metrics", endpoints.metrics, response_class=Response)

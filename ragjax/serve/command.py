@@ -232,12 +232,13 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     drain = Drain()
     limits = Limits(options.receive_timeout, options.max_connections)
+    app = create_app(engine, drain=drain, **app_options(options))
     config = uvicorn.Config(
-        create_app(engine, drain=drain, **app_options(options)),
+        app,
         log_config=None,
         log_level=options.log_level,
         timeout_graceful_shutdown=options.grace,
-        http=limited(limits),  # over h11, which bounds the head of a request: 64 KiB
+        http=limited(limits, app.state.metrics.count_ended),  # over h11, which bounds the head of a request: 64 KiB
         ws="none",
         lifespan="off",
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,8 @@ class Connection(H11Protocol):
     """
 
     limits = Limits()
+    count: Callable[[str], None]
+    """Told why a connection ends before its client ended it."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -53,6 +57,7 @@ class Connection(H11Protocol):
             self._watch()
             return
         most = self.limits.connections
+        self.count("overloaded")
         _log.warning("refused a connection: there are %d already, the most by --max-connections", most)
         self._end(overloaded(most))
 
@@ -73,6 +78,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is not HTTP, in the form of every other error."""
+        self.count("malformed")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._end(ApiError(400, "this is not an HTTP request that can be read", headers={"connection": "close"}))
         else:
@@ -86,7 +92,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """The buffers are full: starts the clock of a client that does not read."""
         super().pause_writing()
-        self._reading = self.loop.call_later(self.limits.timeout, self.transport.abort)
+        self._reading = self.loop.call_later(self.limits.timeout, self._unread)
 
     def resume_writing(self) -> None:
         """The client reads."""
@@ -102,12 +108,19 @@ class Connection(H11Protocol):
         elif self._arrival is None:
             self._arrival = self.loop.call_later(self.limits.timeout, self._late)
 
+    def _unread(self) -> None:
+        self.count("unread")
+        self.transport.abort()
+
     def _late(self) -> None:
         """The time is over. An answer is due for a part of a head; `Door` gives that for a part of a body."""
         answering = self.cycle is not None and not self.cycle.response_complete
+        begun = answering or bool(self.conn.trailing_data[0])
+        if not self.transport.is_closing():
+            self.count("late" if begun else "idle")
         if answering or self.transport.is_closing():
             self._arrival = self.loop.call_later(LINGER, self.transport.abort)
-        elif self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+        elif self.conn.our_state is h11.IDLE and begun:
             self._end(late(self.limits.timeout))
         else:
             self.transport.abort()
@@ -119,6 +132,8 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         response = error.response()
+        response.headers["x-request-id"] = request_id = uuid.uuid4().hex
+        _log.info("request %s was refused with its connection, status %d", request_id, error.status_code)
         head = h11.Response(status_code=error.status_code, headers=response.raw_headers)
         for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
@@ -128,9 +143,13 @@ class Connection(H11Protocol):
         self._arrival = self.loop.call_later(LINGER, self.transport.abort)
 
 
-def limited(limits: Limits) -> type[Connection]:
-    """The connections of a server with these limits, for `http` of uvicorn's configuration."""
-    return type("Connection", (Connection,), {"limits": limits})
+def limited(limits: Limits, count: Callable[[str], None]) -> type[Connection]:
+    """The connections of a server with these limits, for `http` of uvicorn's configuration.
+
+    count: called with the reason for each connection that the server ends: `overloaded`, `late`, `idle`, `unread`,
+        `malformed`.
+    """
+    return type("Connection", (Connection,), {"limits": limits, "count": staticmethod(count)})
 
 
 def _stop(*clocks: asyncio.TimerHandle | None) -> None:

@@ -102,6 +102,12 @@ class Metrics:
         self.request_seconds = Histogram(
             "ragjax_http_request_seconds", "Arrival to end of response.", ["route"], buckets=_LONG, registry=registry
         )
+        self.connections_ended = Counter(
+            "ragjax_http_connections_ended",
+            "Connections that the server ended, by reason.",
+            ["reason"],
+            registry=registry,
+        )
         self.ttft_seconds = Histogram(
             "ragjax_ttft_seconds", "Arrival to first text.", ["strategy"], buckets=_LONG, registry=registry
         )
@@ -127,6 +133,10 @@ class Metrics:
     def _note_shadow(self, strategy: str, seen: core.Divergence) -> None:
         self.shadow_kl.labels(strategy).observe(seen.kl)
         self.shadow_top1.labels(strategy).observe(seen.top1)
+
+    def count_ended(self, reason: str) -> None:
+        """A connection that the server ended."""
+        self.connections_ended.labels(reason).inc()
 
     def exposition(self) -> bytes:
         """All of them, as a scrape reads them."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from threading import Thread
@@ -46,18 +48,34 @@ def until_closed(connection: socket.socket) -> bytes:
 def refused(answer: bytes) -> tuple[int, dict[str, Any]]:
     """Status and error of a response, which must be the only one."""
     head, _, body = answer.partition(b"\r\n\r\n")
+    assert re.search(rb"x-request-id: [0-9a-f]{32}", head)
     assert answer.count(b"HTTP/1.1") == 1 and b"connection: close" in head.lower()
     return int(head.split()[1]), json.loads(body)["error"]
 
 
+@contextmanager
+def counted(served: Served, **expected: int) -> Iterator[None]:
+    """Within it the server ends so many connections, by reason, and no others."""
+    before = ended(served)
+    yield
+    wait_for(lambda: Counter(ended(served)) - Counter(before) == Counter(expected))
+
+
+def ended(served: Served) -> dict[str, float]:
+    found = re.findall(
+        r'^ragjax_http_connections_ended_total{reason="(\w+)"} (\S+)$', served.get("/metrics").text, re.M
+    )
+    return {reason: float(count) for reason, count in found}
+
+
 def test_who_sends_nothing_is_closed_without_a_word(quick: Served) -> None:
-    with connected(quick) as connection:
+    with counted(quick, idle=1), connected(quick) as connection:
         assert until_closed(connection) == b""
 
 
 @pytest.mark.parametrize("part", [HEAD, HEAD[:9], HEAD + b"\r\n{", HEAD + b"\r\n"])
 def test_who_sends_a_part_and_pauses_is_told_and_closed(quick: Served, part: bytes) -> None:
-    with connected(quick) as connection:
+    with counted(quick, late=1), connected(quick) as connection:
         connection.sendall(part)
         status, error = refused(until_closed(connection))
     assert status == 408 and error["code"] == "timeout" and "within 0.3 seconds" in error["message"]
@@ -105,7 +123,7 @@ def test_who_drips_is_closed(quick: Served, begin: bytes, part: bytes, status: b
     ids=["blank line", "NUL", "chunk"],
 )
 def test_what_is_no_http_is_told_and_closed(quick: Served, wrong: bytes) -> None:
-    with connected(quick) as connection:
+    with counted(quick, malformed=1), connected(quick) as connection:
         connection.sendall(wrong)
         status, error = refused(until_closed(connection))
     assert status == 400 and error["type"] == "invalid_request_error" and "not an HTTP request" in error["message"]
@@ -133,6 +151,7 @@ def test_who_does_not_read_is_closed() -> None:
         connection.sendall(head + body)
         wait_for(lambda: engine.cancelled == 1)
         wait_for(lambda: not served.server.server_state.connections)
+        assert ended(served) == {"unread": 1}
     engine.audit()
 
 
@@ -159,6 +178,7 @@ def test_one_connection_too_many_is_told_and_the_others_go_on() -> None:
             assert until_closed(connection).startswith(b"HTTP/1.1 200")
         wait_for(lambda: not served.server.server_state.connections)
         assert served.post(json=CHAT).status_code == 200
+        assert ended(served) == {"overloaded": 2}
 
 
 def test_who_is_refused_cannot_stay() -> None:

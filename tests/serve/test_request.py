@@ -217,6 +217,7 @@ def test_unknown_field_at_each_level(strict: Served, path: str, param: str) -> N
         ("rag", {"graph": {"relation_paths": [["A", ""]]}}, "rag.graph.relation_paths[0][1]"),
         ("rag", {"graph": "facts", "top_k": 2}, "rag.graph"),
         ("rag", {"documents": ["a"], "top_k": 1}, "rag.top_k"),
+        ("rag", {"documents": [{"id": "a\nINFO forged", "text": "b"}]}, "rag.documents[0].id"),
         ("rag", {"graph": {"entities": []}}, "rag.graph.entities"),
         ("rag", {"graph": {"relation_paths": []}}, "rag.graph.relation_paths"),
         ("rag", {"graph": {"relation_paths": [["A", "r", "B"]], "name": "g"}}, "rag.graph.name"),

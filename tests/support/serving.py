@@ -58,13 +58,14 @@ def serving(engine: FakeEngine, grace: int = 10, limits: Limits | None = None, *
     limits = limits or Limits()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
+    app = create_app(engine, timeout=limits.timeout, **kwargs)
     config = uvicorn.Config(
-        create_app(engine, timeout=limits.timeout, **kwargs),
+        app,
         log_config=None,
         ws="none",
         lifespan="off",
         timeout_graceful_shutdown=grace,
-        http=limited(limits),
+        http=limited(limits, app.state.metrics.count_ended),
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

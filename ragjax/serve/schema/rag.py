@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
-from ragjax.serve.schema.body import Body, Count, Filled, FilledName, Name
+from ragjax.serve.schema.body import NAME_CHARS, Body, Count, Filled, FilledName, Name
 
 
 class InlineDocument(Body):
-    """A passage given with the request."""
+    """A passage given with the request; its id has no control characters, which could forge lines of a log."""
 
-    id: FilledName
+    id: Annotated[str, Field(max_length=NAME_CHARS, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
     text: Filled
     title: Name | None = None
 

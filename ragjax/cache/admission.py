@@ -203,6 +203,7 @@ class Admission:
             self._metrics.admitted_tokens += len(node)
             self._policy.on_access(node, access)
             self._hierarchy.consider(node)
+        self._hierarchy.admitted(nodes)
         for owner in owners:
             self._hierarchy.enforce(owner)
 

@@ -30,7 +30,7 @@ from ragjax.cache.tree import KnowledgeTree
 from ragjax.cache.upcoming import causal_keys, path_keys
 from ragjax.cache.variant import Variants
 from ragjax.core import OutOfPages, Run, Tokens
-from ragjax.core.tiers import Record, Tier
+from ragjax.core.tiers import Inquiry, Record, Tier
 
 VARIANTS = 500
 """Variants in all: N = 100 chunks with M = 5 (Cache-Craft, section 5)."""
@@ -151,6 +151,11 @@ class KnowledgeCache:
     def tiered(self) -> bool:
         """Whether there are tiers below the device."""
         return self._hierarchy.storage is not None
+
+    @property
+    def inquiry(self) -> Inquiry | None:
+        """Of the shared tier, if there is one."""
+        return self._hierarchy.storage.inquiry if self._hierarchy.storage is not None else None
 
     @contextmanager
     def looking_ahead(self, pages: int) -> Iterator[Callable[[], int]]:

@@ -24,7 +24,7 @@ from ragjax.cache.node import Node, Provenance, name
 from ragjax.cache.policy.base import Policy, Victims
 from ragjax.cache.pool import AuditError, PagePool
 from ragjax.cache.tree import KnowledgeTree
-from ragjax.core.tiers import Copy, DiskIndex, Record, Tier, TransferEngine
+from ragjax.core.tiers import Copy, DiskIndex, Inquiry, Record, Tier, TransferEngine
 
 REPLICATE = 2
 """Requests that must have matched a node before it is copied to host memory and disk ahead of its eviction."""
@@ -38,13 +38,15 @@ class Storage:
     """The tiers below the device.
 
     transfer: moves the bytes. host_bytes: room in host memory (0: none). disk_index: of the disk tier (None: none).
-    quota: bytes that a tenant may hold on the device, and in host memory (None: no limit).
+    quota: bytes that a tenant may hold on the device, and in host memory (None: no limit). inquiry: of the shared tier,
+    whose entries the index names too (None: none); what is kept is put there as soon as there is time, for others.
     """
 
     transfer: TransferEngine
     host_bytes: int = 0
     disk_index: DiskIndex | None = None
     quota: Callable[[str], int | None] = lambda tenant: None
+    inquiry: Inquiry | None = None
 
 
 class Hierarchy:
@@ -62,6 +64,7 @@ class Hierarchy:
         self.loads = Loads()
         self.departures = Departures()
         self._hot: list[Node] = []
+        self._new: list[Node] = []
         self._unflushed: list[Node] | None = None
         self._dead: dict[Node, None] = {}
 
@@ -328,13 +331,25 @@ class Hierarchy:
         if node.hits == REPLICATE and self.storage is not None:
             self._hot.append(node)
 
+    def admitted(self, nodes: Sequence[Node]) -> None:
+        """Nodes are new; a shared tier is to have them soon, since others may be asked for the same."""
+        if self.storage is not None and self.storage.inquiry is not None:
+            self._new += nodes
+
     def replicate(self, limit: int = 64) -> bool:
-        """Copy hot nodes to host memory, and disk, while there is time (RAGCache, section 6); whether any was."""
+        """Copy hot nodes to host memory, and disk, while there is time (RAGCache, section 6); whether any was.
+
+        With a shared tier, new nodes go to disk too.
+        """
         hot, self._hot = self._hot[:limit], self._hot[limit:]
+        new, self._new = self._new[:limit], self._new[limit:]
         for node in hot:
             self._replicate(node)
+        for node in new:
+            if not node.dead and not node.loading and (node.run is not None or node.host is not None):
+                self._shelve(node)
         self.ledger.dispatch()
-        return bool(hot)
+        return bool(hot or new)
 
     def _replicate(self, node: Node) -> None:
         """Have a copy of a node of the device in host memory, if there is room, and on disk."""

@@ -216,8 +216,14 @@ class Loader:
         if self._storage is not None and self._storage.disk_index is not None:
             # whole entries are touched by their nodes' keys, as at every later access
             self._storage.disk_index.touch([f.record.key for f in reversed(records) if len(f) < len(f.record)])
-        self._start(Loading(nodes, Tier.DISK), run, copies)
+        self._start(Loading(nodes, self._tier(records)), run, copies)
         return [(node, len(node)) for node in nodes]
+
+    def _tier(self, records: list[_Find]) -> Tier:
+        """Where a load of records comes from, the farthest of them."""
+        inquiry = self._storage.inquiry if self._storage is not None else None
+        remote = inquiry is not None and any(inquiry.serves(find.record.key) for find in records)
+        return Tier.REMOTE if remote else Tier.DISK
 
     @property
     def _room(self) -> float:

@@ -178,6 +178,12 @@ class Fleet:
         """How many answered the last look, and how many there should be."""
         return self._count
 
+    @property
+    def shares(self) -> bool | None:
+        """Whether the shared cache answers all replicas, at the last look; None: there is none."""
+        up = [one.stats["remote_up"] for one in self._statuses if "remote_up" in one.stats]
+        return all(up) if up else None
+
     def inventory(self, tenant: str = "") -> Inventory:
         """What the caches hold of a tenant's KV: all together, and each. It waits for the replicas."""
         return merged(self._transport.inventories(tenant))

@@ -20,7 +20,7 @@ from ragjax.core.errors import (
     VisibilityError,
 )
 from ragjax.core.filter import Attributes, Comparison, Compound, Filter, Scalar
-from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served
+from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served, Sharing
 from ragjax.core.library import CHUNK_TOKENS, Attachment, Batch, Counts, File, Passage, State, Store
 from ragjax.core.limits import StepLimits
 from ragjax.core.options import DTYPES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
@@ -133,6 +133,7 @@ __all__ = [
     "Segment",
     "SegmentReport",
     "Served",
+    "Sharing",
     "Span",
     "State",
     "Step",

@@ -57,6 +57,17 @@ class Served:
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """The shared tier. on: whether its server answers; error: why it does not. entries, bytes: of this model there."""
+
+    address: str
+    on: bool
+    error: str | None
+    entries: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Inventory:
     """What one tenant may see of the cache.
 
@@ -64,6 +75,7 @@ class Inventory:
     used: share of each tier's room that is taken, by all; without tenant only. nodes: of the tenant. holdings: those of
     most tokens, parents first. whole: whether all nodes were looked at. departures, requests: the latest, newest first.
     replicas: the same of each replica, by name, where several serve; the rest is then of all together.
+    shared: the shared tier, if there is one; without tenant only.
     """
 
     policy: str
@@ -74,6 +86,7 @@ class Inventory:
     whole: bool
     departures: tuple[Departure, ...]
     requests: tuple[Served, ...]
+    shared: Sharing | None = None
     replicas: Mapping[str, Inventory] = field(default_factory=dict)
 
 

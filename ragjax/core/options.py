@@ -37,6 +37,9 @@ class StorageOptions:
     policy: name of the replacement policy. cost_profile: JSON of measured prefill times, which "pgdsf" needs.
     host_gb: host memory for KV, in 2^30 bytes (0: none). disk: folder of the disk tier (None: none), shared by any
     number of processes; disk_gb: its limit.
+    remote: address of the shared tier, redis:// or rediss:// (None: none). remote_gb: limit of what it holds of this
+    model and encoding, of all processes together; remote_days: after so many without a use an entry expires;
+    remote_timeout: seconds that a request waits for it, and that it may take to answer.
     at_rest: "raw" (exact), or "int8", "float8" or "int4": smaller, and all that comes back is labelled approximate.
     load_timeout: seconds after which a request computes KV rather than wait for it.
     quotas: most 2^30 bytes of KV that a tenant may hold on the device, and as much in host memory.
@@ -50,6 +53,10 @@ class StorageOptions:
     host_gb: float = 0.0
     disk: str | Path | None = None
     disk_gb: float = 8.0
+    remote: str | None = None
+    remote_gb: float = 8.0
+    remote_days: float = 7.0
+    remote_timeout: float = 0.25
     at_rest: AtRest = "raw"
     load_timeout: float = 10.0
     quotas: Mapping[str, float] = field(default_factory=dict)
@@ -63,7 +70,8 @@ class StorageOptions:
             raise ConfigError(f"host_gb must be a number from 0 to 1e9, not {self.host_gb!r}")
         if self.variants < 1:
             raise ConfigError(f"variants must be at least 1, not {self.variants!r}")
-        limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout}
+        limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout, "remote_gb": self.remote_gb}
+        limits |= {"remote_days": self.remote_days, "remote_timeout": self.remote_timeout}
         for name, value in limits.items() | {(f"quotas[{tenant!r}]", gb) for tenant, gb in self.quotas.items()}:
             if not 0 < value <= 1e9:
                 raise ConfigError(f"{name} must be a number above 0, up to 1e9, not {value!r}")

@@ -7,7 +7,7 @@ what lies on disk, where other processes and earlier lives of this one put thing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -21,6 +21,7 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     DISK = 2
+    REMOTE = 3
 
     @property
     def label(self) -> str:
@@ -185,4 +186,25 @@ class DiskIndex(Protocol):
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note an access, of ancestors last: what was touched longest ago leaves first."""
+        ...
+
+
+class Inquiry(Protocol):
+    """What is asked of the shared tier on behalf of requests that wait; its answers reach the `DiskIndex`.
+
+    patience: seconds that a request may wait for them.
+    """
+
+    patience: float
+
+    def asked(self) -> Collection[str]:
+        """Questions that look-ups raised since the last call, also those answered meanwhile."""
+        ...
+
+    def waits(self, questions: Collection[str]) -> bool:
+        """Whether one of them is not answered."""
+        ...
+
+    def serves(self, key: bytes) -> bool:
+        """Whether the entry with this key is in the shared tier alone."""
         ...

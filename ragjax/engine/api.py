@@ -99,6 +99,8 @@ class Engine:
             transfer=parts.transfer,
             recorder=parts.recorder,
         )
+        if parts.shared is not None:
+            parts.shared.listen(self._loop.wake)
         self._odds = Odds()
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
         self.front = Front(parts, options, self._loop.limits, parts.cache.pool, eos_ids)
@@ -218,14 +220,22 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counters since the start, and the present queue and pool."""
-        return stats_of(self._loop, self._cache, self._runner, self._contract, self._parts.disk)
+        return stats_of(self._loop, self._cache, self._runner, self._contract, self._parts.disk, self._parts.shared)
 
     def inventory(self, tenant: str = "", most: int = 200) -> Inventory:
         """What the cache holds of a tenant's KV, its `most` largest nodes; what of it left, and requests, lately.
 
         Tenants see what is their own alone. The tenant "" sees what was computed for no tenant, and how full tiers are.
         """
-        return take(self._loop, self._cache, self._parts.disk, self.options.storage, self.tokenizer, tenant, most)
+        parts = self._parts
+        return take(
+            self._loop, self._cache, parts.disk, parts.shared, self.options.storage, self.tokenizer, tenant, most
+        )
+
+    @property
+    def shares(self) -> bool | None:
+        """Whether the shared cache answers; None: there is none."""
+        return None if self._parts.shared is None else self._parts.shared.standing().on
 
     # ------------------------------------------------------------------------------------- knowledge
 
@@ -542,7 +552,7 @@ class Engine:
             return
         self._loop.close()
         parts = self._parts
-        for part in (parts.transfer, parts.disk, parts.recorder):
+        for part in (parts.transfer, parts.shared, parts.disk, parts.recorder):
             if part is not None:
                 part.close()
         self.front.close()

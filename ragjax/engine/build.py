@@ -45,6 +45,8 @@ from ragjax.runner.device import cpu_features, platform, precision, use_compilat
 from ragjax.runner.runner import Runner
 from ragjax.schedule.budget import StepBudget
 from ragjax.store.disk import DiskStore
+from ragjax.store.remote.redis import RedisRemote
+from ragjax.store.remote.tier import SharedTier
 from ragjax.store.transfer import KVTransfer
 
 _log = logging.getLogger(__name__)
@@ -91,6 +93,7 @@ class Parts(FrontParts):
     cache: KnowledgeCache
     transfer: KVTransfer | None = None
     disk: DiskStore | None = None
+    shared: SharedTier | None = None
     recorder: Recorder | None = None
     budget: StepBudget | None = None
     identity: bytes = b""
@@ -127,14 +130,15 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     contract = contract_of(options, chosen, identity, dtype, budget)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
+    shared = _shared(storage, identity, disk)
     pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context)
     grid = _grid(config, context, platform())
     _log.info("weights and KV are %s", numbers)
     runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid, widen=numbers.widen)
     if options.compile:
         _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
-    transfer = KVTransfer(runner, storage.at_rest, disk=disk)
-    tiers = Storage(transfer, int(storage.host_gb * 2**30), disk, _quota(storage.quotas))
+    transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
+    tiers = Storage(transfer, int(storage.host_gb * 2**30), shared or disk, _quota(storage.quotas), shared)
     return Parts(
         **grounds(options, tokenizer),
         model_name=local.name,
@@ -146,6 +150,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         strategies=chosen,
         transfer=transfer,
         disk=disk,
+        shared=shared,
         recorder=recorder,
         budget=_budget(options, runner, config),
         compression=compression,
@@ -315,6 +320,15 @@ def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelCon
         return None
     about = {"model": model, "dtype": dtype, "layers": str(config.num_layers), "kv_heads": str(config.num_kv_heads)}
     return DiskStore.open(storage.disk, identity, about=about, max_bytes=int(storage.disk_gb * 2**30))
+
+
+def _shared(storage: StorageOptions, identity: bytes, disk: DiskStore | None) -> SharedTier | None:
+    if storage.remote is None:
+        return None
+    limit, timeout = int(storage.remote_gb * 2**30), storage.remote_timeout
+    life = max(1, int(storage.remote_days * 86400))
+    remote = RedisRemote.open(storage.remote, identity, storage.at_rest, max_bytes=limit, life=life, timeout=timeout)
+    return SharedTier(remote, identity, disk, max_bytes=limit, timeout=timeout)
 
 
 def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:

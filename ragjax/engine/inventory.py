@@ -11,11 +11,12 @@ import numpy as np
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.inventory import Held, Left, head
 from ragjax.cache.node import PUBLIC, Node
-from ragjax.core import Departure, Holding, Inventory, StorageOptions
+from ragjax.core import Departure, Holding, Inventory, Sharing, StorageOptions
 from ragjax.core.tiers import Tier
 from ragjax.engine.loop import Loop
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.store.disk import DiskStore
+from ragjax.store.remote.tier import SharedTier
 
 ID_CHARS = 16
 """Of a node's key, in hexadecimal."""
@@ -25,6 +26,7 @@ def take(
     loop: Loop,
     cache: KnowledgeCache,
     disk: DiskStore | None,
+    shared: SharedTier | None,
     storage: StorageOptions,
     tokenizer: Tokenizer,
     tenant: str,
@@ -48,7 +50,8 @@ def take(
             Inventory(
                 policy=storage.policy,
                 tokens={tier.label: cache.tree.held[tier][tenant] for tier in (Tier.DEVICE, Tier.HOST)},
-                used=_used(cache, disk, storage) if tenant == PUBLIC else {},
+                used=_used(cache, disk, shared, storage) if tenant == PUBLIC else {},
+                shared=_sharing(shared) if shared is not None and tenant == PUBLIC else None,
                 nodes=listing.nodes,
                 holdings=tuple(_holding(held, shown) for held in listing.held),
                 whole=listing.whole,
@@ -95,9 +98,19 @@ def _text(raw: bytes, tokenizer: Tokenizer) -> str:
     return "".join(tokenizer.pieces(np.frombuffer(raw, "<i4")))
 
 
-def _used(cache: KnowledgeCache, disk: DiskStore | None, storage: StorageOptions) -> dict[str, float]:
+def _sharing(shared: SharedTier) -> Sharing:
+    standing = shared.standing()
+    return Sharing(standing.address, standing.on, standing.error, standing.entries, standing.bytes)
+
+
+def _used(
+    cache: KnowledgeCache, disk: DiskStore | None, shared: SharedTier | None, storage: StorageOptions
+) -> dict[str, float]:
     """Share of each tier's room that is taken."""
     used = cache.used
     if disk is not None:
         used[Tier.DISK.label] = disk.stats().bytes / (storage.disk_gb * 2**30)
+    if shared is not None:
+        standing = shared.standing()
+        used[Tier.REMOTE.label] = standing.bytes / standing.max_bytes
     return used

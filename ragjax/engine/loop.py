@@ -105,7 +105,7 @@ class Loop:
         self._closed = False
         self._freed = False  # whether a request that ran gave pages back while the last step landed
         if transfer is not None:
-            transfer.notify = self._wake
+            transfer.notify = self.wake
         self._thread = threading.Thread(target=self._run, name="ragjax-engine", daemon=True)
         self._thread.start()
 
@@ -115,6 +115,11 @@ class Loop:
     def waiting(self) -> int:
         """Requests that wait to be admitted; background ones are not counted."""
         return self._admission.depth + len(self._pauses.waiting)
+
+    @property
+    def late(self) -> int:
+        """Requests that started before the shared tier had answered all questions about them."""
+        return self._admission.late
 
     @property
     def awaits(self) -> tuple[int, int]:
@@ -210,7 +215,7 @@ class Loop:
     def cancel(self, state: RequestState) -> None:
         """End a request before the next step, without a word to its owner; nothing happens if it has ended."""
         state.cancelled = True
-        self._wake()
+        self.wake()
 
     def call(self, function: Callable[[], object]) -> None:
         """Run a function in this thread and wait for it; its errors are raised.
@@ -245,7 +250,7 @@ class Loop:
         if self._closed:
             raise ClosedError("the engine is closed")
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Have the loop look around, if it sleeps. Callable in any thread."""
         self._inbox.put(lambda: None)
 

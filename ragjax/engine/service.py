@@ -92,6 +92,11 @@ class Service(Protocol):
         """What the cache holds of a tenant's KV. It may wait."""
         ...
 
+    @property
+    def shares(self) -> bool | None:
+        """Whether the shared cache answers; None: there is none."""
+        ...
+
     def replicas(self) -> Replicas | None:
         """How many replicas serve; None: an engine serves alone."""
         ...

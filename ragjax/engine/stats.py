@@ -7,11 +7,19 @@ from ragjax.engine.loop import Loop
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
+from ragjax.store.remote.tier import SharedTier
 
 Stats = dict[str, float | dict[str, float]]
 
 
-def stats_of(loop: Loop, cache: KnowledgeCache, runner: Runner, contract: Contract, disk: DiskStore | None) -> Stats:
+def stats_of(
+    loop: Loop,
+    cache: KnowledgeCache,
+    runner: Runner,
+    contract: Contract,
+    disk: DiskStore | None,
+    shared: SharedTier | None,
+) -> Stats:
     """Counters since the start, and the present queue and pool."""
     return {
         **_requests(loop),
@@ -20,6 +28,7 @@ def stats_of(loop: Loop, cache: KnowledgeCache, runner: Runner, contract: Contra
         "attention_fallbacks_total": dict(runner.fallbacks),
         **contract.stats(),
         **({} if disk is None else _disk(disk)),
+        **({} if shared is None else _shared(shared, loop)),
     }
 
 
@@ -87,4 +96,31 @@ def _disk(disk: DiskStore) -> Stats:
         "disk_bytes": stats.bytes,
         "disk_set_aside_total": stats.set_aside,
         "disk_evicted_total": stats.evicted,
+    }
+
+
+def _shared(shared: SharedTier, loop: Loop) -> Stats:
+    standing = shared.standing()
+    counts = standing.counts
+    return {
+        "remote_up": float(standing.on),
+        "remote_changes_total": standing.changes,
+        "remote_entries": standing.entries,
+        "remote_bytes": standing.bytes,
+        "remote_questions_total": counts.get("asked", 0),
+        "remote_found_total": counts.get("found", 0),
+        "remote_late_total": loop.late,
+        "remote_reads_total": counts.get("reads", 0),
+        "remote_read_bytes_total": counts.get("read_bytes", 0),
+        "remote_missing_total": counts.get("missing", 0),
+        "remote_damaged_total": counts.get("damaged", 0),
+        "remote_writes_total": counts.get("writes", 0),
+        "remote_written_bytes_total": counts.get("written_bytes", 0),
+        "remote_kept_total": counts.get("kept", 0),
+        "remote_evicted_total": counts.get("evicted", 0),
+        "remote_dropped_total": dict(standing.dropped),
+        "remote_errors_total": {
+            "unanswered": counts.get("failures", 0),
+            "refused": counts.get("refused", 0),
+        },
     }

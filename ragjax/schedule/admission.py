@@ -16,6 +16,7 @@ from ragjax.schedule.computing import Computing
 from ragjax.schedule.order.base import Order, Queue, Waiting
 from ragjax.schedule.order.fcfs import FCFS
 from ragjax.schedule.prefetch import AHEAD, Prefetch, Preview
+from ragjax.schedule.presence import Presence
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 
@@ -70,12 +71,18 @@ class Admission:
         self._stages = stages
         self._max_running = max_running
         self._prefetch = Prefetch(cache, self._preview)
+        self._presence = None if cache.inquiry is None else Presence(cache.inquiry, self._prefetch.again)
         self._foreseen = (0, 0)  # changes of queue and tree at the last look ahead
 
     @property
     def waiting(self) -> list[RequestState]:
         """Requests that were not started, background ones apart; those that ran before, then as they came."""
         return [entry.state for entry in self._queue]
+
+    @property
+    def late(self) -> int:
+        """Requests that started before the shared tier had answered all questions about them."""
+        return 0 if self._presence is None else self._presence.late
 
     @property
     def depth(self) -> int:
@@ -105,8 +112,7 @@ class Admission:
         entry = self._entries.pop(state, None)
         if entry is not None:
             self._queue.remove(entry)
-            self._prefetch.forget(state)
-            self._cache.withdraw(state.id)
+            self._forget(state)
             self.blocked = False
 
     def admit(self) -> Iterator[tuple[RequestState, Exception | None]]:
@@ -124,8 +130,7 @@ class Admission:
                 self.awaited_tokens += sum(tokens for name, tokens in entry.awaited.items() if name not in missing)
                 self._queue.start(entry)
                 del self._entries[state]
-                self._prefetch.forget(state)
-                self._cache.withdraw(state.id)
+                self._forget(state)
                 self._computing.begin(state, entry.look().missing)
                 yield state, error
         while self.background and not self._busy() and len(self._scheduler.running) < BACKGROUND:
@@ -138,6 +143,9 @@ class Admission:
 
     def prefetch(self) -> None:
         """Have KV of the requests that start next brought to the device while they wait."""
+        if self._presence is not None and self._entries:
+            for entry in self._queue.ahead(AHEAD):
+                self._presence.known(entry.state)
         seen = self._queue.changes, self._cache.tree.generation
         if self._cache.tiered and self._entries and seen != self._foreseen:
             self._foreseen = seen
@@ -153,11 +161,23 @@ class Admission:
         return self._queue.next(self._may_start)
 
     def _may_start(self, entry: _Entry) -> bool:
-        """Whether no running request is computing what it would compute; one that no load may serve asks nobody."""
+        """Whether no running request is computing what it would compute; one that no load may serve asks nobody.
+
+        What the shared tier has of it must be known by then, or not be had in time.
+        """
+        if self._presence is not None and not self._presence.known(entry.state):
+            return False
         awaited = self._computing.awaited(entry.look) if entry.state.may_load else {}
         self.awaits += bool(awaited) and not entry.awaited
         entry.awaited |= awaited
         return not awaited
+
+    def _forget(self, state: RequestState) -> None:
+        """The request waits no more."""
+        self._prefetch.forget(state)
+        if self._presence is not None:
+            self._presence.forget(state)
+        self._cache.withdraw(state.id)
 
     def _has_turn(self) -> bool:
         return not self._max_running or len(self._scheduler.in_front) < self._max_running

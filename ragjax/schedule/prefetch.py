@@ -59,18 +59,28 @@ class Prefetch:
         try:
             for state in states:  # what a nearer one needs stays, while a farther one's is brought
                 held.append(self._preview(state))
-                self._look(state, held[-1])
+                self._look(state, held[-1], state not in self._taken)
         finally:
             for preview in held:
                 preview.close()
+
+    def again(self, state: RequestState, load: bool) -> None:
+        """Look ahead for one request, even if that was done before: more may be known of what lies below.
+
+        load: order what is found.
+        """
+        preview = self._preview(state)
+        try:
+            self._look(state, preview, load)
+        finally:
+            preview.close()
 
     def forget(self, state: RequestState) -> None:
         """The request waits no more: what was loaded for it is its own, or nobody's."""
         self._taken.pop(state, None)
 
-    def _look(self, state: RequestState, preview: Preview) -> None:
-        new = state not in self._taken and state.may_load
-        room = self._limit - sum(self._taken.values()) if new else 0
+    def _look(self, state: RequestState, preview: Preview, load: bool) -> None:
+        room = self._limit - sum(self._taken.values()) if load and state.may_load else 0
         self._taken.setdefault(state, 0)
         with self._cache.looking_ahead(room) as taken, suppress(Exception):  # the request itself will tell
             prefill = state.strategy.prefill(state.whole_prompt, preview, state.ratio)

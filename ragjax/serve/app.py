@@ -138,13 +138,16 @@ class _Endpoints:
         self._created = int(time.time())
 
     async def health(self) -> Json | Response:
-        replicas = self._engine.replicas()
+        replicas, shares = self._engine.replicas(), self._engine.shares
+        facts: Json = {"model": self._engine.model_name}
+        if shares is not None:
+            facts["shared_cache"] = "on" if shares else "off"
         if replicas is None:
-            return {"status": "ok", "ready": True, "model": self._engine.model_name}
-        counted = {"model": self._engine.model_name, "replicas": {"up": replicas.up, "wanted": replicas.wanted}}
+            return {"status": "ok", "ready": True, **facts}
+        facts["replicas"] = {"up": replicas.up, "wanted": replicas.wanted}
         if not replicas.up:
-            return JSONResponse({"status": "unavailable", "ready": False, **counted}, 503)
-        return {"status": "ok", "ready": True, **counted}
+            return JSONResponse({"status": "unavailable", "ready": False, **facts}, 503)
+        return {"status": "ok", "ready": True, **facts}
 
     async def metrics(self) -> Response:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

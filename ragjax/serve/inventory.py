@@ -40,6 +40,7 @@ class Looks:
 def inventory(seen: core.Inventory) -> Json:
     """What one tenant may see of the cache; of each replica too, where there are several."""
     replicas = {"replicas": {name: inventory(one) for name, one in seen.replicas.items()}} if seen.replicas else {}
+    shared = {} if seen.shared is None else {"shared": asdict(seen.shared)}
     return {
         "object": "cache",
         "policy": seen.policy,
@@ -53,6 +54,7 @@ def inventory(seen: core.Inventory) -> Json:
         "departures": [_short(asdict(one)) for one in seen.departures],
         "requests": [_short(asdict(one)) for one in seen.requests],
         **replicas,
+        **shared,
     }
 
 

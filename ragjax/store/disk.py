@@ -268,7 +268,7 @@ class DiskStore:
         """An entry's shares; returns the bytes of the file."""
         found = self._find(key)
         with self._condemning(key) as path, open(path, "rb", buffering=0) as file:
-            reader = entry.Reader(file, self._manifest.identity)
+            reader = entry.Reader(entry.OnDisk(file), self._manifest.identity)
             if reader.record.key != key:
                 raise Damaged("it is another entry's content")
             if found == (reader.record, reader.size) and expected in (None, reader.record):

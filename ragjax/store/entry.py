@@ -17,7 +17,7 @@ from hashlib import sha256
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -97,23 +97,68 @@ def _room(size: int) -> Bytes:
     return np.empty(max(size, _HUGE if 4 * size > _HUGE else 0), np.uint8)[:size]
 
 
-class Reader:
-    """A file that is read a share of each array at a time: of KV, some layers (every array's first axis).
+class Content(Protocol):
+    """The bytes of an entry, wherever they lie. size: how many."""
 
-    record: what it says it is. size: bytes of the file. Nothing of it is checked before the last share is there. It is
-    not mapped: a file cut short under a mapping would kill the process.
+    size: int
+
+    def fill(self, data: Bytes, offset: int) -> None:
+        """Put the bytes from `offset` on into `data`.
+
+        Raises:
+            Damaged: there are fewer.
+            OSError: they cannot be read.
+        """
+        ...
+
+
+class OnDisk:
+    """The content of an open file. It is not mapped: a file cut short under a mapping would kill the process."""
+
+    def __init__(self, file: FileIO):
+        self.size = os.fstat(file.fileno()).st_size
+        self._file = file
+
+    def fill(self, data: Bytes, offset: int) -> None:
+        """See `Content`."""
+        got = 0
+        while got < len(data):
+            more = os.preadv(self._file.fileno(), [data.data[got:]], offset + got)
+            if not more:
+                raise Damaged("it was cut short")
+            got += more
+
+
+class InMemory:
+    """Content that is there already."""
+
+    def __init__(self, data: bytes):
+        self.size = len(data)
+        self._data = np.frombuffer(data, np.uint8)
+
+    def fill(self, data: Bytes, offset: int) -> None:
+        """See `Content`."""
+        part = self._data[offset : offset + len(data)]
+        if len(part) < len(data):
+            raise Damaged("it was cut short")
+        data[:] = part
+
+
+class Reader:
+    """An entry that is read a share of each array at a time: of KV, some layers (every array's first axis).
+
+    record: what it says it is. size: its bytes. Nothing of it is checked before the last share is there.
 
     Raises:
-        Damaged: the header is not what `encode` writes for this identity, or the file has another length.
+        Damaged: the header is not what `encode` writes for this identity, or the content has another length.
     """
 
-    def __init__(self, file: FileIO, identity: bytes):
-        self.size = os.fstat(file.fileno()).st_size
-        prefix = file.read(_PREFIX)
-        self._start = _header_end(prefix, self.size)
-        self.record, self._layout, self._checksum = _parse(prefix + file.read(self._start - _PREFIX), identity)
+    def __init__(self, content: Content, identity: bytes):
+        self.size = content.size
+        self._content = content
+        self._start = _header_end(self._bytes(min(_PREFIX, self.size)), self.size)
+        self.record, self._layout, self._checksum = _parse(self._bytes(self._start), identity)
         self._extents = _fit(self._layout, self.size - self._start)
-        self._file = file
         self._digest = _digest(self.record, self._layout, identity)
 
     def shares(self, count: int) -> Iterator[dict[str, NDArray[Any]]]:
@@ -152,21 +197,19 @@ class Reader:
         """Read the bytes of an array's i-th share."""
         size = (extent[1] - extent[0]) // count
         part = slice(extent[0] + i * size, extent[0] + (i + 1) * size)
-        self._fill(data[part], self._start + part.start)
+        self._content.fill(data[part], self._start + part.start)
         return data[part]
+
+    def _bytes(self, count: int) -> bytes:
+        """The first bytes of the content."""
+        data = np.empty(count, np.uint8)
+        self._content.fill(data, 0)
+        return data.tobytes()
 
     def _there(self, shares: int, count: int) -> int:
         """Up to where all bytes were read, after so many shares: only the first array's lie at the beginning."""
         begin, end = next(iter(self._extents), (0, 0))
         return begin + (end - begin) // count * shares
-
-    def _fill(self, data: Bytes, offset: int) -> None:
-        got = 0
-        while got < len(data):
-            more = os.preadv(self._file.fileno(), [data.data[got:]], offset + got)
-            if not more:
-                raise Damaged("it was cut short")
-            got += more
 
 
 def peek(path: Path, identity: bytes) -> Record:
@@ -177,6 +220,17 @@ def peek(path: Path, identity: bytes) -> Record:
     """
     with open(path, "rb") as file:
         return _peek(file, os.fstat(file.fileno()).st_size, identity)
+
+
+def record_of(head: bytes, identity: bytes) -> Record:
+    """What a header says, by itself: nothing is known of the bytes that it describes.
+
+    Raises:
+        Damaged: it is not what `encode` writes for this identity.
+    """
+    if _header_end(head[:_PREFIX], len(head)) != len(head):
+        raise Damaged("its header has another length")
+    return _parse(head, identity)[0]
 
 
 def _peek(file: BinaryIO, size: int, identity: bytes) -> Record:

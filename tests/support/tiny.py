@@ -36,6 +36,7 @@ from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
+from ragjax.store.remote.tier import SharedTier
 from ragjax.store.transfer import KVTransfer
 
 CONFIG = ModelConfig(
@@ -155,6 +156,7 @@ def engine(
     policy: str = "lru",
     host_bytes: int = 0,
     disk: DiskStore | None = None,
+    shared: SharedTier | None = None,
     at_rest: AtRest = "raw",
     quota: Callable[[str], int | None] = lambda tenant: None,
     contract: Contract | None = None,
@@ -171,9 +173,9 @@ def engine(
     """
     made = made or runner()
     tokenizer = byte_tokenizer()
-    transfer = KVTransfer(made, at_rest, disk=disk)
+    transfer = KVTransfer(made, at_rest, disk=shared or disk)
     profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
-    storage = Storage(transfer, host_bytes, disk, quota)
+    storage = Storage(transfer, host_bytes, shared or disk, quota, shared)
     tiers = StorageOptions(load_timeout=load_timeout, share_knowledge=share_knowledge)
     parts = Parts(
         model_name="tiny",
@@ -188,6 +190,7 @@ def engine(
         graphs=Registry("knowledge graph", "rag.graph.name", open_graph),
         transfer=transfer,
         disk=disk,
+        shared=shared,
         recorder=recorder,
         compression=None if options.get("compression") is None else Compression.parse(options["compression"]),
         identity=identity,

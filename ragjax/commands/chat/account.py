@@ -15,6 +15,7 @@ STYLES = {
     "device": ("█", "green"),
     "host": ("▓", "yellow"),
     "disk": ("▒", "magenta"),
+    "remote": ("▚", "cyan"),
     "computed": ("░", "red"),
     "dropped": ("·", "bright_black"),
 }

@@ -7,7 +7,7 @@ import { count, counted, find, h, milliseconds, percent, roving, say, svg } from
 const EVERY = 2000;
 /** Levels of the tree that are drawn, and the least width of a node, a share of all. */
 const [DEEP, THIN] = [12, 0.002];
-const TIERS = { device: "Device", host: "Host memory", disk: "Disk" };
+const TIERS = { device: "Device", host: "Host memory", disk: "Disk", remote: "Shared cache" };
 const NEAREST = { device: "on the device", host: "in host memory", disk: "on disk alone", "in-use": "in use now" };
 
 const ago = (seconds) =>

@@ -25,7 +25,7 @@ export function fates(segment) {
 
 /** "97 tokens: 82 reused from host memory, 15 recomputed" */
 export function fateInWords(segment) {
-  const from = { device: "the device", host: "host memory", disk: "disk" };
+  const from = { device: "the device", host: "host memory", disk: "disk", remote: "the shared cache" };
   const parts = [];
   if (segment.reused) parts.push(`${count(segment.reused)} reused from ${from[segment.tier] ?? "the cache"}`);
   if (segment.recomputed) parts.push(`${count(segment.recomputed)} ${segment.reused ? "recomputed" : "computed"}`);
@@ -69,6 +69,7 @@ const LEGEND = [
   ["device", "reused from the device"],
   ["host", "from host memory"],
   ["disk", "from disk"],
+  ["remote", "from the shared cache"],
   ["recomputed", "computed now"],
   ["dropped", "dropped"],
 ];

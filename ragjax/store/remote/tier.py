@@ -1,0 +1,258 @@
+"""The shared tier, and the disk tier before it, as one: what neither the cache nor the transfers tell apart."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ragjax.core.tiers import Inquiry, Record
+from ragjax.store import entry
+from ragjax.store.disk import DiskStore, Missing, WriteError
+from ragjax.store.entry import Arrays, Damaged
+from ragjax.store.remote import base
+from ragjax.store.remote.base import Parcel, Remote, RemoteError, place_of
+from ragjax.store.remote.breaker import Breaker
+from ragjax.store.remote.count import Counts
+from ragjax.store.remote.directory import Directory, by_key
+from ragjax.store.remote.outbox import Outbox
+
+_log = logging.getLogger(__name__)
+
+CLOSING = 3.0
+"""Seconds that the end waits for entries that are still to be written."""
+
+LARGEST = 500 * 2**20
+"""Bytes of an entry, at most; Redis takes 512 MiB in a value."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the shared tier does. on: whether it is used; error: why it is not. entries, bytes: as last heard."""
+
+    address: str
+    on: bool
+    error: str | None
+    entries: int
+    bytes: int
+    max_bytes: int
+    changes: int
+    counts: Mapping[str, int]
+    dropped: Mapping[str, int]
+
+
+class SharedTier(Inquiry):
+    """A `DiskIndex` of disk and server together, and their bytes (`store.arrival.Disk`).
+
+    What the disk has is read from it. What is written goes to both: to the disk at once, to the server behind. The
+    index waits for nobody: of the server it gives what is known, and asks for the rest (`Directory`).
+
+    Args:
+        remote: the entries of one model and encoding on a server.
+        identity: digest of all that makes two models' KV differ.
+        disk: None: there is none.
+        max_bytes: bound on all entries of the server.
+        timeout: seconds that a request waits for the server.
+    """
+
+    def __init__(
+        self,
+        remote: Remote,
+        identity: bytes,
+        disk: DiskStore | None = None,
+        *,
+        max_bytes: int,
+        timeout: float,
+        breaker: Breaker | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.patience = timeout
+        self._remote = remote
+        self._identity = identity
+        self._disk = disk
+        self._max_bytes = max_bytes
+        self._breaker = breaker or Breaker(remote.address)
+        self._counts = Counts()
+        self._begin()
+        self._directory = Directory(remote, identity, self._breaker, self._counts, clock)
+        self._outbox = Outbox(remote, identity, self._breaker, self._counts)
+
+    def _begin(self) -> None:
+        """See whether the server is there; without it the tier is off, and probed again.
+
+        Raises:
+            ConfigError: it is none of ours, or wants another password.
+        """
+        try:
+            self._remote.ping()
+        except RemoteError as error:
+            self._breaker.failed(error)
+
+    def listen(self, notify: Callable[[], None]) -> None:
+        """Have a function called, in any thread, when questions are answered."""
+        self._directory.notify = notify
+
+    # ------------------------------------------------------------------------------------ the index
+
+    def find(self, key: bytes) -> Record | None:
+        """The entry with this key."""
+        found = self._disk.find(key) if self._disk is not None else None
+        return found or next(iter(self._directory.known(by_key(key))), None)
+
+    def children(self, place: bytes, first: int) -> Sequence[Record]:
+        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
+        near = self._disk.children(place, first) if self._disk is not None else ()
+        return _together(near, self._directory.known(base.continuation(place, first)))
+
+    def chunks(self, place: bytes) -> Sequence[Record]:
+        """Approximate entries whose place is `place`, those of the disk first."""
+        near = self._disk.chunks(place) if self._disk is not None else ()
+        return _together(near, self._directory.known(base.chunk(place)))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note an access, of ancestors last: what was touched longest ago leaves first."""
+        if self._disk is not None:
+            self._disk.touch(keys)
+        if self._breaker.on:
+            self._outbox.touch(keys)
+
+    def asked(self) -> Collection[str]:
+        """See `Inquiry`."""
+        return self._directory.asked()
+
+    def waits(self, questions: Collection[str]) -> bool:
+        """See `Inquiry`."""
+        return self._directory.waits(questions)
+
+    def serves(self, key: bytes) -> bool:
+        """See `Inquiry`."""
+        return self._disk is None or self._disk.find(key) is None
+
+    # ------------------------------------------------------------------------------------ the bytes
+
+    def write(self, record: Record, arrays: Arrays) -> int:
+        """Keep an entry on disk, and have it written to the server; returns its bytes.
+
+        Raises:
+            WriteError: nothing was written, and nothing will be.
+            ValueError: the format cannot hold the record or an array.
+        """
+        if self._disk is None:
+            size, refusal = self._offer(record, arrays)
+            if refusal is not None:
+                raise WriteError(f"{self._remote.address}: an entry is not written: {refusal}")
+            return size
+        try:
+            return self._disk.write(record, arrays)
+        finally:
+            self._offer(record, arrays)
+
+    def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[dict[str, NDArray[Any]]]:
+        """The arrays of an entry in equal shares, as `DiskStore.read_shares` gives them.
+
+        Raises:
+            Missing: there is no such entry (any more), or it has become another than expected.
+            Damaged: it is not what was written, and was removed.
+            DiskError: it cannot be read now.
+        """
+        found = self._disk.find(key) if self._disk is not None else None
+        if self._disk is not None and found is not None and expected in (None, found):
+            yield from self._disk.read_shares(key, count, expected)
+        else:
+            yield from self._fetch(key, count, expected)
+
+    # ------------------------------------------------------------------------------------ upkeep
+
+    def standing(self) -> Standing:
+        """How the tier does; waits for nobody."""
+        counts, dropped = self._counts.read()
+        entries, size = self._directory.size
+        breaker = self._breaker
+        return Standing(
+            self._remote.address,
+            breaker.on,
+            breaker.error,
+            entries,
+            size,
+            self._max_bytes,
+            breaker.changes,
+            counts,
+            dropped,
+        )
+
+    def flush(self, seconds: float = CLOSING) -> bool:
+        """Wait until what was to be written is on the server, or dropped; whether it is, after so many seconds."""
+        return self._outbox.flush(seconds)
+
+    def close(self) -> None:
+        """Write what waits, if that is soon done, and end the connections."""
+        self._outbox.close(CLOSING)
+        self._directory.close()
+        self._remote.close()
+
+    def _offer(self, record: Record, arrays: Arrays) -> tuple[int, str | None]:
+        """Have an entry written, if the server is there and there is room; returns its bytes, and why it is not."""
+        size = sum(array.nbytes for array in arrays.values())
+        if not self._breaker.on:
+            self._counts.drop("off")
+            return 0, f"the server is off ({self._breaker.error})"
+        if size > min(self._max_bytes, LARGEST):
+            self._counts.drop("large")
+            return 0, f"it takes {size} bytes, and the limit is {min(self._max_bytes, LARGEST)}"
+        if not self._outbox.has_room(size):
+            self._counts.drop("full")
+            return 0, "too many wait to be written"
+        head, *data = entry.encode(record, arrays, self._identity)
+        parcel = Parcel(record.key, place_of(record) or "", head.tobytes(), b"".join(piece.data for piece in data))
+        self._outbox.put(parcel)
+        return parcel.size, None
+
+    def _fetch(self, key: bytes, count: int, expected: Record | None) -> Iterator[dict[str, NDArray[Any]]]:
+        if not self._breaker.on:
+            raise RemoteError(f"the shared cache is off: {self._breaker.error}")
+        try:
+            [found] = self._remote.fetch([key])
+        except base.RefusedError:
+            self._counts.add(refused=1)
+            raise
+        except RemoteError as error:
+            self._counts.add(failures=1)
+            self._breaker.failed(error)
+            raise
+        if found is None:
+            self._directory.forget(key)
+            self._counts.add(missing=1)
+            raise Missing(f"{key.hex()}: there is no such entry in the shared cache")
+        try:
+            reader = entry.Reader(entry.InMemory(found[0] + found[1]), self._identity)
+            if reader.record.key != key:
+                raise Damaged("it is another entry's content")
+            if expected not in (None, reader.record):  # what it says of itself counts only if it is intact
+                list(reader.shares(1))
+                self._directory.forget(key)
+                raise Missing(f"{key.hex()}: another process has replaced it since it was looked up")
+            yield from reader.shares(count)
+        except Damaged as error:
+            self._condemn(key, error)
+            raise
+        self._counts.add(reads=1, read_bytes=reader.size)
+
+    def _condemn(self, key: bytes, why: Damaged) -> None:
+        """A damaged entry is removed, for all."""
+        _log.warning("entry %s of the shared cache is not used: %s", key.hex(), why)
+        self._counts.add(damaged=1)
+        self._directory.forget(key)
+        try:
+            self._remote.delete([key])
+        except RemoteError as error:
+            self._breaker.failed(error)
+
+
+def _together(near: Sequence[Record], far: Sequence[Record]) -> Sequence[Record]:
+    """Both, without those of the second whose keys the first has."""
+    keys = {record.key for record in near}
+    return [*near, *(record for record in far if record.key not in keys)]

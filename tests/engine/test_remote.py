@@ -1,0 +1,159 @@
+"""Engines over one shared tier: they find each other's KV, bit for bit, and none waits long for a server that fails."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ragjax.core import Answer, AtRest
+from ragjax.engine import Engine
+from ragjax.store.disk import DiskStore
+from tests.support import tiny
+from tests.support.remotes import GIGA, FakeRemote, Unreliable, tier
+
+
+def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -> Answer:
+    return engine.answer_prompt(tiny.prompt(seed), strategy=strategy, max_tokens=4, want_logits=True, tenant=tenant)
+
+
+def settle(engine: Engine) -> None:
+    """Wait until what the engine computed is on the server."""
+    shared = engine._parts.shared
+    assert shared is not None and engine._transfer is not None
+    deadline = time.monotonic() + 20
+    while engine._cache._hierarchy._new or engine._cache._hierarchy._hot:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine._transfer.flush()
+    assert shared.flush(20)
+
+
+def tiers(answer: Answer) -> set[str | None]:
+    return {report.tier for report in answer.segments if report.reused}
+
+
+def same(one: Answer, other: Answer) -> bool:
+    """Whether the answers are equal to the bit."""
+    assert one.logits is not None and other.logits is not None
+    return one.tokens == other.tokens and np.array_equal(one.logits, other.logits)
+
+
+@pytest.mark.parametrize("strategy", ["prefix", "naive", "epic", "craft"])
+def test_engines_find_each_other_s_kv(strategy: str) -> None:
+    """As soon as it is computed: the first one goes on meanwhile, and finds no more itself."""
+    remote = FakeRemote()
+    with tiny.engine(shared=tier(remote)) as first:
+        ask(first, 0, strategy)
+        settle(first)
+        warm = ask(first, 0, strategy)
+    with tiny.engine(shared=tier(remote)) as second:
+        found = ask(second, 0, strategy)
+        assert tiers(found) == {"remote"} and found.cached_tokens == warm.cached_tokens > 90
+        assert same(found, warm)
+        stats = second.stats()
+        assert stats["remote_late_total"] == 0 and stats["remote_damaged_total"] == 0
+        assert stats["tier_hit_tokens_total"]["remote"] >= found.cached_tokens
+        second.audit()
+
+
+@pytest.mark.parametrize("at_rest", ["int8", "int4"])
+def test_kv_of_fewer_bits_is_found_and_labelled(at_rest: AtRest) -> None:
+    remote = FakeRemote()
+    with tiny.engine(shared=tier(remote), at_rest=at_rest) as first:
+        ask(first, 0)
+        settle(first)
+    with tiny.engine(shared=tier(remote), at_rest=at_rest) as second:
+        found = ask(second, 0)
+        assert found.cached_tokens > 90 and tiers(found) == {"remote"} and found.exact_to is None
+
+
+def test_tenants_find_their_own_kv_alone() -> None:
+    remote = FakeRemote()
+    with tiny.engine(shared=tier(remote)) as first:
+        for strategy in ("prefix", "naive"):
+            ask(first, 0, strategy, tenant="ann")
+        settle(first)
+    for strategy in ("prefix", "naive"):
+        for tenant, found in (("bob", False), ("", False), ("ann", True)):
+            with tiny.engine(shared=tier(remote)) as second:
+                assert (ask(second, 0, strategy, tenant).cached_tokens > 90) == found
+
+
+def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
+    """A prompt in part: what its tree has, then what another process added later, then what only the disk has."""
+    remote = FakeRemote()
+    disk = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)
+    with (
+        tiny.engine(shared=tier(remote)) as first,
+        tiny.engine(
+            tiny.Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID), shared=tier(remote, disk)
+        ) as second,
+    ):  # noqa: E501
+        assert ask(second, 1).cached_tokens == 0
+        ask(first, 0)
+        settle(first)
+        assert ask(second, 0).cached_tokens == 167
+        settle(second)
+        assert ask(first, 1).cached_tokens == 167
+        first.audit()
+        second.audit()
+    with tiny.engine(disk=DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)) as third:
+        assert tiers(ask(third, 1)) == {"disk"}, "what an engine computes goes to its disk, too"
+
+
+def test_a_server_that_hangs_costs_a_request_its_patience_once() -> None:
+    remote = FakeRemote()
+    shared = tier(remote, timeout=0.05)
+    with tiny.engine(shared=shared) as engine:
+        ask(engine, 0)
+        remote.held.clear()
+        assert ask(engine, 1).tokens
+        assert engine.stats()["remote_late_total"] == 1
+        remote.held.set()
+
+
+def test_a_dead_server_changes_nothing() -> None:
+    remote = FakeRemote()
+    remote.down = True
+    with tiny.engine(shared=tier(remote, pause=60)) as engine, tiny.engine() as plain:
+        assert same(ask(engine, 0), ask(plain, 0)) and engine.shares is False
+        stats = engine.stats()
+        assert stats["remote_up"] == 0 and stats["remote_late_total"] == 0
+        sharing = engine.inventory().shared
+        assert sharing is not None and not sharing.on and "refused" in str(sharing.error)
+        assert engine.inventory("ann").shared is None
+
+
+def test_kv_that_vanishes_after_it_was_found_is_computed() -> None:
+    remote = FakeRemote()
+    with tiny.engine(shared=tier(remote)) as first:
+        cold = ask(first, 0)
+        settle(first)
+    with tiny.engine(shared=tier(remote)) as second:
+        remote.fetch = lambda keys: [None for _ in keys]  # type: ignore[method-assign]
+        answer = ask(second, 0)
+        assert answer.tokens == cold.tokens and "computed instead" in answer.notices[0]
+        second.audit()
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_answers_are_those_without_a_tier_that_fails_at_random(seed: int) -> None:
+    remote = Unreliable(seed)
+    random = np.random.default_rng(seed)
+    seeds = [int(x) for x in random.integers(0, 5, 30)]
+    with tiny.engine() as plain:
+        wanted = {one: ask(plain, one, "full") for one in set(seeds)}
+    found = 0
+    for begin in range(0, len(seeds), 6):  # each time a new process
+        with tiny.engine(pages=60, shared=tier(remote, timeout=0.2, pause=0.02)) as engine:
+            for one in seeds[begin : begin + 6]:
+                answer = ask(engine, one)
+                assert answer.exact_to == "full" and answer.tokens == wanted[one].tokens
+                assert answer.logits is not None and wanted[one].logits is not None
+                assert np.abs(answer.logits - wanted[one].logits).max() < 1e-4
+                engine.audit()
+                found += any(report.tier == "remote" for report in answer.segments)
+    assert found, "some of it was found"

@@ -1,0 +1,352 @@
+"""The shared tier: entries as on disk, damage, the queue, the breaker, and the server that is Redis."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import fakeredis
+import numpy as np
+import pytest
+
+from ragjax.core import ConfigError
+from ragjax.core.tiers import Record
+from ragjax.store.disk import DiskStore, Missing, WriteError
+from ragjax.store.entry import Damaged, encode
+from ragjax.store.remote.base import Parcel, RemoteError
+from ragjax.store.remote.breaker import Breaker
+from ragjax.store.remote.redis import RedisRemote
+from ragjax.store.remote.tier import SharedTier
+from tests.support.remotes import GIGA, FakeRemote, answering, free_port, tier
+
+
+def record(name: str, first: int = 7, provenance: str = "causal") -> Record:
+    tokens = np.array([first, 2, 3, 4], "<i4").tobytes()
+    return Record(name.encode().ljust(32), b"place".ljust(32), tokens, provenance, "", 0)
+
+
+ARRAYS = {"k": np.arange(96, dtype=np.float32).reshape(2, 3, 4, 4), "v": np.ones((2, 3, 4, 4), np.float32)}
+SIZE = sum(piece.nbytes for piece in encode(record("a"), ARRAYS, b"tiny"))
+
+
+def eventually(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def read(shared: SharedTier, key: bytes, count: int = 2, expected: Record | None = None) -> dict[str, np.ndarray]:
+    shares = list(shared.read_shares(key, count, expected))
+    return {name: np.concatenate([share[name] for share in shares]) for name in shares[0]}
+
+
+def known(shared: SharedTier, look: Callable[[], object]) -> object:
+    """What a look-up finds once its questions are answered."""
+    shared.asked()
+    look()
+    asked = shared.asked()
+    eventually(lambda: not shared.waits(asked))
+    return look()
+
+
+# ------------------------------------------------------------------------------------------- entries
+
+
+def test_an_entry_is_that_of_the_disk_tier_byte_for_byte(tmp_path: Path) -> None:
+    remote, one = FakeRemote(), record("a")
+    disk = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)
+    shared = tier(remote, disk)
+    shared.write(one, ARRAYS)
+    assert shared.flush()
+    parcel = remote.parcels[one.key]
+    [file] = disk.folder.glob("entries/*/*.safetensors")
+    assert parcel.head + parcel.body == file.read_bytes()
+    disk.forget(one.key)
+    assert all(np.array_equal(ARRAYS[name], x) for name, x in read(shared, one.key, expected=one).items())
+    shared.close()
+
+
+def test_the_index_answers_at_once_and_knows_more_later() -> None:
+    remote = FakeRemote()
+    writer, reader = tier(remote), tier(remote)
+    ones = [record("a"), record("b", provenance="dependency"), record("c", provenance="approximate"), record("d", 8)]
+    for one in ones:
+        writer.write(one, ARRAYS)
+    assert writer.flush()
+    place = ones[0].place
+    remote.held.clear()
+    assert reader.find(ones[0].key) is None and not reader.children(place, 7)
+    questions = reader.asked()
+    assert len(questions) == 2 and reader.waits(questions)
+    remote.held.set()
+    eventually(lambda: not reader.waits(questions))
+    assert reader.find(ones[0].key) == ones[0]
+    assert {one.key for one in reader.children(place, 7)} == {ones[0].key, ones[1].key}
+    assert known(reader, lambda: reader.children(place, 8)) == [ones[3]]
+    assert known(reader, lambda: reader.chunks(place)) == [ones[2]]
+    assert not reader.asked(), "what is known is not asked again"
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_damaged_entry_is_never_given_and_removed_for_all(part: str) -> None:
+    remote, one = FakeRemote(), record("a")
+    shared = tier(remote)
+    shared.write(one, ARRAYS)
+    assert shared.flush()
+    head, body = bytearray(remote.parcels[one.key].head), bytearray(remote.parcels[one.key].body)
+    (head if part == "head" else body)[-20] ^= 4
+    remote.parcels[one.key] = Parcel(one.key, remote.parcels[one.key].place, bytes(head), bytes(body))
+    with pytest.raises(Damaged):
+        read(shared, one.key)
+    assert not remote.parcels and shared.standing().counts["damaged"] == 1
+    with pytest.raises(Missing):
+        read(shared, one.key)
+    assert known(shared, lambda: shared.find(one.key)) is None
+    shared.close()
+
+
+def test_two_models_and_a_replaced_entry_never_meet() -> None:
+    remote, one = FakeRemote(), record("a")
+    shared, other = tier(remote), tier(remote, identity=b"other")
+    shared.write(one, ARRAYS)
+    assert shared.flush()
+    with pytest.raises(Missing):
+        read(shared, one.key, expected=record("a", first=9))
+    assert read(shared, one.key, expected=one)
+    with pytest.raises(Damaged, match="another format or model"):  # the keys' prefix keeps them apart before that
+        read(other, one.key)
+    shared.close()
+    other.close()
+
+
+# --------------------------------------------------------------------------------------- queue and breaker
+
+
+def test_the_queue_is_bounded_and_what_it_drops_is_counted() -> None:
+    remote = FakeRemote()
+    shared = tier(remote)
+    shared._outbox._room = 3 * SIZE
+    remote.held.clear()
+    written = 0
+    for i in range(8):
+        try:
+            written += shared.write(record(f"entry {i}"), ARRAYS) > 0
+        except WriteError as error:
+            assert "too many wait" in str(error)
+    remote.held.set()
+    assert shared.flush()
+    assert len(remote.parcels) == written < 8
+    assert shared.standing().dropped["full"] == 8 - written
+    shared.close()
+
+
+def test_a_full_server_is_still_read_from() -> None:
+    remote, one = FakeRemote(), record("a")
+    shared = tier(remote)
+    shared.write(one, ARRAYS)
+    assert shared.flush()
+    remote.full = True
+    shared.write(record("b"), ARRAYS)
+    assert shared.flush()
+    standing = shared.standing()
+    assert standing.on and standing.dropped["failed"] == 1 and standing.counts["refused"] == 1
+    assert read(shared, one.key)
+    shared.close()
+
+
+def test_breaker(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    breaker = Breaker("redis://x", pause=5.0, clock=lambda: now)
+    assert breaker.on and breaker.probe_in() is None
+    breaker.failed(OSError("gone"))
+    breaker.failed(OSError("still gone"))
+    assert not breaker.on and breaker.error == "still gone" and breaker.probe_in() == 5.0
+    now = 103.0
+    assert breaker.probe_in() == 2.0
+    now = 105.5
+    assert breaker.probe_in() == 0.0
+    breaker.failed(OSError("and again"))
+    assert breaker.probe_in() == 5.0 and breaker.changes == 1
+    breaker.worked()
+    breaker.worked()
+    assert breaker.on and breaker.error is None and breaker.changes == 2
+    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
+        "the shared cache redis://x is off: gone",
+        "the shared cache redis://x is on again",
+    ]
+
+
+def test_a_dead_server_is_not_asked_until_it_is_back() -> None:
+    remote = FakeRemote()
+    remote.down = True
+    shared = tier(remote, pause=0.2)
+    assert not shared.standing().on and shared.find(b"k" * 32) is None and not shared.asked()
+    with pytest.raises(WriteError, match="off"):
+        shared.write(record("a"), ARRAYS)
+    with pytest.raises(RemoteError, match="off"):
+        read(shared, b"k" * 32)
+    assert set(remote.calls) == {"ping"}
+    remote.down = False
+    eventually(lambda: shared.standing().on)
+    shared.write(record("a"), ARRAYS)
+    assert shared.flush() and remote.parcels
+    assert shared.standing().changes == 2 and shared.standing().dropped["off"] == 1
+    shared.close()
+
+
+# --------------------------------------------------------------------------------------------- Redis
+
+
+@contextmanager
+def fake_server() -> Iterator[int]:
+    """A fake of Redis that listens; its port."""
+    server = fakeredis.TcpFakeServer(("127.0.0.1", 0))
+    server.daemon_threads = True
+    server.block_on_close = False
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@contextmanager
+def real_server(*arguments: str, port: int = 0) -> Iterator[int]:
+    """A Redis server of its own; its port."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        pytest.skip("there is no redis-server or valkey-server")
+    port = port or free_port()
+    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *arguments)
+    with subprocess.Popen((program, *options), stdout=subprocess.DEVNULL) as process:
+        try:
+            eventually(lambda: _answers(port))
+            yield port
+        finally:
+            process.kill()
+
+
+def _answers(port: int) -> bool:
+    try:
+        RedisRemote.open(f"redis://127.0.0.1:{port}", b"x", "raw", max_bytes=1, life=1, timeout=1).ping()
+    except RemoteError:
+        return False
+    except ConfigError:  # it wants a password
+        return True
+    return True
+
+
+@pytest.fixture(params=["fake", "real"])
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    with fake_server() if request.param == "fake" else real_server() as number:
+        yield number
+
+
+def redis_of(port: int, identity: bytes = b"tiny", kind: str = "raw", max_bytes: int = GIGA, life: int = 100):
+    url = f"redis://127.0.0.1:{port}/0"
+    return RedisRemote.open(url, identity, kind, max_bytes=max_bytes, life=life, timeout=5.0)
+
+
+def parcel(name: str, size: int = 100) -> Parcel:
+    return Parcel(name.encode().ljust(32), "c:aa:1", b"head " + name.encode(), b"\0" * size)
+
+
+def test_redis_keeps_entries_by_key_and_place(port: int) -> None:
+    remote = redis_of(port)
+    remote.ping()
+    a, b = parcel("a"), parcel("b")
+    assert remote.put([a, b]) == 0
+    assert remote.members(["c:aa:1", "c:aa:2"]) == [[b.key, a.key], []]
+    assert remote.heads([a.key, b"?" * 32]) == [a.head, None]
+    assert remote.fetch([b"?" * 32, b.key]) == [None, (b.head, b.body)]
+    assert remote.size() == (2, a.size + b.size)
+    remote.put([a])
+    assert remote.size() == (2, a.size + b.size), "an entry that is put again counts once"
+    for other in (redis_of(port, b"other model"), redis_of(port, kind="int8")):
+        assert other.heads([a.key]) == [None] and other.members(["c:aa:1"]) == [[]] and other.size() == (0, 0)
+        other.close()
+    remote.delete([a.key, b"?" * 32])
+    assert remote.heads([a.key]) == [None] and remote.size() == (1, b.size)
+    remote.close()
+
+
+def test_redis_bounds_the_bytes_of_all_writers_by_recency(port: int) -> None:
+    size = parcel("0").size
+    one, other = redis_of(port, max_bytes=3 * size), redis_of(port, max_bytes=3 * size)
+    for i in range(3):
+        (one, other)[i % 2].put([parcel(str(i))])
+    one.touch([parcel("0").key])
+    assert other.put([parcel("3"), parcel("4")]) == 2
+    there = [head is not None for head in one.heads([parcel(str(i)).key for i in range(5)])]
+    assert there == [True, False, False, True, True]
+    assert one.size() == other.size() == (3, 3 * size)
+    one.close()
+    other.close()
+
+
+def test_redis_lets_entries_expire_and_the_books_follow(port: int) -> None:
+    remote = redis_of(port, life=1)
+    remote.put([parcel("a")])
+    eventually(lambda: remote.heads([parcel("a").key]) == [None])
+    time.sleep(0.2)
+    assert remote.put([parcel("b")]) == 1 and remote.size() == (1, parcel("b").size)
+    remote.close()
+
+
+def test_a_touched_entry_stays_findable(port: int) -> None:
+    remote = redis_of(port)
+    a, b = parcel("a"), parcel("b")
+    remote.put([a])
+    remote._client.delete(f"{remote._prefix}p:{a.place}")
+    remote.touch([a.key, b.key])
+    assert remote.members([a.place]) == [[a.key]] and remote.size() == (1, a.size)
+    remote.close()
+
+
+def test_a_password(caplog: pytest.LogCaptureFixture) -> None:
+    with real_server("--requirepass", "secret") as number:
+        with pytest.raises(ConfigError, match="refuses user and password") as error:
+            tier_of(f"redis://:wrong@127.0.0.1:{number}/0")
+        assert "wrong@" not in str(error.value)
+        with pytest.raises(ConfigError, match="refuses user and password"):
+            tier_of(f"redis://127.0.0.1:{number}/0")
+        shared = tier_of(f"redis://:secret@127.0.0.1:{number}/0")
+        assert shared.standing().on and "secret" not in shared.standing().address
+        shared.close()
+    assert "secret" not in caplog.text
+
+
+def tier_of(url: str) -> SharedTier:
+    remote = RedisRemote.open(url, b"tiny", "raw", max_bytes=GIGA, life=100, timeout=1.0)
+    return SharedTier(remote, b"tiny", max_bytes=GIGA, timeout=1.0)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:6379", "s3://bucket", "redis://127.0.0.1:port/0"])
+def test_another_address_is_an_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="address of the shared cache"):
+        tier_of(url)
+
+
+def test_what_is_no_redis_is_an_error() -> None:
+    with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as number, pytest.raises(ConfigError, match="as Redis does"):
+        tier_of(f"redis://127.0.0.1:{number}/0")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:1", "no-such-host.invalid:6379"])
+def test_a_server_that_is_not_there_leaves_the_tier_off(host: str, caplog: pytest.LogCaptureFixture) -> None:
+    shared = tier_of(f"redis://{host}/0")
+    assert not shared.standing().on
+    assert f"the shared cache redis://{host}/0 is off" in caplog.text
+    shared.close()

@@ -1,0 +1,161 @@
+"""A server of the shared tier in memory, which can be slow, lose, damage and refuse, and die; and a real one's fake."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ragjax.store.disk import DiskStore
+from ragjax.store.remote.base import MOST, Parcel, RefusedError, RemoteError
+from ragjax.store.remote.breaker import Breaker
+from ragjax.store.remote.tier import SharedTier
+
+GIGA = 2**30
+
+
+class FakeRemote:
+    """Entries in a dictionary that several tiers may share.
+
+    down: every call fails. calls: names of those that came. held: while not set, calls wait.
+    """
+
+    def __init__(self) -> None:
+        self.address = "fake://server"
+        self.parcels: dict[bytes, Parcel] = {}
+        self.touched: list[bytes] = []
+        self.calls: list[str] = []
+        self.down = False
+        self.full = False
+        self.held = threading.Event()
+        self.held.set()
+        self._lock = threading.RLock()
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        self.held.wait(10)
+        if self.down:
+            raise RemoteError("connection refused")
+
+    def ping(self) -> None:
+        self._call("ping")
+
+    def members(self, places: Sequence[str]) -> list[list[bytes]]:
+        self._call("members")
+        with self._lock:
+            return [[p.key for p in reversed(self.parcels.values()) if p.place == place][:MOST] for place in places]
+
+    def heads(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        self._call("heads")
+        with self._lock:
+            return [self.parcels[key].head if key in self.parcels else None for key in keys]
+
+    def fetch(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
+        self._call("fetch")
+        with self._lock:
+            found = [self.parcels.get(key) for key in keys]
+        return [None if parcel is None else (parcel.head, parcel.body) for parcel in found]
+
+    def put(self, parcels: Sequence[Parcel]) -> int:
+        self._call("put")
+        if self.full:
+            raise RefusedError("OOM command not allowed when used memory > 'maxmemory'.")
+        with self._lock:
+            self.parcels |= {parcel.key: parcel for parcel in parcels}
+        return 0
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._call("touch")
+        self.touched += keys
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._call("delete")
+        with self._lock:
+            for key in keys:
+                self.parcels.pop(key, None)
+
+    def size(self) -> tuple[int, int]:
+        self._call("size")
+        with self._lock:
+            return len(self.parcels), sum(parcel.size for parcel in self.parcels.values())
+
+    def close(self) -> None:
+        pass
+
+
+class Unreliable(FakeRemote):
+    """One that drops, delays, damages and dies at random."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.random = random.Random(seed)
+
+    def _call(self, name: str) -> None:
+        draw = self.random.random()
+        if draw < 0.1:
+            time.sleep(self.random.random() / 20)
+        elif draw < 0.2:
+            self.down = not self.down
+        elif draw < 0.3:
+            raise RefusedError("not now")
+        with self._lock:
+            keys = list(self.parcels)
+        if keys and 0.3 < draw < 0.5:
+            self._harm(self.random.choice(keys))
+        super()._call(name)
+
+    def _harm(self, key: bytes) -> None:
+        """Take an entry away, or change a bit of it."""
+        with self._lock:
+            parcel = self.parcels.pop(key, None)
+            if parcel is None or self.random.random() < 0.3:
+                return
+            part = bytearray(parcel.head if self.random.random() < 0.4 else parcel.body)
+            part[self.random.randrange(len(part))] ^= 1 << self.random.randrange(8)
+            in_head = len(part) == len(parcel.head)
+            head, body = (bytes(part), parcel.body) if in_head else (parcel.head, bytes(part))
+            self.parcels[key] = Parcel(key, parcel.place, head, body)
+
+
+def tier(
+    remote: FakeRemote,
+    disk: DiskStore | None = None,
+    *,
+    identity: bytes = b"tiny",
+    timeout: float = 5.0,
+    pause: float = 0.05,
+) -> SharedTier:
+    """A shared tier over a server; the next probe comes soon."""
+    breaker = Breaker(remote.address, pause)
+    return SharedTier(remote, identity, disk, max_bytes=GIGA, timeout=timeout, breaker=breaker)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+@contextmanager
+def answering(reply: bytes) -> Iterator[int]:
+    """A server that says the same to everybody; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            try:
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.recv(1000)
+                        connection.sendall(reply)
+            except OSError:
+                return
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield int(server.getsockname()[1])
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)

@@ -91,7 +91,7 @@ def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
         tiny.engine(
             tiny.Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID), shared=tier(remote, disk)
         ) as second,
-    ):  # noqa: E501
+    ):
         assert ask(second, 1).cached_tokens == 0
         ask(first, 0)
         settle(first)
@@ -141,19 +141,20 @@ def test_kv_that_vanishes_after_it_was_found_is_computed() -> None:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_answers_are_those_without_a_tier_that_fails_at_random(seed: int) -> None:
+    """Processes come and go until enough was found; what was found is never wrong."""
     remote = Unreliable(seed)
     random = np.random.default_rng(seed)
-    seeds = [int(x) for x in random.integers(0, 5, 30)]
     with tiny.engine() as plain:
-        wanted = {one: ask(plain, one, "full") for one in set(seeds)}
-    found = 0
-    for begin in range(0, len(seeds), 6):  # each time a new process
-        with tiny.engine(pages=60, shared=tier(remote, timeout=0.2, pause=0.02)) as engine:
-            for one in seeds[begin : begin + 6]:
+        wanted = [ask(plain, one, "full") for one in range(5)]
+    found = processes = 0
+    while found < 4:
+        processes += 1
+        assert processes < 30, "hardly anything is found"
+        with tiny.engine(pages=60, shared=tier(remote, timeout=0.5, pause=0.02)) as engine:
+            for one in random.integers(0, 5, 4).tolist():
                 answer = ask(engine, one)
                 assert answer.exact_to == "full" and answer.tokens == wanted[one].tokens
                 assert answer.logits is not None and wanted[one].logits is not None
                 assert np.abs(answer.logits - wanted[one].logits).max() < 1e-4
                 engine.audit()
-                found += any(report.tier == "remote" for report in answer.segments)
-    assert found, "some of it was found"
+                found += "remote" in tiers(answer)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import fakeredis
 import numpy as np
 import pytest
 
@@ -24,6 +23,8 @@ from ragjax.store.remote.breaker import Breaker
 from ragjax.store.remote.redis import RedisRemote
 from ragjax.store.remote.tier import SharedTier
 from tests.support.remotes import GIGA, FakeRemote, answering, free_port, tier
+
+fakeredis = pytest.importorskip("fakeredis", reason="run make setup: the lock has fakeredis")
 
 
 def record(name: str, first: int = 7, provenance: str = "causal") -> Record:

@@ -80,6 +80,10 @@ class FakeEngine:
         """What the request names, or the default."""
         return (rag and rag.strategy) or self.default_strategy
 
+    @property
+    def shares(self) -> None:
+        """There is no shared cache."""
+
     def replicas(self) -> None:
         """It serves alone."""
 

@@ -97,13 +97,15 @@ class Unreliable(FakeRemote):
         draw = self.random.random()
         if draw < 0.1:
             time.sleep(self.random.random() / 20)
-        elif draw < 0.2:
-            self.down = not self.down
-        elif draw < 0.3:
+        if self.down:
+            self.down = draw < 0.5
+        elif draw > 0.97:
+            self.down = True
+        elif draw > 0.92:
             raise RefusedError("not now")
         with self._lock:
             keys = list(self.parcels)
-        if keys and 0.3 < draw < 0.5:
+        if keys and 0.6 < draw < 0.8:
             self._harm(self.random.choice(keys))
         super()._call(name)
 

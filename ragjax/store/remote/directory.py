@@ -146,8 +146,10 @@ class Directory:
                 self._breaker.worked()
             found = self._ask(questions)
             self._measure()
-        except RefusedError:  # the next look is not to ask again at once
+        except RefusedError as error:  # the next look is not to ask again at once
             self._counts.add(refused=1)
+            if not questions:
+                self._breaker.failed(error)
             found = dict.fromkeys(questions, ())
         except Exception as error:  # of another server that took the place of ours, too
             self._counts.add(failures=1)

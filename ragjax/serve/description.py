@@ -90,6 +90,6 @@ def _sent(path: str, method: str, route: Json) -> set[int]:
         found.add(400)
     if method == "post":
         found.add(413)
-    if "{" in path or path in NAMING:
+    if "{" in path or path in NAMING or asks:  # a list's `after` names an entry
         found.add(404)
     return found | {429, 504} if path in GENERATING else found

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import Scope
 
 from ragjax import core
@@ -91,7 +92,14 @@ def _http_error(error: HTTPException, scope: Scope) -> ApiError:
     reason = _unreadable(error.__cause__)
     if reason is not None:
         return ApiError(400, f"the body is not JSON that can be read: {reason}", code="invalid_json")
-    return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=error.headers)
+    headers = {"allow": _allowed(scope)} if error.status_code == 405 else error.headers
+    return ApiError(error.status_code, f"{error.detail}: {scope['method']} {scope['path']}", headers=headers)
+
+
+def _allowed(scope: Scope) -> str:
+    """Methods of a path, of all its routes; Starlette names those of the first one."""
+    routes = [route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", None) or ()}))
 
 
 def _unreadable(cause: BaseException | None) -> str | None:

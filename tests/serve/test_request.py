@@ -307,6 +307,7 @@ def test_unknown_route_and_method(shared: Served) -> None:
     assert response.status_code == 404 and "/v1/images" in error_of(response)["message"]
     response = shared.get("/v1/chat/completions")
     assert response.status_code == 405 and response.headers["allow"] == "POST" and error_of(response)
+    assert httpx.put(shared.url + "/v1/vector_stores", timeout=20).headers["allow"] == "GET, POST"
 
 
 @pytest.mark.parametrize("chunked", [False, True])

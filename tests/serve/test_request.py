@@ -6,6 +6,7 @@ import http.client
 import json
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import TypeAdapter
 

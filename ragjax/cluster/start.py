@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 from contextlib import suppress
 
 import ray
@@ -57,8 +58,8 @@ def start(options: EngineOptions, count: int, address: str | None, grace: float)
 
 
 def _connect(address: str | None) -> None:
-    if address is not None and address.startswith("ray://"):
-        raise ConfigError("--ray-address: give host:port of a cluster that this machine is part of, not ray://")
+    if address is not None:
+        _check(address)
     try:
         ray.init(address=address or "local", include_dashboard=False if address is None else None, log_to_driver=False)
         # no proxy: this process listens
@@ -68,6 +69,17 @@ def _connect(address: str | None) -> None:
     if address is not None and APP in serve.status().applications:
         ray.shutdown()
         raise ConfigError(f"--ray-address: the application {APP} runs on {address} already; stop it first")
+
+
+def _check(address: str) -> None:
+    """Raise ConfigError if nobody listens there: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        raise ConfigError(f"--ray-address: give HOST:PORT of a cluster that this machine is part of, not {address!r}")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--ray-address: no Ray cluster can be reached at {address}: {error}") from error
 
 
 def _stop(own: bool) -> None:

@@ -205,3 +205,11 @@ def test_an_update_of_the_application_refuses_nothing(python: str, model: Path, 
         found += running.load(10, 0.1)
         assert {(status, code) for status, _, code in found} == {(200, None)}
         assert len({len(text) for _, text, _ in found}) == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:10001"])
+def test_an_address_without_a_cluster_is_one_line_and_code_2(python: str, address: str) -> None:
+    command = [python, "-m", "ragjax.serve", "--port", "0", "--replicas", "2", "--ray-address", address]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--ray-address" in done.stderr

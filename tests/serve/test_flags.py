@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import socket
 from pathlib import Path
@@ -91,12 +92,24 @@ def test_flags_have_the_defaults_of_the_options() -> None:
         (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--port"], "--port"),
         (["extra"], "extra"),
+        (["--replicas", "0"], "--replicas"),
+        (["--ray-address", "127.0.0.1:6379"], "--replicas"),
+        (["--replicas", "2", "--speculate", "3"], "--speculate"),
+        (["--replicas", "2", "--record-trace", "trace"], "--record-trace"),
     ],
 )
 def test_bad_flag_is_one_line_and_code_2(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and word in err
+
+
+def test_replicas_without_ray_are_one_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["--replicas", "2", "--port", "0"]) == 2
+    assert "pip install 'ragjax[ray]'" in capsys.readouterr().err
 
 
 def test_bad_model_is_one_line_and_code_2() -> None:

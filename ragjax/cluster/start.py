@@ -61,7 +61,11 @@ def _connect(address: str | None) -> None:
     if address is not None:
         _check(address)
     try:
-        ray.init(address=address or "local", include_dashboard=False if address is None else None, log_to_driver=False)
+        if address is None:
+            # Ray's own choice is a niceness of 15, which is for batch work
+            ray.init("local", include_dashboard=False, log_to_driver=False, _system_config={"worker_niceness": 0})
+        else:
+            ray.init(address, log_to_driver=False)
         # no proxy: this process listens
         serve.start(proxy_location="Disabled")
     except (ConnectionError, ValueError, RuntimeError) as error:

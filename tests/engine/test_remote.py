@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,21 @@ import pytest
 
 from ragjax.core import Answer, AtRest
 from ragjax.engine import Engine
+from ragjax.runner.runner import Runner
 from ragjax.store.disk import DiskStore
+from ragjax.store.remote.breaker import Breaker
+from ragjax.store.remote.redis import RedisRemote
+from ragjax.store.remote.tier import SharedTier
 from tests.support import tiny
-from tests.support.remotes import GIGA, FakeRemote, Unreliable, tier
+from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_server, tier
 
 
 def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -> Answer:
     return engine.answer_prompt(tiny.prompt(seed), strategy=strategy, max_tokens=4, want_logits=True, tenant=tenant)
+
+
+def other_runner() -> Runner:
+    return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
 
 
 def settle(engine: Engine) -> None:
@@ -88,9 +97,7 @@ def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
     disk = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)
     with (
         tiny.engine(shared=tier(remote)) as first,
-        tiny.engine(
-            tiny.Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID), shared=tier(remote, disk)
-        ) as second,
+        tiny.engine(other_runner(), shared=tier(remote, disk)) as second,
     ):
         assert ask(second, 1).cached_tokens == 0
         ask(first, 0)
@@ -158,3 +165,44 @@ def test_answers_are_those_without_a_tier_that_fails_at_random(seed: int) -> Non
                 assert np.abs(answer.logits - wanted[one].logits).max() < 1e-4
                 engine.audit()
                 found += "remote" in tiers(answer)
+
+
+@pytest.mark.long
+def test_a_redis_that_is_killed_and_comes_back_empty_under_load() -> None:
+    """Requests go on meanwhile, and their answers are right; the tier goes off, comes back and is used again."""
+    with tiny.engine() as plain:
+        wanted = [ask(plain, one, "full") for one in range(12)]
+
+    def check(engine: Engine, seeds: Iterable[int]) -> int:
+        found = 0
+        for one in seeds:
+            answer = ask(engine, one)
+            assert answer.tokens == wanted[one].tokens and answer.exact_to == "full"
+            found += "remote" in tiers(answer)
+        engine.audit()
+        return found
+
+    port = free_port()
+    with real_server(port=port):
+        with tiny.engine(pages=60, shared=over(port)) as first:
+            check(first, range(6))
+        second = tiny.engine(pages=60, shared=over(port))
+        assert check(second, range(6)) == 6
+    with second:
+        check(second, [0, 7, 1, 8, 2, 9, 3, 10])
+        fallbacks = second.stats()["load_fallbacks_total"]
+        assert second.shares is False and isinstance(fallbacks, dict) and sum(fallbacks.values()) <= 1
+        with real_server(port=port):
+            deadline = time.monotonic() + 20
+            while not second.shares:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            check(second, [11, 4, 11, 5])
+            settle(second)
+            with tiny.engine(other_runner(), pages=60, shared=over(port)) as third:
+                assert check(third, [11]) == 1, "what was computed since is there"
+
+
+def over(port: int) -> SharedTier:
+    remote = RedisRemote.open(f"redis://127.0.0.1:{port}", b"tiny", "raw", max_bytes=GIGA, life=100, timeout=0.5)
+    return SharedTier(remote, b"tiny", max_bytes=GIGA, timeout=0.5, breaker=Breaker(remote.address, 0.1))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +20,7 @@ from ragjax.store.remote.base import Parcel, RemoteError
 from ragjax.store.remote.breaker import Breaker
 from ragjax.store.remote.redis import RedisRemote
 from ragjax.store.remote.tier import SharedTier
-from tests.support.remotes import GIGA, FakeRemote, answering, free_port, tier
+from tests.support.remotes import GIGA, FakeRemote, answering, eventually, real_server, tier
 
 fakeredis = pytest.importorskip("fakeredis", reason="run make setup: the lock has fakeredis")
 
@@ -34,13 +32,6 @@ def record(name: str, first: int = 7, provenance: str = "causal") -> Record:
 
 ARRAYS = {"k": np.arange(96, dtype=np.float32).reshape(2, 3, 4, 4), "v": np.ones((2, 3, 4, 4), np.float32)}
 SIZE = sum(piece.nbytes for piece in encode(record("a"), ARRAYS, b"tiny"))
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def read(shared: SharedTier, key: bytes, count: int = 2, expected: Record | None = None) -> dict[str, np.ndarray]:
@@ -221,32 +212,6 @@ def fake_server() -> Iterator[int]:
         server.shutdown()
         server.server_close()
         thread.join(10)
-
-
-@contextmanager
-def real_server(*arguments: str, port: int = 0) -> Iterator[int]:
-    """A Redis server of its own; its port."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("there is no redis-server or valkey-server")
-    port = port or free_port()
-    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *arguments)
-    with subprocess.Popen((program, *options), stdout=subprocess.DEVNULL) as process:
-        try:
-            eventually(lambda: _answers(port))
-            yield port
-        finally:
-            process.kill()
-
-
-def _answers(port: int) -> bool:
-    try:
-        RedisRemote.open(f"redis://127.0.0.1:{port}", b"x", "raw", max_bytes=1, life=1, timeout=1).ping()
-    except RemoteError:
-        return False
-    except ConfigError:  # it wants a password
-        return True
-    return True
 
 
 @pytest.fixture(params=["fake", "real"])

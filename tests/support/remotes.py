@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import random
+import shutil
 import socket
+import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
+
+from ragjax.core import ConfigError
 from ragjax.store.disk import DiskStore
 from ragjax.store.remote.base import MOST, Parcel, RefusedError, RemoteError
 from ragjax.store.remote.breaker import Breaker
+from ragjax.store.remote.redis import RedisRemote
 from ragjax.store.remote.tier import SharedTier
 
 GIGA = 2**30
@@ -161,3 +167,37 @@ def answering(reply: bytes) -> Iterator[int]:
         yield int(server.getsockname()[1])
         server.shutdown(socket.SHUT_RDWR)
     thread.join(10)
+
+
+def eventually(true: Callable[[], object]) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextmanager
+def real_server(*arguments: str, port: int = 0) -> Iterator[int]:
+    """A Redis server of its own; its port."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        pytest.skip("there is no redis-server or valkey-server")
+    port = port or free_port()
+    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *arguments)
+    with subprocess.Popen((program, *options), stdout=subprocess.DEVNULL) as process:
+        try:
+            eventually(lambda: _answers(port))
+            yield port
+        finally:
+            process.kill()
+
+
+def _answers(port: int) -> bool:
+    try:
+        RedisRemote.open(f"redis://127.0.0.1:{port}", b"x", "raw", max_bytes=1, life=1, timeout=1).ping()
+    except RemoteError:
+        return False
+    except ConfigError:  # it wants a password
+        return True
+    return True

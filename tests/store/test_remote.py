@@ -177,6 +177,19 @@ def test_breaker(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_what_is_known_is_not_given_while_the_server_is_off() -> None:
+    """Its bytes could not be had: a request would load, fail, and start again."""
+    remote, one = FakeRemote(), record("a")
+    shared = tier(remote, pause=60)
+    shared.write(one, ARRAYS)
+    assert shared.flush() and known(shared, lambda: shared.find(one.key)) == one
+    remote.down = True
+    with pytest.raises(RemoteError):
+        read(shared, one.key)
+    assert shared.find(one.key) is None and not shared.asked()
+    shared.close()
+
+
 def test_a_dead_server_is_not_asked_until_it_is_back() -> None:
     remote = FakeRemote()
     remote.down = True

@@ -77,16 +77,19 @@ class Directory:
     # ----------------------------------------------------------------------------------- waits for nobody
 
     def known(self, question: str) -> tuple[Record, ...]:
-        """The entries that answer a question, as far as is known; it is asked, if that may have changed."""
+        """The entries that answer a question, as far as is known; it is asked, if that may have changed.
+
+        While the server is off there are none: to read one would fail.
+        """
         with self._change:
+            if not self._breaker.on or self._closed:
+                return ()
             answer = self._answers.get(question)
-            if answer is not None and self._clock() < answer.until:
-                return answer.records
-            if self._breaker.on and not self._closed:
+            if answer is None or self._clock() >= answer.until:
                 self._asked.add(question)
                 self._open.setdefault(question)
                 self._change.notify_all()
-            return answer.records if answer is not None and self._breaker.on else ()
+            return () if answer is None else answer.records
 
     def asked(self) -> Collection[str]:
         """Questions that look-ups raised since the last call, also those answered meanwhile."""

@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import report
-from benchmarks.restart import questions
+from benchmarks.common.question import questions
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import ConfigError, StorageOptions
 from ragjax.engine import Engine

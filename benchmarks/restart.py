@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import report
+from benchmarks.common.question import questions
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import StorageOptions
 from ragjax.engine import Engine
@@ -27,13 +28,6 @@ PAUSE = 0.3
 """Seconds before each question, in which the copies that the last one left behind come to an end."""
 
 STRATEGIES = ("prefix", "naive")
-
-
-def questions(limit: int) -> list[str]:
-    """Demo questions that find different documents."""
-    lines = (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    chosen = [json.loads(line)["question"] for line in lines]
-    return chosen[:: max(1, len(chosen) // limit)][:limit]
 
 
 def serve(folder: str, states: Sequence[str], limit: int) -> list[dict[str, Any]]:

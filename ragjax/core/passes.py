@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core.compression import Compression
+from ragjax.core.layout import Layout
 from ragjax.core.tokens import Intervals
 
 
@@ -45,17 +46,27 @@ class Span:
     indices: each token's index in the prompt, int32 [run.length]; `NEVER` hides a token from the pass (a stale one).
     offset: the key of a token stored rotated at position p takes part at position `p + offset`.
     hidden: half-open interval of token indexes that must not see these keys.
+    layout: where each layer has them, if layers hold other numbers of them: the run's pages are the containers, the
+    last one named again up to the pages of the layer that has most.
     """
 
     indices: NDArray[np.int32]
     run: Run
     offset: int = 0
     hidden: tuple[int, int] = (0, 0)
+    layout: Layout | None = None
 
     @staticmethod
     def consecutive(index: int, run: Run, offset: int = 0, hidden: tuple[int, int] = (0, 0)) -> Span:
         """Tokens of consecutive indexes from `index` on."""
         return Span(np.arange(index, index + run.length, dtype=np.int32), run, offset, hidden)
+
+    @staticmethod
+    def laid(layout: Layout, containers: Sequence[int], page_size: int) -> Span:
+        """What layers keep, over containers: token n of a layer is its n-th, in the order of the prompt."""
+        entries = int(layout.pages_L(page_size).max())
+        pages = (*containers, *[containers[-1]] * (entries - len(containers)))
+        return replace(Span.consecutive(0, Run(pages[:entries], 0, entries * page_size)), layout=layout)
 
 
 class Measure(StrEnum):
@@ -79,6 +90,8 @@ class Measure(StrEnum):
     """float32 [2, layers, rows]: squared distance of each row's key, and value, from the stale one at its index."""
     QUERY = "query"
     """float32 [layers, rows, heads, D]: the query of each row, rotated."""
+    KEPT = "kept"
+    """float32 [layers]: tokens that a compaction kept in each layer. No pass has it."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,8 @@ class Compaction:
     the order of their indexes; they may be some of the source's. query_LWHD: rotated queries of the prompt's last rows,
     float32 (None: the scorer asks for none). mass_LN: attention that each token received, summed over rows, float32
     (likewise). What is kept of it comes back as `Measure.KEY_SCORE`, float32 [layers, budget].
+    Where layers keep other numbers of tokens, target is whole pages, the containers of a `core.layout.Layout`: as many
+    as are enough for any numbers. The numbers come back as `Measure.KEPT`.
     """
 
     compression: Compression

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.core.layout import LayerTable
 from ragjax.core.passes import Measure
 
 SHARING_ROWS = 16
@@ -178,6 +179,7 @@ class Step:
     residual_TE: what the rows bring from the layers before, if these are not the first: an array, or what a step of as
         many rows left, if each row is where it was in that step.
     measure: what is measured, if anything.
+    by_layer: pages of the entries in each layer, where they are not the same in all.
     """
 
     token_T: NDArray[np.int32]
@@ -195,3 +197,4 @@ class Step:
     layers: tuple[int, int] | None = None
     residual_TE: NDArray[np.float32] | Residual | None = None
     measure: StepMeasure | None = None
+    by_layer: LayerTable | None = None

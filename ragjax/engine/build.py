@@ -19,6 +19,7 @@ from ragjax.cache.policy.base import Policy
 from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
+from ragjax.core.compression import BY_LAYER
 from ragjax.core.fit import Fit
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
@@ -134,7 +135,10 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context)
     grid = _grid(config, context, platform())
     _log.info("weights and KV are %s", numbers)
-    runner = Runner(decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid, widen=numbers.widen)
+    whole = compression is not None and compression.method in BY_LAYER
+    runner = Runner(
+        decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid, widen=numbers.widen, whole=whole
+    )
     if options.compile:
         _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)

@@ -96,6 +96,8 @@ class Execution:
         kept = self._runner.compact(
             asked.compression, move.source_N, move.offset_N, move.target_B, asked.query_LWHD, asked.mass_LN
         )
+        if kept.number_L is not None:
+            return {Measure.KEPT: kept.number_L.astype(np.float32)}
         return {Measure.KEY_SCORE: kept.read_mass()} if kept.mass else {}
 
     def _step_on(self, state: RequestState, moved: Results) -> None:

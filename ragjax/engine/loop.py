@@ -83,7 +83,9 @@ class Loop:
         self._transfer = transfer
         self._recorder = recorder
         self._scheduler = Scheduler(runner.grid, runner.page_size, budget)
-        self._admission = Admission(cache, self._scheduler, stages=runner.stages, max_running=max_running, order=order)
+        self._admission = Admission(
+            cache, self._scheduler, stages=runner.stages, reach=runner.reach, max_running=max_running, order=order
+        )
         self._pauses = Pauses(cache, self._scheduler, self._admission, runner)
         self.faults = Faults(request_timeout, self._restart, self._fail)
         self._guesses = Guesses(self.counters, self._arrive, self._settle, lambda state: self._end(state, None))

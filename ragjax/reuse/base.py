@@ -98,6 +98,7 @@ class Allocation:
     needed at once. spare: pages that must be left to others when the request starts. alone: whether no others run.
     limits: what the spans of a pass may take.
     stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
+    reach: layers that may use each other's units (`core.layout`); 0: those of a stage.
     cold: whether it may use KV from below the device, which has to be waited for.
     """
 
@@ -110,6 +111,7 @@ class Allocation:
         decode_tokens: int,
         limits: StepLimits,
         stages: tuple[int, ...],
+        reach: int = 0,
         cold: bool = True,
         forced: int = 0,
         spare: int = 0,
@@ -119,6 +121,7 @@ class Allocation:
         self.tenant = tenant
         self.limits = limits
         self.stages = stages
+        self.reach = reach or stages[1]
         self.decode_tokens = decode_tokens
         self.forced = forced
         self.spare = spare
@@ -274,15 +277,16 @@ class Allocation:
         self._runs.remove(run)
         self.cache.free(run, clear=self.unchecked)
 
-    def keep_only(self, run: Run) -> None:
-        """Give everything back but one run of its own; admitted parts stay in the cache.
+    def keep_only(self, *runs: Run) -> None:
+        """Give everything back but some runs of its own; admitted parts stay in the cache.
 
         Raises:
-            ValueError: if it is not its own.
+            ValueError: if one is not its own.
         """
-        self._runs.remove(run)
+        for run in runs:
+            self._runs.remove(run)
         self.close()
-        self._runs.append(run)
+        self._runs += runs
 
     def hand_over(self) -> Allocation:
         """All that it holds, in an allocation that outlives the request; it holds nothing any more."""

@@ -29,7 +29,8 @@ from ragjax.core import (
     Run,
     Span,
 )
-from ragjax.core.compression import BY_LAYER, BY_MASS, BY_QUERIES, METHODS
+from ragjax.core.compression import BY_LAYER, BY_MASS, BY_QUERIES
+from ragjax.core.layout import Layout, most_containers
 from ragjax.reuse.base import Allocation, Strategy
 
 QUERIES = frozenset({Measure.QUERY})
@@ -62,10 +63,7 @@ def check(compression: Compression, strategy: Strategy) -> None:
         RequestError: saying what to change.
     """
     reason, param = "", "rag.compression.method"
-    if compression.method in BY_LAYER:
-        served = ", ".join(name for name in METHODS if name not in BY_LAYER)
-        reason = f"{compression.method} keeps other numbers of tokens in each layer; choose one of {served}"
-    elif compression.graph is not None and compression.graph.needs_queries:
+    if compression.graph is not None and compression.graph.needs_queries:
         reason = "edges by queries need those of all tokens, which an engine does not keep; choose kk, vv or kv"
         param = "rag.compression.graph.edges"
     elif compression.graph is not None and compression.graph.needs_plain:
@@ -99,19 +97,18 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
     with closing(prefill):
         with _room_for_window(allocation, compression.window):
             first = _begin(prefill)
-        run = allocation.reserve_with_tail(size, instead=True)
+        room = _reserve(allocation, compression, len(prompt))
         plan = first if isinstance(first, Plan) else (yield from watch.rest(prefill, first))
     yield Known(plan.logits)
-    kept, page_size = run.slice(0, size, allocation.page_size), allocation.page_size
     query_LWHD = None
     if compression.method in BY_QUERIES:
-        results = yield _window(plan, watch.position_N, run.slice(0, compression.window, page_size))
+        target = room.kept.slice(0, compression.window, allocation.page_size)
+        results = yield _window(plan, watch.position_N, target)
         query_LWHD = results[Measure.QUERY]
-    found = yield Compaction(compression, len(prompt), plan.spans, kept, query_LWHD, watch.mass_LN)
-    allocation.keep_only(run)
-    tail, mass_LB = run.slice(size, run.length, page_size), found.get(Measure.KEY_SCORE)
-    spans = (Span.consecutive(0, kept),)
-    return replace(plan, spans=spans, tail=tail, exact_to=None, kept=size, mass_LB=mass_LB)
+    found = yield Compaction(compression, len(prompt), plan.spans, room.kept, query_LWHD, watch.mass_LN)
+    span = _keep(allocation, room, found)
+    mass_LB = found.get(Measure.KEY_SCORE)
+    return replace(plan, spans=(span,), tail=room.tail, exact_to=None, kept=size, mass_LB=mass_LB)
 
 
 def evicted(plan: Plan, tokens: int, said: int, compression: Compression, page_size: int) -> Prefill:
@@ -133,6 +130,50 @@ def evicted(plan: Plan, tokens: int, said: int, compression: Compression, page_s
     found = yield Compaction(compression, plan.kept + said, source, kept, mass_LN=mass_LN)
     figures = {**plan.figures, EVICTED: plan.figures.get(EVICTED, 0.0) + said}
     return replace(plan, mass_LB=found[Measure.KEY_SCORE], figures=figures)
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Where kept tokens go. run: the request's own, which begins with them and ends with the tail. spare: pages that
+    layers with other numbers of tokens may need behind the run's, a run each.
+    """
+
+    kept: Run
+    tail: Run
+    run: Run
+    spare: tuple[Run, ...] = ()
+
+
+def _reserve(allocation: Allocation, compression: Compression, tokens: int) -> _Room:
+    """Room for what is kept of a prompt, and the tail behind it.
+
+    Raises:
+        OutOfPages: if there is none.
+    """
+    size, page_size = compression.budget, allocation.page_size
+    if compression.method not in BY_LAYER:
+        run = allocation.reserve_with_tail(size, instead=True)
+        return _Room(run.slice(0, size, page_size), run.slice(size, run.length, page_size), run)
+    least = -(-size // page_size)
+    most = most_containers(size, compression.window, tokens, allocation.stages[-1], allocation.reach, page_size)
+    run = allocation.reserve_with_tail(least * page_size, instead=True)
+    spare = tuple(allocation.reserve(page_size) for _ in range(most - least))
+    pages = (*run.pages[:least], *(page for one in spare for page in one.pages))
+    tail = run.slice(least * page_size, run.length, page_size)
+    return _Room(Run(pages, 0, most * page_size), tail, run, spare)
+
+
+def _keep(allocation: Allocation, room: _Room, found: Results) -> Span:
+    """Give everything back but what is kept and the tail; where the kept tokens are."""
+    if Measure.KEPT not in found:
+        allocation.keep_only(room.run)
+        return Span.consecutive(0, room.kept)
+    page_size = allocation.page_size
+    layout = Layout(found[Measure.KEPT].astype(np.int32), allocation.reach)
+    needed = layout.containers(page_size)
+    least = len(room.kept.pages) - len(room.spare)
+    allocation.keep_only(room.run, *room.spare[: needed - least])
+    return Span.laid(layout, room.kept.pages[:needed], page_size)
 
 
 @contextmanager

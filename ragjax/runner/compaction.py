@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,20 @@ from jax import lax
 from numpy.typing import NDArray
 
 from ragjax.compress import SCORERS, Evidence
-from ragjax.compress.choose import choose, quota
+from ragjax.compress.base import Score
+from ragjax.compress.choose import Quota, choose, quota
 from ragjax.core import Compression
-from ragjax.kernels.pages import Pages, from_storage, to_storage
+from ragjax.core.compression import BY_LAYER
+from ragjax.kernels.pages import Pages, as_units, from_storage, to_storage
 from ragjax.kernels.rope import Rotation, rotate
 from ragjax.runner.stages import OUTSIDE
 
 LEAST = 256
 """Tokens of the shortest prompt that a program is compiled for; the others are its doubles."""
+
+
+PROMPT_ARRAYS = ("source_N", "offset_N", "count")
+"""The arrays that say where a prompt is."""
 
 
 def bucket(tokens: int) -> int:
@@ -43,27 +49,47 @@ def arrays_of(
     offset_N: NDArray[np.int32],
     target_B: NDArray[np.int32],
 ) -> Mapping[str, NDArray[np.int32]]:
-    """What `compact` takes from the host, padded to its program's sizes, int32."""
-    count, room = len(source_N), compression.program.budget
+    """What `compact` takes from the host where all layers keep as many, padded to its program's sizes, int32."""
+    numbers = quota(compression, SCORERS[compression.method], layers, len(source_N))
+    nowhere = OUTSIDE + np.arange(compression.program.budget - len(target_B), dtype=np.int32)
+    target = {"target_B": np.concatenate([target_B, nowhere])}
+    return {**prompt_arrays(source_N, offset_N), **target, **_numbers(numbers)}
+
+
+def prompt_arrays(source_N: NDArray[np.int32], offset_N: NDArray[np.int32]) -> Mapping[str, NDArray[np.int32]]:
+    """Those that say where a prompt is, padded likewise."""
+    count = len(source_N)
     spare = (0, bucket(count) - count)
-    numbers = quota(compression, SCORERS[compression.method], layers, count)
-    nowhere = OUTSIDE + np.arange(room - len(target_B), dtype=np.int32)
     return {
         "source_N": np.pad(source_N, spare),
         "offset_N": np.pad(offset_N, spare),
-        "target_B": np.concatenate([target_B, nowhere]),
         "count": np.array(count, np.int32),
-        "kept_L": numbers.kept_L,
-        "recent_L": numbers.recent_L,
-        "sources_L": numbers.sources_L,
     }
 
 
-def shapes_of(compression: Compression, layers: int, tokens: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+def unit_arrays(
+    numbers: Quota, unit_LU: NDArray[np.int32], tokens: int, page_size: int
+) -> Mapping[str, NDArray[np.int32]]:
+    """Where kept tokens go if layers keep other numbers: the units of each layer's pages (`kernels.pages.as_units`)."""
+    room = -(-tokens // page_size) - unit_LU.shape[1]
+    return {"unit_LU": np.pad(unit_LU, ((0, 0), (0, room))), **_numbers(numbers)}
+
+
+def _numbers(numbers: Quota) -> Mapping[str, NDArray[np.int32]]:
+    return {"kept_L": numbers.kept_L, "recent_L": numbers.recent_L, "sources_L": numbers.sources_L}
+
+
+def shapes_of(compression: Compression, layers: int, tokens: int, page_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Of these arrays for one stage of so many layers, `tokens` a bucket."""
-    sizes = {"N": (tokens,), "B": (compression.program.budget,), "L": (layers,)}
-    names = ("source_N", "offset_N", "target_B", "kept_L", "recent_L", "sources_L")
-    shapes = {name: jax.ShapeDtypeStruct(sizes[name[-1]], jnp.int32) for name in names}
+    target = "unit_LU" if compression.method in BY_LAYER else "target_B"
+    sizes = {
+        "N": (tokens,),
+        "B": (compression.program.budget,),
+        "L": (layers,),
+        "LU": (layers, -(-tokens // page_size)),
+    }
+    names = ("source_N", "offset_N", target, "kept_L", "recent_L", "sources_L")
+    shapes = {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
     return {**shapes, "count": jax.ShapeDtypeStruct((), jnp.int32)}
 
 
@@ -74,13 +100,15 @@ def compact(
     query_LWHD: jax.Array | None,
     mass_LN: jax.Array | None,
     rotation: Rotation,
+    layer_L: jax.Array | None = None,
     *,
     scale: float | None = None,
     cap: float | None = None,
 ) -> tuple[Pages, jax.Array, jax.Array | None]:
     """Copy what each layer of a stage keeps into the target slots, keys rotated at their places in the prompt.
 
-    All is read before anything is written: target slots may be some of the source's.
+    Where all layers keep as many, a layer is read before it is written: target slots may be some of the source's. Where
+    they do not, units may be those of any layer of the pool, and none of the source's.
 
     Args:
         compression: what the program is compiled for (`Compression.program`).
@@ -89,6 +117,7 @@ def compact(
         query_LWHD: rotated queries of the prompt's last rows, float32, if the scorer asks for them.
         mass_LN: attention that each token received, float32, likewise.
         rotation: RoPE table.
+        layer_L: places of the stage's layers in the pool (None: all of it), int32.
         scale: of attention logits (`compress.Evidence`).
         cap: likewise.
 
@@ -96,33 +125,102 @@ def compact(
         The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same. If
         attention was given, what the first head keeps of it, float32 [L, B]; anything behind the last.
     """
-    scorer = SCORERS[compression.method]
-    page_N, slot_N = (f(arrays["source_N"], pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
-    to_page_B, to_slot_B = (f(arrays["target_B"], pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
-    cos_NR, sin_NR = rotation.at(arrays["offset_N"])
-    numbers = (arrays["kept_L"], arrays["recent_L"], arrays["sources_L"])
+    prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
+    by_layer = compression.method in BY_LAYER
+    most = len(arrays["source_N"]) if by_layer else compression.budget
 
     def layer(pool: Pages, of_layer: Any) -> tuple[Pages, tuple[jax.Array, jax.Array | None]]:
-        index, kept, recent, sources, query_WHD, mass_N = of_layer
-        k_NKD, v_NKD = (x[index, page_N, :, slot_N, :] for x in (pool.k_LPKCD, pool.v_LPKCD))
-        turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), cos_NR[:, None], sin_NR[:, None])
-        k_NKD = to_storage(turned_NKD, k_NKD.dtype)
-        mass_NK = None if mass_N is None else mass_N[:, None]
-        evidence = Evidence(k_NKD, v_NKD, arrays["count"], query_WHD, mass_NK, scale=scale, cap=cap)
-        score = scorer.score(evidence)
-        index_KB = choose(score.s_NK, evidence, kept, recent, sources, compression=compression, most=compression.budget)
-        at_BK1 = jnp.maximum(jnp.broadcast_to(index_KB, (k_NKD.shape[1], index_KB.shape[1])).T, 0)[..., None]
-
-        def put(x: jax.Array, new_NKD: jax.Array) -> jax.Array:
-            new_BKD = jnp.take_along_axis(new_NKD, at_BK1, axis=0)
-            return x.at[index, to_page_B, :, to_slot_B, :].set(new_BKD, mode="drop", unique_indices=True)
-
+        index, target, (kept, recent, sources), query_WHD, mass_N = of_layer
+        evidence = prompt.evidence(pool, index, query_WHD, mass_N)
+        score = SCORERS[compression.method].score(evidence)
+        index_KB = choose(score.s_NK, evidence, kept, recent, sources, compression=compression, most=most)
+        heads = evidence.k_NKD.shape[1]
+        at_BK1 = jnp.maximum(jnp.broadcast_to(index_KB, (heads, index_KB.shape[1])).T, 0)[..., None]
+        new = [jnp.take_along_axis(x_NKD, at_BK1, axis=0) for x_NKD in (evidence.k_NKD, evidence.v_NKD)]
+        pool = _put_units(pool, target, kept, *new) if by_layer else _put(pool, index, target, *new)
         mass_B = None if mass_N is None else mass_N[at_BK1[:, 0, 0]]
-        return Pages(put(pool.k_LPKCD, k_NKD), put(pool.v_LPKCD, v_NKD)), (index_KB, mass_B)
+        return pool, (index_KB, mass_B)
 
-    layers = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32)
-    pool, (index_LKB, mass_LB) = lax.scan(layer, pool, (layers, *numbers, query_LWHD, mass_LN))
+    places_L = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32) if layer_L is None else layer_L
+    numbers = (arrays["kept_L"], arrays["recent_L"], arrays["sources_L"])
+    target_LX = arrays["unit_LU"] if by_layer else jnp.broadcast_to(arrays["target_B"], (len(places_L), most))
+    pool, (index_LKB, mass_LB) = lax.scan(layer, pool, (places_L, target_LX, numbers, query_LWHD, mass_LN))
     return pool, index_LKB, mass_LB
+
+
+def prefer(
+    compression: Compression,
+    pool: Pages,
+    arrays: Mapping[str, jax.Array],
+    query_LWHD: jax.Array,
+    rotation: Rotation,
+    layer_L: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> jax.Array:
+    """How much of the budget each layer of a stage asks for (`Score.preference`), float32 [L]; arguments as `compact`."""
+    prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
+
+    def layer(of_layer: tuple[jax.Array, jax.Array]) -> jax.Array:
+        score: Score = SCORERS[compression.method].score(prompt.evidence(pool, *of_layer, None))
+        return score.preference
+
+    places_L = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32) if layer_L is None else layer_L
+    preference_L: jax.Array = lax.map(layer, (places_L, query_LWHD))
+    return preference_L
+
+
+class _Prompt(NamedTuple):
+    """Where a prompt's tokens are in a pool, and what rotates their keys to their places."""
+
+    page_N: jax.Array
+    slot_N: jax.Array
+    count: jax.Array
+    cos_NR: jax.Array
+    sin_NR: jax.Array
+    scale: float | None
+    cap: float | None
+
+    @staticmethod
+    def of(
+        pool: Pages, arrays: Mapping[str, jax.Array], rotation: Rotation, scale: float | None, cap: float | None
+    ) -> _Prompt:
+        page_N, slot_N = (f(arrays["source_N"], pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
+        return _Prompt(page_N, slot_N, arrays["count"], *rotation.at(arrays["offset_N"]), scale, cap)
+
+    def evidence(
+        self, pool: Pages, layer: jax.Array, query_WHD: jax.Array | None, mass_N: jax.Array | None
+    ) -> Evidence:
+        """What a layer's tokens are scored by."""
+        k_NKD, v_NKD = (x[layer, self.page_N, :, self.slot_N, :] for x in (pool.k_LPKCD, pool.v_LPKCD))
+        turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), self.cos_NR[:, None], self.sin_NR[:, None])
+        mass_NK = None if mass_N is None else mass_N[:, None]
+        turned_NKD = to_storage(turned_NKD, k_NKD.dtype)
+        return Evidence(turned_NKD, v_NKD, self.count, query_WHD, mass_NK, scale=self.scale, cap=self.cap)
+
+
+def _put(pool: Pages, layer: jax.Array, target_B: jax.Array, k_BKD: jax.Array, v_BKD: jax.Array) -> Pages:
+    """Write slots (page * C + slot) of a layer."""
+    page_B, slot_B = (f(target_B, pool.page_size) for f in (jnp.floor_divide, jnp.remainder))
+
+    def put(x: jax.Array, new_BKD: jax.Array) -> jax.Array:
+        return x.at[layer, page_B, :, slot_B, :].set(new_BKD, mode="drop", unique_indices=True)
+
+    return Pages(put(pool.k_LPKCD, k_BKD), put(pool.v_LPKCD, v_BKD))
+
+
+def _put_units(pool: Pages, unit_U: jax.Array, kept: jax.Array, k_BKD: jax.Array, v_BKD: jax.Array) -> Pages:
+    """Write the first `kept` tokens into units, in their order."""
+    number_B = jnp.arange(len(k_BKD), dtype=jnp.int32)
+    slot_B = number_B % pool.page_size
+    unit_B = jnp.where(number_B < kept, unit_U[number_B // pool.page_size], OUTSIDE + number_B)
+    units = as_units(pool)
+
+    def put(x: jax.Array, new_BKD: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return x.at[0, unit_B, :, slot_B, :].set(new_BKD, mode="drop", unique_indices=True).reshape(shape)
+
+    return Pages(put(units.k_LPKCD, k_BKD, pool.k_LPKCD.shape), put(units.v_LPKCD, v_BKD, pool.v_LPKCD.shape))
 
 
 @dataclass(frozen=True)
@@ -131,11 +229,13 @@ class Kept:
 
     indexes: int32 [layers, K, B] of each stage, or [layers, 1, B] where all heads keep the same; -1 behind the last.
     mass: attention that these tokens received, float32 [layers, B] of each stage, if any was given.
+    number_L: tokens of each layer, int32 [layers], on the host, where layers keep other numbers.
     """
 
     budget: int
     indexes: Sequence[jax.Array]
     mass: Sequence[jax.Array]
+    number_L: NDArray[np.int32] | None = None
 
     def read_mass(self) -> NDArray[np.float32]:
         """Of all layers, float32 [L, budget]; waits for the device."""

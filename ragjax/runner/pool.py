@@ -1,4 +1,4 @@
-"""The page pool on the device: its arrays, one pair per stage of layers, and what reads, writes and moves pages."""
+"""The page pool on the device: its arrays, one pair per stage of layers or one for all, and what moves pages."""
 
 from __future__ import annotations
 
@@ -27,39 +27,54 @@ class PagePool:
     """Keys and values of all layers, in pages.
 
     Args:
-        create: makes the pool of one stage, zeros.
-        stages: how many there are.
+        create: makes one array of keys and one of values, zeros, of the layers of one or more stages.
+        stages: how many there are. arrays: pairs of arrays that hold them.
         programs: these extract, insert and move.
         rotation: RoPE table, for keys that are moved.
 
     Raises:
         ConfigError: if there is no memory for so many pages.
+
+    Attributes:
+        page_size: slots of a page.
+        reach: layers of an array, which may use each other's units (`core.layout`).
     """
 
-    def __init__(self, create: Callable[[], Pages], stages: int, programs: Programs, rotation: Rotation):
+    def __init__(self, create: Callable[[], Pages], stages: int, arrays: int, programs: Programs, rotation: Rotation):
         self._create = create
         self._programs = programs
         self._rotation = rotation
-        self._pools = self._create_pools(stages)
+        self._pools = self._create_pools(arrays)
         keys = self._pools[0].k_LPKCD
-        self._depth, self._pages, _, self.page_size, _ = keys.shape
+        self.reach, self._pages, _, self.page_size, _ = keys.shape
+        self._depth = self.reach * arrays // stages
         self._dtype, self._pool_sharding = keys.dtype, keys.sharding
 
-    def _create_pools(self, stages: int) -> list[Pages]:
+    def _create_pools(self, number: int) -> list[Pages]:
         try:
-            return jax.block_until_ready([self._create() for _ in range(stages)])  # type: ignore[no-any-return]
+            return jax.block_until_ready([self._create() for _ in range(number)])  # type: ignore[no-any-return]
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             arrays = jax.tree.leaves(jax.eval_shape(self._create))
-            size = stages * sum(x.size * x.dtype.itemsize for x in arrays) / 2**30
+            size = number * sum(x.size * x.dtype.itemsize for x in arrays) / 2**30
             problem = f"the device has no room for a cache of {size:.3g} GB"
             raise ConfigError(f"{problem}: lower --device-cache-gb") from error
 
     @property
     def stages(self) -> tuple[int, ...]:
         """Layers at which a step may begin, ascending, and the number of layers as a last entry."""
-        return tuple(range(0, self._depth * len(self._pools) + 1, self._depth))
+        return tuple(range(0, self.reach * len(self._pools) + 1, self._depth))
+
+    def _array(self, stage: int) -> int:
+        """Which of the pools holds a stage."""
+        return stage * self._depth // self.reach
+
+    def _layers(self, stage: int) -> NDArray[np.int32] | None:
+        """Where the layers of a stage are in its pool, as programs take it: int32 [depth]; None if it has no others."""
+        if self._depth == self.reach:
+            return None
+        return np.arange(self._depth, dtype=np.int32) + np.int32(stage * self._depth % self.reach)
 
     def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]:
         """Copies of whole pages in all layers, in parts (`store.device.cuts`). Waits for nothing.
@@ -73,7 +88,9 @@ class PagePool:
 
         def take(part: NDArray[np.int32]) -> Excerpt:
             program = self._programs.get("extract", len(part))
-            return tuple(program(pool, part) for pool in self._pools)
+            return tuple(
+                program(self._pools[self._array(i)], part, self._layers(i)) for i in range(len(self.stages) - 1)
+            )
 
         return [take(pages[part]) for part in page_store.cuts(len(pages))]
 
@@ -113,12 +130,13 @@ class PagePool:
         parts = list(page_store.cuts(len(pages)))
         if [excerpt[0].k_LPKCD.shape[1] for excerpt in excerpts] != [part.stop - part.start for part in parts]:
             raise ValueError(f"excerpts are not those of {len(pages)} pages")
-        if any(not 0 <= first <= first + len(excerpt) <= len(self._pools) for excerpt in excerpts):
-            raise ValueError(f"excerpts from stage {first} on do not fit {len(self._pools)} stages")
+        if any(not 0 <= first <= first + len(excerpt) < len(self.stages) for excerpt in excerpts):
+            raise ValueError(f"excerpts from stage {first} on do not fit {len(self.stages) - 1} stages")
         for part, excerpt in zip(parts, excerpts, strict=True):
             program = self._programs.get("insert", part.stop - part.start)
             for i, new in enumerate(excerpt, first):
-                self._pools[i] = program(self._pools[i], pages[part], new)
+                at = self._array(i)
+                self._pools[at] = program(self._pools[at], pages[part], new, self._layers(i))
 
     def download(self, pages: NDArray[np.int32]) -> list[Excerpt]:
         """The bits of whole pages in all layers as NumPy arrays, for `restore`; waits until they are there.
@@ -145,9 +163,9 @@ class PagePool:
         """
         keys = self._pools[0].k_LPKCD
         for part in page_store.cuts(len(pages)):
-            shape = (keys.shape[0], part.stop - part.start, *keys.shape[2:])
+            shape = (self._depth, part.stop - part.start, *keys.shape[2:])
             zeros = Pages(*(jnp.zeros(shape, self._dtype, device=self._pool_sharding) for _ in "kv"))
-            self.insert(pages[part], [(zeros,) * len(self._pools)])
+            self.insert(pages[part], [(zeros,) * (len(self.stages) - 1)])
 
     def move(
         self,
@@ -181,7 +199,8 @@ class PagePool:
             arrays = [np.concatenate([x_N[part], padding]) for x_N, padding in padded]
             program = self._programs.get("move", size)
             for i in range(layers[0] // self._depth, layers[1] // self._depth):
-                self._pools[i] = program(self._pools[i], *arrays, self._rotation)
+                at = self._array(i)
+                self._pools[at] = program(self._pools[at], *arrays, self._rotation, self._layers(i))
 
     @property
     def lost(self) -> bool:

@@ -26,7 +26,7 @@ from ragjax.kernels.table import Rows
 from ragjax.kernels.view import View
 from ragjax.models.config import ModelConfig
 from ragjax.runner import compaction, stages
-from ragjax.runner.stages import POOL, STEP_ARRAYS, Spec
+from ragjax.runner.stages import LAYER_ARRAYS, POOL, STEP_ARRAYS, Place, Spec
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -34,8 +34,9 @@ log = logging.getLogger(__name__)
 
 Name = tuple[Any, ...]
 """A kind and what it is compiled for: begin (rows, entries), stage (rows, entries, layers, and the measure and its
-segments if it measures), end (rows, logits), allow (logits), sample (logits, tokens of a row whose logits are
-adjusted), logprobs (logits), move (slots), extract (pages), insert (pages), compact (compression, tokens)."""
+segments if it measures), layered (as stage, of layers that read pages of their own), end (rows, logits), allow (logits), sample (logits, tokens of a row whose logits are
+adjusted), logprobs (logits), move (slots), extract (pages), insert (pages), compact (compression, tokens), prefer
+(compression, tokens)."""
 
 
 class Programs:
@@ -76,8 +77,13 @@ class Programs:
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self.compiled: dict[Name, Any] = {}
 
-    def names(self, measures: Collection[Measure] = (), ends: Collection[int] = ()) -> list[Name]:
-        """Programs of the grid, for steps that measure these, and end after these layers too."""
+    def names(
+        self, measures: Collection[Measure] = (), ends: Collection[int] = (), by_layer: bool = False
+    ) -> list[Name]:
+        """Programs of the grid, for steps that measure these, and end after these layers too.
+
+        by_layer: also for steps whose layers read pages of their own.
+        """
         segments, pairs = self._grid.segments, self._grid.pairs
         measured = [
             (what, segments if what in reductions.SEGMENTED else 0) for what in sorted(set(measures) - {Measure.LOGITS})
@@ -86,7 +92,12 @@ class Programs:
         kinds: list[Name] = [(count, *how) for count in sorted(counts) for how in ((), *measured)]
         return [
             *(("begin", rows, entries) for rows, entries in pairs),
-            *(("stage", rows, entries, *kind) for rows, entries in pairs for kind in kinds),
+            *(
+                (name, rows, entries, *kind)
+                for name in ("stage", "layered")[: 1 + by_layer]
+                for rows, entries in pairs
+                for kind in kinds
+            ),
             *(("end", shape.rows, n) for shape in self._grid.rows for n in self._grid.logits if n <= shape.rows),
             *(("sample", n, 0) for n in self._grid.logits),
             *(("logprobs", n) for n in self._grid.logits),
@@ -139,6 +150,7 @@ class Programs:
         compilers: dict[str, Callable[..., Any]] = {
             "begin": self._begin,
             "stage": self._stage,
+            "layered": partial(self._stage, by_layer=True),
             "end": self._end,
             "allow": self._allow,
             "sample": self._sample,
@@ -147,6 +159,7 @@ class Programs:
             "extract": self._extract,
             "insert": self._insert,
             "compact": self._compact,
+            "prefer": self._prefer,
         }
         return compilers[kind](*sizes)
 
@@ -154,14 +167,37 @@ class Programs:
         function = partial(stages.begin, self._spec, self._grid.shape(rows))
         return jax.jit(function).lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
-    def _stage(self, rows: int, entries: int, layers: int, what: Measure | None = None, segments: int = 0) -> Any:
+    def place(self, entries: int, by_layer: bool) -> Place:
+        """Of the first stage, as shapes."""
+        own: dict[str, Any] = {}
+        if by_layer:
+            own = dict.fromkeys(LAYER_ARRAYS, jax.ShapeDtypeStruct((self._weights.depth, entries), jnp.int32))
+        return Place(self._layers, **own)
+
+    @property
+    def _layers(self) -> Any:
+        """Places of a stage's layers in its pool, as a shape; None if it has no others."""
+        depth = self._weights.depth
+        alone = self._pool.k_LPKCD.shape[0] == depth
+        return None if alone else self._replicated(jax.ShapeDtypeStruct((depth,), jnp.int32))
+
+    def _stage(
+        self,
+        rows: int,
+        entries: int,
+        layers: int,
+        what: Measure | None = None,
+        segments: int = 0,
+        *,
+        by_layer: bool = False,
+    ) -> Any:
         measure = None if what is None else (what, segments)
         names = () if what is None else reductions.ARRAYS[what]
         backends = tuple(choice.backend for choice in self.choices(rows, entries))
         function = partial(stages.stage, self._spec, self._grid.shape(rows), backends, layers, measure)
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
-        measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries)))
+        measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries), self.place(entries, by_layer)))
         jitted = jax.jit(function, donate_argnums=(1, 2))
         return jitted.lower(self._weights.stages[0], self._pool, x_TE, inputs, self._rotation, *measured_by).compile()
 
@@ -187,13 +223,14 @@ class Programs:
 
     def _move(self, n: int) -> Any:
         jitted = jax.jit(move_slots, donate_argnums=0, out_shardings=self._pool_sharding)
-        return jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation).compile()
+        return jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation, self._layers).compile()
 
     def nothing_compacted(self, compression: Compression, tokens: int) -> Any:
         """What this program takes for a prompt without tokens: it copies nothing."""
         arrays, *by_layer = self._compact_shapes(compression, tokens)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (arrays, *by_layer))
-        zeros[0]["target_B"] += stages.OUTSIDE + np.arange(len(zeros[0]["target_B"]), dtype=np.int32)
+        if "target_B" in zeros[0]:
+            zeros[0]["target_B"] += stages.OUTSIDE + np.arange(len(zeros[0]["target_B"]), dtype=np.int32)
         return zeros
 
     def _compact(self, compression: Compression, tokens: int) -> Any:
@@ -201,7 +238,14 @@ class Programs:
         everywhere = NamedSharding(self._spec.mesh, P())
         jitted = jax.jit(function, donate_argnums=0, out_shardings=(self._pool_sharding, everywhere, everywhere))
         shapes = self._replicated(self._compact_shapes(compression, tokens))
-        return jitted.lower(self._pool, *shapes, self._rotation).compile()
+        return jitted.lower(self._pool, *shapes, self._rotation, self._layers).compile()
+
+    def _prefer(self, compression: Compression, tokens: int) -> Any:
+        function = partial(compaction.prefer, compression, scale=self._spec.scale, cap=self._spec.cap)
+        jitted = jax.jit(function, out_shardings=NamedSharding(self._spec.mesh, P()))
+        arrays, query_LWHD, _ = self._replicated(self._compact_shapes(compression, tokens))
+        arrays = {name: arrays[name] for name in compaction.PROMPT_ARRAYS}
+        return jitted.lower(self._pool, arrays, query_LWHD, self._rotation, self._layers).compile()
 
     def _compact_shapes(self, compression: Compression, tokens: int) -> tuple[Any, Any, Any]:
         config, layers = self._config, self._weights.depth
@@ -211,18 +255,19 @@ class Programs:
             query_LWHD = jax.ShapeDtypeStruct(shape, jnp.float32)
         if compression.method in BY_MASS:
             mass_LN = jax.ShapeDtypeStruct((layers, tokens), jnp.float32)
-        return compaction.shapes_of(compression, layers, tokens), query_LWHD, mass_LN
+        return compaction.shapes_of(compression, layers, tokens, self._pool.page_size), query_LWHD, mass_LN
 
     def _extract(self, n: int) -> Any:
         jitted = jax.jit(page_store.extract, out_shardings=self._pool_sharding)
-        return jitted.lower(self._pool, self._indices(n)).compile()
+        return jitted.lower(self._pool, self._indices(n), self._layers).compile()
 
     def _insert(self, n: int) -> Any:
         def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((x.shape[0], n, *x.shape[2:]), x.dtype, sharding=self._pool_sharding)
+            shape = (self._weights.depth, n, *x.shape[2:])
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=self._pool_sharding)
 
         jitted = jax.jit(page_store.insert, donate_argnums=0, out_shardings=self._pool_sharding)
-        return jitted.lower(self._pool, self._indices(n), jax.tree.map(shape, self._pool)).compile()
+        return jitted.lower(self._pool, self._indices(n), jax.tree.map(shape, self._pool), self._layers).compile()
 
     def _indices(self, n: int) -> Any:
         return self._replicated(jax.ShapeDtypeStruct((n,), jnp.int32))

@@ -24,8 +24,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
+from ragjax.compress import SCORERS
+from ragjax.compress.choose import quota
 from ragjax.core import Compression, Draw, Grid, Measure, Residual, Step, StepMeasure
 from ragjax.core.compression import BY_LAYER
+from ragjax.core.layout import LayerTable, Layout
 from ragjax.kernels.attention.op import Choice
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
@@ -34,7 +37,7 @@ from ragjax.runner import compaction, sampling
 from ragjax.runner.pool import PagePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
-from ragjax.runner.stages import POOL, STEP_ARRAYS, Spec
+from ragjax.runner.stages import LAYER_ARRAYS, POOL, STEP_ARRAYS, Place, Spec
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -94,6 +97,8 @@ class Runner(PagePool):
         mesh: one axis, "kv_heads" (one device, if None).
         attention: backend of attention to try first (`kernels.attention.op.BACKENDS`).
         widen: products of many rows read bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products.
+        whole: one pair of arrays for all layers in place of one for each stage, so that layers which keep many tokens
+            of a request may use what those leave that keep few (`core.layout`).
 
     Raises:
         ConfigError: if there is no memory for so many pages.
@@ -116,6 +121,7 @@ class Runner(PagePool):
         mesh: Mesh | None = None,
         attention: str | None = None,
         widen: bool = False,
+        whole: bool = False,
     ):
         mesh = mesh or jax.make_mesh((1,), ("kv_heads",), axis_types=(AxisType.Auto,))
         platform = mesh.devices.flat[0].platform
@@ -131,7 +137,8 @@ class Runner(PagePool):
 
         self._replicated = NamedSharding(mesh, P())
         rotation = jax.device_put(rotation_table(config, context or config.context_length), self._replicated)
-        create = partial(page_store.create, config, weights.depth, pages, page_size, self.storage_dtype)
+        reach = config.num_layers if whole else weights.depth
+        create = partial(page_store.create, config, reach, pages, page_size, self.storage_dtype)
         jitted = jax.jit(create, out_shardings=NamedSharding(mesh, POOL))
         spec = Spec(
             weights.layer_def,
@@ -143,7 +150,7 @@ class Runner(PagePool):
             config.attention_cap,
         )
         programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention)
-        super().__init__(jitted, len(weights.stages), programs, rotation)
+        super().__init__(jitted, len(weights.stages), config.num_layers // reach, programs, rotation)
 
     def compile(
         self,
@@ -209,15 +216,20 @@ class Runner(PagePool):
         """What a program makes of padding; page 0 is the only one that it reads or writes."""
         program = self._programs.get(kind, *sizes)
         if kind == "extract":
-            return program(self._pools[0], np.zeros(sizes, np.int32))
+            return program(self._pools[0], np.zeros(sizes, np.int32), self._layers(0))
         if kind == "insert":
-            scratch = self._programs.get("extract", *sizes)(self._pools[0], np.zeros(sizes, np.int32))
-            self._pools[0] = program(self._pools[0], np.zeros(sizes, np.int32), scratch)
+            zeros, layers = np.zeros(sizes, np.int32), self._layers(0)
+            scratch = self._programs.get("extract", *sizes)(self._pools[0], zeros, layers)
+            self._pools[0] = program(self._pools[0], zeros, scratch, layers)
             return self._pools[0]
         if kind == "compact":
             nothing = self._programs.nothing_compacted(*sizes)
-            self._pools[0], index_LKB, _ = program(self._pools[0], *nothing, self._rotation)
+            self._pools[0], index_LKB, _ = program(self._pools[0], *nothing, self._rotation, self._layers(0))
             return index_LKB
+        if kind == "prefer":
+            arrays, query_LWHD, _ = self._programs.nothing_compacted(*sizes)
+            prompt = {name: arrays[name] for name in compaction.PROMPT_ARRAYS}
+            return program(self._pools[0], prompt, query_LWHD, self._rotation, self._layers(0))
         if kind == "end":
             rows, n = sizes
             x_TE = self._upload(np.zeros((rows, self.config.hidden_size), np.float32))
@@ -235,8 +247,10 @@ class Runner(PagePool):
         names = reductions.ARRAYS[measure[0]] if measure else ()
         arrays = self._programs.padding(names, rows, entries)
         chosen_L = np.ones(layers if measure else 0, np.bool_)
+        own = {name: np.zeros((self._depth, entries), np.int32) for name in LAYER_ARRAYS if kind == "layered"}
+        place = Place(self._layers(0), **own)
         x_TE, self._pools[0], _ = program(
-            self._weights.stages[0], self._pools[0], x_TE, inputs, self._rotation, chosen_L, arrays
+            self._weights.stages[0], self._pools[0], x_TE, inputs, self._rotation, chosen_L, arrays, place
         )
         return x_TE
 
@@ -247,10 +261,12 @@ class Runner(PagePool):
         compression: Compression | None = None,
     ) -> list[Name]:
         """Names of the grid's programs, as for `compile`."""
-        names = self._programs.names(measures, ends)
+        by_layer = compression is not None and compression.method in BY_LAYER
+        names = self._programs.names(measures, ends, by_layer)
         if compression is not None:
             sizes = compaction.buckets(compression, self._rotation.cos_NR.shape[0])
-            names += [("compact", compression.program, size) for size in sizes]
+            kinds = ("prefer", "compact") if SCORERS[compression.method].needs_preference else ("compact",)
+            names += [(kind, compression.program, size) for kind in kinds for size in sizes]
         return names
 
     def step(self, step: Step) -> Outcome:
@@ -271,9 +287,16 @@ class Runner(PagePool):
         measured = []
         for first in range(begin, end, self._depth):
             i = first // self._depth
+            at = self._array(i)
             program, *measured_by = self._stage_program(step, first, min(self._depth, end - first))
-            x_TE, self._pools[i], found_L = program(
-                self._weights.stages[i], self._pools[i], x_TE, inputs, self._rotation, *measured_by
+            x_TE, self._pools[at], found_L = program(
+                self._weights.stages[i],
+                self._pools[at],
+                x_TE,
+                inputs,
+                self._rotation,
+                *measured_by,
+                self._place(step, i),
             )
             measured.append(found_L)
         for choice in self._programs.choices(rows, entries):
@@ -284,13 +307,25 @@ class Runner(PagePool):
         self, step: Step, first: int, count: int
     ) -> tuple[Any, NDArray[np.bool_], Mapping[str, NDArray[np.int32]]]:
         """The program for these layers of a stage, which of them it measures, and the arrays this takes."""
-        key = ("stage", len(step.token_T), len(step.page_S), count)
+        key = ("stage" if step.by_layer is None else "layered", len(step.token_T), len(step.page_S), count)
         low, high = step.measure.layers if step.measure else (0, 0)
         layer_L = np.arange(first, first + count)
         chosen_L = (low <= layer_L) & (layer_L < high)
         if step.measure is None or not chosen_L.any():
             return self._programs.get(*key), chosen_L[:0], {}
         return self._programs.get(*key, step.measure.what, step.measure.segments), chosen_L, step.measure.arrays
+
+    def _place(self, step: Step, stage: int) -> Place:
+        """Where a stage's layers are in their pool, and the units that they read there."""
+        if step.by_layer is None:
+            return Place(self._layers(stage))
+        layers = slice(stage * self._depth, (stage + 1) * self._depth)
+        unit_LS = self._units(step.by_layer.page_LS, step.by_layer.lender_LS)[layers]
+        return Place(self._layers(stage), unit_LS, step.by_layer.seen_LS[layers])
+
+    def _units(self, page_LS: NDArray[np.int32], lender_LS: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Units of pages, as `kernels.pages.as_units` counts them in each array."""
+        return (lender_LS % self.reach * self._pages + page_LS).astype(np.int32)
 
     def _found(
         self, measure: StepMeasure | None, begin: int, found: Sequence[jax.Array]
@@ -354,10 +389,10 @@ class Runner(PagePool):
         """Copy the KV that a compression keeps to other slots, in place. Waits for nothing.
 
         Args:
-            compression: its budget is the number of target slots.
+            compression: its budget is the number of target slots, if all layers keep as many.
             source_N: slot (page * C + slot) of each token of the prompt.
             offset_N: RoPE offset of each key.
-            target_B: slots to write, none twice.
+            target_B: slots to write, none twice; whole pages where layers keep other numbers, whose units are enough.
             query_LWHD: rotated queries of the prompt's last rows in all layers, if the scorer asks for them.
             mass_LN: attention that each token received in all layers, likewise.
 
@@ -365,18 +400,18 @@ class Runner(PagePool):
             What is kept.
 
         Raises:
-            ValueError: before anything is copied, if a slot, an offset, or the number of tokens is out of range, or the
-                scorer keeps other numbers in each layer.
+            ValueError: before anything is copied, if a slot, an offset, or the number of tokens is out of range.
         """
-        if compression.method in BY_LAYER:
-            raise ValueError(
-                f"{compression} keeps other numbers of tokens in each layer, the slots are the same in all"
-            )
-        layers = self.config.num_layers
+        layers, by_layer, number_L = self.config.num_layers, compression.method in BY_LAYER, None
         self._check_copy(source_N, target_B, offset_N, (0, layers))
-        if not len(target_B) == compression.budget < len(source_N):
+        fits = len(target_B) % self.page_size == 0 if by_layer else len(target_B) == compression.budget
+        if not fits or len(source_N) <= compression.budget:
             raise ValueError(f"{compression} of {len(source_N)} tokens has {len(target_B)} slots")
-        arrays = compaction.arrays_of(compression, layers, source_N, offset_N, target_B)
+        if by_layer:
+            arrays = self._laid(compression, source_N, offset_N, target_B, query_LWHD)
+            number_L = arrays["kept_L"]
+        else:
+            arrays = compaction.arrays_of(compression, layers, source_N, offset_N, target_B)
         tokens = len(arrays["source_N"])
         program = self._programs.get("compact", compression.program, tokens)
         if mass_LN is not None:
@@ -384,12 +419,43 @@ class Runner(PagePool):
         indexes, mass = [], []
         for i, first in enumerate(self.stages[:-1]):
             stage = slice(first, first + self._depth)
-            of_stage = {name: x[stage] if name.endswith("_L") else x for name, x in arrays.items()}
-            by_layer = [None if x is None else x[stage] for x in (query_LWHD, mass_LN)]
-            self._pools[i], index_LKB, mass_LB = program(self._pools[i], of_stage, *by_layer, self._rotation)
+            of_stage = {name: x[stage] if "_L" in name else x for name, x in arrays.items()}
+            measured = [None if x is None else x[stage] for x in (query_LWHD, mass_LN)]
+            at = self._array(i)
+            self._pools[at], index_LKB, mass_LB = program(
+                self._pools[at], of_stage, *measured, self._rotation, self._layers(i)
+            )
             indexes.append(index_LKB)
             mass += [] if mass_LB is None else [mass_LB]
-        return compaction.Kept(compression.budget, indexes, mass)
+        return compaction.Kept(compression.budget, indexes, mass, number_L)
+
+    def _laid(
+        self,
+        compression: Compression,
+        source_N: NDArray[np.int32],
+        offset_N: NDArray[np.int32],
+        target_B: NDArray[np.int32],
+        query_LWHD: NDArray[np.float32] | None,
+    ) -> dict[str, NDArray[np.int32]]:
+        """What a compaction takes whose layers keep other numbers: how many each, and the units of these."""
+        prompt = compaction.prompt_arrays(source_N, offset_N)
+        tokens, scorer = len(prompt["source_N"]), SCORERS[compression.method]
+        preference_L = None
+        if scorer.needs_preference:
+            assert query_LWHD is not None
+            program = self._programs.get("prefer", compression.program, tokens)
+            found = [
+                program(self._pools[self._array(i)], prompt, query_LWHD[first : first + self._depth], self._rotation,
+                        self._layers(i))
+                for i, first in enumerate(self.stages[:-1])
+            ]  # fmt: skip
+            preference_L = np.concatenate([np.asarray(of_stage_L) for of_stage_L in found])
+        numbers = quota(compression, scorer, self.config.num_layers, len(source_N), preference_L)
+        layout = Layout(numbers.kept_L, self.reach)
+        containers = (target_B[:: self.page_size] // self.page_size)[: layout.containers(self.page_size)]
+        table = layout.table(containers.tolist(), self.page_size)
+        unit_LU = self._units(table.page_LS, table.lender_LS)
+        return {**prompt, **compaction.unit_arrays(numbers, unit_LU, tokens, self.page_size)}
 
     def _check(self, step: Step, begin: int, end: int) -> None:
         if begin not in self.stages[:-1] or not begin < end <= self.config.num_layers:
@@ -414,6 +480,8 @@ class Runner(PagePool):
                 positions=self._rotation.cos_NR.shape[0],
                 block_rows=block,
             )
+        if step.by_layer is not None:
+            self._check_layers(step.by_layer, len(step.page_S))
         places, _ = self.grid.sharing(len(step.token_T))
         ones = self.grid.shape(len(step.token_T)).ones
         if step.sharer_O.shape != (places,) or (step.sharer_O >= ones).any():
@@ -421,6 +489,16 @@ class Runner(PagePool):
         slots = self._pages * self.page_size
         if step.slot_T.min() < 0 or step.slot_T.max() >= slots:
             raise ValueError(f"step.slot_T holds slots outside of the {slots} of the pool")
+
+    def _check_layers(self, table: LayerTable, entries: int) -> None:
+        layer_L1 = np.arange(self.config.num_layers)[:, None]
+        for name, x_LS in vars(table).items():
+            if x_LS.shape != (len(layer_L1), entries):
+                raise ValueError(f"step.by_layer.{name} has shape {x_LS.shape}, not {(len(layer_L1), entries)}")
+        if table.page_LS.min() < 0 or table.page_LS.max() >= self._pages:
+            raise ValueError(f"step.by_layer.page_LS holds pages outside of the {self._pages} of the pool")
+        if (table.lender_LS // self.reach != layer_L1 // self.reach).any():
+            raise ValueError("step.by_layer.lender_LS names a layer of another array")
 
     def _check_measure(self, measure: StepMeasure, begin: int, end: int) -> None:
         low, high = measure.layers

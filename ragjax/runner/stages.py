@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,12 +14,12 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from ragjax.core import Measure, RowShape
+from ragjax.core import NEVER, Measure, RowShape
 from ragjax.kernels import sampling
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.attention.split import merge_states
 from ragjax.kernels.blocks import Blocks, visible_blocks
-from ragjax.kernels.pages import Pages, write_pages
+from ragjax.kernels.pages import Pages, as_units, write_pages
 from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import PageTable, Rows
@@ -39,6 +39,9 @@ STEP_ARRAYS = (
     "sharer_O",
 )
 """The arrays of a `Step` that every step has."""
+
+LAYER_ARRAYS = ("unit_LS", "seen_LS")
+"""The arrays of a `Place` whose layers have pages of their own."""
 
 Measured = tuple[Measure, int]
 """What a stage measures, and how many segments its program serves."""
@@ -92,6 +95,32 @@ class Inputs:
     sharing: Sharing | None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Place:
+    """Where a stage's layers are in its pool, and which pages they read there; int32.
+
+    layer_L: places of the layers (None: they are the pool's). unit_LS: page of each entry in each layer, as
+    `kernels.pages.as_units` counts (None: those of the entries, in all). seen_LS: how many of its slots count.
+    """
+
+    layer_L: jax.Array | None = None
+    unit_LS: jax.Array | None = None
+    seen_LS: jax.Array | None = None
+
+    def at(self, layer: jax.Array) -> jax.Array:
+        """Place of a layer of the stage in the pool."""
+        return layer if self.layer_L is None else self.layer_L[layer]
+
+    def entries(self, layer: jax.Array, common: PageTable) -> PageTable | None:
+        """Entries of a layer in the pool as one layer; None: the common ones."""
+        if self.unit_LS is None or self.seen_LS is None:
+            return None
+        seen_SC = jnp.arange(common.index_SC.shape[1]) < self.seen_LS[layer][:, None]
+        index_SC = jnp.where(seen_SC, common.index_SC, jnp.int32(NEVER))
+        return replace(common, page_S=self.unit_LS[layer], index_SC=index_SC)
+
+
 def begin(
     spec: Spec, shape: RowShape, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
 ) -> tuple[jax.Array, Inputs]:
@@ -138,6 +167,7 @@ def stage(
     rotation: Rotation,
     chosen_L: jax.Array,
     arrays: Mapping[str, jax.Array],
+    place: Place,
 ) -> tuple[jax.Array, Pages, jax.Array]:
     """The first `layers` layers of a stage.
 
@@ -154,6 +184,7 @@ def stage(
         rotation: RoPE table.
         chosen_L: bool [layers], which ones measure ([0] where nothing is measured).
         arrays: what the measure takes, int32 (`reductions.measure.ARRAYS`).
+        place: of the stage in the pool, and what its layers read there.
 
     Returns:
         Residual rows behind these layers, the pool, and per layer what is measured (zeros of those not chosen).
@@ -166,7 +197,7 @@ def stage(
         q_THD, k_TKD, v_TKD = block.project(x_TE, inputs.cos_TR, inputs.sin_TR)
         index = jnp.asarray(index, jnp.int32)
         chosen = chosen_L[index] if measure else jnp.zeros((), jnp.bool_)
-        out_THD, pool, found = attend(q_THD, k_TKD, v_TKD, pool, index, inputs, rotation, chosen, arrays)
+        out_THD, pool, found = attend(q_THD, k_TKD, v_TKD, pool, index, inputs, rotation, chosen, arrays, place)
         return block.finish(x_TE, out_THD), pool, found
 
     if spec.scanned:
@@ -175,7 +206,7 @@ def stage(
             x_TE, pool, found = layer(*carry, *xs)
             return (x_TE, pool), found
 
-        if layers < pool.k_LPKCD.shape[0]:
+        if place.layer_L is not None or layers < pool.k_LPKCD.shape[0]:
             weights = jax.tree.map(lambda weight: weight[:layers], weights)
         (x_TE, pool), found_L = lax.scan(body, (x_TE, pool), (weights, jnp.arange(layers, dtype=jnp.int32)))
         return x_TE, pool, found_L if measure else jnp.zeros(0)
@@ -201,14 +232,19 @@ def _sharded_attention(
         rotation: Rotation,
         chosen: jax.Array,
         arrays: Mapping[str, jax.Array],
+        place: Place,
     ) -> tuple[jax.Array, Pages, jax.Array]:
-        pool = write_pages(pool, layer, inputs.slot_T, k_TKD, v_TKD)
+        at_layer = place.at(layer)
+        pool = write_pages(pool, at_layer, inputs.slot_T, k_TKD, v_TKD)
         found_parts = []
+        own = place.entries(layer, inputs.entries)
 
         def look(rows: Rows, blocks: Blocks, block_rows: int) -> View:
-            return View(
-                rows, pool, layer, inputs.entries, rotation, blocks, spec.scale, block_rows, spec.widen, spec.cap
-            )
+            where: Any = (pool, at_layer, inputs.entries)
+            if own is not None:
+                where, blocks = (as_units(pool), 0, own), visible_blocks(rows, own, block_rows)
+            pages, layer, entries = where
+            return View(rows, pages, layer, entries, rotation, blocks, spec.scale, block_rows, spec.widen, spec.cap)
 
         for (at, block_rows), blocks, backend in zip(_places(shape), inputs.blocks, backends, strict=False):
             view = look(_part(inputs.rows, at), blocks, block_rows)
@@ -226,6 +262,8 @@ def _sharded_attention(
         # decoding tokens measure nothing: what is measured is that of the last part, `at` and `view` of the loop
         of_rows = {name: x[at] if name.endswith("_T") else x for name, x in arrays.items()}
         lse_TH = found_parts[-1][1]
+        if what is Measure.DEVIATION:  # its slots are those of the pool as it is
+            view = replace(view, pages=pool, layer=at_layer)
         found = reductions.measure(what, segments, q_THD[at], k_TKD[at], v_TKD[at], lse_TH, view, of_rows, chosen)
         found = reductions.behind(what, found, at.start)
         # adds 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
@@ -236,7 +274,7 @@ def _sharded_attention(
     sharded = jax.shard_map(
         attend,
         mesh=spec.mesh,
-        in_specs=(heads, heads, heads, POOL, P(), P(), P(), P(), P()),
+        in_specs=(heads, heads, heads, POOL, P(), P(), P(), P(), P(), P()),
         out_specs=(heads, POOL, P()),
         check_vma=False,
     )

@@ -43,7 +43,7 @@ class Admission:
     meanwhile. One that was overtaken as often as a request bears waits for nobody.
 
     max_running: most requests that run at a time, background ones apart (0: as many as have room). stages: layers at
-    which a pass may begin, ascending, and the number of layers.
+    which a pass may begin, ascending, and the number of layers. reach: layers that may use each other's units.
 
     background: requests that were not started, and run while no other does. blocked: the one that was to start found no
     room, and nothing was given back since. awaits, awaited_tokens: requests that waited for KV which another was
@@ -56,6 +56,7 @@ class Admission:
         scheduler: Scheduler,
         *,
         stages: tuple[int, ...],
+        reach: int = 0,
         max_running: int = 0,
         order: Order | None = None,
     ):
@@ -69,6 +70,7 @@ class Admission:
         self._cache = cache
         self._scheduler = scheduler
         self._stages = stages
+        self._reach = reach
         self._max_running = max_running
         self._prefetch = Prefetch(cache, self._preview)
         self._presence = None if cache.inquiry is None else Presence(cache.inquiry, self._prefetch.again)
@@ -233,6 +235,7 @@ class Admission:
             decode_tokens=state.tail_tokens,
             limits=self._scheduler.limits,
             stages=self._stages,
+            reach=self._reach,
             cold=state.may_load,
             forced=min(state.forced_tokens, state.tail_tokens),
             spare=len(self._scheduler.in_front),

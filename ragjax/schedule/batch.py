@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import NEVER, Chosen, Grid, Residual, RowShape, Step, StepMeasure
+from ragjax.core.layout import LayerTable
 from ragjax.schedule.rows import PendingRows, Placed
 from ragjax.schedule.sharing import Group
 from ragjax.schedule.state import RequestState
@@ -200,6 +201,18 @@ def put_table(step: Step, entry: int, request: int, table: PageTable, begin: int
     step.index_SC[at] = table.index_SC[taken]
     step.hide_from_SC[at] = table.hide_from_SC[taken]
     step.hide_until_SC[at] = table.hide_until_SC[taken]
+    if step.by_layer is not None:
+        _put_layers(step.by_layer, entry, table, begin, end)
+
+
+def _put_layers(by_layer: LayerTable, entry: int, table: PageTable, begin: int, end: int) -> None:
+    """The same of each layer: entries of a table without layouts are the same in all."""
+    by_layer.page_LS[:, entry : entry + end - begin] = table.page_S[begin:end]
+    if table.by_layer is None:
+        return
+    end = max(begin, min(end, table.by_layer.page_LS.shape[1]))
+    for mine_LS, whole_LS in zip(vars(table.by_layer).values(), vars(by_layer).values(), strict=True):
+        whole_LS[:, entry : entry + end - begin] = mine_LS[:, begin:end]
 
 
 def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[PendingRows], grid: Grid) -> Step:
@@ -208,7 +221,9 @@ def _empty_step(shape: RowShape, need: int, page_size: int, pending: Sequence[Pe
     first = pending[-1]  # decoding tokens come first, and have no say
     measured = [measure for one in pending if (measure := one.measure_now) is not None]
     measure = _together(measured, rows, entries, page_size, grid) if measured else None
-    return replace(empty_step(shape, entries, page_size), layers=first.layers, measure=measure)
+    tables = [one.table.by_layer for one in pending if one.table.by_layer is not None]
+    by_layer = LayerTable.common(np.zeros(entries, np.int32), len(tables[0].page_LS), page_size) if tables else None
+    return replace(empty_step(shape, entries, page_size), layers=first.layers, measure=measure, by_layer=by_layer)
 
 
 def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_size: int, grid: Grid) -> StepMeasure:

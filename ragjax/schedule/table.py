@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import NEVER, Run, Span
+from ragjax.core.layout import LayerTable
 
 
 class PageTable:
-    """Spans as entries: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C]."""
+    """Spans as entries: one per page and offset, so that short runs share one; int32 arrays [S] and [S, C].
+
+    by_layer: of its first entries, if the first span has a layout.
+    """
 
     def __init__(self, spans: Sequence[Span], page_size: int):
         entries = _Entries()
@@ -27,6 +32,7 @@ class PageTable:
             if span.hidden[0] < span.hidden[1]:
                 self.hide_from_SC.reshape(-1)[slot] = span.hidden[0]
                 self.hide_until_SC.reshape(-1)[slot] = span.hidden[1]
+        self.by_layer = _by_layer(spans, page_size)
         self._last = slots[-1] if slots else np.zeros(0, np.intp)
         self._lasting: NDArray[np.int64] | None = None
 
@@ -47,6 +53,9 @@ class PageTable:
     def relocate(self, moved: Mapping[int, int]) -> None:
         """Read pages under their new numbers."""
         self.page_S = np.array([moved[page] for page in self.page_S.tolist()], np.int32)
+        if self.by_layer is not None:
+            page_LS = np.vectorize(moved.__getitem__, otypes=[np.int32])(self.by_layer.page_LS)
+            self.by_layer = replace(self.by_layer, page_LS=page_LS)
         self._lasting = None
 
     def show(self, index: int, order: int) -> None:
@@ -102,6 +111,14 @@ class _Entries:
             self._taken.append(np.zeros(page_size, bool))
         self._taken[entry][low:high] = True
         return entry
+
+
+def _by_layer(spans: Sequence[Span], page_size: int) -> LayerTable | None:
+    """Of the first span's entries. Its last page may be named more than once: the table takes the first of them."""
+    if not spans or (layout := spans[0].layout) is None:
+        return None
+    pages = spans[0].run.pages
+    return layout.table(pages[: layout.containers(page_size)], page_size)
 
 
 def slots_of(spans: Iterable[Span], size: int, page_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ragjax.compress import budget
 from ragjax.core import Compression, Kind, Prompt, RequestError, Segment
-from ragjax.core.compression import BY_LAYER, BY_MASS, METHODS, Graph
+from ragjax.core.compression import BY_MASS, METHODS, Graph
 from ragjax.engine import Engine, prepare
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.quality.contract import Contract
@@ -20,7 +21,7 @@ from ragjax.quality.report import Setting
 from tests.support import eviction, tiny
 
 WINDOW = 8
-SERVED = [name for name in METHODS if name not in BY_LAYER]
+SERVED = list(METHODS)
 SAID = np.array([65, 7, 201, 33, 90, 12], np.int32)
 
 
@@ -66,11 +67,24 @@ def dense(decoder: Decoder, x: jax.Array, first: int, seen: Callable[[int, int],
     return x, found
 
 
-def kept_of(layer: Layer, compression: Compression) -> list[list[int]]:
-    """Indexes that a layer keeps, by KV head."""
+def budgets(layers: list[Layer], compression: Compression) -> list[int]:
+    """Tokens that each layer keeps."""
+    given = len(layers), compression.budget, compression.window, len(layers[0].k)
+    if compression.method == "pyramidkv":
+        return budget.pyramid(*given, beta=20.0).tolist()
+    if compression.method != "cake":
+        return [compression.budget] * len(layers)
+    preference = [eviction.cake(layer.k, layer.q[-compression.window :], given[3])[1] for layer in layers]
+    return budget.proportional(np.array(preference, np.float32), *given[1:]).tolist()
+
+
+def kept_of(layer: Layer, compression: Compression, size: int) -> list[list[int]]:
+    """Indexes that a layer keeps which keeps so many, by KV head."""
     n, window = len(layer.k), layer.q[-compression.window :]
     scores = {
         "snapkv": lambda: eviction.snapkv(layer.k, window, n),
+        "pyramidkv": lambda: eviction.snapkv(layer.k, window, n),
+        "cake": lambda: eviction.cake(layer.k, window, n)[0],
         "knorm": lambda: eviction.knorm(layer.k, n),
         "keydiff": lambda: eviction.keydiff(layer.k, n),
         "streaming": lambda: eviction.streaming(n, n),
@@ -86,11 +100,11 @@ def kept_of(layer: Layer, compression: Compression) -> list[list[int]]:
         if graph is not None:
             keys = layer.k[:, node].reshape(n, -1)
             tokens = list(range(n - recent))
-            number = int(np.ceil(graph.sources * compression.budget))
+            number = int(np.ceil(graph.sources * size))
             after = eviction.propagated(
                 s, keys, keys, tokens, number, neighbours=graph.neighbours, rounds=graph.rounds, order=graph.order
             )
-        found.append(eviction.kept(after, s, n, compression.budget, recent))
+        found.append(eviction.kept(after, s, n, size, recent))
     return found
 
 
@@ -99,7 +113,10 @@ def expected(decoder: Decoder, tokens: np.ndarray, compression: Compression | No
     nothing = np.zeros((0, decoder.config.head_dim))
     x, layers = dense(decoder, decoder.embed(jnp.asarray(tokens)), 0, lambda i, h: [nothing, nothing])
     everything = [list(range(len(tokens)))] * decoder.config.num_kv_heads
-    kept = [everything if compression is None else kept_of(layer, compression) for layer in layers]
+    kept = [everything] * len(layers)
+    if compression is not None:
+        sizes = budgets(layers, compression)
+        kept = [kept_of(layer, compression, size) for layer, size in zip(layers, sizes, strict=True)]
 
     def seen(i: int, h: int) -> list[Any]:
         return [layers[i].k[kept[i][h], h], layers[i].v[kept[i][h], h]]
@@ -345,8 +362,6 @@ def refusal(engine: Engine, **given: Any) -> RequestError:
 
 def test_what_an_engine_cannot_do_is_refused_in_words() -> None:
     with tiny.engine() as engine:
-        for method in sorted(BY_LAYER):
-            assert "each layer" in str(refusal(engine, compression=setting(method)))
         edges = refusal(engine, compression=setting("snapkv", graph=Graph(edges="qk")))
         assert "kk, vv or kv" in str(edges) and edges.param == "rag.compression.graph.edges"
         keys = refusal(engine, compression=setting("knorm", graph=Graph(keys="unrotated")))

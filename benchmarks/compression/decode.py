@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from ragjax.core import Answer, Compression, ConfigError, EngineOptions, Kind, Prompt, Segment
-from ragjax.core.compression import BY_LAYER
 from ragjax.engine import Engine
 
 WHOLE = "none"
@@ -66,8 +65,8 @@ def measured(engine: Engine, chosen: argparse.Namespace, settings: Sequence[str]
 
 
 def _settings(chosen: argparse.Namespace) -> list[str]:
-    methods = [method for method in chosen.methods if method not in BY_LAYER]
-    return [f"{method}{graph}:{budget}" for budget in chosen.budgets for method in methods for graph in ("", "+graph")]
+    graphs = ("", "+graph")
+    return [f"{method}{graph}:{budget}" for budget in chosen.budgets for method in chosen.methods for graph in graphs]
 
 
 def prompt(engine: Engine, number: int, tokens: int) -> Prompt:

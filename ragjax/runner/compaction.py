@@ -159,7 +159,7 @@ def prefer(
     scale: float | None = None,
     cap: float | None = None,
 ) -> jax.Array:
-    """How much of the budget each layer of a stage asks for (`Score.preference`), float32 [L]; arguments as `compact`."""
+    """How much of the budget each layer of a stage asks for (`Score.preference`), float32 [L]. As `compact`."""
     prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
 
     def layer(of_layer: tuple[jax.Array, jax.Array]) -> jax.Array:

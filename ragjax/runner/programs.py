@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 Name = tuple[Any, ...]
 """A kind and what it is compiled for: begin (rows, entries), stage (rows, entries, layers, and the measure and its
-segments if it measures), layered (as stage, of layers that read pages of their own), end (rows, logits), allow (logits), sample (logits, tokens of a row whose logits are
-adjusted), logprobs (logits), move (slots), extract (pages), insert (pages), compact (compression, tokens), prefer
-(compression, tokens)."""
+segments if it measures), layered (as stage: its layers read pages of their own), end (rows, logits), allow (logits),
+sample (logits, tokens of a row whose logits are adjusted), logprobs (logits), move (slots), extract (pages), insert
+(pages), prefer (compression, tokens), compact (compression, tokens)."""
 
 
 class Programs:

@@ -152,12 +152,13 @@ def test_an_answer_sees_what_is_kept_and_nothing_else(method: str, more: Mapping
     assert answer.exact_to is None and answer.compression == compression and answer.kept == 48
 
 
-def test_a_budget_of_the_whole_prompt_changes_nothing() -> None:
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "cake"])
+def test_a_budget_of_the_whole_prompt_changes_nothing(method: str) -> None:
     prompt = tiny.prompt()
     with tiny.engine() as engine:
         given = {"strategy": "full", "continuation": SAID, "max_tokens": 4}
         plain = engine.answer_prompt(prompt, **given)
-        whole = engine.answer_prompt(prompt, compression=setting("snapkv", len(prompt)), **given)
+        whole = engine.answer_prompt(prompt, compression=setting(method, len(prompt)), **given)
         assert plain.scores is not None and whole.scores is not None
     np.testing.assert_array_equal(whole.scores, plain.scores)
     assert whole.tokens == plain.tokens and whole.exact_to == "full" and whole.kept == len(prompt)
@@ -210,18 +211,19 @@ def test_shared_pages_are_never_written() -> None:
         runs = [node.run for node in engine._cache.tree.nodes() if node.run is not None]
         slots = np.unique(np.concatenate([run.slots(tiny.PAGE) for run in runs]))
         before = engine._runner.read(slots)
-        for graph in (None, Graph()):
-            engine.answer_prompt(prompt, compression=setting("snapkv", graph=graph), max_tokens=20)
+        for method, graph in (("snapkv", None), ("snapkv", Graph()), ("pyramidkv", None), ("cake", Graph())):
+            engine.answer_prompt(prompt, compression=setting(method, graph=graph), max_tokens=20)
         for old, new in zip(before, engine._runner.read(slots), strict=True):
             np.testing.assert_array_equal(new, old)
         engine.audit()
 
 
-def test_the_next_turn_finds_the_prompt_and_not_the_answer() -> None:
+@pytest.mark.parametrize("method", ["snapkv", "cake"])
+def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
     """KV of an answer over a part of the prompt is for nobody else; the prompt's own KV is whole, and exact."""
     prompt = tiny.prompt()
     with tiny.engine() as engine:
-        answer = engine.answer_prompt(prompt, compression=setting("snapkv"), max_tokens=20)
+        answer = engine.answer_prompt(prompt, compression=setting(method), max_tokens=20)
         turn = Segment("turn", Kind.QUERY, np.array([*answer.tokens, 5, 6, 7], np.int32))
         again = Prompt((*prompt.segments, turn))
         found = engine.answer_prompt(again, max_tokens=4)
@@ -231,9 +233,10 @@ def test_the_next_turn_finds_the_prompt_and_not_the_answer() -> None:
     assert found.tokens == cold.tokens
 
 
-def test_prompt_lookup_and_pauses_do_not_change_compressed_answers() -> None:
+@pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "cake"])
+def test_prompt_lookup_and_pauses_do_not_change_compressed_answers(method: str) -> None:
     prompts = [tiny.prompt(i) for i in range(3)]
-    given: dict[str, Any] = {"compression": setting("snapkv", graph=Graph()), "max_tokens": 150}
+    given: dict[str, Any] = {"compression": setting(method, graph=Graph()), "max_tokens": 150}
     with tiny.engine(lookup=0) as engine:
         alone = [engine.answer_prompt(prompt, **given).tokens for prompt in prompts]
     with tiny.engine(pages=26, lookup=6) as engine:

@@ -36,7 +36,7 @@ def test_padding_has_slots_of_its_own_beyond_the_pool() -> None:
     assert arrays["source_N"].shape == (256,) and arrays["target_B"].shape == (64,) and arrays["count"] == 70
     assert len(np.unique(arrays["target_B"])) == 64 and (arrays["target_B"][60:] >= 2**30).all()
     assert arrays["kept_L"].tolist() == [60] * 3
-    shapes = compaction.shapes_of(Compression("knorm", 60), 3, 256)
+    shapes = compaction.shapes_of(Compression("knorm", 60), 3, 256, 64)
     assert {name: x.shape for name, x in shapes.items()} == {name: x.shape for name, x in arrays.items()}
 
 
@@ -49,7 +49,7 @@ def test_scorers_and_their_names_agree_on_what_they_need() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", sorted(set(METHODS) - BY_LAYER))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("heads", ["all", "each"])
 def test_it_lowers_for_cuda(method: str, heads: str) -> None:
     lower = pytest.importorskip("tests.support.compiler").lower
@@ -58,7 +58,7 @@ def test_it_lowers_for_cuda(method: str, heads: str) -> None:
     angle = jax.ShapeDtypeStruct((4096, WIDTH // 2), jnp.float32)
     query = jax.ShapeDtypeStruct((LAYERS, 32, HEADS, WIDTH), jnp.float32) if method in BY_QUERIES else None
     mass = jax.ShapeDtypeStruct((LAYERS, 1024), jnp.float32) if method in BY_MASS else None
-    arrays = compaction.shapes_of(compression, LAYERS, 1024)
+    arrays = compaction.shapes_of(compression, LAYERS, 1024, PAGE)
     lowered = lower(
         partial(compaction.compact, compression), Pages(pool, pool), arrays, query, mass, Rotation(angle, angle)
     )

@@ -176,7 +176,7 @@ class _Prompt(NamedTuple):
 
     page_N: jax.Array
     slot_N: jax.Array
-    count: jax.Array
+    tokens: jax.Array
     cos_NR: jax.Array
     sin_NR: jax.Array
     scale: float | None
@@ -197,7 +197,7 @@ class _Prompt(NamedTuple):
         turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), self.cos_NR[:, None], self.sin_NR[:, None])
         mass_NK = None if mass_N is None else mass_N[:, None]
         turned_NKD = to_storage(turned_NKD, k_NKD.dtype)
-        return Evidence(turned_NKD, v_NKD, self.count, query_WHD, mass_NK, scale=self.scale, cap=self.cap)
+        return Evidence(turned_NKD, v_NKD, self.tokens, query_WHD, mass_NK, scale=self.scale, cap=self.cap)
 
 
 def _put(pool: Pages, layer: jax.Array, target_B: jax.Array, k_BKD: jax.Array, v_BKD: jax.Array) -> Pages:

@@ -70,7 +70,7 @@ class PagePool:
         """Which of the pools holds a stage."""
         return stage * self._depth // self.reach
 
-    def _layers(self, stage: int) -> NDArray[np.int32] | None:
+    def _layers(self, stage: int) -> Any:
         """Where the layers of a stage are in its pool, as programs take it: int32 [depth]; None if it has no others."""
         if self._depth == self.reach:
             return None

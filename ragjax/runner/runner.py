@@ -247,7 +247,9 @@ class Runner(PagePool):
         names = reductions.ARRAYS[measure[0]] if measure else ()
         arrays = self._programs.padding(names, rows, entries)
         chosen_L = np.ones(layers if measure else 0, np.bool_)
-        own = {name: np.zeros((self._depth, entries), np.int32) for name in LAYER_ARRAYS if kind == "layered"}
+        own: dict[str, Any] = {
+            name: np.zeros((self._depth, entries), np.int32) for name in LAYER_ARRAYS if kind == "layered"
+        }
         place = Place(self._layers(0), **own)
         x_TE, self._pools[0], _ = program(
             self._weights.stages[0], self._pools[0], x_TE, inputs, self._rotation, chosen_L, arrays, place
@@ -320,8 +322,9 @@ class Runner(PagePool):
         if step.by_layer is None:
             return Place(self._layers(stage))
         layers = slice(stage * self._depth, (stage + 1) * self._depth)
-        unit_LS = self._units(step.by_layer.page_LS, step.by_layer.lender_LS)[layers]
-        return Place(self._layers(stage), unit_LS, step.by_layer.seen_LS[layers])
+        unit_LS: Any = self._units(step.by_layer.page_LS, step.by_layer.lender_LS)[layers]
+        seen_LS: Any = step.by_layer.seen_LS[layers]
+        return Place(self._layers(stage), unit_LS, seen_LS)
 
     def _units(self, page_LS: NDArray[np.int32], lender_LS: NDArray[np.int32]) -> NDArray[np.int32]:
         """Units of pages, as `kernels.pages.as_units` counts them in each array."""
@@ -436,7 +439,7 @@ class Runner(PagePool):
         offset_N: NDArray[np.int32],
         target_B: NDArray[np.int32],
         query_LWHD: NDArray[np.float32] | None,
-    ) -> dict[str, NDArray[np.int32]]:
+    ) -> Mapping[str, NDArray[np.int32]]:
         """What a compaction takes whose layers keep other numbers: how many each, and the units of these."""
         prompt = compaction.prompt_arrays(source_N, offset_N)
         tokens, scorer = len(prompt["source_N"]), SCORERS[compression.method]

@@ -13,8 +13,8 @@ from ragjax.core import Step
 from ragjax.core.layout import Layout
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
-from tests.engine.test_compression import SAID, budgets, dense, distinct, expected, setting
 from tests.support import tiny
+from tests.support.compressed import SAID, budgets, dense, distinct, expected, setting
 
 CONFIG = replace(tiny.CONFIG, num_layers=9)  # three stages of three layers
 METHODS = ("pyramidkv", "cake")

@@ -130,11 +130,11 @@ def test_the_next_turn_finds_the_prompt_and_not_the_answer(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["snapkv", "pyramidkv", "cake"])
 def test_prompt_lookup_and_pauses_do_not_change_compressed_answers(method: str) -> None:
-    prompts = [tiny.prompt(i) for i in range(3)]
+    prompts = [tiny.prompt(i) for i in (0, 2, 4, 5)]
     given: dict[str, Any] = {"compression": setting(method, graph=Graph()), "max_tokens": 150}
     with tiny.engine(lookup=0) as engine:
         alone = [engine.answer_prompt(prompt, **given).tokens for prompt in prompts]
-    with tiny.engine(pages=26, lookup=6) as engine:
+    with tiny.engine(pages=24, lookup=6) as engine:
         futures = [engine.begin_prompt(prompt, tenant=str(i), **given) for i, prompt in enumerate(prompts)]
         answers = [future.result() for future in futures]
         engine.audit()

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
 from ragjax import core
 
 _log = logging.getLogger(__name__)
+
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
+"""Methods that a route may take."""
 
 
 class ApiError(HTTPException):
@@ -98,8 +101,12 @@ def _http_error(error: HTTPException, scope: Scope) -> ApiError:
 
 def _allowed(scope: Scope) -> str:
     """Methods of a path, of all its routes; Starlette names those of the first one."""
-    routes = [route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE]
-    return ", ".join(sorted({method for route in routes for method in getattr(route, "methods", None) or ()}))
+    found = (m for m in METHODS if any(_takes(route, {**scope, "method": m}) for route in scope["app"].routes))
+    return ", ".join(found)
+
+
+def _takes(route: BaseRoute, scope: Scope) -> bool:
+    return route.matches(scope)[0] is Match.FULL
 
 
 def _unreadable(cause: BaseException | None) -> str | None:

@@ -11,14 +11,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from ragjax.cluster.router import ROUTERS, Router
+from ragjax.cluster.router.base import Learn
+from ragjax.cluster.router.need import Need
 from ragjax.cluster.sum import merged
 from ragjax.cluster.transport import Begun, Call, Status, Transport
 from ragjax.core import (
+    Answer,
     ClosedError,
     Composed,
     Divergence,
@@ -47,30 +50,6 @@ PERIOD = 1.0
 
 RESENDS = 8
 """Times that a request is sent to another replica because one was lost."""
-
-
-class Router(Protocol):
-    """Decides where requests go. Any thread may call it."""
-
-    def order(self, made: Composed, loads: Mapping[str, int]) -> Sequence[str]:
-        """Replicas, the best one for the request first. loads: requests that each has now."""
-        ...
-
-
-class RoundRobin:
-    """Each in turn."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._lock = threading.Lock()
-
-    def order(self, made: Composed, loads: Mapping[str, int]) -> Sequence[str]:
-        """Part of `Router`."""
-        with self._lock:
-            at, self._next = self._next, self._next + 1
-        names = sorted(loads)
-        at %= max(1, len(names))
-        return (*names[at:], *names[:at])
 
 
 @dataclass
@@ -105,7 +84,7 @@ class Fleet:
         self._transport = transport
         self._router = router
         self._loads: Counter[str] = Counter()
-        self._lock = threading.Lock()  # over _loads
+        self._lock = threading.Lock()  # over _loads and the router
         self._observer: Callable[[str, Divergence], None] | None = None
         self._statuses: Sequence[Status] = ()
         self._count = Replicas(0, 0)
@@ -215,11 +194,12 @@ class Fleet:
         """
         arrival = time.perf_counter()
         made = await self._compose(request)
+        need = Need.of(made, self._front.parts.strategies[made.strategy or self.strategy_of(request.rag)].exact)
         attempts, told = _Attempts(), False
         while True:
             try:
                 spent_ms = (time.perf_counter() - arrival) * 1e3
-                async with aclosing(self._send(replace(made, spent_ms=spent_ms), attempts)) as events:
+                async with aclosing(self._send(replace(made, spent_ms=spent_ms), need, attempts)) as events:
                     async for event in events:
                         told = True
                         yield event
@@ -238,22 +218,25 @@ class Fleet:
         finally:
             cancellation.cancel()  # of effect only if the thread is still at work
 
-    async def _send(self, made: Composed, attempts: _Attempts) -> AsyncGenerator[Event, None]:
+    async def _send(self, made: Composed, need: Need, attempts: _Attempts) -> AsyncGenerator[Event, None]:
         """The events of one attempt; nothing, if a replica refused and another one is to be asked."""
         while True:
-            call, replica, refused = Call(made, lambda names: self._order(made, names, attempts)), "", False
+            call, replica, refused = Call(made, lambda names: self._order(need, names, attempts)), "", False
             try:
                 async with aclosing(self._transport.serve(call)) as items:
                     async for item in items:
                         if isinstance(item, Begun):
                             replica = item.replica
                             self._count_load(replica, 1)
+                            learn = self._sent(need, replica)
                         elif isinstance(item, OverloadError):
                             attempts.refuse(replica, item)
                             refused = True
                         elif isinstance(item, RagjaxError):
                             raise item
                         else:
+                            if isinstance(item, Answer):
+                                self._learn(learn, [one.reused for one in item.segments[: len(need.pieces)]])
                             yield item
             finally:
                 if replica:
@@ -261,13 +244,20 @@ class Fleet:
             if not refused:
                 return
 
-    def _order(self, made: Composed, names: Collection[str], attempts: _Attempts) -> Sequence[str]:
+    def _order(self, need: Need, names: Collection[str], attempts: _Attempts) -> Sequence[str]:
         """The replicas that run, as they are to be tried: those that refused come last. Any thread may call it."""
         attempts.seen = frozenset(names)
         with self._lock:
-            loads = {name: self._loads[name] for name in names}
-        order = self._router.order(made, loads)
+            order = self._router.order(need, {name: self._loads[name] for name in names})
         return sorted(order, key=lambda name: name in attempts.refusals)
+
+    def _sent(self, need: Need, replica: str) -> Learn:
+        with self._lock:
+            return self._router.sent(need, replica)
+
+    def _learn(self, learn: Learn, found: Sequence[int]) -> None:
+        with self._lock:
+            learn(found)
 
     def _count_load(self, replica: str, change: int) -> None:
         with self._lock:
@@ -284,15 +274,15 @@ class Fleet:
         self._front.close()
 
 
-def fleet_of(options: EngineOptions, transport: Transport) -> Fleet:
-    """A fleet over replicas that run, with the knowledge that the options name.
+def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet:
+    """A fleet over replicas that run, with the knowledge that the options name. router: one of `ROUTERS`.
 
     Raises:
         ConfigError: saying what to change.
     """
     front = Front.load(options, transport.card())
     try:
-        return Fleet(front, transport, RoundRobin())
+        return Fleet(front, transport, ROUTERS[router]())
     except BaseException:
         front.close()
         raise

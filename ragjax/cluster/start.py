@@ -40,7 +40,7 @@ class Started(RayTransport):
         _stop(self._own)
 
 
-def start(options: EngineOptions, count: int, address: str | None, grace: float) -> Fleet:
+def start(options: EngineOptions, count: int, address: str | None, grace: float, router: str) -> Fleet:
     """Start replicas on a Ray cluster, and a fleet in front of them, which ends them when it is closed.
 
     address: of the cluster, host:port; None: Ray is started on this machine.
@@ -51,7 +51,7 @@ def start(options: EngineOptions, count: int, address: str | None, grace: float)
     _connect(address)
     transport = Started(options, count, grace, address is None)
     try:
-        return fleet_of(options, transport)
+        return fleet_of(options, transport, router)
     except BaseException:
         transport.close()
         raise

@@ -29,7 +29,7 @@ class Ingress:
 
     async def __init__(self, options: argparse.Namespace, replicas: DeploymentHandle[Any]):  # type: ignore[misc]
         self._options = options
-        self._fleet = await asyncio.to_thread(fleet_of, options.engine, RayTransport(replicas))
+        self._fleet = await asyncio.to_thread(fleet_of, options.engine, RayTransport(replicas), options.router)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray Serve's name
         return create_app(self._fleet, **app_options(self._options))

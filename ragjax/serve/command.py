@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from ragjax import core
+from ragjax.cluster.router import DEFAULT_ROUTER, ROUTERS
 from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
@@ -75,6 +76,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     flag("--port", type=integer(0, 65535), default=8000, help="port to listen on, 0: a free one (%(default)s)")
     flag("--replicas", type=integer(1, 1024), help="serve by so many engines, on Ray Serve (docs/scale.md)")
+    flag("--router", choices=ROUTERS, help="how --replicas share requests (default: knowledge)")
     flag("--ray-address", metavar="HOST:PORT", help="Ray cluster for --replicas (default: Ray is started here)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
@@ -99,7 +101,10 @@ def _check_replicas(options: argparse.Namespace) -> None:
     if options.replicas is None:
         if options.ray_address is not None:
             raise core.ConfigError("--ray-address: give --replicas too; without it nothing runs on Ray")
+        if options.router is not None:
+            raise core.ConfigError("--router: give --replicas too; without it there is one engine")
         return
+    options.router = options.router or DEFAULT_ROUTER
     if options.engine.speculate:
         raise core.ConfigError("--speculate: a replica is chosen after the search; leave it out, or --replicas")
     if options.engine.record_trace is not None:
@@ -213,7 +218,7 @@ def _start(options: argparse.Namespace) -> Service:
         raise core.ConfigError("--replicas needs Ray, which is not installed: pip install 'ragjax[ray]'")
     from ragjax.cluster.start import start
 
-    return start(options.engine, options.replicas, options.ray_address, options.grace)
+    return start(options.engine, options.replicas, options.ray_address, options.grace, options.router)
 
 
 def app_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -94,6 +94,7 @@ def test_flags_have_the_defaults_of_the_options() -> None:
         (["extra"], "extra"),
         (["--replicas", "0"], "--replicas"),
         (["--ray-address", "127.0.0.1:6379"], "--replicas"),
+        (["--router", "knowledge"], "--replicas"),
         (["--replicas", "2", "--speculate", "3"], "--speculate"),
         (["--replicas", "2", "--record-trace", "trace"], "--record-trace"),
     ],

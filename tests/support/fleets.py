@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from functools import cache
 
-from ragjax.cluster.fleet import Fleet, RoundRobin, Router
+from ragjax.cluster.fleet import Fleet
 from ragjax.cluster.replica import Replica
+from ragjax.cluster.router import Router
+from ragjax.cluster.router.round_robin import RoundRobin
 from ragjax.cluster.transport import Begun, Call, Item, Status
 from ragjax.core import Document, EngineOptions, Inventory, LostError
 from ragjax.engine import Engine

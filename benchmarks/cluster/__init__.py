@@ -1,0 +1,1 @@
+"""`python -m benchmarks.cluster`: routers of many replicas, simulated."""

@@ -1,0 +1,126 @@
+"""Replicas without a model: each has a cache of pieces, least recently used first out, and serves one at a time."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.policies.workload import Pattern
+from ragjax.cluster.router import Router
+from ragjax.cluster.router.base import Learn
+from ragjax.cluster.router.need import DIGEST, Need
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated.
+
+    chunks: of the knowledge, of `tokens` each; per_request: how many a request gets, in random order. room: chunks that
+    a replica holds. topic: chunks that belong together; 1: a request draws each by itself. requests: for each replica.
+    busy: share of their time that replicas would be at work if nothing were found. token_s: seconds to compute a token;
+    base_s: of a request besides.
+    """
+
+    pattern: Pattern
+    replicas: int
+    chunks: int = 20_000
+    tokens: int = 160
+    per_request: int = 4
+    room: int = 1_000
+    topic: int = 1
+    requests: int = 500
+    busy: float = 0.7
+    token_s: float = 1e-4
+    base_s: float = 0.03
+
+    @property
+    def interval_s(self) -> float:
+        """Mean seconds between two arrivals."""
+        return (self.base_s + self.per_request * self.tokens * self.token_s) / self.busy / self.replicas
+
+
+@dataclass
+class Replica:
+    """One cache, and when the replica is done with what it has."""
+
+    room: int
+    free_at: float = 0.0
+    held: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def look_up(self, need: Need) -> list[int]:
+        """Tokens found of each piece; all of them are held afterwards."""
+        found = [size if piece in self.held else 0 for piece, size in zip(need.pieces, need.sizes, strict=True)]
+        for piece in need.pieces:
+            self.held[piece] = None
+            self.held.move_to_end(piece)
+        while len(self.held) > self.room:
+            self.held.popitem(last=False)
+        return found
+
+
+@dataclass
+class Outcome:
+    """What was seen, of the second half of the requests."""
+
+    found: int = 0
+    asked: int = 0
+    waits_s: list[float] = field(default_factory=list)
+    uneven: list[float] = field(default_factory=list)
+    """Fullest queue over the mean, at each arrival with at least one request a replica."""
+    decide_us: list[float] = field(default_factory=list)
+
+
+def needs(setting: Setting, seed: int = 0) -> Iterator[Need]:
+    """The requests: a chunk strategy's, so that order does not matter to a cache that knows pieces."""
+    random = np.random.default_rng(seed)
+    count = setting.requests * setting.replicas
+    draws = 1 if setting.topic > 1 else setting.per_request
+    for drawn in setting.pattern.draw(setting.chunks // setting.topic, draws, count, seed):
+        near = drawn[0] * setting.topic + np.arange(setting.topic) if setting.topic > 1 else drawn
+        chunks = random.permutation(near)[: setting.per_request]
+        # a chunk's tokens are its number: enough to tell beginnings apart
+        tokens = np.repeat(chunks.astype(np.int32), setting.tokens)
+        pieces = tuple(int(chunk).to_bytes(DIGEST, "little") for chunk in chunks)
+        yield Need(pieces, (setting.tokens,) * len(pieces), False, tokens)
+
+
+def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int = 0, delay_s: float = 0.0) -> Outcome:
+    """Serve the requests, as `needs` makes them. delay_s: seconds from an answer until the router learns of it."""
+    random = np.random.default_rng(seed + 1)
+    names = [f"replica-{i}" for i in range(setting.replicas)]
+    replicas = {name: Replica(setting.room) for name in names}
+    loads, outcome = dict.fromkeys(names, 0), Outcome()
+    ends: list[tuple[float, int, str]] = []
+    told: deque[tuple[float, Learn, list[int]]] = deque()
+    now, half = 0.0, len(served) // 2
+    for number, need in enumerate(served):
+        now += random.exponential(setting.interval_s)
+        while ends and ends[0][0] <= now:
+            loads[heapq.heappop(ends)[2]] -= 1
+        while told and told[0][0] <= now:
+            _, learn, seen = told.popleft()
+            learn(seen)
+        began = time.perf_counter()
+        name = router.order(need, loads)[0]
+        learn = router.sent(need, name)
+        spent = time.perf_counter() - began
+        replica = replicas[name]
+        found = replica.look_up(need)
+        start = max(now, replica.free_at)
+        replica.free_at = start + setting.base_s + (need.total - sum(found)) * setting.token_s
+        loads[name] += 1
+        heapq.heappush(ends, (replica.free_at, number, name))
+        told.append((replica.free_at + delay_s, learn, found))
+        if number >= half:
+            outcome.found += sum(found)
+            outcome.asked += need.total
+            outcome.waits_s.append(replica.free_at - now)
+            outcome.decide_us.append(spent * 1e6)
+            if (waiting := sum(loads.values())) >= len(names):
+                outcome.uneven.append(max(loads.values()) * len(names) / waiting)
+    return outcome

@@ -1,0 +1,47 @@
+"""What a router is, and what several of them do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from ragjax.cluster.router.need import Need
+
+Learn = Callable[[Sequence[int]], None]
+"""Takes the tokens of each piece of a request that the replica's cache had."""
+
+
+class Router(ABC):
+    """Decides which replica gets a request. One thread calls it at a time."""
+
+    @abstractmethod
+    def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
+        """Replicas, the best one for the request first.
+
+        loads: requests that each replica that runs has now, by its name; one that took the place of another has a new
+        name.
+        """
+
+    def sent(self, need: Need, replica: str) -> Learn:
+        """The replica has the request. What is returned is to be called when it has answered."""
+        return _nothing
+
+
+def _nothing(found: Sequence[int]) -> None:
+    """Learns nothing."""
+
+
+def bound(loads: Mapping[str, int], slack: float) -> float:
+    """Requests that a replica may have and still get another one: `slack` times the mean that there is with that one.
+
+    "Consistent Hashing with Bounded Loads" (Mirrokni, Thorup, Zadimoghaddam, 2018): some replica is always below. One
+    that has a single request may get another in any case.
+    """
+    return max(2.0, slack * (sum(loads.values()) + 1) / len(loads))
+
+
+def forget(known: MutableMapping[str, Any], running: Collection[str]) -> None:
+    """Drop what is kept of replicas that are gone."""
+    for name in known.keys() - set(running):
+        del known[name]

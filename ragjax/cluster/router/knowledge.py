@@ -1,0 +1,76 @@
+"""The replica that has the least to compute before the answer begins: what its cache lacks, behind those who wait.
+
+Like Dynamo's and llm-d's routers it weighs cached tokens against load. They match beginnings of prompts; here the cache
+holds pieces of knowledge, which hit in any order, and the prompt is known before it is routed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ragjax.cluster.router.base import Learn, Router, bound, forget
+from ragjax.cluster.router.memory import Memory
+from ragjax.cluster.router.need import Need
+
+SLACK = 2.0
+"""A replica with more than this times the mean of requests gets no other one."""
+WEIGHT = 0.05
+"""Share that one more request has in the mean of tokens that a request computes."""
+MIX = np.uint64(0x9E3779B97F4A7C15)
+"""An odd number: multiplying by it mixes bits (Knuth, "The Art of Computer Programming", volume 3, 6.4)."""
+
+
+class Knowledge(Router):
+    """Believes that a replica holds the pieces it was sent, and corrects that by its answers (`Memory`).
+
+    A piece has a home, by rendezvous hashing (Thaler, Ravishankar, 1998): of replicas with as much to compute, the one
+    gets a request that is home to most of its tokens. So each replica comes to hold a part of the knowledge.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Memory] = {}
+        self._computed = 0.0
+        """Mean of tokens that a request computes."""
+        self._names: tuple[str, ...] = ()
+        self._seeds_R = np.zeros(0, np.uint64)
+
+    def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
+        """Part of `Router`."""
+        forget(self._memory, loads)
+        if not loads:
+            return ()
+        most = bound(loads, SLACK)
+        at_home = self._homes(need, tuple(sorted(loads)))
+
+        def rank(name: str) -> tuple[bool, float, int, str]:
+            memory = self._memory.get(name)
+            missing = need.total - (memory.held(need) if memory else 0)
+            return loads[name] >= most, missing + loads[name] * self._computed, -at_home.get(name, 0), name
+
+        return sorted(loads, key=rank)
+
+    def sent(self, need: Need, replica: str) -> Learn:
+        """Part of `Router`."""
+        memory = self._memory.setdefault(replica, Memory())
+        ages = memory.send(need)
+
+        def learn(found: Sequence[int]) -> None:
+            self._computed += WEIGHT * (need.total - sum(found) - self._computed)
+            memory.learn(need, ages, found)
+
+        return learn
+
+    def _homes(self, need: Need, names: tuple[str, ...]) -> dict[str, int]:
+        """Tokens of the request that each replica is home to."""
+        if names != self._names:
+            digests = b"".join(hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
+            self._names, self._seeds_R = names, np.frombuffer(digests, np.uint64)
+        tokens: dict[str, int] = {}
+        for piece, size in zip(need.pieces, need.sizes, strict=True):
+            draws_R = (self._seeds_R ^ np.frombuffer(piece, np.uint64)) * MIX
+            home = names[int((draws_R ^ (draws_R >> np.uint64(29))).argmax())]
+            tokens[home] = tokens.get(home, 0) + size
+        return tokens

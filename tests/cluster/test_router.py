@@ -1,0 +1,175 @@
+"""Routers: where requests go, by what replicas hold and how many they have."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+
+from ragjax.cluster.router import ROUTERS, Router
+from ragjax.cluster.router.base import bound
+from ragjax.cluster.router.knowledge import SLACK, Knowledge
+from ragjax.cluster.router.memory import Memory
+from ragjax.cluster.router.need import Need
+from ragjax.cluster.router.prefix import IMBALANCE
+from ragjax.core import Composed, Kind, Message, Prompt, Request, Segment
+from tests.cluster.test_fleet import answer, asked
+from tests.support.fleets import fleet_of_two
+
+NAMES = ("a", "b", "c", "d")
+IDLE = dict.fromkeys(NAMES, 0)
+
+
+def segment(number: int, kind: Kind = Kind.CHUNK, size: int = 100, public: bool = False) -> Segment:
+    return Segment(str(number), kind, np.full(size, number, np.int32), public=public)
+
+
+def need(*chunks: int, exact: bool = False, tenant: str = "", size: int = 100, public: bool = False) -> Need:
+    segments = tuple(segment(chunk, size=size, public=public) for chunk in chunks)
+    request = Request((Message("user", "?"),), tenant=tenant)
+    return Need.of(Composed(request, Prompt(segments)), exact)
+
+
+def serve(router: Router, wanted: Need, loads: Mapping[str, int] = IDLE, found: Sequence[int] | None = None) -> str:
+    """Route a request and have it answered; by default everything was found."""
+    replica = router.order(wanted, loads)[0]
+    router.sent(wanted, replica)(wanted.sizes if found is None else found)
+    return replica
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_replica_is_in_the_order_once(name: str) -> None:
+    router, wanted = ROUTERS[name](), need(1, 2)
+    for loads in (IDLE, {"a": 3, "b": 0}, {"only": 9}, {}):
+        assert sorted(router.order(wanted, loads)) == sorted(loads)
+        for replica in loads:
+            router.sent(wanted, replica)(wanted.sizes)
+
+
+def test_pieces_of_a_chunk_strategy_are_alike_in_any_order() -> None:
+    assert set(need(1, 2).pieces) == set(need(2, 1).pieces)
+    assert set(need(1, 2, exact=True).pieces).isdisjoint(need(2, 1, exact=True).pieces)
+    assert need(1, 2, exact=True).pieces[0] == need(1, 3, exact=True).pieces[0]
+
+
+def test_the_question_is_no_piece() -> None:
+    prompt = Prompt((segment(1), segment(2, Kind.QUERY)))
+    made = Need.of(Composed(Request((Message("user", "?"),)), prompt), False)
+    assert made.sizes == (100,) and len(made.tokens) == 200
+
+
+def test_tenants_share_public_pieces_alone() -> None:
+    assert need(1, tenant="x").pieces != need(1, tenant="y").pieces
+    assert need(1, tenant="x", public=True).pieces == need(1, tenant="y", public=True).pieces
+
+
+def test_paths_of_a_graph_are_pieces_under_an_exact_strategy() -> None:
+    prompts = [Prompt((segment(i, Kind.NODE), segment(j, Kind.NODE))) for i, j in ((1, 2), (2, 1))]
+    one, other = (Need.of(Composed(Request((Message("user", "?"),)), prompt), True) for prompt in prompts)
+    assert set(one.pieces) == set(other.pieces) and not one.chained
+
+
+def test_a_request_goes_where_its_passages_are_in_any_order() -> None:
+    router = Knowledge()
+    first = serve(router, need(1, 2, 3), found=(0, 0, 0))
+    assert serve(router, need(3, 1, 2)) == first
+    assert serve(router, need(9, 2, 3)) == first
+
+
+def test_what_nobody_holds_is_spread() -> None:
+    router = Knowledge()
+    went = Counter(serve(router, need(10 * i, 10 * i + 1), found=(0, 0)) for i in range(200))
+    assert set(went) == set(NAMES) and max(went.values()) < 2 * 200 / len(NAMES)
+
+
+def test_a_chain_is_held_as_far_as_it_is_whole() -> None:
+    memory = Memory()
+    memory.send(need(1, 2, exact=True))
+    assert memory.held(need(1, 2, 3, exact=True)) == 200 and memory.held(need(2, 1, exact=True)) == 0
+    memory.send(need(5, 6))
+    assert memory.held(need(6, 7, 5)) == 200
+
+
+def test_the_reach_is_learnt_from_answers() -> None:
+    memory, old = Memory(), need(1)
+    memory.send(old)
+    for i in range(20):
+        memory.send(need(100 + i))
+    assert memory.held(old) == 100, "nothing is known of what it forgets"
+    memory.learn(old, memory.send(old), (0,))  # it was gone after 2,000 tokens
+    assert memory.reach == 2000
+    for i in range(25):
+        memory.send(need(200 + i))
+    assert memory.held(old) == 0
+    memory.learn(old, memory.send(old), (100,))  # but it is there after 2,500
+    assert memory.reach == 2500
+
+
+def test_load_tempers_and_is_bounded() -> None:
+    router = Knowledge()
+    home = serve(router, need(1, 2, 3), found=(0, 0, 0))
+    for i in range(200):  # a request computes about 100 tokens
+        serve(router, need(10 + i), found=(0,))
+    assert router.order(need(1, 2, 3), {**IDLE, home: 1})[0] == home
+    assert router.order(need(1, 2, 3), {**dict.fromkeys(NAMES, 4), home: 9})[0] != home
+
+
+def test_the_fullest_queue_is_at_most_twice_the_mean() -> None:
+    """Everybody asks for the same passage, and nobody is answered."""
+    router, loads = Knowledge(), dict(IDLE)
+    for _ in range(400):
+        replica = router.order(need(1), loads)[0]
+        router.sent(need(1), replica)
+        assert loads[replica] < bound(loads, SLACK)
+        loads[replica] += 1
+    assert max(loads.values()) <= SLACK * 100 + 1
+
+
+def test_a_replica_that_is_gone_is_forgotten() -> None:
+    router = Knowledge()
+    home = serve(router, need(1), found=(0,))
+    left = {name: 0 for name in NAMES if name != home}
+    router.order(need(1), left)
+    assert home not in router._memory
+
+
+def test_two_choices_takes_the_less_loaded_of_two() -> None:
+    router = ROUTERS["two-choices"]()
+    went = Counter(router.order(need(1), {"a": 5, "b": 1, "c": 3, "d": 2})[0] for _ in range(300))
+    assert not went["a"] and went["b"] > went["d"] > went["c"] > 0
+
+
+def test_prefix_follows_the_beginning_until_queues_are_uneven() -> None:
+    router = ROUTERS["prefix"]()
+    first = serve(router, need(1, 2, 3))
+    assert serve(router, need(1, 2, 9)) == first
+    assert serve(router, need(3, 2, 1)) != first, "the smallest tree gets what matches nowhere"
+    uneven = {**IDLE, first: IMBALANCE + 1}
+    assert Counter(router.order(need(1, 2, 3), uneven)[0] for _ in range(50))[first] == 0
+
+
+def test_random_requests_lose_nothing() -> None:
+    """Sent, answered in any order or never, replicas coming and going: orders stay whole, memory bounded."""
+    source, router, open_ = random.Random(7), Knowledge(), []
+    for step in range(3000):
+        names = [f"r{i}" for i in range(source.randint(1, 5))]
+        wanted = need(*source.sample(range(30), source.randint(1, 4)), exact=source.random() < 0.3, size=10)
+        order = router.order(wanted, {name: source.randint(0, 9) for name in names})
+        assert sorted(order) == sorted(names)
+        open_.append((wanted, router.sent(wanted, order[0])))
+        if step % 2:
+            asked_, learn = open_.pop(source.randrange(len(open_)))
+            learn([source.choice((0, size)) for size in asked_.sizes])
+    assert all(len(memory) < 1000 for memory in router._memory.values())
+
+
+def test_a_fleet_sends_a_question_where_its_passages_are() -> None:
+    with fleet_of_two(Knowledge()) as (fleet, transport, _):
+        for _ in range(3):
+            last = answer(fleet, asked(strategy="naive"))
+        assert len(set(transport.sent)) == 1
+        chunks = [segment for segment in last.segments if segment.score is not None]
+        assert chunks and all(segment.reused == segment.tokens for segment in chunks)

@@ -3,9 +3,9 @@
     python -m benchmarks.cluster [--replicas 4,16,64] [--quick] [--json FILE]
 
 There is no model: a replica holds chunks, and computes what it lacks at a fixed rate (`benchmarks.cluster.simulation`).
-Four chunks a request, in random order. zipf, temporal: patterns of `benchmarks.policies`; each chunk is drawn by itself,
-so no replica can hold what belongs together. zipf-topics, temporal-topics: the pattern draws a topic of eight chunks, and
-the request gets four of these, as neighbours in an index are.
+Four chunks a request, in random order. zipf, temporal: patterns of `benchmarks.policies`; each chunk is drawn by
+itself, so no replica can hold what belongs together. zipf-topics, temporal-topics: the pattern draws a topic of eight
+chunks, and the request gets four of these, as neighbours in an index are.
 """
 
 from __future__ import annotations

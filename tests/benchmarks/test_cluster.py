@@ -35,7 +35,7 @@ def test_every_request_is_counted(name: str) -> None:
     outcome = simulate(SMALL, list(needs(SMALL)), ROUTERS[name]())
     assert outcome.asked == 90 * 64 and 0 < outcome.found < outcome.asked
     assert len(outcome.waits_s) == len(outcome.decide_us) == 90
-    assert min(outcome.waits_s) >= SMALL.base_s
+    assert min(outcome.waits_s) > 0.99 * SMALL.base_s
 
 
 def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

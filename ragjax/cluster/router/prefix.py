@@ -40,7 +40,7 @@ class Prefix(Router):
         return sorted(by_load, key=lambda name: len(self._sent.get(name, ())))
 
     def _match(self, need: Need, name: str) -> int:
-        sent = self._sent.get(name, {})
+        sent: Mapping[bytes, None] = self._sent.get(name, {})
         return next((i for i, block in enumerate(need.blocks) if block not in sent), len(need.blocks))
 
     def sent(self, need: Need, replica: str) -> Learn:

@@ -227,7 +227,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line("ragjax.reuse.calibrate", "Cache-Craft's alpha for a model.")
     flag = parser.add_argument
     add_engine_flags(
-        parser, ("model", "dtype", "top_k", "device_cache_gb"), top_k={"default": 5}, device_cache_gb={"default": 1.0}
+        parser,
+        ("model", "dtype", "top_k", "device_cache_gb", "tensor_parallel"),
+        top_k={"default": 5},
+        device_cache_gb={"default": 1.0},
     )
     flag("--quality", default="F1=0.9", metavar="F1=X|KL=X", help="what must be kept (default: %(default)s)")
     flag("--limit", type=integer(1), default=60, help=f"questions behind the {WARM} that warm the cache (default: 60)")

@@ -308,7 +308,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "ragjax.reuse.gate", "Measure every strategy against full attention on the bundled questions."
     )
     flag = parser.add_argument
-    add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb"))
+    add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb", "tensor_parallel"))
     flag("--budget", help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--fit", action="store_true", help="fit the selector of the strategy fitted instead, and measure nothing else")
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")

@@ -72,6 +72,14 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "--device-cache-gb",
         {"type": positive, "help": "KV pool on the device, units of 2^30 B (%(default)s)"},
     ),
+    "tensor_parallel": (
+        "--tensor-parallel",
+        {
+            "type": integer(1),
+            "metavar": "N",
+            "help": "devices that share the KV heads (%(default)s; docs/scale.md)",
+        },
+    ),
     "storage.host_gb": (
         "--host-cache-gb",
         {"type": from_zero, "help": "host memory for KV, units of 2^30 B (%(default)s)"},

@@ -53,7 +53,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         "ragjax.preprocess",
         "Compute every chunk behind its most similar ones; a server with the same directories uses it.",
     )
-    fields = ("model", "knowledge", "index", "index_dir", "dtype", "device_cache_gb", "max_context")
+    fields = ("model", "knowledge", "index", "index_dir", "dtype", "device_cache_gb", "tensor_parallel", "max_context")
     tiers = ("host_gb", "disk", "disk_gb", "at_rest", "share_knowledge")
     needed = {"required": True}
     add_engine_flags(

@@ -101,7 +101,8 @@ class EngineOptions:
     recognise: whether passages in messages are recognised and reused at any place, for requests that say nothing else;
     separators: texts that part passages, besides blank lines, rules, tags and labels.
     keep_top: of a prompt's chunks, in order, how many the strategy "prefix" keeps KV of (None: all).
-    device_cache_gb: size of the page pool, in 2^30 bytes.
+    device_cache_gb: size of the page pool, in 2^30 bytes, on all devices together.
+    tensor_parallel: devices that share out the KV heads, each with its part of the pool (docs/scale.md).
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
     order: which waiting request starts next, one of `ORDERS` (docs/http.md).
     step_tokens: rows of a step, prefill and decoding tokens together, while requests decode (0: measured at start).
@@ -134,6 +135,7 @@ class EngineOptions:
     separators: tuple[str, ...] = ()
     keep_top: int | None = None
     device_cache_gb: float = 0.5
+    tensor_parallel: int = 1
     max_queue: int = 64
     max_running: int = 0
     request_timeout: float = 0.0
@@ -166,6 +168,7 @@ class EngineOptions:
         if self.quality_fallback not in ("refuse", "full"):
             raise ConfigError(f"unknown quality_fallback {self.quality_fallback!r}; choose refuse or full")
         fewest = {
+            "tensor_parallel": 1,
             "top_k": 0,
             "max_queue": 0,
             "max_running": 0,

@@ -42,7 +42,14 @@ from ragjax.reuse.base import Strategy
 from ragjax.reuse.budget import UNFITTED
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.fitted import NAME as FITTED
-from ragjax.runner.device import cpu_features, platform, precision, use_compilation_cache, widening_pays
+from ragjax.runner.device import (
+    cpu_features,
+    heads_mesh,
+    platform,
+    precision,
+    use_compilation_cache,
+    widening_pays,
+)
 from ragjax.runner.runner import Runner
 from ragjax.schedule.budget import StepBudget
 from ragjax.store.disk import DiskStore
@@ -123,6 +130,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     decoder = load_model(local, dtype, cache_dir())
     config = decoder.config
     tokenizer.check(config)
+    mesh = heads_mesh(options.tensor_parallel, config.num_kv_heads)
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
@@ -137,7 +145,14 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     _log.info("weights and KV are %s", numbers)
     whole = compression is not None and compression.method in BY_LAYER
     runner = Runner(
-        decoder, pages=pages, page_size=PAGE_SIZE, context=context, grid=grid, widen=numbers.widen, whole=whole
+        decoder,
+        pages=pages,
+        page_size=PAGE_SIZE,
+        context=context,
+        grid=grid,
+        mesh=mesh,
+        widen=numbers.widen,
+        whole=whole,
     )
     if options.compile:
         _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)

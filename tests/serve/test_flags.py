@@ -38,6 +38,7 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "dtype": "float32",
         "top_k": 5,
         "device_cache_gb": 0.25,
+        "tensor_parallel": 2,
         "max_queue": 7,
         "max_running": 3,
         "speculate": 4,
@@ -97,6 +98,8 @@ def test_flags_have_the_defaults_of_the_options() -> None:
         (["--router", "knowledge"], "--replicas"),
         (["--replicas", "2", "--speculate", "3"], "--speculate"),
         (["--replicas", "2", "--record-trace", "trace"], "--record-trace"),
+        (["--replicas", "2", "--tensor-parallel", "2"], "--tensor-parallel"),
+        (["--tensor-parallel", "0"], "--tensor-parallel"),
     ],
 )
 def test_bad_flag_is_one_line_and_code_2(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,39 +16,15 @@ from ragjax.core import (
     Document,
     Event,
     LostError,
-    Message,
     OverloadError,
     Rag,
     Request,
     RequestError,
-    Sampling,
 )
-from ragjax.engine.service import Service
 from ragjax.reuse import strategies
 from tests.support import tiny
-from tests.support.fleets import DOCUMENTS, fleet_of_two
+from tests.support.fleets import DOCUMENTS, QUESTION, answer, asked, events, fleet_of_two
 from tests.support.serving import serving, wait_for
-
-QUESTION = "When does the blue ferry leave?"
-
-
-def asked(text: str = QUESTION, tokens: int = 6, strategy: str | None = None, tenant: str = "") -> Request:
-    return Request(
-        (Message("user", text),),
-        sampling=Sampling(max_tokens=tokens),
-        rag=Rag(strategy=strategy, detail=True),
-        tenant=tenant,
-    )
-
-
-async def events(service: Service, request: Request) -> list[Event]:
-    return [event async for event in service.submit(request)]
-
-
-def answer(service: Service, request: Request) -> Answer:
-    *_, last = asyncio.run(events(service, request))
-    assert isinstance(last, Answer)
-    return last
 
 
 def content(made: Answer) -> object:

@@ -16,8 +16,7 @@ from ragjax.cluster.router.memory import Memory
 from ragjax.cluster.router.need import Need
 from ragjax.cluster.router.prefix import IMBALANCE
 from ragjax.core import Composed, Kind, Message, Prompt, Request, Segment
-from tests.cluster.test_fleet import answer, asked
-from tests.support.fleets import fleet_of_two
+from tests.support.fleets import answer, asked, fleet_of_two
 
 NAMES = ("a", "b", "c", "d")
 IDLE = dict.fromkeys(NAMES, 0)

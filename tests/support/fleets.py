@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -12,10 +13,22 @@ from ragjax.cluster.replica import Replica
 from ragjax.cluster.router import Router
 from ragjax.cluster.router.round_robin import RoundRobin
 from ragjax.cluster.transport import Begun, Call, Item, Status
-from ragjax.core import Document, EngineOptions, Inventory, LostError
+from ragjax.core import (
+    Answer,
+    Document,
+    EngineOptions,
+    Event,
+    Inventory,
+    LostError,
+    Message,
+    Rag,
+    Request,
+    Sampling,
+)
 from ragjax.engine import Engine
 from ragjax.engine.card import Card
 from ragjax.engine.front import Front
+from ragjax.engine.service import Service
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 
@@ -23,6 +36,28 @@ DOCUMENTS = [
     Document(f"d{i}", f"The {colour} ferry leaves the harbour at {hour} and returns at night.", colour)
     for i, (colour, hour) in enumerate((("red", "nine"), ("blue", "ten"), ("green", "noon"), ("white", "dawn")))
 ]
+
+
+QUESTION = "When does the blue ferry leave?"
+
+
+def asked(text: str = QUESTION, tokens: int = 6, strategy: str | None = None, tenant: str = "") -> Request:
+    return Request(
+        (Message("user", text),),
+        sampling=Sampling(max_tokens=tokens),
+        rag=Rag(strategy=strategy, detail=True),
+        tenant=tenant,
+    )
+
+
+async def events(service: Service, request: Request) -> list[Event]:
+    return [event async for event in service.submit(request)]
+
+
+def answer(service: Service, request: Request) -> Answer:
+    *_, last = asyncio.run(events(service, request))
+    assert isinstance(last, Answer)
+    return last
 
 
 class LocalTransport:

@@ -127,6 +127,14 @@ def test_the_fullest_queue_is_at_most_twice_the_mean() -> None:
     assert max(loads.values()) <= SLACK * 100 + 1
 
 
+def test_of_two_replicas_a_warm_one_does_not_get_everything() -> None:
+    """Nothing is computed any more; of two replicas the bound stops neither."""
+    router, loads = Knowledge(), {"a": 0, "b": 0}
+    for _ in range(60):
+        loads[serve(router, need(1, 2), loads)] += 1
+    assert min(loads.values()) >= 20
+
+
 def test_a_replica_that_is_gone_is_forgotten() -> None:
     router = Knowledge()
     home = serve(router, need(1), found=(0,))

@@ -17,6 +17,8 @@ from ragjax.cluster.router.need import Need
 
 SLACK = 2.0
 """A replica with more than this times the mean of requests gets no other one."""
+LEAST = 0.1
+"""Share of a prompt that a request in progress counts as, at least: what hits the cache is decoded all the same."""
 WEIGHT = 0.05
 """Share that one more request has in the mean of tokens that a request computes."""
 MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -43,12 +45,13 @@ class Knowledge(Router):
         if not loads:
             return ()
         most = bound(loads, SLACK)
+        each = max(self._computed, LEAST * need.total)
         at_home = self._homes(need, tuple(sorted(loads)))
 
         def rank(name: str) -> tuple[bool, float, int, str]:
             memory = self._memory.get(name)
             missing = need.total - (memory.held(need) if memory else 0)
-            return loads[name] >= most, missing + loads[name] * self._computed, -at_home.get(name, 0), name
+            return loads[name] >= most, missing + loads[name] * each, -at_home.get(name, 0), name
 
         return sorted(loads, key=rank)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.policies.workload import Pattern
 from ragjax.cluster.router import Router
-from ragjax.cluster.router.base import Learn
+from ragjax.cluster.router.base import Learn, keep
 from ragjax.cluster.router.need import DIGEST, Need
 
 
@@ -56,10 +56,7 @@ class Replica:
         """Tokens found of each piece; all of them are held afterwards."""
         found = [size if piece in self.held else 0 for piece, size in zip(need.pieces, need.sizes, strict=True)]
         for piece in need.pieces:
-            self.held[piece] = None
-            self.held.move_to_end(piece)
-        while len(self.held) > self.room:
-            self.held.popitem(last=False)
+            keep(self.held, piece, None, self.room)
         return found
 
 
@@ -96,14 +93,14 @@ def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int
     replicas = {name: Replica(setting.room) for name in names}
     loads, outcome = dict.fromkeys(names, 0), Outcome()
     ends: list[tuple[float, int, str]] = []
-    told: deque[tuple[float, Learn, list[int]]] = deque()
+    told: list[tuple[float, int, Learn, list[int]]] = []
     now, half = 0.0, len(served) // 2
     for number, need in enumerate(served):
         now += random.exponential(setting.interval_s)
         while ends and ends[0][0] <= now:
             loads[heapq.heappop(ends)[2]] -= 1
         while told and told[0][0] <= now:
-            _, learn, seen = told.popleft()
+            *_, learn, seen = heapq.heappop(told)
             learn(seen)
         began = time.perf_counter()
         name = router.order(need, loads)[0]
@@ -115,7 +112,7 @@ def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int
         replica.free_at = start + setting.base_s + (need.total - sum(found)) * setting.token_s
         loads[name] += 1
         heapq.heappush(ends, (replica.free_at, number, name))
-        told.append((replica.free_at + delay_s, learn, found))
+        heapq.heappush(told, (replica.free_at + delay_s, number, learn, found))
         if number >= half:
             outcome.found += sum(found)
             outcome.asked += need.total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -98,8 +99,13 @@ def test_the_reach_is_learnt_from_answers() -> None:
     for i in range(20):
         memory.send(need(100 + i))
     assert memory.held(old) == 100, "nothing is known of what it forgets"
-    memory.learn(old, memory.send(old), (0,))  # it was gone after 2,000 tokens
-    assert memory.reach == 2000
+    memory.send(need(119))
+    both = need(1, 119)
+    ages = memory.send(both)
+    memory.learn(both, ages, (0, 0))  # `full` finds nothing
+    assert math.isinf(memory.reach)
+    memory.learn(both, ages, (0, 100))  # it was gone after 2,100 tokens
+    assert memory.reach == 2100
     for i in range(25):
         memory.send(need(200 + i))
     assert memory.held(old) == 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from ragjax.cluster.router.need import Need
+
+T = TypeVar("T")
 
 Learn = Callable[[Sequence[int]], None]
 """Takes the tokens of each piece of a request that the replica's cache had."""
@@ -39,6 +42,14 @@ def bound(loads: Mapping[str, int], slack: float) -> float:
     that has a single request may get another in any case.
     """
     return max(2.0, slack * (sum(loads.values()) + 1) / len(loads))
+
+
+def keep(kept: OrderedDict[bytes, T], key: bytes, value: T, most: int) -> None:
+    """Note a key as the last one used; beyond `most` of them the one used longest ago goes."""
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > most:
+        kept.popitem(last=False)
 
 
 def forget(known: MutableMapping[str, Any], running: Collection[str]) -> None:

@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from ragjax.cluster.router.base import keep
 from ragjax.cluster.router.need import Need
 
 MOST = 100_000
@@ -46,14 +47,16 @@ class Memory:
         ages = tuple(self._age(piece) for piece in need.pieces)
         self._clock += need.total
         for piece in need.pieces:
-            self._sent[piece] = self._clock
-            self._sent.move_to_end(piece)
-        while len(self._sent) > MOST:
-            self._sent.popitem(last=False)
+            keep(self._sent, piece, self._clock, MOST)
         return ages
 
     def learn(self, need: Need, ages: Sequence[int | None], found: Sequence[int]) -> None:
-        """Correct the reach by what a request found. ages: as `send` gave them."""
+        """Correct the reach by what a request found. ages: as `send` gave them.
+
+        One that found nothing says nothing: some strategies look for nothing.
+        """
+        if not any(found):
+            return
         for age, size, had in zip(ages, need.sizes, found, strict=True):
             if age is None:
                 continue

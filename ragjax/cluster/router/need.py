@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from ragjax.cache.keys import digest, raw_of
 from ragjax.core import Composed, Kind, Segment, Tokens
 
 BLOCK = 16
@@ -65,6 +65,4 @@ def _owner(segment: Segment, tenant: str) -> bytes:
 
 
 def _digest(before: bytes, tokens: Tokens) -> bytes:
-    hasher = hashlib.blake2b(before, digest_size=DIGEST, person=b"router")
-    hasher.update(np.ascontiguousarray(tokens, "<i4").tobytes())
-    return hasher.digest()
+    return digest(b"router", before, raw_of(tokens))[:DIGEST]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from ragjax.cluster.router.base import Learn, Router, forget
+from ragjax.cluster.router.base import Learn, Router, forget, keep
 from ragjax.cluster.router.need import Need
 from ragjax.cluster.router.two_choices import TwoChoices
 
@@ -47,8 +47,5 @@ class Prefix(Router):
         """Part of `Router`."""
         kept = self._sent.setdefault(replica, OrderedDict())
         for block in need.blocks:
-            kept[block] = None
-            kept.move_to_end(block)
-        while len(kept) > MOST:
-            kept.popitem(last=False)
+            keep(kept, block, None, MOST)
         return super().sent(need, replica)

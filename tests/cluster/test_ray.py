@@ -106,10 +106,15 @@ class Running:
                     text += choice["delta"].get("content") or ""
         return 200, text, code
 
-    def load(self, many: int, pause: float, meanwhile: Any = None) -> list[tuple[int, str, str | None]]:
-        """So many streams, one each `pause` seconds, and something that happens after a third of them."""
-        found: list[tuple[int, str, str | None]] = []
-        threads = [threading.Thread(target=lambda i=i: found.append(self.stream(i % 10))) for i in range(many)]
+    def load(self, many: int, pause: float, meanwhile: Any = None) -> list[tuple[int, int, str, str | None]]:
+        """So many streams, one each `pause` seconds, and something that happens after a third of them.
+
+        Returns who asked, HTTP status, text, and the code of an error.
+        """
+        found: list[tuple[int, int, str, str | None]] = []
+        threads = [
+            threading.Thread(target=lambda i=i: found.append((i % 10, *self.stream(i % 10)))) for i in range(many)
+        ]
         for i, thread in enumerate(threads):
             thread.start()
             if i == many // 3 and meanwhile is not None:
@@ -152,7 +157,7 @@ def started(python: str, arguments: list[str], log: Path, ready: str) -> Iterato
 
 def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, tmp_path: Path) -> None:
     flags = ["--replicas", "2", "--model", str(model), "--knowledge", "none", "--port", "PORT", "--disk-cache"]
-    flags += [str(tmp_path / "kv"), "--device-cache-gb", "0.05", "--router", "round-robin"]
+    flags += [str(tmp_path / "kv"), "--device-cache-gb", "0.05", "--router", "round-robin", "--dtype", "float32"]
     with started(python, ["-c", SERVE, *flags], tmp_path / "log", "ready at") as running:
         assert running.health()["replicas"] == {"up": 2, "wanted": 2}
         whole = {who: running.stream(who)[1] for who in range(10)}
@@ -161,11 +166,12 @@ def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, 
 
         found = running.load(60, 0.05, lambda: running.replicas()[0].kill())
 
-        lost = [text for _, text, code in found if code is not None]
-        assert {status for status, _, _ in found} == {200}
-        assert {code for _, _, code in found} <= {None, "replica_lost"} and 0 < len(lost) < 30
+        lost = [text for *_, text, code in found if code is not None]
+        assert {status for _, status, *_ in found} == {200}
+        assert {code for *_, code in found} <= {None, "replica_lost"} and 0 < len(lost) < 30
         assert all(lost), "an answer of which no text was out went elsewhere"
-        assert all(len(text) == len(whole[0]) for _, text, code in found if code is None)
+        assert all(text == whole[who] for who, _, text, code in found if code is None)
+        assert all(whole[who].startswith(text) for who, _, text, _ in found)
 
         wait_for(lambda: running.health()["replicas"] == {"up": 1, "wanted": 2} or len(running.replicas()) == 2, 60)
         wait_for(lambda: running.health()["replicas"] == {"up": 2, "wanted": 2}, START)
@@ -192,7 +198,7 @@ from ragjax.serve.cluster import app
 
 ray.init(address="local", include_dashboard=False, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-args = {"model": sys.argv[2], "knowledge": "none", "replicas": 2, "device-cache-gb": 0.05, "router": "round-robin"}
+args = {"model": sys.argv[2], "knowledge": "none", "replicas": 2, "device-cache-gb": 0.05, "router": "round-robin", "dtype": "float32"}
 serve.run(app(args), name="ragjax", route_prefix="/")
 print("application ready", flush=True)
 
@@ -223,8 +229,8 @@ def test_an_update_of_the_application_refuses_nothing(python: str, model: Path, 
             assert time.monotonic() < end, running.log.read_text()
             found += running.load(10, 0.1)
         found += running.load(10, 0.1)
-        assert {(status, code) for status, _, code in found} == {(200, None)}
-        assert len({len(text) for _, text, _ in found}) == 1
+        assert {(status, code) for _, status, _, code in found} == {(200, None)}
+        assert len({(who, text) for who, _, text, _ in found}) == 10, "equal questions have equal answers"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:10001"])

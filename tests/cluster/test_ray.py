@@ -198,7 +198,8 @@ from ragjax.serve.cluster import app
 
 ray.init(address="local", include_dashboard=False, log_to_driver=False)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-args = {"model": sys.argv[2], "knowledge": "none", "replicas": 2, "device-cache-gb": 0.05, "router": "round-robin", "dtype": "float32"}
+args = {"model": sys.argv[2], "knowledge": "none", "replicas": 2, "device-cache-gb": 0.05}
+args |= {"router": "round-robin", "dtype": "float32"}
 serve.run(app(args), name="ragjax", route_prefix="/")
 print("application ready", flush=True)
 

@@ -1,7 +1,7 @@
 # Everything runs in .venv, which holds the locked dependencies; the targets make it first if need be.
 #
 #   make serve ARGS="--port 9000"    the server, on the packaged model and the demo documents; ARGS adds flags
-#   make check                       most of the suite in about two minutes, for the inner loop: what is not marked slow;
+#   make check                       most of the suite in about seven minutes, for the inner loop: what is not marked slow;
 #                                    it ends with the tests that should be, if any
 #   make test                        the suite of every change, in two processes
 #   make test-long                   randomised runs, kills and kernel matrices

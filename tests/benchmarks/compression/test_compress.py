@@ -109,6 +109,7 @@ def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
         compress.options(flags)
 
 
+@pytest.mark.slow
 def test_condensed_chunks_are_measured_beside_whole_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def options(*flags: str) -> argparse.Namespace:
         return compress.options(

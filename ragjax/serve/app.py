@@ -51,6 +51,7 @@ def create_app(
     engine: Service,
     *,
     keys: Mapping[str, str] = MappingProxyType({}),
+    metrics_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     max_file_bytes: int = MAX_FILE_BYTES,
     timeout: float = Limits.timeout,
@@ -64,6 +65,7 @@ def create_app(
         engine: a loaded engine, or a fleet of them; requests go to its `submit` on the app's event loop.
         keys: API keys, and the tenant behind each ("": none). If there are any, every route but /health and the page's
             files wants one as a bearer token.
+        metrics_key: the only key that opens /metrics, and nothing else; None: /metrics is as the other routes.
         max_body_bytes: limit of a request's body.
         max_file_bytes: the same of an upload.
         timeout: seconds in which a request's body must arrive.
@@ -105,6 +107,7 @@ def create_app(
         timeout=timeout,
         drain=drain or Drain(),
         public=frozenset({"/health", *site}),
+        own={} if metrics_key is None else {"/metrics": {metrics_key: ""}},
     )
     describe(app)
     if cors_origins:  # in front of the door: a browser asks first, without a key

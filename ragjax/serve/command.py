@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a command line (`sys.argv` if None) and of the environment's RAGJAX_API_KEY.
+    """The options of a command line (`sys.argv` if None), and of RAGJAX_API_KEY and RAGJAX_METRICS_KEY.
 
     `engine` are the `EngineOptions`; `grace` is in seconds.
 
@@ -79,16 +79,20 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--router", choices=ROUTERS, help="how --replicas share requests (default: knowledge)")
     flag("--ray-address", metavar="HOST:PORT", help="Ray cluster for --replicas (default: Ray is started here)")
     flag("--api-key", help="key that clients must send (default: $RAGJAX_API_KEY, or no key)")
+    flag("--metrics-key", help="the only key for /metrics (default: $RAGJAX_METRICS_KEY, or every client's)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
     flag("--strict", action="store_true", help="refuse fields of requests that have no effect, instead of a notice")
     flag("--cors-origin", action="append", default=[], metavar="ORIGIN", help="whose pages may call; repeatable")
     flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
-    options.api_key = _api_key(options.api_key)
+    options.api_key = _key(options.api_key, "--api-key", "RAGJAX_API_KEY")
+    options.metrics_key = _key(options.metrics_key, "--metrics-key", "RAGJAX_METRICS_KEY")
     options.tenants = {} if options.tenants is None else _tenants(options.tenants)
     if options.api_key in options.tenants:
         raise core.ConfigError("--tenants: the key of --api-key may not be a tenant's too")
+    if options.metrics_key in _keys(options):
+        raise core.ConfigError("--metrics-key: clients have this key too: give one of its own")
     engine = engine_options(options)
     quotas = {t.name: t.quota_gb for t in options.tenants.values() if t.quota_gb is not None}
     options.engine = replace(engine, storage=replace(engine.storage, quotas=quotas))
@@ -170,10 +174,11 @@ def _check_key(key: str, where: str) -> None:
         raise core.ConfigError(f"{where}: an API key must be of printable characters, without white space around it")
 
 
-def _api_key(flag: str | None) -> str | None:
-    key = os.environ.get("RAGJAX_API_KEY") if flag is None else flag
+def _key(given: str | None, flag: str, variable: str) -> str | None:
+    """A key by its flag, or the environment's variable."""
+    key = os.environ.get(variable) if given is None else given
     if key is not None:
-        _check_key(key, "--api-key or RAGJAX_API_KEY")
+        _check_key(key, f"{flag} or {variable}")
     return key
 
 
@@ -227,6 +232,7 @@ def app_options(options: argparse.Namespace) -> dict[str, Any]:
     """What `create_app` takes of the command's options."""
     return {
         "keys": _keys(options),
+        "metrics_key": options.metrics_key,
         "max_body_bytes": int(options.max_body_mb * 2**20),
         "max_file_bytes": int(options.max_file_mb * 2**20),
         "timeout": options.receive_timeout,

@@ -22,7 +22,8 @@ _log = logging.getLogger(__name__)
 class Door:
     """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers what nobody
     caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter. `public` are paths
-    that need none. `limits`: of bodies on paths that have one of their own.
+    that need none, `own` those with keys of their own, which open nothing else. `limits`: of bodies on paths that
+    have one of their own.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
     reads the rest away, so that a client that is still writing gets to read the answer. `timeout`: seconds in
@@ -38,12 +39,14 @@ class Door:
         timeout: float,
         drain: Drain,
         public: Collection[str],
+        own: Mapping[str, Mapping[str, str]],
         limits: Mapping[str, int],
     ):
         self._app = app
         self._drain = drain
         self._metrics = metrics
-        self._tenants = {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
+        self._tenants = _as_sent(keys)
+        self._own = {path: _as_sent(keys) for path, keys in own.items()}
         self._limit, self._limits = max_body_bytes, limits
         self._timeout = timeout
         self._public = public
@@ -86,14 +89,9 @@ class Door:
         if self._drain.stopping and scope["path"] != "/metrics":
             raise stopping()
         headers = dict(scope["headers"])
-        if self._tenants and scope["path"] not in self._public:
-            given = headers.get(b"authorization", b"")
-            # every key is compared, so that the time taken tells nothing
-            matching = [tenant for key, tenant in self._tenants.items() if hmac.compare_digest(given, key)]
-            if not matching:
-                message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
-                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            scope["state"]["tenant"] = matching[0]
+        tenants = self._own.get(scope["path"], self._tenants)
+        if tenants and scope["path"] not in self._public:
+            scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
         _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
 
     def _most(self, scope: Scope) -> int:
@@ -118,6 +116,20 @@ class Door:
             return message
 
         return limited_receive
+
+
+def _as_sent(keys: Mapping[str, str]) -> dict[bytes, str]:
+    """Tenants by what the header says of their key."""
+    return {f"Bearer {key}".encode(): tenant for key, tenant in keys.items()}
+
+
+def _tenant_of(given: bytes, tenants: Mapping[bytes, str]) -> str:
+    # every key is compared, so that the time taken tells nothing
+    matching = [tenant for key, tenant in tenants.items() if hmac.compare_digest(given, key)]
+    if not matching:
+        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+        raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+    return matching[0]
 
 
 def _check_size(size: int, most: int) -> None:

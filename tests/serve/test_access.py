@@ -27,6 +27,17 @@ def test_key_is_required_except_for_health() -> None:
         assert served.post(json=CHAT, headers={"authorization": "Bearer sésame".encode()}).status_code == 200
 
 
+def test_metrics_have_a_key_of_their_own() -> None:
+    def asked(path: str, key: str) -> int:
+        return served.get(path, headers={"authorization": f"Bearer {key}"}).status_code
+
+    with serving(FakeEngine(), keys={"k1": "acme", "master": ""}, metrics_key="scrape") as served:
+        assert [asked("/metrics", key) for key in ("scrape", "k1", "master", "wrong")] == [200, 401, 401, 401]
+        assert [asked("/v1/models", key) for key in ("scrape", "k1")] == [401, 200]
+    with serving(FakeEngine(), metrics_key="scrape") as served:
+        assert served.get("/v1/models").status_code == 200 and served.get("/metrics").status_code == 401
+
+
 def test_key_with_openai_client() -> None:
     with serving(FakeEngine(), keys={"sesame": ""}) as served:
         with pytest.raises(openai.AuthenticationError):

@@ -14,7 +14,7 @@ from ragjax import core
 from ragjax.commands.options import FLAGS
 from ragjax.retrieval.reader import read
 from ragjax.serve import main
-from ragjax.serve.command import parse_options
+from ragjax.serve.command import app_options, parse_options
 from tests.support.fakes import FakeEngine
 from tests.support.serving import Served, program
 
@@ -90,6 +90,8 @@ def test_flags_have_the_defaults_of_the_options() -> None:
         (["--graph", "/no/such/facts.tsv"], "--graph"),
         (["--api-key", ""], "API key"),
         (["--api-key", "key "], "--api-key"),
+        (["--metrics-key", "key "], "--metrics-key"),
+        (["--api-key", "key", "--metrics-key", "key"], "--metrics-key"),
         (["--host", "192.0.2.1"], "192.0.2.1"),
         (["--port"], "--port"),
         (["extra"], "extra"),
@@ -186,6 +188,8 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAGJAX_API_KEY", "from the environment")
     assert parse_options([]).api_key == "from the environment"
     assert parse_options(["--api-key", "flag"]).api_key == "flag"
+    monkeypatch.setenv("RAGJAX_METRICS_KEY", "scrape")
+    assert app_options(parse_options([]))["metrics_key"] == "scrape"
     monkeypatch.setenv("RAGJAX_API_KEY", "from a file\n")
     with pytest.raises(core.ConfigError, match="RAGJAX_API_KEY"):
         parse_options([])

@@ -17,6 +17,10 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "knowledge": ("--knowledge", {"help": "folder or .jsonl of documents, 'demo' (default) or 'none'"}),
     "index": ("--index", {"choices": INDEXES, "help": "kind of the vector index (%(default)s)"}),
     "index_dir": ("--index-dir", {"metavar": "DIR", "help": "where chunks and index are kept (default: in memory)"}),
+    "file_quota_gb": (
+        "--file-quota-gb",
+        {"type": positive, "help": "uploaded files of each tenant, units of 2^30 B (%(default)s)"},
+    ),
     "graph": (
         "--graph",
         {

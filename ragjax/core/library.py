@@ -18,13 +18,14 @@ CHUNK_TOKENS = 192
 
 @dataclass(frozen=True)
 class File:
-    """An uploaded file. created: seconds since 1970."""
+    """An uploaded file. created, expires: seconds since 1970; it expires never if that is None."""
 
     id: str
     name: str
     purpose: str
     size: int
     created: int
+    expires: int | None = None
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ class EngineOptions:
     unless a request says otherwise (None: all).
     max_context: longest prompt and answer together, in tokens (None: the model's context length).
     index: "flat", "ivf" or "hnsw". index_dir: where chunks and index are kept (None: in memory). graph_dir: where
-    graphs are kept between starts (None: in memory).
+    graphs are kept between starts (None: in memory). file_quota_gb: 2^30 bytes of uploaded files that a
+    tenant may keep.
     storage: the replacement policy, and the tiers below the device.
     record_trace: file to which every request is added, as hashes and sizes (`ragjax.engine.trace`).
     progress: show progress bars. compile: compile all programs now, so that no request waits for one; False for short
@@ -147,6 +148,7 @@ class EngineOptions:
     max_context: int | None = None
     index: str = "flat"
     index_dir: str | Path | None = None
+    file_quota_gb: float = 1.0
     graph_dir: str | Path | None = None
     storage: StorageOptions = field(default_factory=StorageOptions)
     record_trace: str | Path | None = None
@@ -180,6 +182,8 @@ class EngineOptions:
         for name, least in fewest.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
+        if not 0 < self.file_quota_gb <= 1e9:
+            raise ConfigError(f"file_quota_gb must be a number above 0, up to 1e9, not {self.file_quota_gb!r}")
         if self.keep_top is not None and self.keep_top < 0:
             raise ConfigError(f"keep_top must be at least 0, not {self.keep_top!r}")
         if self.compression is not None:

@@ -45,7 +45,7 @@ class Front:
         self.parts = parts
         self.options = options
         directory = None if options.index_dir is None else Path(options.index_dir)
-        self.library = Library(parts.knowledge, directory)
+        self.library = Library(parts.knowledge, directory, quota=int(options.file_quota_gb * 2**30))
         grounding = Grounding(
             parts.knowledge,
             parts.chunker,

@@ -20,7 +20,8 @@ from ragjax.retrieval.database import exclusive
 _SCHEMA = """
 create table if not exists files (
     number integer primary key autoincrement, id text not null unique, tenant text not null, name text not null,
-    purpose text not null, size integer not null, created integer not null, content blob not null
+    purpose text not null, size integer not null, created integer not null, content blob not null,
+    expires integer
 );
 create table if not exists stores (
     number integer primary key autoincrement, id text not null unique, tenant text not null, name text not null,
@@ -37,7 +38,7 @@ create table if not exists attachments (
     batch text, unique (store, file)
 );
 """
-_FILE = "select id, name, purpose, size, created from files"
+_FILE = "select id, name, purpose, size, created, expires from files"
 _STORE = "select id, name, created, active, days, metadata, description, expired from stores"
 _ATTACHMENT = (
     "select store, file, created, state, usage, code, message, attributes, chunk_tokens, batch from attachments"
@@ -64,12 +65,16 @@ class Catalog:
 
     # ---------------------------------------------------------------------------------------------- files
 
-    def add_file(self, tenant: str, file: File, content: bytes) -> None:
-        """Keep a file."""
-        values = (file.id, tenant, file.name, file.purpose, file.size, file.created, content)
-        sql = "insert into files (id, tenant, name, purpose, size, created, content) values (?, ?, ?, ?, ?, ?, ?)"
+    def add_file(self, tenant: str, file: File, content: bytes, quota: int, least: int) -> bool:
+        """Keep a file; False: the tenant's files would have more bytes than the quota. least: a file counts as."""
+        values = (file.id, tenant, file.name, file.purpose, file.size, file.created, content, file.expires)
+        sql = (
+            "insert into files (id, tenant, name, purpose, size, created, content, expires)"
+            " select ?, ?, ?, ?, ?, ?, ?, ?"
+            " where (select coalesce(sum(max(size, ?)), 0) from files where tenant = ?) + max(?, ?) <= ?"
+        )
         with self._changing() as database:
-            database.execute(sql, values)
+            return database.execute(sql, (*values, least, tenant, file.size, least, quota)).rowcount == 1
 
     def files(self, tenant: str) -> list[File]:
         """A tenant's files, the oldest first."""
@@ -88,6 +93,15 @@ class Catalog:
         """The name of a file; empty if it is gone."""
         rows: list[tuple[str]] = self._rows("select name from files where id = ?", file)
         return rows[0][0] if rows else ""
+
+    def expired(self, now: int) -> list[str]:
+        """The files of all tenants whose time is over."""
+        return [file for (file,) in self._rows("select id from files where expires <= ?", now)]
+
+    def next_expiry(self) -> int | None:
+        """When the next file expires."""
+        rows: list[tuple[int | None]] = self._rows("select min(expires) from files")
+        return rows[0][0]
 
     def remove_file(self, file: str) -> None:
         """Forget a file, and where it was attached."""
@@ -204,6 +218,8 @@ class Catalog:
 def _prepare(database: sqlite3.Connection) -> None:
     database.execute("pragma foreign_keys = on")
     database.executescript(_SCHEMA)
+    if "expires" not in {column[1] for column in database.execute("pragma table_info(files)")}:  # an older version's
+        database.execute("alter table files add column expires integer")
 
 
 def _store(row: tuple[Any, ...]) -> Store:

@@ -30,6 +30,7 @@ def exclusive(
         raise ConfigError(f"{place}: cannot be opened: {error}") from error
     try:
         database.execute("pragma locking_mode = exclusive")
+        database.execute("pragma secure_delete = on")  # what is deleted is overwritten
         prepare(database)
     except sqlite3.OperationalError as error:
         database.close()

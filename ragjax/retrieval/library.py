@@ -10,7 +10,6 @@ import logging
 import re
 import shutil
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,25 +20,19 @@ from ragjax.core import (
     Batch,
     Chunk,
     Counts,
-    File,
     Filter,
     MissingError,
     Passage,
     RequestError,
     Scalar,
     Store,
-    has_controls,
-    is_unicode,
 )
 from ragjax.retrieval.catalog import Catalog
-from ragjax.retrieval.document import suffixes
+from ragjax.retrieval.files import QUOTA, Files, hexadecimal
 from ragjax.retrieval.intake import Bases, Intake
 
 FOLDER = ".library"
 """Beside the folders of the knowledge bases; none of them can have this name."""
-NAME_CHARS = 1024
-"""Characters of a file's name: every passage has it."""
-PURPOSES = ("assistants", "user_data")
 FEWEST_TOKENS, MOST_TOKENS = 100, 4096
 """Tokens of a chunk that a client may ask for, as in OpenAI's API."""
 _ID = re.compile(r"vs_[0-9a-f]{24}")
@@ -47,25 +40,25 @@ _ID = re.compile(r"vs_[0-9a-f]{24}")
 _log = logging.getLogger(__name__)
 
 
-class Library:
+class Library(Files):
     """Files and stores of tenants ("": of nobody). Any thread may call it; whatever is not the tenant's is not there.
 
-    directory: where the knowledge bases are kept; None keeps all in memory. now: the time in seconds since 1970.
+    directory: where the knowledge bases are kept; None keeps all in memory. now, quota: as `Files` has them.
 
     Raises:
         ConfigError: what is kept there cannot be used.
     """
 
-    def __init__(self, bases: Bases, directory: Path | None, now: Callable[[], float] = time.time):
+    def __init__(self, bases: Bases, directory: Path | None, now: Callable[[], float] = time.time, quota: int = QUOTA):
+        catalog = Catalog(None if directory is None else directory / FOLDER / "catalog.sqlite")
+        super().__init__(catalog, Intake(catalog, bases), now, quota)
         self._bases = bases
         self._directory = directory
-        self._now = now
         self._began = int(now())
-        self._catalog = Catalog(None if directory is None else directory / FOLDER / "catalog.sqlite")
-        self._intake = Intake(self._catalog, bases)
 
     def open(self) -> None:
         """Open the stores that were kept, and go on with what was not finished."""
+        self._begin()
         owners = self._catalog.owners()
         self._sweep(set(owners))
         for store, tenant in owners.items():
@@ -81,59 +74,9 @@ class Library:
 
     def close(self) -> None:
         """Stop reading files. What was not finished goes on when the library is opened again."""
+        self._end()
         self._intake.close()
         self._catalog.close()
-
-    # ---------------------------------------------------------------------------------------------- files
-
-    def upload(self, tenant: str, name: str, purpose: str, content: bytes) -> File:
-        """Keep a file.
-
-        Raises:
-            RequestError: if it could not be searched in, or has no use here.
-        """
-        kinds = ", ".join(suffixes())
-        if purpose not in PURPOSES:
-            reason = f"files serve searches here: purpose must be {' or '.join(PURPOSES)}, not {purpose!r}"
-            raise RequestError(reason, param="purpose", code="invalid_value")
-        if Path(name).suffix.lower() not in suffixes() or not is_unicode(name):
-            reason = f"the file {name!r} cannot be read: files of these types can: {kinds}"
-            raise RequestError(reason, param="file", code="unsupported_file")
-        if len(name) > NAME_CHARS or has_controls(name):
-            reason = f"the file's name may have {NAME_CHARS} characters, and no control characters"
-            raise RequestError(reason, param="file", code="invalid_value")
-        if not content:
-            raise RequestError(f"the file {name!r} is empty", param="file", code="invalid_value")
-        file = File(f"file-{_hex()}", name, purpose, len(content), int(self._now()))
-        self._catalog.add_file(tenant, file, content)
-        return file
-
-    def files(self, tenant: str) -> list[File]:
-        """All files, the oldest first."""
-        return self._catalog.files(tenant)
-
-    def file(self, tenant: str, file: str) -> File:
-        """One file.
-
-        Raises:
-            MissingError: if it is not there.
-        """
-        found = self._catalog.file(tenant, file)
-        if found is None:
-            raise MissingError(f"no file {file!r}", param="file_id", code="not_found")
-        return found
-
-    def content(self, tenant: str, file: str) -> bytes:
-        """A file's bytes; raises as `file`."""
-        return self._catalog.content(self.file(tenant, file).id) or b""
-
-    def remove(self, tenant: str, file: str) -> None:
-        """Delete a file, and take it out of all stores; raises as `file`."""
-        self.file(tenant, file)
-        stores = self._catalog.attached(file)
-        self._catalog.remove_file(file)
-        for store in stores:
-            self._intake.forget(store, file)
 
     # --------------------------------------------------------------------------------------------- stores
 
@@ -147,7 +90,7 @@ class Library:
     ) -> Store:
         """Make a store."""
         now = int(self._now())
-        store = Store(f"vs_{_hex()}", name, now, now, days, metadata or {}, description)
+        store = Store(f"vs_{hexadecimal()}", name, now, now, days, metadata or {}, description)
         self._catalog.put_store(tenant, store)
         self._bases.make(store.id, tenant)
         return store
@@ -194,6 +137,7 @@ class Library:
         Raises:
             RequestError: if it has expired.
         """
+        self.expire()
         kept = self._catalog.store(tenant, store)
         if kept is not None:
             self._check(self._looked_at(tenant, kept))
@@ -212,7 +156,7 @@ class Library:
         self._check(store)
         for one in attachments:
             self.file(tenant, one.file)
-        made = Batch(f"vsfb_{_hex()}", store.id, now) if batch else None
+        made = Batch(f"vsfb_{hexadecimal()}", store.id, now) if batch else None
         rows = [replace(one, created=now, batch=None if made is None else made.id) for one in attachments]
         self._catalog.attach(rows, made)
         self._catalog.touch(store.id, now)
@@ -222,6 +166,7 @@ class Library:
 
     def attachments(self, tenant: str, store: str, batch: str | None = None) -> list[Attachment]:
         """What a store holds, or what came with a batch, the oldest first; raises as `store`."""
+        self.expire()
         if self.store(tenant, store).own:
             return [self._own_document(store, file, size) for file, size in self._bases.get(store).sizes().items()]
         return self._catalog.attachments(store, batch)
@@ -232,6 +177,7 @@ class Library:
         Raises:
             MissingError: if it is not there.
         """
+        self.expire()
         found: Attachment | None
         if self.store(tenant, store).own:
             sizes = self._bases.get(store).sizes(file)
@@ -385,7 +331,3 @@ class Library:
         except RequestError:  # it was not opened yet
             _log.debug("%s has expired before it was opened", store.id)
         return gone
-
-
-def _hex() -> str:
-    return uuid.uuid4().hex[:24]

@@ -42,6 +42,12 @@ UPLOAD: Json = {
     "properties": {
         "file": {"type": "string", "format": "binary"},
         "purpose": {"enum": ["assistants", "user_data"]},
+        "expires_after[anchor]": {"enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+    },
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
     },
 }
 UNUSED = ("HTTPValidationError", "ValidationError")

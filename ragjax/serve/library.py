@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import mimetypes
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -13,7 +14,7 @@ from fastapi.responses import Response
 
 from ragjax import core
 from ragjax.serve.error import ApiError
-from ragjax.serve.multipart import parse
+from ragjax.serve.multipart import Part, parse
 from ragjax.serve.response import Json
 from ragjax.serve.schema.store import AttachmentBody, BatchBody, NoteBody, SearchBody, StoreBody, StoreChange
 
@@ -24,7 +25,10 @@ T = TypeVar("T")
 Order = Literal["asc", "desc"]
 Limit = Annotated[int, Query(ge=1, le=100)]
 ManyFiles = Annotated[int, Query(ge=1, le=10_000)]
-FILE_FIELDS = frozenset({"file", "purpose"})
+ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
+FILE_FIELDS = frozenset({"file", "purpose", ANCHOR, SECONDS})
+LEAST_SECONDS, MOST_SECONDS = 3600, 2_592_000
+"""After which a file may expire, as in OpenAI's API."""
 FOUND = 10
 """Passages of a search unless it asks for others."""
 
@@ -99,7 +103,7 @@ class LibraryEndpoints:
     # ---------------------------------------------------------------------------------------------- files
 
     async def upload(self, request: Request) -> Json:
-        """Upload a file: a form with `file` and `purpose`."""
+        """Upload a file: a form with `file`, `purpose`, and when the file expires."""
         form = parse(await request.body(), request.headers.get("content-type", ""))
         file, purpose = form.get("file"), form.get("purpose")
         if file is None or file.filename is None:
@@ -109,8 +113,7 @@ class LibraryEndpoints:
         unknown = next((name for name in form if name not in FILE_FIELDS), None)
         if unknown is not None:
             raise ApiError(400, f"unknown field {unknown!r}", param=unknown, code="unknown_parameter")
-        said = purpose.content.decode("utf-8", "replace")
-        arguments = (_tenant(request), file.filename, said, file.content)
+        arguments = (_tenant(request), file.filename, _said(purpose), file.content, _lifetime(form))
         return _file(await asyncio.to_thread(self._engine.library.upload, *arguments))
 
     def files(
@@ -314,6 +317,26 @@ def _tenant(request: Request) -> str:
     return tenant
 
 
+def _said(part: Part) -> str:
+    return part.content.decode("utf-8", "replace")
+
+
+def _lifetime(form: Mapping[str, Part]) -> int | None:
+    """Seconds until a file expires, as the form says; None: never."""
+    anchor, seconds = form.get(ANCHOR), form.get(SECONDS)
+    if anchor is None and seconds is None:
+        return None
+    if anchor is None or seconds is None:
+        raise _missing(ANCHOR if anchor is None else SECONDS, f"give {ANCHOR} and {SECONDS}, or neither")
+    if _said(anchor) != "created_at":
+        raise ApiError(400, f"{ANCHOR} must be created_at, not {_said(anchor)!r}", param=ANCHOR, code="invalid_value")
+    given = re.fullmatch("[0-9]{1,7}", _said(seconds))
+    if given is None or not LEAST_SECONDS <= int(given[0]) <= MOST_SECONDS:
+        reason = f"{SECONDS} must be a whole number from {LEAST_SECONDS} to {MOST_SECONDS}, not {_said(seconds)!r}"
+        raise ApiError(400, reason, param=SECONDS, code="invalid_value")
+    return int(given[0])
+
+
 def _missing(field: str, message: str) -> ApiError:
     return ApiError(400, message, param=field, code="missing_required_parameter")
 
@@ -324,7 +347,7 @@ def _file(file: core.File) -> Json:
         "object": "file",
         "bytes": file.size,
         "created_at": file.created,
-        "expires_at": None,
+        "expires_at": file.expires,
         "filename": file.name,
         "purpose": file.purpose,
         "status": "processed",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -176,6 +178,88 @@ def test_a_store_expires_after_its_last_use(tmp_path: Path) -> None:
     assert library.store("", store).expired and store not in shelf.held
     library.delete("", store)
     library.close()
+
+
+def test_a_file_expires(tmp_path: Path) -> None:
+    now = 10_000.0
+    library, shelf = open_library(tmp_path, now=lambda: now)
+    store = library.create("", "s").id
+    files = [library.upload("", name, "assistants", b"honey " + name.encode(), 3600).id for name in ("a.md", "b.md")]
+    library.attach("", [Attachment(store, file, 0) for file in files])
+    kept = put(library, store, "honey")
+    assert library.file("", files[0]).expires == 13_600 and set(found(library, store, "honey")) == {*files, kept}
+    now = 13_599.0
+    assert len(library.files("")) == 3
+    now = 13_600.0
+    assert found(library, store, "honey") == [kept] and library.counts("", store)[0].total == 1
+    assert [file.id for file in library.files("")] == [kept]
+    for call in (library.file, library.content, library.remove):
+        with pytest.raises(MissingError):
+            call("", files[0])
+    late = library.upload("", "c.md", "assistants", b"salt in blue boxes", 3600).id
+    library.attach("", [Attachment(store, late, 0)])
+    settled(library, store)
+    library.close()
+    shelf.close()
+    now = 99_999.0
+    library, shelf = open_library(tmp_path, now=lambda: now)
+    assert shelf.get(store).document_ids == {kept}
+    library.close()
+    shelf.close()
+    kept_bytes = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"honey" in kept_bytes and b"salt in blue boxes" not in kept_bytes
+
+
+def test_a_file_expires_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    alarms: list[tuple[float, Callable[[], None]]] = []
+
+    class Alarm:
+        def __init__(self, wait: float, ring: Callable[[], None]):
+            alarms.append((wait, ring))
+
+        def start(self) -> None: ...
+        def cancel(self) -> None: ...
+
+    monkeypatch.setattr("ragjax.retrieval.files.threading.Timer", Alarm)
+    now = 0.0
+    library, _ = open_library(now=lambda: now)
+    file = library.upload("", "a.md", "assistants", b"honey", 7200)
+    assert [wait for wait, _ in alarms] == [3600]
+    now = 3600.0
+    alarms[-1][1]()
+    assert [wait for wait, _ in alarms] == [3600, 3600] and library._catalog.content(file.id) == b"honey"
+    now = 7200.0
+    alarms[-1][1]()
+    assert library._catalog.content(file.id) is None and len(alarms) == 2
+    library.close()
+
+
+def test_a_tenant_has_a_quota_of_files() -> None:
+    library, _ = open_library(quota=10_000)
+    first = library.upload("acme", "a.txt", "assistants", b"x" * 5000)
+    library.upload("acme", "b.txt", "assistants", b"x")  # counts as 4096
+    with pytest.raises(RequestError, match="delete some") as refused:
+        library.upload("acme", "c.txt", "assistants", b"x")
+    assert refused.value.code == "quota_exceeded" and len(library.files("acme")) == 2
+    assert library.upload("umbra", "a.txt", "assistants", b"x" * 10_000).size == 10_000
+    library.remove("acme", first.id)
+    assert library.upload("acme", "c.txt", "assistants", b"x" * 5904).size == 5904
+    library.close()
+
+
+def test_a_catalog_of_an_older_version_is_read(tmp_path: Path) -> None:
+    place = tmp_path / "catalog.sqlite"
+    Catalog(place).close()
+    with sqlite3.connect(place) as database:
+        database.execute("alter table files drop column expires")
+        row = ("file-1", "", "a.txt", "assistants", 1, 5, b"x")
+        database.execute(
+            "insert into files (id, tenant, name, purpose, size, created, content) values (?,?,?,?,?,?,?)", row
+        )
+    database.close()
+    catalog = Catalog(place)
+    assert [(file.id, file.expires) for file in catalog.files("")] == [("file-1", None)]
+    catalog.close()
 
 
 def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from tests.support.fakes import FakeEngine
 from tests.support.serving import Served, error_of, serving
 
 FORM = "multipart/form-data; boundary=x"
+A_FILE = {"file": ("a.txt", b"x")}
+TIMED = {"purpose": "assistants", "expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
 COUNTS = {"in_progress": 0, "completed": 0, "failed": 0, "cancelled": 0, "total": 0}
 
 
@@ -34,9 +36,13 @@ def test_files_come_and_go(served: Served) -> None:
     client = served.client()
     made = client.files.create(file=("naïve.md", b"# A\r\n\x00--\r\n"), purpose="assistants")
     assert (made.object, made.bytes, made.filename, made.purpose) == ("file", 10, "naïve.md", "assistants")
-    assert made.status == "processed" and client.files.retrieve(made.id) == made
+    assert made.expires_at is None and made.status == "processed" and client.files.retrieve(made.id) == made
     assert client.files.content(made.id).content == b"# A\r\n\x00--\r\n"
     assert [file.id for file in client.files.list(purpose="user_data")] == []
+    timed = client.files.create(
+        file=("b.md", b"b"), purpose="assistants", expires_after={"anchor": "created_at", "seconds": 2_592_000}
+    )
+    assert timed.expires_at == timed.created_at + 2_592_000
     assert client.files.delete(made.id).deleted is True
     for gone in (client.files.retrieve, client.files.content, client.files.delete):
         with pytest.raises(openai.NotFoundError) as error:
@@ -73,6 +79,10 @@ def test_lists_have_pages(served: Served) -> None:
         ({"file": ("a.txt", b"x")}, {}, "purpose", "needs a purpose"),
         ({"other": ("a.txt", b"x")}, {"purpose": "assistants"}, "file", "needs a file"),
         ({"file": ("a.txt", b"x")}, {"purpose": "assistants", "expires_after[days]": "1"}, "expires_after[days]", ""),
+        (A_FILE, {**TIMED, "expires_after[anchor]": "last_active_at"}, "expires_after[anchor]", "created_at"),
+        (A_FILE, {**TIMED, "expires_after[seconds]": "3599"}, "expires_after[seconds]", "3600 to 2592000"),
+        (A_FILE, {**TIMED, "expires_after[seconds]": "1e6"}, "expires_after[seconds]", "whole number"),
+        (A_FILE, {"purpose": "assistants", "expires_after[seconds]": "4000"}, "expires_after[anchor]", "or neither"),
     ],
 )
 def test_bad_uploads(shared: Served, files: Any, data: Any, param: str, words: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ragjax.core import RequestError
+from ragjax.retrieval.files import QUOTA
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import Library
 from tests.support.islands import ISLANDS, open_base
@@ -49,10 +50,13 @@ class Shelf:
 
 
 def open_library(
-    directory: Path | None = None, own: tuple[str, ...] = (), now: Callable[[], float] = lambda: 1_000_000.0
+    directory: Path | None = None,
+    own: tuple[str, ...] = (),
+    now: Callable[[], float] = lambda: 1_000_000.0,
+    quota: int = QUOTA,
 ) -> tuple[Library, Shelf]:
     """A library, opened; close it before its shelf."""
     shelf = Shelf(own, directory)
-    library = Library(shelf, directory, now)
+    library = Library(shelf, directory, now, quota)
     library.open()
     return library, shelf

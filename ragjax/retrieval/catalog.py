@@ -168,6 +168,12 @@ class Catalog:
             where = " where store = ? and file = ? and created = ? and batch is ? and state = 'in_progress'"
             return database.execute(sql + where, (*values, *key)).rowcount == 1
 
+    def cancel(self, store: str, batch: str) -> list[str]:
+        """Note of what came with a batch and is not read yet that it never will be; the files."""
+        sql = "update attachments set state = 'cancelled' where store = ? and batch = ? and state = 'in_progress'"
+        with self._changing() as database:
+            return [file for (file,) in database.execute(f"{sql} returning file", (store, batch))]
+
     def reopen(self, store: str, file: str) -> None:
         """Note that an attachment is to be read again."""
         with self._changing() as database:

@@ -59,8 +59,8 @@ class Intake:
     def _read(self, attachment: Attachment) -> None:
         store, file = attachment.store, attachment.file
         content = self._catalog.content(file)
-        if content is None or self._catalog.attachment(store, file) is None:
-            return  # it was removed meanwhile
+        if content is None or self._gone(store, file):
+            return
         try:
             settled = self._fill(attachment, content)
         except RagjaxError as error:
@@ -69,8 +69,13 @@ class Intake:
             _log.exception("the file %s could not be read", file)
             settled = replace(attachment, state="failed", error=("server_error", "the file could not be read"))
         noted = self._catalog.settle(settled)
-        if not noted and self._catalog.attachment(store, file) is None:  # removed while it was read
+        if not noted and self._gone(store, file):  # while it was read
             self.forget(store, file)
+
+    def _gone(self, store: str, file: str) -> bool:
+        """Whether an attachment was removed or cancelled meanwhile."""
+        attachment = self._catalog.attachment(store, file)
+        return attachment is None or attachment.state == "cancelled"
 
     def _fill(self, attachment: Attachment, content: bytes) -> Attachment:
         name, file = self._catalog.name(attachment.file), attachment.file

@@ -65,7 +65,9 @@ class Library(Files):
             if self._expired(tenant, store):
                 continue
             base = self._bases.make(store, tenant)
-            wanted = {one.file: one for one in self._catalog.attachments(store) if one.state != "failed"}
+            wanted = {
+                one.file: one for one in self._catalog.attachments(store) if one.state not in ("failed", "cancelled")
+            }
             base.delete(base.document_ids - wanted.keys())
             for one in wanted.values():
                 if one.state == "in_progress" or (one.state == "completed" and one.file not in base.document_ids):
@@ -216,6 +218,13 @@ class Library(Files):
         found = self._catalog.batch(store, batch)
         if found is None:
             raise MissingError(f"no file batch {batch!r} in vector store {store!r}", param="batch_id", code="not_found")
+        return found
+
+    def cancel(self, tenant: str, store: str, batch: str) -> Batch:
+        """Read no more of a batch: what is in progress of it is cancelled; raises as `batch`."""
+        found = self.batch(tenant, store, batch)
+        for file in self._catalog.cancel(store, batch):
+            self._intake.forget(store, file)  # as it was before, if it was there
         return found
 
     def counts(self, tenant: str, store: str, batch: str | None = None) -> tuple[Counts, int]:

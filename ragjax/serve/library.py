@@ -96,6 +96,7 @@ class LibraryEndpoints:
             ("POST", f"{store}/file_batches", self.attach_batch),
             ("GET", f"{store}/file_batches/{{batch_id}}", self.batch),
             ("GET", f"{store}/file_batches/{{batch_id}}/files", self.batch_files),
+            ("POST", f"{store}/file_batches/{{batch_id}}/cancel", self.cancel),
         ):
             router.add_api_route(path, endpoint, methods=[method], response_model=None)
         return router
@@ -262,6 +263,11 @@ class LibraryEndpoints:
         tenant = _tenant(request)
         return self._batch(tenant, self._engine.library.batch(tenant, vector_store_id, batch_id))
 
+    def cancel(self, request: Request, vector_store_id: str, batch_id: str) -> Json:
+        """Read no more files of a batch; those that were read stay."""
+        tenant = _tenant(request)
+        return self._batch(tenant, self._engine.library.cancel(tenant, vector_store_id, batch_id))
+
     def batch_files(
         self,
         request: Request,
@@ -302,12 +308,13 @@ class LibraryEndpoints:
 
     def _batch(self, tenant: str, batch: core.Batch) -> Json:
         counts, _ = self._engine.library.counts(tenant, batch.store, batch.id)
+        over = "cancelled" if counts.cancelled else "completed"
         return {
             "id": batch.id,
             "object": "vector_store.file_batch",
             "created_at": batch.created,
             "vector_store_id": batch.store,
-            "status": "in_progress" if counts.in_progress else "completed",
+            "status": "in_progress" if counts.in_progress else over,
             "file_counts": _counts(counts),
         }
 

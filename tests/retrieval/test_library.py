@@ -13,8 +13,11 @@ from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import Attachment, Comparison, Counts, MissingError, RequestError
 from ragjax.retrieval.catalog import Catalog
+from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import FOLDER, Library
 from tests.support.shelf import Shelf, open_library
+
+Holding = Callable[[KnowledgeBase], tuple[threading.Event, threading.Event]]
 
 
 def settled(library: Library, store: str, tenant: str = "") -> Counts:
@@ -300,18 +303,29 @@ def test_what_could_not_be_searched_is_not_taken(name: str, purpose: str, conten
     library.close()
 
 
-def test_a_file_that_leaves_while_it_is_read_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Holding:
+    """Have a knowledge base add nothing before it is told to: when it has begun to, and that it may."""
+
+    def hold(base: KnowledgeBase) -> tuple[threading.Event, threading.Event]:
+        begun, goes_on, add = threading.Event(), threading.Event(), base.add
+
+        def slow(*args: object, **options: object) -> object:
+            begun.set()
+            assert goes_on.wait(10)
+            return add(*args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(base, "add", slow)
+        return begun, goes_on
+
+    return hold
+
+
+def test_a_file_that_leaves_while_it_is_read_leaves_nothing(held: Holding) -> None:
     library, shelf = open_library()
     store = library.create("", "s").id
-    base, begun, goes_on = shelf.get(store), threading.Event(), threading.Event()
-    add = base.add
-
-    def slow(*args: object, **options: object) -> object:
-        begun.set()
-        assert goes_on.wait(10)
-        return add(*args, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(base, "add", slow)
+    base = shelf.get(store)
+    begun, goes_on = held(base)
     file = library.upload("", "a.txt", "assistants", b"honey").id
     library.attach("", [Attachment(store, file, 0)])
     assert begun.wait(10) and library.attachment("", store, file).state == "in_progress"
@@ -319,6 +333,35 @@ def test_a_file_that_leaves_while_it_is_read_leaves_nothing(monkeypatch: pytest.
     goes_on.set()
     library.close()
     assert base.document_ids == frozenset()
+
+
+def test_a_batch_that_is_cancelled_is_read_no_further(held: Holding, tmp_path: Path) -> None:
+    library, shelf = open_library(tmp_path)
+    store = library.create("", "s").id
+    old = put(library, store, "honey")
+    base = shelf.get(store)
+    begun, goes_on = held(base)
+    files = [library.upload("", f"{n}.txt", "assistants", b"salt").id for n in (1, 2)]
+    batch = library.attach("", [Attachment(store, file, 0) for file in (*files, old)], batch=True)
+    assert batch is not None and begun.wait(10)
+    alone = library.upload("", "3.txt", "assistants", b"salt").id
+    library.attach("", [Attachment(store, alone, 0)])
+    library.cancel("", store, batch.id)
+    goes_on.set()
+    assert library.counts("", store, batch.id)[0] == Counts(cancelled=3)
+    assert settled(library, store) == Counts(completed=1, cancelled=3)
+    assert base.document_ids == {alone} and found(library, store, "salt honey") == [alone]
+    library.close()
+    shelf.close()
+    library, shelf = open_library(tmp_path)
+    assert settled(library, store) == Counts(completed=1, cancelled=3)
+    assert library.cancel("", store, batch.id) == batch
+    library.attach("", [Attachment(store, old, 0)])
+    assert settled(library, store) == Counts(completed=2, cancelled=2)
+    with pytest.raises(MissingError):
+        library.cancel("umbra", store, batch.id)
+    library.close()
+    shelf.close()
 
 
 def test_batches_count_their_own_files() -> None:

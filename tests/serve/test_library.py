@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from ragjax import core
+from ragjax.retrieval.intake import Intake
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
 from tests.support.serving import Served, error_of, serving
@@ -166,12 +167,26 @@ def test_batches(served: Served) -> None:
     assert batch.file_counts.to_dict() == {**COUNTS, "completed": 1, "failed": 1, "total": 2}
     (failed,) = client.vector_stores.file_batches.list_files(batch.id, vector_store_id=store.id, filter="failed")
     assert failed.last_error is not None and failed.last_error.code == "invalid_file"
+    assert client.vector_stores.file_batches.cancel(batch.id, vector_store_id=store.id).status == "completed"
     file = upload(served)["id"]
     body: Any = {"files": [{"file_id": file, "attributes": {"n": 1}}]}
     made = served.post(f"/v1/vector_stores/{store.id}/file_batches", json=body).json()
     assert made["object"] == "vector_store.file_batch" and made["vector_store_id"] == store.id
-    with pytest.raises(openai.NotFoundError):
-        client.vector_stores.file_batches.retrieve("vsfb_0", vector_store_id=store.id)
+    for call in (client.vector_stores.file_batches.retrieve, client.vector_stores.file_batches.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call("vsfb_0", vector_store_id=store.id)
+
+
+def test_a_batch_is_cancelled(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Intake, "start", lambda self, attachment: None)  # nothing is ever read
+    client, file = served.client(), upload(served)["id"]
+    store = client.vector_stores.create(name="s")
+    batch = client.vector_stores.file_batches.create(store.id, file_ids=[file])
+    assert batch.status == "in_progress"
+    cancelled = client.vector_stores.file_batches.cancel(batch.id, vector_store_id=store.id)
+    assert cancelled.status == "cancelled" and cancelled.file_counts.to_dict() == {**COUNTS, "cancelled": 1, "total": 1}
+    assert client.vector_stores.files.retrieve(file, vector_store_id=store.id).status == "cancelled"
+    assert client.vector_stores.retrieve(store.id).status == "completed"
 
 
 def test_a_search(served: Served) -> None:

@@ -133,6 +133,14 @@ class Graph:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A knowledge base that is searched (None: the engine's default). within: ids of documents that may be found."""
+
+    knowledge: str | None
+    within: frozenset[str] | None = None
+
+
+@dataclass(frozen=True)
 class Rag:
     """What knowledge a request uses and how its KV is reused.
 
@@ -149,7 +157,8 @@ class Rag:
     recognise: whether passages in the messages are recognised, and reused at any place; None uses the engine's default.
     kl: nats; the recompute ratio is the least whose divergence is forecast to lie within (`ragjax/reuse/budget.py`).
     detail: hand back the tokens of the prompt in the answer.
-    within: ids of the documents that may be retrieved; None: all. min_score: the least cosine similarity of a chunk.
+    sources: knowledge bases that are searched together, instead of `knowledge`; a document that several of them have is
+        found in the first. min_score: the least cosine similarity of a chunk.
 
     Raises:
         RequestError: for fields that exclude each other, or a number that cannot be.
@@ -166,13 +175,15 @@ class Rag:
     kl: float | None = None
     detail: bool = False
     recognise: bool | None = None
-    within: frozenset[str] | None = None
+    sources: tuple[Source, ...] = ()
     min_score: float | None = None
 
     def __post_init__(self) -> None:
-        texts = self.knowledge is not None or self.top_k is not None or self.documents is not None
+        texts = self.knowledge is not None or bool(self.sources) or self.top_k is not None or self.documents is not None
         _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
         _check(self.graph is None or self.keep_top is None, "give graph or keep_top, not both", "rag.keep_top")
+        beside = self.knowledge is not None or self.documents is not None
+        _check(not self.sources or not beside, "give sources, or knowledge or documents, not both", "rag.knowledge")
         _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
         _check(self.keep_top is None or self.keep_top >= 0, "keep_top must be at least 0", "rag.keep_top")
         ratio = self.recompute_ratio
@@ -187,6 +198,16 @@ class Rag:
             _check(not both, f"give {name} or quality, not both: quality picks the ratio", f"rag.{name}")
         packed = kl is not None and self.compression not in (None, "none")
         _check(not packed, "give compression or quality, not both: the forecast is of whole prompts", "rag.compression")
+
+    @property
+    def searched(self) -> tuple[Source, ...]:
+        """Where chunks are looked for, if they are."""
+        return self.sources or (Source(self.knowledge),)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The knowledge bases that the request names."""
+        return tuple(source.knowledge for source in self.searched if source.knowledge is not None)
 
 
 @dataclass(frozen=True)

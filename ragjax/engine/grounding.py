@@ -10,6 +10,7 @@ from ragjax.engine.registry import Registry
 from ragjax.prompting.passage import Cutter, brings_passages
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
+from ragjax.retrieval.union import Part, nearest
 
 BROUGHT = "the messages bring passages, so none were retrieved (--retrieve auto); rag.top_k asks for some"
 
@@ -45,26 +46,33 @@ class Grounding:
         rag = request.rag
         if rag is None or not request.messages:
             return None
-        if rag.knowledge is not None:
-            self.knowledge.seen(rag.knowledge, request.tenant)  # unknown is an error even where nothing is looked up
+        for name in rag.named:
+            self.knowledge.seen(name, request.tenant)  # unknown is an error even where nothing is looked up
         if rag.documents is not None:
             return self._given(rag.documents, rag.knowledge, request.tenant)
         if not self._searches(request, rag):
             return None
-        base = self.knowledge.seen(rag.knowledge, request.tenant)
-        hits = base.search(request.question, self._top_k(rag), within=rag.within, min_score=rag.min_score)
-        return self._shared(hits, rag)
+        names = [source.knowledge for source in rag.searched]
+        bases = [self.knowledge.seen(name, request.tenant) for name in names]
+        parts = [Part(base, source.within) for base, source in zip(bases, rag.searched, strict=True)]
+        found = nearest(parts, request.question, self._top_k(rag), rag.min_score)
+        public = {id(base): self._public(name) for base, name in zip(bases, names, strict=True)}
+        return tuple(replace(hit, public=public[id(part.base)]) for part, hit in found)
 
     def stages(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none."""
         rag = request.rag
         if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
             return None
-        if rag.within is not None or rag.min_score is not None:  # what a stage has may be left out by the next
+        source, *others = rag.searched
+        if (
+            others or source.within is not None or rag.min_score is not None
+        ):  # the next stage may leave out what one has
             return None
-        base = self.knowledge.seen(rag.knowledge, request.tenant)
+        base = self.knowledge.seen(source.knowledge, request.tenant)
+        public = self._public(source.knowledge)
         found = base.stages(request.question, self._top_k(rag), stages)
-        return (replace(stage, hits=self._shared(stage.hits, rag)) for stage in found)
+        return (replace(stage, hits=tuple(replace(hit, public=public) for hit in stage.hits)) for stage in found)
 
     def leaves_alone(self, request: Request) -> bool:
         """Whether a request would get passages if its messages brought none."""
@@ -73,15 +81,15 @@ class Grounding:
             return False
         return replace(self, retrieve="always")._searches(request, rag) and not self._searches(request, rag)
 
-    def _shared(self, hits: tuple[Hit, ...], rag: Rag) -> tuple[Hit, ...]:
-        public = self.share and not self.knowledge.owned(rag.knowledge)
-        return tuple(replace(hit, public=public) for hit in hits)
+    def _public(self, name: str | None) -> bool:
+        """Whether tenants share the KV of a knowledge base."""
+        return self.share and not self.knowledge.owned(name)
 
     def _searches(self, request: Request, rag: Rag) -> bool:
         """Whether there is a knowledge base to search, and a question; messages without one are refused later."""
-        known = rag.knowledge is not None or bool(self.knowledge.names)
+        known = bool(rag.named) or bool(self.knowledge.names)
         wanted = bool(request.question.strip()) and known and self._top_k(rag) > 0
-        if not wanted or rag.knowledge is not None or rag.top_k is not None or self.retrieve == "always":
+        if not wanted or rag.named or rag.top_k is not None or self.retrieve == "always":
             return wanted
         return self.retrieve == "auto" and not brings_passages(self.cutter, request.messages)
 
@@ -90,7 +98,7 @@ class Grounding:
 
     def _given(self, documents: Sequence[str | Document], knowledge: str | None, tenant: str) -> tuple[Hit, ...]:
         hits: list[Hit] = []
-        public = self.share and not self.knowledge.owned(knowledge)
+        public = self._public(knowledge)
         room = self.context_length
         for document in documents:
             self.check()

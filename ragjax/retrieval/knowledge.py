@@ -18,7 +18,7 @@ import hashlib
 import math
 import sqlite3
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -277,7 +277,7 @@ class KnowledgeBase:
     # ------------------------------------------------------------------------------------------ reading
 
     def search(
-        self, question: str, k: int, *, within: Collection[str] | None = None, min_score: float | None = None
+        self, question: str, k: int, *, within: Container[str] | None = None, min_score: float | None = None
     ) -> tuple[Hit, ...]:
         """The k chunks nearest to the question, best first; fewer if there are fewer.
 
@@ -398,6 +398,9 @@ class KnowledgeBase:
     def __len__(self) -> int:
         """Number of chunks."""
         return len(self._index)
+
+    def __contains__(self, document_id: str) -> bool:
+        return bool(self._digests([document_id]))
 
     def _digests(self, document_ids: Iterable[str]) -> dict[str, bytes]:
         """Content hashes of those that are stored."""

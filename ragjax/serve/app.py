@@ -198,27 +198,28 @@ class _Endpoints:
 
     async def response(self, body: ResponseBody, request: Request) -> Response:
         tenant = request.state.tenant
-        within = await asyncio.to_thread(self._within, body, tenant)
-        (made,) = self._named_by(body.model, lambda: [body.to_core(within)])
+        sources = await asyncio.to_thread(self._sources, body, tenant)
+        (made,) = self._named_by(body.model, lambda: [body.to_core(sources)])
         asked = replace(made, tenant=tenant)
-        await self._use_store(asked)
+        await self._use_stores(asked)
         reply = Reply(self._engine, body, asked, request.state.notices)
         events = self._events(asked, request.state.arrived)
         if body.stream:
             return TypedStream(reply.stream(events, request.scope))
         return JSONResponse(await while_connected(reply.whole(events), request.receive))
 
-    def _within(self, body: ResponseBody, tenant: str) -> frozenset[str] | None:
-        """Ids of the files that the search of a response may find; None: all."""
+    def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:
+        """Where the search of a response looks, and for which files."""
         search = body.search
-        if search is None or search.filters is None:
-            return None
-        return self._engine.library.within(tenant, search.vector_store_ids[0], search.filters.to_core())
+        if search is None:
+            return ()
+        wanted, library = None if search.filters is None else search.filters.to_core(), self._engine.library
+        return tuple(core.Source(store, library.within(tenant, store, wanted)) for store in search.vector_store_ids)
 
-    async def _use_store(self, request: core.Request) -> None:
-        """Note that the store of a request is used; an error if it has expired."""
-        if request.rag is not None and request.rag.knowledge is not None:
-            await asyncio.to_thread(self._engine.library.use, request.tenant, request.rag.knowledge)
+    async def _use_stores(self, request: core.Request) -> None:
+        """Note that the stores of a request are used; an error if one has expired."""
+        for name in () if request.rag is None else request.rag.named:
+            await asyncio.to_thread(self._engine.library.use, request.tenant, name)
 
     async def embedding(self, body: EmbeddingBody, request: Request) -> Response:
         name = self._engine.embedding_model
@@ -229,7 +230,7 @@ class _Endpoints:
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         asked = [replace(one, tenant=request.state.tenant) for one in self._asked(body)]
-        await self._use_store(asked[0])
+        await self._use_stores(asked[0])
         form_of = ToolForm if asked[0].tools is not None else form_of
         form = form_of(
             self._engine, asked[0].sampling.logprobs is not None, len(asked), body.n or 1, request.state.notices

@@ -32,9 +32,10 @@ def grounded(request: core.Request, knowledge: str) -> core.Request:
         raise _contradiction(f"text completions retrieve nothing, so none from {knowledge!r}")
     if rag is None:
         raise _contradiction(f"the model's name asks for knowledge from {knowledge!r}, and rag: null for none")
-    if rag.knowledge not in (None, knowledge):
-        raise _contradiction(f"the model's name asks for knowledge from {knowledge!r}, and rag for {rag.knowledge!r}")
-    return replace(request, rag=replace(rag, knowledge=knowledge))
+    if any(name != knowledge for name in rag.named):
+        others = ", ".join(map(repr, rag.named))
+        raise _contradiction(f"the model's name asks for knowledge from {knowledge!r}, and the request for {others}")
+    return request if rag.named else replace(request, rag=replace(rag, knowledge=knowledge))
 
 
 def _contradiction(reason: str) -> core.RequestError:

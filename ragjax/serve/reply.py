@@ -117,13 +117,21 @@ class Reply:
 
     def _passages(self, answer: core.Answer) -> list[Json]:
         """The passages that the search put into the prompt, in its order; those deleted meanwhile are left out."""
-        search, library, tenant = self._body.search, self._engine.library, self._request.tenant
-        if search is None:
+        if self._body.search is None:
             return []
-        (store,) = search.vector_store_ids
         hits = [(segment.id, segment.score) for segment in answer.segments if segment.score is not None]
-        found = (library.passage(tenant, store, chunk, score) for chunk, score in hits)
+        found = (self._passage(chunk, score) for chunk, score in hits)
         return [{**cited(passage), "text": passage.chunk.text} for passage in found if passage is not None]
+
+    def _passage(self, chunk: str, score: float) -> core.Passage | None:
+        """Of the first store that could find it."""
+        library, tenant, file = self._engine.library, self._request.tenant, chunk.rpartition("#")[0]
+        for source in () if self._request.rag is None else self._request.rag.sources:
+            if source.knowledge is not None and (source.within is None or file in source.within):
+                found = library.passage(tenant, source.knowledge, chunk, score)
+                if found is not None:
+                    return found
+        return None
 
     def _annotations(self, passages: Sequence[Json]) -> list[Json]:
         """A citation of each file that has a passage in the prompt, once, at the end of the text."""

@@ -268,6 +268,16 @@ def test_requests_reach_their_own_stores_alone() -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             ask(two, knowledge=store.id)
         assert refused.value.code == "not_found" and store.id not in str(engine.knowledge_names)
+        theirs = two.vector_stores.create(
+            name="theirs", file_ids=[two.files.create(file=("b.txt", b"b"), purpose="assistants").id]
+        )
+        search: Any = {"type": "file_search", "vector_store_ids": [theirs.id, store.id]}
+        with pytest.raises(openai.BadRequestError) as refused:
+            two.responses.create(model="tiny", input="the secret is red", tools=[search])
+        assert refused.value.code == "not_found"
+        filtered: Any = {**search, "filters": {"type": "eq", "key": "a", "value": 1}}
+        with pytest.raises(openai.NotFoundError):
+            two.responses.create(model="tiny", input="the secret is red", tools=[filtered])
         assert all(s["score"] is None for s in ask(two).rag["segments"])
         models = served.get("/v1/models", headers={"authorization": "Bearer k1"}).json()["data"]
         assert models[0]["rag"]["knowledge"] == []

@@ -121,10 +121,15 @@ def test_a_search_is_a_retrieval(caught: Caught) -> None:
         "ranking_options": {"score_threshold": 0.25},
     }
     request = asked(caught, tools=[search], rag={"strategy": "naive"})
-    assert request.rag == core.Rag("demo", 7, "naive", min_score=0.25) and request.tools is None
+    assert (
+        request.rag == core.Rag(None, 7, "naive", sources=(core.Source("demo"),), min_score=0.25)
+        and request.tools is None
+    )
     filtered = {**search, "filters": {"type": "eq", "key": "lang", "value": "en"}}
     rag = asked(caught, tools=[filtered, WEATHER], tool_choice="required").rag
-    assert rag is not None and rag.within == frozenset(), "the documents of the server's own base have no attributes"
+    assert rag is not None and rag.sources == (core.Source("demo", frozenset()),), (
+        "the documents of the server's own base have no attributes"
+    )
     assert asked(caught, tools=[filtered, WEATHER], tool_choice={"type": "file_search"}).tools is None
     assert asked(caught, tools=[search], tool_choice="required").tools is None
     assert asked(caught, tools=[search], tool_choice="none").rag == core.Rag()
@@ -153,7 +158,13 @@ def test_what_has_no_effect_is_said(shared: Served) -> None:
             "",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "these are: 'function', 'file_search'"),
-        ({"tools": [{"type": "file_search", "vector_store_ids": ["a", "b"]}]}, "tools", "one vector store"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["a"]}] * 2}, "tools", "one file_search tool"),
+        ({"tools": [{"type": "file_search", "vector_store_ids": ["a", "a"]}]}, "tools", "given twice"),
+        (
+            {"tools": [{"type": "file_search", "vector_store_ids": [str(n) for n in range(17)]}]},
+            "tools[0].vector_store_ids",
+            "16",
+        ),
         ({"tools": [{"type": "file_search", "vector_store_ids": ["demo"]}], "rag": {"top_k": 1}}, "rag.top_k", "both"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "no such tool"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "must name one of the tools"),
@@ -315,6 +326,19 @@ def test_a_search_cites_the_files_whose_passages_are_in_the_prompt() -> None:
         made = client.responses.create(**{**asked, "tools": [filtered]})
         assert [a.filename for a in made.output[1].content[0].annotations] == ["mill.md"]
         assert made.output[0].results is None
+
+        both = client.vector_stores.create(name="both", file_ids=[files[1].id])
+        late = client.files.create(file=("lamp.md", b"# lamp\n\nThe lighthouse lamp is bright."), purpose="assistants")
+        client.vector_stores.files.create_and_poll(late.id, vector_store_id=both.id, poll_interval_ms=10)
+        union: Any = {**search, "vector_store_ids": [store.id, both.id], "max_num_results": 4}
+        made = client.responses.create(**{**asked, "tools": [union]}, include=["file_search_call.results"])
+        results = made.output[0].results
+        assert sorted(r.filename for r in results) == ["ferry.md", "lamp.md", "lighthouse.md", "mill.md"]
+        assert [r.score for r in results] == sorted((r.score for r in results), reverse=True)
+        assert {r.filename: r.attributes for r in results}["lighthouse.md"] == {"year": 2}, "of the first store"
+        second: Any = {**union, "filters": {"type": "ne", "key": "year", "value": 2}}
+        made = client.responses.create(**{**asked, "tools": [second]}, include=["file_search_call.results"])
+        assert {r.filename: r.attributes for r in made.output[0].results}["lighthouse.md"] == {}, "of the second"
 
         rag = {"rag": {"knowledge": store.id, "top_k": 2}}
         plain = client.responses.create(model="tiny", input="The lighthouse", max_output_tokens=6, extra_body=rag)

@@ -18,6 +18,8 @@ from ragjax.serve.schema.tool import FunctionTool, NamedFunction, ToolChoice, to
 
 RESULTS = "file_search_call.results"
 LOGPROBS = "message.output_text.logprobs"
+MOST_STORES = 16
+"""Vector stores of a search, at most."""
 MOST_RESULTS = 50
 """Passages of a search, at most, as in OpenAI's API."""
 
@@ -57,10 +59,10 @@ class Ranking(Body):
 
 
 class SearchTool(Body):
-    """A search in a vector store before the answer, by the user's last message."""
+    """A search in vector stores before the answer, by the user's last message. filters: of the files of all of them."""
 
     type: Literal["file_search"]
-    vector_store_ids: Annotated[list[FilledName], Field(min_length=1)]
+    vector_store_ids: Annotated[list[FilledName], Field(min_length=1, max_length=MOST_STORES)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
     filters: Filter | None = None
     ranking_options: Ranking | None = None
@@ -121,23 +123,25 @@ class ResponseBody(Body):
         """The search that comes before the answer.
 
         Raises:
-            core.RequestError: for several.
+            core.RequestError: for several, or for a store that is given twice.
         """
         found = [tool for tool in self.tools or () if isinstance(tool, SearchTool)]
-        if len(found) > 1 or any(len(tool.vector_store_ids) > 1 for tool in found):
-            reason = "an answer is from one vector store: give one file_search tool with one of vector_store_ids"
+        if len(found) > 1:
+            reason = "there is one search before an answer: give one file_search tool, with all vector_store_ids"
             raise core.RequestError(reason, param="tools", code="invalid_value")
+        if any(len(set(tool.vector_store_ids)) < len(tool.vector_store_ids) for tool in found):
+            raise core.RequestError("a vector store is given twice", param="tools", code="invalid_value")
         if self.tool_choice is not None and self.tool_choice.type == "file_search" and not found:
             reason = "tool_choice is file_search, and there is no such tool"
             raise core.RequestError(reason, param="tool_choice", code="invalid_value")
         off = self.tool_choice is not None and self.tool_choice.type == "none"
         return found[0] if found and not off else None
 
-    def to_core(self, within: frozenset[str] | None = None) -> core.Request:
+    def to_core(self, sources: tuple[core.Source, ...] = ()) -> core.Request:
         """What the body asks of the engine.
 
         Args:
-            within: ids of the files that its search may find; None: all of the store.
+            sources: where its search looks.
 
         Raises:
             core.RequestError: for fields that contradict each other.
@@ -149,11 +153,11 @@ class ResponseBody(Body):
         return core.Request(
             messages=messages_of(self.input, self.instructions),
             sampling=core.Sampling(**given, logprobs=(self.top_logprobs or 0) if wanted else None, json_schema=schema),
-            rag=self._rag(within),
+            rag=self._rag(sources),
             tools=self._functions(),
         )
 
-    def _rag(self, within: frozenset[str] | None) -> core.Rag | None:
+    def _rag(self, sources: tuple[core.Source, ...]) -> core.Rag | None:
         asked = self.search
         rag = None if self.rag is None else self.rag.to_core()
         if asked is None:
@@ -165,9 +169,8 @@ class ResponseBody(Body):
         ranking = asked.ranking_options or Ranking()
         return replace(
             rag or core.Rag(),
-            knowledge=asked.vector_store_ids[0],
             top_k=asked.max_num_results,
-            within=within,
+            sources=sources,
             min_score=ranking.score_threshold,
         )
 

@@ -1,0 +1,47 @@
+"""A search in several knowledge bases at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from ragjax.core import Document, RequestError
+from ragjax.retrieval.union import Part, nearest
+from tests.support.islands import ISLANDS, open_base
+
+
+def found(parts: list[Part], question: str, k: int, min_score: float | None = None) -> list[tuple[str, int]]:
+    """The documents, and the part that each is of."""
+    return [(hit.chunk.document_id, parts.index(part)) for part, hit in nearest(parts, question, k, min_score)]
+
+
+def test_passages_of_all_bases_are_merged_by_score() -> None:
+    whole, left, right = open_base(name="whole"), open_base(name="left"), open_base(name="right")
+    whole.add(ISLANDS)
+    left.add(ISLANDS[::2])
+    right.add(ISLANDS[1::2])
+    for question in ("honey in red boxes", "copper", "salt and honey"):
+        for k in (1, 2, 3, 9):
+            together = nearest([Part(left), Part(right)], question, k)
+            alone = whole.search(question, k)
+            assert [hit.chunk.id for _, hit in together] == [hit.chunk.id for hit in alone]
+            assert [hit.score for _, hit in together] == pytest.approx([hit.score for hit in alone])
+    least = whole.search("honey", 1)[0].score - 1e-6
+    assert found([Part(left), Part(right)], "honey", 4, least) == [("isle/1", 1)]
+
+
+def test_a_document_of_several_bases_is_found_in_the_first_that_may() -> None:
+    first, second = open_base(name="first"), open_base(name="second")
+    first.add([Document("a", "honey"), Document("b", "salt")])
+    second.add([Document("a", "honey of the second"), Document("b", "salt"), Document("c", "honey honey salt")])
+    assert sorted(found([Part(first), Part(second)], "honey", 9)) == [("a", 0), ("b", 0), ("c", 1)]
+    parts = [Part(first, frozenset("b")), Part(second, frozenset("ac"))]
+    assert sorted(found(parts, "honey", 9)) == [("a", 1), ("b", 0), ("c", 1)]
+    assert len(found([Part(first), Part(second)], "honey", 3)) == 3, "what is left out makes room for others"
+
+
+def test_empty_bases_are_passed_over() -> None:
+    empty, filled = open_base(name="empty"), open_base(name="filled")
+    filled.add(ISLANDS)
+    assert found([Part(empty), Part(filled)], "honey", 1) == [("isle/1", 1)]
+    with pytest.raises(RequestError, match="is empty"):
+        nearest([Part(empty), Part(empty)], "honey", 1)

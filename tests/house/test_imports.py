@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.devices import ROOT
+from tests.support.drawing import edges
 from tests.support.imports import HEAVY, import_without
 
 # room -> the rooms whose modules it may import besides its own
@@ -138,6 +139,18 @@ def test_every_room_has_its_place() -> None:
 def test_the_table_has_no_cycle() -> None:
     rooms = {room: {target.split(".")[0] for target in targets} for room, targets in ALLOWED.items()}
     assert list(TopologicalSorter(rooms).static_order())
+
+
+def test_the_drawing_shows_the_rule() -> None:
+    """docs/figure/rooms.dot: each arrow is allowed, and what is allowed follows from the arrows."""
+    drawn: dict[str, set[str]] = {room: set() for room in ALLOWED if room not in ("ragjax", "entry")}
+    for source, target in edges((ROOT / "docs" / "figure" / "rooms.dot").read_text()):
+        assert target in ALLOWED[source], f"{source} may not import {target}"
+        drawn[source].add(target)
+    reached: dict[str, set[str]] = {}
+    for room in TopologicalSorter(drawn).static_order():
+        reached[room] = drawn[room].union(*(reached[below] for below in drawn[room]))
+    assert {room: ALLOWED[room] - reached[room] for room in drawn} == {room: set() for room in drawn}
 
 
 def test_imports_point_one_way() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import posixpath
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support.devices import ROOT
+from tests.support.drawing import edges
 
 spec = importlib.util.spec_from_file_location("hook", ROOT / "docs" / "hook.py")
 hook: Any = importlib.util.module_from_spec(spec)
@@ -110,3 +112,53 @@ def test_a_link_that_leads_somewhere_is_not() -> None:
 )
 def test_a_link_from_file_to_file_is_led_from_page_to_page(page: str, link: str, led: str) -> None:
     assert hook.led(link, page) == led
+
+
+LOADED = (
+    r"!\[[^\]]*\]\(\s*<?(?:\w+:)?//[^)]*\)",  # an image
+    r"<(?:script|img|iframe|link|source|video|audio|object|embed)\b[^>]*?(?:src|href|data)\s*=\s*[\"']?(?:\w+:)?//[^>]*>",
+    r"```mermaid",  # the theme has its drawings made by a script from elsewhere
+)
+
+
+def foreign(text: str) -> list[str]:
+    """What a page would load from elsewhere."""
+    return [found for pattern in LOADED for found in re.findall(pattern, text)]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_page_loads_nothing_from_elsewhere(source: str) -> None:
+    text = (ROOT / source).read_text(encoding="utf-8")
+    if source.endswith(".ipynb"):
+        text = text.replace('\\"', '"')
+    assert foreign(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "![a](https://example.org/a.png)",
+        '<script type="module" src="//example.org/a.js"></script>',
+        "<img alt=a src=http://example.org/a.png>",
+        "```mermaid\ngraph TD\n```",
+    ],
+)
+def test_what_would_be_loaded_from_elsewhere_is_found(text: str) -> None:
+    assert len(foreign(text)) == 1 and foreign("[a](https://example.org), ![b](figure/load.png)") == []
+
+
+def test_the_site_loads_nothing_from_elsewhere() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+    assert site["theme"]["font"] is False
+    given = [str(entry) for kind in ("extra_javascript", "extra_css") for entry in site.get(kind, ())]
+    assert [entry for entry in given if "//" in entry] == []
+    assert "repo_url" not in site and not {"analytics", "consent"} & set(site.get("extra", ())) and "mermaid" not in str(
+        site["markdown_extensions"]
+    )
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((DOCS / "figure").glob("*.dot"))])
+def test_a_drawing_is_drawn_from_its_source(name: str) -> None:
+    source, drawn = ((DOCS / "figure" / f"{name}.{kind}").read_text() for kind in ("dot", "svg"))
+    titles = {html.unescape(title) for title in re.findall(r"<title>(.*?)</title>", drawn)}
+    assert edges(source) == {tuple(title.split("->")) for title in titles if "->" in title}

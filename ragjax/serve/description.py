@@ -50,6 +50,8 @@ UPLOAD: Json = {
         "expires_after[seconds]": ["expires_after[anchor]"],
     },
 }
+CONTENT = ("application/pdf", "text/html", "text/markdown", "text/plain", "application/octet-stream")
+"""What a file's bytes are sent as."""
 UNUSED = ("HTTPValidationError", "ValidationError")
 
 
@@ -74,6 +76,12 @@ def _corrected(document: Json) -> Json:
         "required": True,
         "content": {"multipart/form-data": {"schema": UPLOAD}},
     }
+    sent = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in CONTENT}
+    document["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"] = sent
+    for path in GENERATING:
+        document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"] = {
+            "schema": {"type": "string"}
+        }
     for path, methods in document["paths"].items():
         for method, route in methods.items():
             route["responses"].pop("422", None)

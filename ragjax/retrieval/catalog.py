@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.core import Attachment, Batch, File, Store
-from ragjax.retrieval.database import exclusive
+from ragjax.retrieval.database import compare, exclusive
 
 _SCHEMA = """
 create table if not exists files (
@@ -38,6 +38,14 @@ create table if not exists attachments (
     batch text, unique (store, file)
 );
 """
+_ODD = (
+    "select 1 from files where typeof(size) <> 'integer' or typeof(created) <> 'integer' or typeof(content) <> 'blob'"
+    " or typeof(expires) not in ('integer', 'null')"
+    " union select 1 from stores where typeof(created) <> 'integer' or typeof(active) <> 'integer'"
+    " or typeof(days) not in ('integer', 'null')"
+    " union select 1 from attachments where typeof(usage) <> 'integer' or typeof(created) <> 'integer'"
+    " or state not in ('in_progress', 'completed', 'failed', 'cancelled')"
+)
 _FILE = "select id, name, purpose, size, created, expires from files"
 _STORE = "select id, name, created, active, days, metadata, description, expired from stores"
 _ATTACHMENT = (
@@ -226,6 +234,17 @@ def _prepare(database: sqlite3.Connection) -> None:
     database.executescript(_SCHEMA)
     if "expires" not in {column[1] for column in database.execute("pragma table_info(files)")}:  # an older version's
         database.execute("alter table files add column expires integer")
+    compare(database, _SCHEMA)
+    try:
+        for row in database.execute(_STORE):
+            _store(row)
+        for row in database.execute(_ATTACHMENT):
+            _attachment(row)
+        odd = database.execute(_ODD).fetchone()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise sqlite3.DatabaseError(f"a row cannot be read: {error}") from error
+    if odd is not None:
+        raise sqlite3.DatabaseError("a row holds values of other types")
 
 
 def _store(row: tuple[Any, ...]) -> Store:

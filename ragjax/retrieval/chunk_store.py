@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sqlite3
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
-from ragjax.retrieval.database import exclusive
+from ragjax.retrieval.database import compare, exclusive
 from ragjax.retrieval.index import IndexKind, VectorIndex
 
 FORMAT = "1"
@@ -42,11 +44,16 @@ create table if not exists neighbours (
     primary key (number, rank)
 ) without rowid;
 create index if not exists fused_by_neighbour on neighbours (neighbour);
+create table if not exists checksums (
+    number integer primary key references chunks (number) on delete cascade,
+    checksum blob not null
+);
 create table if not exists condensed (
     number integer primary key references chunks (number) on delete cascade,
     places blob not null
 );
 """  # a directory that was made before there were marks gets these tables when it is opened
+_CONTENT = "id, document_id, title, text, tokens, embedding"
 CHUNK = """
 select number, id, document_id, title, text, tokens, coalesce(behind, x''), coalesce(places, x'')
 from chunks left join fused using (number) left join condensed using (number)
@@ -65,6 +72,8 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
         database.execute("begin exclusive")
         _check_settings(database, place or ":memory:", settings)
         _run(database, _MARKS)
+        compare(database, _SCHEMA + _MARKS)
+        _verify(database)
         database.execute("commit")
 
     return exclusive(place, prepare, f"delete {directory} and add the documents again", implicit=False)
@@ -82,6 +91,34 @@ def _check_settings(database: sqlite3.Connection, place: str | Path, settings: d
                 f"{place}: was made with {name} {stored.get(name)!r}, not {value!r}; "
                 "choose another directory, or delete this one and add the documents again"
             )
+
+
+def _verify(database: sqlite3.Connection) -> None:
+    """Compare all chunks with their checksums. A directory that was made before there were any gets them now.
+
+    Raises:
+        sqlite3.DatabaseError: a chunk is not as it was written.
+    """
+    begun = database.execute("select 1 from settings where name = 'checksums'").fetchone() is not None
+    rows = database.execute(f"select number, checksum, {_CONTENT} from chunks left join checksums using (number)")
+    new = []
+    for number, checksum, *content in rows:
+        if begun and checksum != _checksum(content):
+            raise sqlite3.DatabaseError(f"chunk {number} is not as it was written")
+        if not begun:
+            new.append((number, _checksum(content)))
+    if not begun:
+        database.executemany("insert or replace into checksums values (?, ?)", new)
+        database.execute("insert into settings values ('checksums', 'blake2b')")
+
+
+def _checksum(content: Sequence[object]) -> bytes:
+    """Of `_CONTENT` of a chunk."""
+    digest = hashlib.blake2b(digest_size=16)
+    for value in content:
+        part = value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
 
 def _run(database: sqlite3.Connection, statements: str) -> None:
@@ -115,9 +152,9 @@ def open_index(database: sqlite3.Connection, directory: Path | None, kind: Index
 def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.float32]) -> int:
     """Store a chunk and its embedding, float32 [E]; returns its number."""
     values = (chunk.id, chunk.document_id, chunk.title, chunk.text, chunk.tokens.tobytes(), embedding.tobytes())
-    sql = "insert into chunks (id, document_id, title, text, tokens, embedding) values (?, ?, ?, ?, ?, ?)"
-    number = database.execute(sql, values).lastrowid
+    number = database.execute(f"insert into chunks ({_CONTENT}) values (?, ?, ?, ?, ?, ?)", values).lastrowid
     assert number is not None
+    database.execute("insert into checksums values (?, ?)", (number, _checksum(values)))
     return number
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -26,20 +27,46 @@ def exclusive(
             place.parent.mkdir(parents=True, exist_ok=True)
         level: Literal["DEFERRED"] | None = "DEFERRED" if implicit else None
         database = sqlite3.connect(place or ":memory:", timeout=1.0, isolation_level=level, check_same_thread=False)
+        database.text_factory = _text
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(f"{place}: cannot be opened: {error}") from error
     try:
         database.execute("pragma locking_mode = exclusive")
         database.execute("pragma secure_delete = on")  # what is deleted is overwritten
+        if database.execute("pragma quick_check(1)").fetchall() != [("ok",)]:
+            raise sqlite3.DatabaseError("its pages do not fit together")
         prepare(database)
     except sqlite3.OperationalError as error:
         database.close()
         hint = "; another process has it open" if "locked" in str(error) else ""
         raise ConfigError(f"{place}: cannot be used: {error}{hint}") from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter from messages that quote the file
         database.close()
         raise ConfigError(f"{place}: broken ({error}); {remedy}") from error
     except BaseException:
         database.close()
         raise
     return database
+
+
+def compare(database: sqlite3.Connection, schema: str) -> None:
+    """Compare the columns of tables with those of a schema.
+
+    Raises:
+        sqlite3.DatabaseError: they are others.
+    """
+    with closing(sqlite3.connect(":memory:")) as fresh:
+        fresh.executescript(schema)
+        tables = [name for (name,) in fresh.execute("select name from sqlite_master where type = 'table'")]
+        if any(_columns(database, table) != _columns(fresh, table) for table in tables):
+            raise sqlite3.DatabaseError("its tables are others")
+
+
+def _columns(database: sqlite3.Connection, table: str) -> set[tuple[str, str, int]]:
+    """Name, type, and whether it must be there, of each."""
+    return {(name, kind, needed) for _, name, kind, needed, *_ in database.execute(f"pragma table_info({table})")}
+
+
+def _text(stored: bytes) -> str:
+    """Damaged text can be read, and then is not what it should be; `sqlite3` would raise while rows are fetched."""
+    return stored.decode("utf-8", "replace")

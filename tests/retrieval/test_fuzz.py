@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import shutil
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from reportlab.pdfgen.canvas import Canvas
 
-from ragjax.core import ConfigError, is_unicode
+from ragjax.core import Attachment, ConfigError, RagjaxError, is_unicode
 from ragjax.retrieval.document import load, parse
+from ragjax.retrieval.library import FOLDER, Library
 from ragjax.retrieval.reader import read
-from tests.support.mutation import EXAMPLES, altered, damaged, tried
+from tests.support.islands import ISLANDS, open_base
+from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
+from tests.support.shelf import Shelf, open_library
 
 PAGE = b"""<html><head><meta charset="utf-8"><title>A Map</title><style>p {}</style></head><body><!-- x --><h1>Map</h1>
 <p class="a">Here be <b>seals</b> &amp; gulls.<br>x</p><ul><li>one<li>two</ul><pre> a
@@ -76,3 +80,53 @@ def test_damaged_triples(tmp_path: Path, name: str, examples: int) -> None:
             list(read(tmp_path / name))
 
     tried(examples, damaged(TRIPLES[name]), check)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("name", ["chunks.sqlite", "index.npz"])
+def test_damaged_knowledge(tmp_path: Path, name: str, examples: int) -> None:
+    with open_base(tmp_path / "whole") as base:
+        base.add(ISLANDS)
+        whole = {document.id: base.document(document.id)[0].text for document in ISLANDS}
+    intact = (tmp_path / "whole" / name).read_bytes()
+
+    def check(spoil: Spoil) -> None:
+        place = tmp_path / "damaged"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", place)
+        (place / name).write_bytes(spoiled(intact, spoil))
+        with suppress(RagjaxError), open_base(place) as base:
+            for hit in base.search("honey in red boxes", 9):
+                assert hit.chunk.text == whole[hit.chunk.document_id]
+            for document_id in base.document_ids:
+                assert base.document(document_id)[0].text == whole[document_id]
+
+    check(([], None))
+    tried(examples, spoils(len(intact)), check)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_damaged_catalogs(tmp_path: Path, examples: int) -> None:
+    library, shelf = open_library(tmp_path / "whole")
+    store = library.create("", "s", {"a": "b"}).id
+    file = library.upload("", "a.md", "assistants", b"honey" * 99, 3600).id
+    library.attach("", [Attachment(store, file, 0, attributes={"n": 1.0})])
+    library.close()
+    shelf.close()
+    intact = (tmp_path / "whole" / FOLDER / "catalog.sqlite").read_bytes()
+
+    def check(spoil: Spoil) -> None:
+        place = tmp_path / "damaged"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", place)
+        (place / FOLDER / "catalog.sqlite").write_bytes(spoiled(intact, spoil))
+        shelf = Shelf((), place)
+        with suppress(RagjaxError), closing(shelf), closing(Library(shelf, place, lambda: 1_000_000.0)) as library:
+            library.open()
+            for kept in library.files(""):
+                assert isinstance(library.content("", kept.id), bytes)
+            for kept_store in library.stores(""):
+                library.counts("", kept_store.id)
+
+    check(([], None))
+    tried(examples, spoils(len(intact)), check)

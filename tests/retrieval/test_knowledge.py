@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -506,3 +507,19 @@ def test_the_store_is_plain_sqlite(tmp_path: Path) -> None:
     database.close()
     np.testing.assert_array_equal(np.frombuffer(tokens, np.int32), chunk.tokens)
     np.testing.assert_array_equal(np.frombuffer(embedding, np.float32), WordEncoder().encode([chunk.text])[0])
+
+
+def test_chunks_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    with open_base(tmp_path) as base:
+        base.add(ISLANDS)
+    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database, database:  # as an older version made it
+        database.execute("drop table checksums")
+        database.execute("delete from settings where name = 'checksums'")
+    with open_base(tmp_path) as base:
+        assert len(base) == 4 and base.delete(["isle/0"]) == 1
+        base.add([ISLANDS[0]])
+    open_base(tmp_path).close()
+    with closing(sqlite3.connect(tmp_path / "chunks.sqlite")) as database, database:
+        database.execute("update chunks set text = replace(text, 'honey', 'money')")
+    with pytest.raises(ConfigError, match=r"chunk 2 is not as it was written.*add the documents again"):
+        open_base(tmp_path)

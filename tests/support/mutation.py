@@ -48,6 +48,25 @@ def damaged(data: bytes) -> st.SearchStrategy[bytes]:
     return st.builds(apply, edits, st.none() | place)
 
 
+Spoil = tuple[list[tuple[int, bytes]], int | None]
+"""Bytes written over others, and where the rest is cut off."""
+
+
+def spoils(size: int) -> st.SearchStrategy[Spoil]:
+    """For a file of so many bytes in which most places are told by their number: nothing is moved."""
+    place = st.integers(0, size - 1)
+    over = st.tuples(place, st.binary(min_size=1, max_size=4))
+    return st.tuples(st.lists(over, min_size=1, max_size=4), st.none()) | st.tuples(st.just([]), place)
+
+
+def spoiled(data: bytes, spoil: Spoil) -> bytes:
+    """The bytes with this done to them."""
+    changed = bytearray(data)
+    for at, new in spoil[0]:
+        changed[at : at + len(new)] = new[: len(data) - at]
+    return bytes(changed[: spoil[1]])
+
+
 def altered(value: Any) -> st.SearchStrategy[bytes]:
     """A JSON text with one or two values replaced by others, or taken out, or nested too deeply."""
     text = json.dumps(value)

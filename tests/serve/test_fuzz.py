@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import strategies as st
 
+from ragjax.core import RequestError
+from ragjax.serve.multipart import parse
 from tests.support.fakes import FakeEngine
 from tests.support.mutation import EXAMPLES, altered, damaged, tried
 from tests.support.serving import CHAT, Caught, error_of, serving
@@ -55,3 +59,16 @@ def test_damaged_bodies(fuzzed: Caught, name: str, examples: int) -> None:
 
         tried(examples, altered(body) | damaged(json.dumps(body).encode()), check)
     fuzzed.engine.audit()
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_damaged_forms(examples: int) -> None:
+    kind, head = b'multipart/form-data; boundary="x y"', b"--x y\r\nContent-Disposition: form-data; name="
+    form = head + b'"purpose"\r\n\r\nassistants\r\n' + head + b'file; filename="a\xc3\xa4.md"\r\n\r\n# A\r\n--x y--\r\n'
+
+    def check(given: tuple[bytes, bytes]) -> None:
+        with suppress(RequestError):
+            assert all(isinstance(part.content, bytes) for part in parse(given[0], given[1].decode("latin-1")).values())
+
+    assert parse(form, kind.decode()) == {"purpose": (b"assistants", None), "file": (b"# A", "a\u00e4.md")}
+    tried(examples, st.tuples(damaged(form), st.just(kind)) | st.tuples(st.just(form), damaged(kind)), check)

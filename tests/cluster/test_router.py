@@ -12,8 +12,8 @@ import pytest
 
 from ragjax.cluster.router import ROUTERS, Router
 from ragjax.cluster.router.base import bound
-from ragjax.cluster.router.knowledge import SLACK, Knowledge
-from ragjax.cluster.router.memory import Memory
+from ragjax.cluster.router.knowledge import LEAST, SLACK, Knowledge
+from ragjax.cluster.router.memory import FAR, Memory
 from ragjax.cluster.router.need import Need
 from ragjax.cluster.router.prefix import IMBALANCE
 from ragjax.core import Composed, Kind, Message, Prompt, Request, Segment
@@ -87,30 +87,44 @@ def test_what_nobody_holds_is_spread() -> None:
 
 def test_a_chain_is_held_as_far_as_it_is_whole() -> None:
     memory = Memory()
-    memory.send(need(1, 2, exact=True))
-    assert memory.held(need(1, 2, 3, exact=True)) == 200 and memory.held(need(2, 1, exact=True)) == 0
-    memory.send(need(5, 6))
-    assert memory.held(need(6, 7, 5)) == 200
+    memory.send(need(1, 2, exact=True), "a")
+    assert memory.held(need(1, 2, 3, exact=True)) == {"a": 200} and not memory.held(need(2, 1, exact=True))
+    memory.send(need(5, 6), "b")
+    assert memory.held(need(6, 7, 5)) == {"b": 200}
 
 
 def test_the_reach_is_learnt_from_answers() -> None:
     memory, old = Memory(), need(1)
-    memory.send(old)
+    memory.send(old, "a")
     for i in range(20):
-        memory.send(need(100 + i))
-    assert memory.held(old) == 100, "nothing is known of what it forgets"
-    memory.send(need(119))
+        memory.send(need(100 + i), "a")
+    assert memory.held(old) == {"a": 100}, "nothing is known of what it forgets"
+    memory.send(need(119), "a")
     both = need(1, 119)
-    ages = memory.send(both)
-    memory.learn(both, ages, (0, 0))  # `full` finds nothing
-    assert math.isinf(memory.reach)
-    memory.learn(both, ages, (0, 100))  # it was gone after 2,100 tokens
-    assert memory.reach == 2100
+    ages = memory.send(both, "a")
+    memory.learn(both, "a", ages, (0, 0))  # `full` finds nothing
+    assert math.isinf(memory.reach("a"))
+    memory.learn(both, "a", ages, (0, 100))  # it was gone after 2,100 tokens
+    assert memory.reach("a") == 2100
     for i in range(25):
-        memory.send(need(200 + i))
-    assert memory.held(old) == 0
-    memory.learn(old, memory.send(old), (100,))  # but it is there after 2,500
-    assert memory.reach == 2500
+        memory.send(need(200 + i), "a")
+    assert not memory.held(old)
+    memory.learn(old, "a", memory.send(old, "a"), (100,))  # but it is there after 2,500
+    assert memory.reach("a") == 2500
+
+
+def test_what_lies_far_beyond_the_reach_is_not_kept() -> None:
+    memory = Memory()
+    memory.send(need(0), "a")
+    memory.learn(need(0), "a", memory.send(need(0), "a"), (100,))
+    both = need(0, 1)
+    memory.learn(both, "a", (500, 0), (0, 100))
+    assert memory.reach("a") == 500
+    for i in range(300):
+        memory.send(need(i), "a")
+    assert memory.sizes() == {"a": 1 + FAR * 500 // 100}
+    memory.forget(())
+    assert not memory.sizes() and not memory._sent
 
 
 def test_load_tempers_and_is_bounded() -> None:
@@ -146,7 +160,7 @@ def test_a_replica_that_is_gone_is_forgotten() -> None:
     home = serve(router, need(1), found=(0,))
     left = {name: 0 for name in NAMES if name != home}
     router.order(need(1), left)
-    assert home not in router._memory
+    assert home not in router._memory.sizes()
 
 
 def test_two_choices_takes_the_less_loaded_of_two() -> None:
@@ -176,7 +190,51 @@ def test_random_requests_lose_nothing() -> None:
         if step % 2:
             asked_, learn = open_.pop(source.randrange(len(open_)))
             learn([source.choice((0, size)) for size in asked_.sizes])
-    assert all(len(memory) < 1000 for memory in router._memory.values())
+    assert all(size < 1000 for size in router._memory.sizes().values())
+
+
+class Direct(Knowledge):
+    """Asks every replica what it holds, piece by piece, and compares all of them."""
+
+    def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
+        self._memory.forget(loads.keys())
+        most, each = bound(loads, SLACK), max(self._computed, LEAST * need.total)
+        at_home = self._homes(need, loads.keys())
+
+        def rank(name: str) -> tuple[bool, float, int, str]:
+            missing = need.total - self._held(need, name)
+            return loads[name] >= most, missing + loads[name] * each, -at_home.get(name, 0), name
+
+        return sorted(loads, key=rank)
+
+    def _held(self, need: Need, name: str) -> int:
+        found, one = 0, self._memory._replicas.get(name)
+        for piece, size in zip(need.pieces, need.sizes, strict=True):
+            at = self._memory._sent.get(piece, {}).get(name)
+            if one is not None and at is not None and one.clock - at <= one.reach:
+                found += size
+            elif need.chained:
+                break
+        return found
+
+
+def test_the_index_chooses_as_the_direct_computation() -> None:
+    """Random requests, answers of a cache that forgets, loads, and replicas that come and go."""
+    source, indexed, direct = random.Random(11), Knowledge(), Direct()
+    chosen: Counter[str] = Counter()
+    held = 0
+    for _ in range(3000):
+        names = [f"r{i}" for i in range(12) if i < 9 or source.random() < 0.99]
+        loads = {name: source.choice((0, 0, 1, 1, 2, 3, 9)) for name in source.sample(names, len(names))}
+        wanted = need(*source.sample(range(60), source.randint(1, 5)), exact=source.random() < 0.4, size=10)
+        best = indexed.order(wanted, loads)[0]
+        assert best == direct.order(wanted, loads)[0]
+        held += bool(indexed._memory.held(wanted))
+        chosen[best] += 1
+        found = [source.choice((0, size, size)) for size in wanted.sizes]
+        for router in (indexed, direct):
+            router.sent(wanted, best)(found)
+    assert len(chosen) == 12 and held > 1000
 
 
 def test_a_fleet_sends_a_question_where_its_passages_are() -> None:

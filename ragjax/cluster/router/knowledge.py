@@ -7,11 +7,11 @@ holds pieces of knowledge, which hit in any order, and the prompt is known befor
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import KeysView, Mapping, Sequence
 
 import numpy as np
 
-from ragjax.cluster.router.base import Learn, Router, bound, forget
+from ragjax.cluster.router.base import Learn, Router, bound
 from ragjax.cluster.router.memory import Memory
 from ragjax.cluster.router.need import Need
 
@@ -33,47 +33,56 @@ class Knowledge(Router):
     """
 
     def __init__(self) -> None:
-        self._memory: dict[str, Memory] = {}
+        self._memory = Memory()
         self._computed = 0.0
         """Mean of tokens that a request computes."""
+        self._named: KeysView[str] = {}.keys()
         self._names: tuple[str, ...] = ()
         self._seeds_R = np.zeros(0, np.uint64)
 
     def order(self, need: Need, loads: Mapping[str, int]) -> Sequence[str]:
-        """Part of `Router`."""
-        forget(self._memory, loads)
+        """Part of `Router`. Those that are better than the least loaded replica, and the others by their load.
+
+        Who holds nothing of the request, and is home to nothing of it, is no better than the least loaded one: so few
+        replicas have to be compared.
+        """
+        self._memory.forget(loads.keys())
         if not loads:
             return ()
         most = bound(loads, SLACK)
         each = max(self._computed, LEAST * need.total)
-        at_home = self._homes(need, tuple(sorted(loads)))
+        held, at_home = self._memory.held(need), self._homes(need, loads.keys())
 
         def rank(name: str) -> tuple[bool, float, int, str]:
-            memory = self._memory.get(name)
-            missing = need.total - (memory.held(need) if memory else 0)
+            missing = need.total - held.get(name, 0)
             return loads[name] >= most, missing + loads[name] * each, -at_home.get(name, 0), name
 
-        return sorted(loads, key=rank)
+        least = min(loads.values())
+        last = rank(min(name for name, load in loads.items() if load == least))
+        best = sorted({last, *(one for one in map(rank, {*held, *at_home}) if one < last)})
+        first = dict.fromkeys(name for *_, name in best)
+        return (*first, *(name for name in sorted(loads, key=loads.__getitem__) if name not in first))
 
     def sent(self, need: Need, replica: str) -> Learn:
         """Part of `Router`."""
-        memory = self._memory.setdefault(replica, Memory())
-        ages = memory.send(need)
+        ages = self._memory.send(need, replica)
 
         def learn(found: Sequence[int]) -> None:
             self._computed += WEIGHT * (need.total - sum(found) - self._computed)
-            memory.learn(need, ages, found)
+            self._memory.learn(need, replica, ages, found)
 
         return learn
 
-    def _homes(self, need: Need, names: tuple[str, ...]) -> dict[str, int]:
+    def _homes(self, need: Need, running: KeysView[str]) -> dict[str, int]:
         """Tokens of the request that each replica is home to."""
-        if names != self._names:
-            digests = b"".join(hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names)
-            self._names, self._seeds_R = names, np.frombuffer(digests, np.uint64)
+        if self._named != running:
+            self._named = dict.fromkeys(sorted(running)).keys()
+            self._names = tuple(self._named)
+            digests = b"".join(hashlib.blake2b(name.encode(), digest_size=8).digest() for name in self._names)
+            self._seeds_R = np.frombuffer(digests, np.uint64)
         tokens: dict[str, int] = {}
         for piece, size in zip(need.pieces, need.sizes, strict=True):
             draws_R = (self._seeds_R ^ np.frombuffer(piece, np.uint64)) * MIX
-            home = names[int((draws_R ^ (draws_R >> np.uint64(29))).argmax())]
+            home = self._names[int((draws_R ^ (draws_R >> np.uint64(29))).argmax())]
             tokens[home] = tokens.get(home, 0) + size
         return tokens

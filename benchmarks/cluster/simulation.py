@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from random import Random
 
 import numpy as np
 
-from benchmarks.policies.workload import Pattern
+from benchmarks.policies.workload import Pattern, Workload
 from ragjax.cluster.router import Router
 from ragjax.cluster.router.base import Learn, keep
 from ragjax.cluster.router.need import DIGEST, Need
@@ -23,7 +26,7 @@ class Setting:
     chunks: of the knowledge, of `tokens` each; per_request: how many a request gets, in random order. room: chunks that
     a replica holds. topic: chunks that belong together; 1: a request draws each by itself. requests: for each replica.
     busy: share of their time that replicas would be at work if nothing were found. token_s: seconds to compute a token;
-    base_s: of a request besides.
+    base_s: of a request besides. A trace (`traced`) has requests of its own, and blocks in the place of chunks.
     """
 
     pattern: Pattern
@@ -38,10 +41,10 @@ class Setting:
     token_s: float = 1e-4
     base_s: float = 0.03
 
-    @property
-    def interval_s(self) -> float:
+    def interval_s(self, served: Sequence[Need]) -> float:
         """Mean seconds between two arrivals."""
-        return (self.base_s + self.per_request * self.tokens * self.token_s) / self.busy / self.replicas
+        mean = sum(need.total for need in served) / len(served)
+        return (self.base_s + mean * self.token_s) / self.busy / self.replicas
 
 
 @dataclass
@@ -55,7 +58,11 @@ class Replica:
     def look_up(self, need: Need) -> list[int]:
         """Tokens found of each piece; all of them are held afterwards."""
         found = [size if piece in self.held else 0 for piece, size in zip(need.pieces, need.sizes, strict=True)]
-        for piece in need.pieces:
+        if need.chained and 0 in found:
+            whole = found.index(0)
+            found[whole:] = [0] * (len(found) - whole)
+        # the end of a chain goes first: without its beginning it is of no use
+        for piece in reversed(need.pieces):
             keep(self.held, piece, None, self.room)
         return found
 
@@ -70,6 +77,8 @@ class Outcome:
     uneven: list[float] = field(default_factory=list)
     """Fullest queue over the mean, at each arrival with at least one request a replica."""
     decide_us: list[float] = field(default_factory=list)
+    state_bytes: int = 0
+    """What the router keeps at the end."""
 
 
 def needs(setting: Setting, seed: int = 0) -> Iterator[Need]:
@@ -86,6 +95,31 @@ def needs(setting: Setting, seed: int = 0) -> Iterator[Need]:
         yield Need(pieces, (setting.tokens,) * len(pieces), False, tokens)
 
 
+def traced(trace: Workload) -> list[Need]:
+    """The requests of a trace of prefixes, in its order; not when they came. A block's tokens are its number."""
+    found = []
+    for request in trace.requests:
+        sizes = tuple(trace.sizes[node] for node in request.nodes)
+        pieces = tuple(node.to_bytes(DIGEST, "little") for node in request.nodes)
+        found.append(Need(pieces, sizes, True, np.repeat(np.array(request.nodes, np.int32), sizes)))
+    return found
+
+
+def size_of(value: object, seen: set[int]) -> int:
+    """Bytes of a router, and of all that it holds and is not in `seen`: ids of objects that are counted already."""
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
+    parts: Iterable[object] = ()
+    if isinstance(value, Mapping):
+        parts = chain(value.keys(), value.values())
+    elif isinstance(value, (list, tuple, set)):
+        parts = value
+    elif not isinstance(value, (type, Random)):
+        parts = getattr(value, "__dict__", {}).values()
+    return sys.getsizeof(value) + sum(size_of(part, seen) for part in parts)
+
+
 def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int = 0, delay_s: float = 0.0) -> Outcome:
     """Serve the requests, as `needs` makes them. delay_s: seconds from an answer until the router learns of it."""
     random = np.random.default_rng(seed + 1)
@@ -94,9 +128,9 @@ def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int
     loads, outcome = dict.fromkeys(names, 0), Outcome()
     ends: list[tuple[float, int, str]] = []
     told: list[tuple[float, int, Learn, list[int]]] = []
-    now, half = 0.0, len(served) // 2
+    now, half, interval_s = 0.0, len(served) // 2, setting.interval_s(served)
     for number, need in enumerate(served):
-        now += random.exponential(setting.interval_s)
+        now += random.exponential(interval_s)
         while ends and ends[0][0] <= now:
             loads[heapq.heappop(ends)[2]] -= 1
         while told and told[0][0] <= now:
@@ -120,4 +154,5 @@ def simulate(setting: Setting, served: Sequence[Need], router: Router, seed: int
             outcome.decide_us.append(spent * 1e6)
             if (waiting := sum(loads.values())) >= len(names):
                 outcome.uneven.append(max(loads.values()) * len(names) / waiting)
+    outcome.state_bytes = size_of(router, set())
     return outcome

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.cluster.__main__ import main
-from benchmarks.cluster.simulation import Replica, Setting, needs, simulate
-from benchmarks.policies.workload import Pattern
+from benchmarks.cluster.simulation import Replica, Setting, needs, simulate, size_of, traced
+from benchmarks.policies.workload import Forest, Pattern, Request
 from ragjax.cluster.router import ROUTERS
 
 SMALL = Setting(Pattern(skew=1.0), 3, chunks=64, tokens=16, room=16, topic=8, requests=60)
@@ -28,6 +29,30 @@ def test_a_request_gets_chunks_of_one_topic() -> None:
     for need in needs(SMALL):
         assert len({int.from_bytes(piece, "little") // 8 for piece in need.pieces}) == 1
         assert len(set(need.pieces)) == 4
+
+
+def test_a_trace_is_held_as_far_as_its_chain_is_whole() -> None:
+    forest = Forest()
+    first = forest.child(-1, "first", 512)
+    ends = [forest.child(first, name, 100) for name in ("a", "b")]
+    one, other = traced(forest.workload("trace", [Request((first, end)) for end in ends]))
+    assert one.chained and len(one.tokens) == 612
+    replica = Replica(room=2)
+    assert replica.look_up(one) == [0, 0]
+    assert replica.look_up(other) == [512, 0], "what goes is the end of a chain"
+    del replica.held[other.pieces[0]]
+    assert replica.look_up(other) == [0, 0]
+
+
+def test_a_router_is_measured_with_all_it_holds() -> None:
+    router, pieces = ROUTERS["knowledge"](), set()
+    empty = size_of(router, set())
+    for need in needs(SMALL):
+        router.sent(need, "a")
+        pieces.update(need.pieces)
+    assert size_of(router, set()) > empty + sum(map(sys.getsizeof, pieces))
+    shared = [bytes(1000)]
+    assert size_of([shared, shared], set()) < 2000
 
 
 @pytest.mark.parametrize("name", ROUTERS)

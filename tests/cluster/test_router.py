@@ -142,9 +142,9 @@ def test_the_fullest_queue_is_at_most_twice_the_mean() -> None:
     for _ in range(400):
         replica = router.order(need(1), loads)[0]
         router.sent(need(1), replica)
-        assert loads[replica] < bound(loads, SLACK)
+        assert loads[replica] + 1 <= bound(loads, SLACK)
         loads[replica] += 1
-    assert max(loads.values()) <= SLACK * 100 + 1
+        assert max(loads.values()) <= max(2, SLACK * sum(loads.values()) / len(loads))
 
 
 def test_of_two_replicas_a_warm_one_does_not_get_everything() -> None:
@@ -203,7 +203,7 @@ class Direct(Knowledge):
 
         def rank(name: str) -> tuple[bool, float, int, str]:
             missing = need.total - self._held(need, name)
-            return loads[name] >= most, missing + loads[name] * each, -at_home.get(name, 0), name
+            return loads[name] + 1 > most, missing + loads[name] * each, -at_home.get(name, 0), name
 
         return sorted(loads, key=rank)
 

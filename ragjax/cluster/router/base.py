@@ -36,10 +36,10 @@ def _nothing(found: Sequence[int]) -> None:
 
 
 def bound(loads: Mapping[str, int], slack: float) -> float:
-    """Requests that a replica may have and still get another one: `slack` times the mean that there is with that one.
+    """Requests that a replica may have with the one to be placed: `slack` times the mean that there is then.
 
-    "Consistent Hashing with Bounded Loads" (Mirrokni, Thorup, Zadimoghaddam, 2018): some replica is always below. One
-    that has a single request may get another in any case.
+    "Consistent Hashing with Bounded Loads" (Mirrokni, Thorup, Zadimoghaddam, 2018): of 1 or more times the mean some
+    replica is always below. One that has a single request may get another in any case.
     """
     return max(2.0, slack * (sum(loads.values()) + 1) / len(loads))
 

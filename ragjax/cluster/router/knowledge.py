@@ -16,7 +16,7 @@ from ragjax.cluster.router.memory import Memory
 from ragjax.cluster.router.need import Need
 
 SLACK = 2.0
-"""A replica with more than this times the mean of requests gets no other one."""
+"""A replica that a request would give more than this times the mean of requests does not get it."""
 LEAST = 0.1
 """Share of a prompt that a request in progress counts as, at least: what hits the cache is decoded all the same."""
 WEIGHT = 0.05
@@ -55,7 +55,7 @@ class Knowledge(Router):
 
         def rank(name: str) -> tuple[bool, float, int, str]:
             missing = need.total - held.get(name, 0)
-            return loads[name] >= most, missing + loads[name] * each, -at_home.get(name, 0), name
+            return loads[name] + 1 > most, missing + loads[name] * each, -at_home.get(name, 0), name
 
         least = min(loads.values())
         last = rank(min(name for name, load in loads.items() if load == least))

@@ -76,11 +76,13 @@ def opened(
     variants that `craft` keeps. ahead: compile all programs now; False: when they are first used, for short runs in
     which nothing is timed.
     """
+    # fusion's programs are most of what others need
+    first = "fusion" if strategies is None or "fusion" in strategies else next(iter(strategies))
     with tempfile.TemporaryDirectory(prefix="ragjax-quality-") as folder:
         storage = StorageOptions(disk=folder, disk_gb=disk_gb, variants=variants)
         with Engine.load(
             model,
-            strategy="fusion",  # whose programs are most of what others need
+            strategy=first,
             dtype=dtype,
             device_cache_gb=device_gb,
             storage=storage,

@@ -309,7 +309,13 @@ def test_a_guess_that_fails_in_the_engine_is_computed_anew(
             return step(*args)
 
         monkeypatch.setattr(engine._runner, "step", fail_twice)
-        scripted(TWO, TWO, gate=lambda number: number and _until(lambda: engine._loop.counters.errors))
+
+        def failed(number: int) -> None:
+            if number:
+                _until(lambda: engine._loop.counters.errors)
+                engine._loop.call(lambda: None)  # it is counted before the guess is told
+
+        scripted(TWO, TWO, gate=failed)
         assert engine.answer("Which?", max_tokens=2).tokens
         assert _counted(engine)[0] == 0 and _is_clean(engine)
 
@@ -508,7 +514,7 @@ def test_random_searches_and_clients(seed: int, monkeypatch: pytest.MonkeyPatch)
     with _engine(4, pages=100, max_running=rng.choice([0, 2])) as engine:
         asyncio.run(clients(engine))
         assert _is_clean(engine)
-        assert _counted(engine)[0] and _counted(engine)[1]
+        assert sum(_counted(engine)) >= 20  # hit, wrong or skipped: which, depends on the machine
     assert len(told) >= 20
     for question, answer in told.items():
         assert answer.tokens == plain[question].tokens and answer.timings.search_exposed <= answer.timings.retrieve

@@ -84,6 +84,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.model
+@pytest.mark.long
 def test_the_graphs_cells_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

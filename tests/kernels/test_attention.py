@@ -41,6 +41,7 @@ from tests.support.cases import (
     rich_case,
     rotation,
 )
+from tests.support.matrix import few
 from tests.support.oracle import (
     EMPTY,
     Keys,
@@ -57,11 +58,12 @@ pytestmark = pytest.mark.slow
 # ----------------------------------------------------------------------------------------- the oracle
 
 
+@pytest.mark.parametrize("examples", few([20, 200], [20]))
 @pytest.mark.parametrize("name", SHAPES)
-def test_xla_equals_oracle(name: str) -> None:
+def test_xla_equals_oracle(name: str, examples: int) -> None:
     shape = SHAPES[name]
 
-    @budget(45)
+    @budget(examples)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)

@@ -42,6 +42,7 @@ from tests.support.compiler import (
     serving,
     training,
 )
+from tests.support.matrix import few
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +52,7 @@ HEADS = ["llama-3-8b", "smollm2-135m"]
 
 
 @pytest.mark.parametrize("work", WORK)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", few(PAGE_SIZES, [64]))
 @pytest.mark.parametrize("name", MODELS)
 def test_triton_lowers(name: str, page_size: int, work: str) -> None:
     q, view = serving(MODELS[name], page_size, work)
@@ -92,7 +93,7 @@ def test_pools_beyond_32_bits_are_indexed_with_64(name: str, work: str) -> None:
 
 
 @pytest.mark.parametrize("work", PREFILL)
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("page_size", few(PAGE_SIZES, [64]))
 @pytest.mark.parametrize("name", MODELS)
 def test_mosaic_lowers_or_says_why_not(name: str, page_size: int, work: str) -> None:
     q, view = serving(MODELS[name], page_size, work)
@@ -139,7 +140,10 @@ QWEN = replace(
     ("what", "kernel"), [(None, []), (Measure.KEY_SCORE, ["key_score"]), (Measure.SEGMENT_SCORE, ["row_segment_score"])]
 )
 @pytest.mark.parametrize("bucket", [1, 3, -1], ids=["decode", "mixed", "prefill"])
-@pytest.mark.parametrize("config", [LLAMA, QWEN], ids=["llama-3-8b", "qwen2.5-7b"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(LLAMA, id="llama-3-8b"), pytest.param(QWEN, id="qwen2.5-7b", marks=pytest.mark.long)],
+)
 def test_stage_of_a_model_lowers(
     config: ModelConfig, bucket: int, what: Measure | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,7 +60,7 @@ def measuring(step: Step, what: Measure, request: int) -> Step:
 @pytest.mark.parametrize(
     ("rows", "whats"),
     [
-        (4, [None]),
+        pytest.param(4, [None], marks=pytest.mark.long),
         (12, [None, Measure.KEY_SCORE, Measure.DEVIATION]),
         pytest.param(24, [None, *MEASURES], marks=pytest.mark.long),
         pytest.param(12, MEASURES, marks=pytest.mark.long),

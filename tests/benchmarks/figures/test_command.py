@@ -17,6 +17,7 @@ from benchmarks.figures.catalogue import ELSEWHERE, FIGURES
 from ragjax.core import ConfigError, Kind
 from ragjax.engine import Engine
 from tests.support import tiny
+from tests.support.matrix import few
 
 ISSUE = {
     *(f"fusionrag_{n}" for n in ("3", "7a", "13", "14a", "16", "17")),
@@ -166,7 +167,13 @@ def test_prompts_are_those_of_chat_requests(setup: Setup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fusionrag_3", "fusionrag_17", "cachecraft_21", "cachecraft_25", "cachecraft_26"])
+@pytest.mark.parametrize(
+    "name",
+    few(
+        ["fusionrag_3", "fusionrag_17", "cachecraft_21", "cachecraft_25", "cachecraft_26"],
+        ["fusionrag_3", "cachecraft_25"],
+    ),
+)
 def test_figures_of_answers_measure_and_draw(name: str, setup: Setup, tmp_path: Path) -> None:
     rows = FIGURES[name].measure(setup)
     command.draw(FIGURES[name], rows, tmp_path / "x.png")

@@ -81,7 +81,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {
             "type": integer(1),
             "metavar": "N",
-            "help": "devices that share the KV heads (%(default)s; docs/scale.md)",
+            "help": "devices that share out the model (%(default)s; docs/scale.md)",
         },
     ),
     "storage.host_gb": (

@@ -102,7 +102,7 @@ class EngineOptions:
     separators: texts that part passages, besides blank lines, rules, tags and labels.
     keep_top: of a prompt's chunks, in order, how many the strategy "prefix" keeps KV of (None: all).
     device_cache_gb: size of the page pool, in 2^30 bytes, on all devices together.
-    tensor_parallel: devices that share out the KV heads, each with its part of the pool (docs/scale.md).
+    tensor_parallel: devices that share out the model and the pool, by heads, MLP and vocabulary (docs/scale.md).
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
     order: which waiting request starts next, one of `ORDERS` (docs/http.md).
     step_tokens: rows of a step, prefill and decoding tokens together, while requests decode (0: measured at start).

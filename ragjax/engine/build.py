@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.weights import open_checkpoint
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import Contract
 from ragjax.quality.fit import FitReport
@@ -44,12 +46,12 @@ from ragjax.reuse.craft import Craft
 from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.runner.device import (
     cpu_features,
-    heads_mesh,
     platform,
     precision,
     use_compilation_cache,
     widening_pays,
 )
+from ragjax.runner.mesh import copies_of, host_memory, make_mesh
 from ragjax.runner.runner import Runner
 from ragjax.schedule.budget import StepBudget
 from ragjax.store.disk import DiskStore
@@ -127,10 +129,11 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
     use_compilation_cache(cache_dir())
     tokenizer = Tokenizer.load(local.path)
-    decoder = load_model(local, dtype, cache_dir())
+    mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
+    with host_memory() if options.tensor_parallel > 1 else nullcontext():
+        decoder = load_model(local, dtype, cache_dir())
     config = decoder.config
     tokenizer.check(config)
-    mesh = heads_mesh(options.tensor_parallel, config.num_kv_heads)
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
@@ -140,8 +143,9 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     shared = _shared(storage, identity, disk)
-    pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context)
-    grid = _grid(config, context, platform())
+    copies = copies_of(mesh.size, config)
+    pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context, copies)
+    grid = _grid(config, context, platform(), copies)
     _log.info("weights and KV are %s", numbers)
     whole = compression is not None and compression.method in BY_LAYER
     runner = Runner(
@@ -355,13 +359,13 @@ def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:
     return limits.get
 
 
-def pool_pages(config: ModelConfig, gigabytes: float, itemsize: int, context: int) -> int:
-    """Pages that fit, the scratch page included.
+def pool_pages(config: ModelConfig, gigabytes: float, itemsize: int, context: int, copies: int = 1) -> int:
+    """Pages that fit, the scratch page included. copies: of each KV head, on as many devices.
 
     Raises:
         ConfigError: if not even one request of full context would fit.
     """
-    page_bytes = config.kv_bytes_per_token(itemsize) * PAGE_SIZE
+    page_bytes = config.kv_bytes_per_token(itemsize) * PAGE_SIZE * copies
     pages = int(gigabytes * 2**30) // page_bytes
     least = context // PAGE_SIZE + 2
     if pages < least:
@@ -381,12 +385,12 @@ def _context(config: ModelConfig, max_context: int | None) -> int:
     return max_context
 
 
-def _grid(config: ModelConfig, context: int, platform: str) -> Grid:
+def _grid(config: ModelConfig, context: int, platform: str, copies: int) -> Grid:
     entries = (64, max(128, -(-2 * context // PAGE_SIZE)))
     if platform == "cpu":
         return Grid(entries=entries, wide=4 * entries[-1])
     wide = 64 * (min(context, 8192) // PAGE_SIZE + 2)  # 64 requests of 8K tokens decode in one step
-    rows = Grid.gpu_rows(config.num_heads // config.num_kv_heads)
+    rows = Grid.gpu_rows(config.num_groups // copies)
     return Grid(rows=rows, entries=entries, wide=wide, logits=(2, 8, 64))
 
 

@@ -82,7 +82,8 @@ class Layer(nnx.Module):
     """One transformer block, with weights fused per KV head, so that a mesh can split them there.
 
     `qkv` is [K, G + 2, D, E] (G query heads, one key, one value), `out` [E, K, G, D], `gate_up` [2, F, E]. The order of
-    a head's components is that of `turning_order`.
+    a head's components is that of `turning_order`. On a mesh there are [K * copies, G / copies + 2, D, E] and
+    [devices, 2, F / devices, E] in place of the first and the last (`runner.weights`).
     `widen`: products of at least `MANY` rows read the matrices as float32, for CPUs that have no bfloat16 products.
     """
 
@@ -143,10 +144,9 @@ class Layer(nnx.Module):
         if self.attention_post_norm is not None:
             attended_TE = rms_norm(attended_TE, self.attention_post_norm[...], self.eps)
         x_TE = x_TE + attended_TE
-        f = self.down.shape[1]
         h_TE = rms_norm(x_TE, self.mlp_norm[...], self.eps)
-        gate_up_TF = self.multiply("gate_up", h_TE)
-        gate_TF, up_TF = gate_up_TF[:, :f], gate_up_TF[:, f:]
+        gate_up_TN2F = self.multiply("gate_up", h_TE).reshape(len(x_TE), -1, 2, self.gate_up.shape[-2])
+        gate_TF, up_TF = (gate_up_TN2F[:, :, part].reshape(len(x_TE), -1) for part in (0, 1))
         gate_TF = jax.nn.gelu(gate_TF, approximate=True) if self.gelu else jax.nn.silu(gate_TF)
         made_TE = self.multiply("down", gate_TF * up_TF)
         if self.mlp_post_norm is not None:
@@ -227,6 +227,7 @@ class Decoder(nnx.Module):
         """Next-token logits of residual rows, float32 [N, V]."""
         h_NE = rms_norm(x_NE, self.norm[...], self.config.norm_eps)
         logits_NV = dense(h_NE, (self.embedding if self.head is None else self.head)[...])
+        logits_NV = logits_NV[:, : self.config.vocab_size]  # a table that is split may have rows for no token
         cap = self.config.logit_cap
         return logits_NV if cap is None else cap * jnp.tanh(logits_NV / cap)
 

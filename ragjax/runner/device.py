@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
 
 from ragjax.core import DTYPES, ConfigError
 
@@ -25,26 +24,6 @@ BFLOAT16_ISAS = frozenset({"AVX512_BF16", "AMX", "AMX_FP16"})
 def platform() -> str:
     """Kind of the default device: cpu or gpu."""
     return jax.default_backend()
-
-
-def heads_mesh(devices: int, kv_heads: int) -> Mesh:
-    """The first devices of the default platform, as the axis "kv_heads" of a `Runner`.
-
-    Raises:
-        ConfigError: if there are fewer, or KV heads cannot be shared out evenly.
-    """
-    there = jax.devices()
-    if len(there) < devices:
-        raise ConfigError(
-            f"--tensor-parallel {devices} needs {devices} devices, and JAX has {len(there)} ({platform()}): "
-            f"lower it to at most {len(there)}"
-        )
-    if kv_heads % devices:
-        fits = ", ".join(str(n) for n in range(1, len(there) + 1) if kv_heads % n == 0)
-        raise ConfigError(
-            f"--tensor-parallel {devices} does not divide the model's {kv_heads} KV heads: choose one of {fits}"
-        )
-    return jax.make_mesh((devices,), ("kv_heads",), axis_types=(AxisType.Auto,), devices=there[:devices])
 
 
 def use_compilation_cache(directory: Path) -> None:

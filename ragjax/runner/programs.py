@@ -26,7 +26,8 @@ from ragjax.kernels.table import Rows
 from ragjax.kernels.view import View
 from ragjax.models.config import ModelConfig
 from ragjax.runner import compaction, stages
-from ragjax.runner.stages import LAYER_ARRAYS, POOL, STEP_ARRAYS, Place, Spec
+from ragjax.runner.mesh import POOL
+from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Place, Spec
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -74,6 +75,7 @@ class Programs:
         self._attention = attention
         self._device = Device.of(spec.mesh.devices.flat[0])
         self._pool_sharding = NamedSharding(spec.mesh, POOL)
+        self._everywhere = NamedSharding(spec.mesh, P())
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self.compiled: dict[Name, Any] = {}
 
@@ -138,12 +140,13 @@ class Programs:
         return self._choices[rows, entries]
 
     def _choice(self, rows: int, block: int, entries: Any, blocks: Any) -> Choice:
-        q_THD: Any = jax.ShapeDtypeStruct((rows, self._config.num_heads, self._config.head_dim), jnp.float32)
+        mesh = self._spec.mesh
+        heads, dim = self._config.num_heads // mesh.size, self._config.head_dim
+        q_THD: Any = jax.ShapeDtypeStruct((rows, heads, dim), jnp.float32)
+        pool: Any = jax.tree.map(partial(_on_one, mesh.shape["kv_heads"]), self._pool)
         row_T: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
         looking = Rows(row_T, row_T, row_T)
-        view = View(
-            looking, self._pool, 0, entries, self._rotation, blocks, self._spec.scale, block, cap=self._spec.cap
-        )
+        view = View(looking, pool, 0, entries, self._rotation, blocks, self._spec.scale, block, cap=self._spec.cap)
         return choose(q_THD, view, self._device, self._attention)
 
     def _compile(self, kind: str, *sizes: Any) -> Any:
@@ -165,7 +168,8 @@ class Programs:
 
     def _begin(self, rows: int, entries: int) -> Any:
         function = partial(stages.begin, self._spec, self._grid.shape(rows))
-        return jax.jit(function).lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
+        jitted = jax.jit(function, out_shardings=self._everywhere)
+        return jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
     def place(self, entries: int, by_layer: bool) -> Place:
         """Of the first stage, as shapes."""
@@ -198,13 +202,14 @@ class Programs:
         x_TE, inputs = self._replicated(self._begin_shapes(rows, entries))
         chosen_L = jax.ShapeDtypeStruct((layers if measure else 0,), jnp.bool_)
         measured_by = self._replicated((chosen_L, self._shapes(names, rows, entries), self.place(entries, by_layer)))
-        jitted = jax.jit(function, donate_argnums=(1, 2))
+        out = (self._everywhere, self._pool_sharding, self._everywhere)
+        jitted = jax.jit(function, donate_argnums=(1, 2), out_shardings=out)
         return jitted.lower(self._weights.stages[0], self._pool, x_TE, inputs, self._rotation, *measured_by).compile()
 
     def _end(self, rows: int, n: int) -> Any:
         x_TE = jax.ShapeDtypeStruct((rows, self._config.hidden_size), jnp.float32)
         arrays = self._replicated((x_TE, jax.ShapeDtypeStruct((n,), jnp.int32)))
-        jitted = jax.jit(partial(stages.end, self._spec), out_shardings=NamedSharding(self._spec.mesh, P()))
+        jitted = jax.jit(partial(stages.end, self._spec), out_shardings=self._everywhere)
         return jitted.lower(self._weights.ends, *arrays).compile()
 
     def _allow(self, n: int) -> Any:
@@ -235,14 +240,14 @@ class Programs:
 
     def _compact(self, compression: Compression, tokens: int) -> Any:
         function = partial(compaction.compact, compression, scale=self._spec.scale, cap=self._spec.cap)
-        everywhere = NamedSharding(self._spec.mesh, P())
-        jitted = jax.jit(function, donate_argnums=0, out_shardings=(self._pool_sharding, everywhere, everywhere))
+        out = (self._pool_sharding, self._everywhere, self._everywhere)
+        jitted = jax.jit(function, donate_argnums=0, out_shardings=out)
         shapes = self._replicated(self._compact_shapes(compression, tokens))
         return jitted.lower(self._pool, *shapes, self._rotation, self._layers).compile()
 
     def _prefer(self, compression: Compression, tokens: int) -> Any:
         function = partial(compaction.prefer, compression, scale=self._spec.scale, cap=self._spec.cap)
-        jitted = jax.jit(function, out_shardings=NamedSharding(self._spec.mesh, P()))
+        jitted = jax.jit(function, out_shardings=self._everywhere)
         arrays, query_LWHD, _ = self._replicated(self._compact_shapes(compression, tokens))
         arrays = {name: arrays[name] for name in compaction.PROMPT_ARRAYS}
         return jitted.lower(self._pool, arrays, query_LWHD, self._rotation, self._layers).compile()
@@ -289,5 +294,10 @@ class Programs:
         return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
 
     def _replicated(self, tree: Any) -> Any:
-        sharding = NamedSharding(self._spec.mesh, P())
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._everywhere), tree)
+
+
+def _on_one(devices: int, x_LPKCD: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What one of these devices has of a pool's array, as a shape."""
+    layers, pages, heads, *page = x_LPKCD.shape
+    return jax.ShapeDtypeStruct((layers, pages, heads // devices, *page), x_LPKCD.dtype)

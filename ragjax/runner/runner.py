@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
@@ -34,10 +34,11 @@ from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.runner import compaction, sampling
+from ragjax.runner.mesh import POOL, mesh_of
 from ragjax.runner.pool import PagePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
-from ragjax.runner.stages import LAYER_ARRAYS, POOL, STEP_ARRAYS, Place, Spec
+from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Place, Spec
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -94,7 +95,7 @@ class Runner(PagePool):
         grid: buckets of rows, entries and logits that programs are compiled for.
         scanned: run a stage's layers by `lax.scan` (compile time independent of depth) instead of unrolled; None
             chooses per backend. On CPU bfloat16 is 2.6 times faster unrolled.
-        mesh: one axis, "kv_heads" (one device, if None).
+        mesh: as `mesh.make_mesh` makes it (one device, if None).
         attention: backend of attention to try first (`kernels.attention.op.BACKENDS`).
         widen: products of many rows read bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products.
         whole: one pair of arrays for all layers in place of one for each stage, so that layers which keep many tokens
@@ -123,7 +124,7 @@ class Runner(PagePool):
         widen: bool = False,
         whole: bool = False,
     ):
-        mesh = mesh or jax.make_mesh((1,), ("kv_heads",), axis_types=(AxisType.Auto,))
+        mesh = mesh or mesh_of(jax.devices()[:1])
         platform = mesh.devices.flat[0].platform
         scanned = platform != "cpu" if scanned is None else scanned
         self._weights = weights = Weights.of(decoder, mesh, scanned=scanned)

@@ -25,13 +25,11 @@ from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from ragjax.models.decoder import Decoder, Layer
+from ragjax.runner.mesh import AXES, HEADS, POOL
 from ragjax.runner.weights import Parameters
 
 OUTSIDE = 2**30
 """A slot beyond any pool."""
-
-POOL = P(None, None, "kv_heads", None, None)
-"""How a pool is split over the mesh."""
 
 STEP_ARRAYS = (
     *("token_T", "index_T", "position_T", "request_T", "slot_T"),
@@ -220,7 +218,7 @@ def stage(
 def _sharded_attention(
     spec: Spec, shape: RowShape, backends: tuple[str, ...], measure: Measured | None
 ) -> Callable[..., tuple[jax.Array, Pages, jax.Array]]:
-    """Write the rows' KV, attend, and measure, each device on its own KV heads."""
+    """Write the rows' KV, attend, and measure, each device on its own heads."""
 
     def attend(
         q_THD: jax.Array,
@@ -268,14 +266,13 @@ def _sharded_attention(
         found = reductions.behind(what, found, at.start)
         # adds 0: the next layer has to wait for this before it writes the pool, or XLA would copy the pool
         out_THD = out_THD + jnp.minimum(jnp.abs(found).min(), 0.0)
-        return out_THD, pool, reductions.combine(what, found, "kv_heads")
+        return out_THD, pool, reductions.combine(what, found, *AXES)
 
-    heads = P(None, "kv_heads", None)
     sharded = jax.shard_map(
         attend,
         mesh=spec.mesh,
-        in_specs=(heads, heads, heads, POOL, P(), P(), P(), P(), P(), P()),
-        out_specs=(heads, POOL, P()),
+        in_specs=(HEADS, HEADS, HEADS, POOL, P(), P(), P(), P(), P(), P()),
+        out_specs=(HEADS, POOL, P()),
         check_vma=False,
     )
     return jax.jit(sharded, inline=True)  # traced once for all layers of a stage

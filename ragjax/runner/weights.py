@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from ragjax.models.decoder import Decoder, Layer, Weight
+from ragjax.runner.mesh import spec_of
 
 Parameters = Any
 """Parameters of a layer or of the ends, an nnx state; of a stage, a tuple of them or one stacked state."""
@@ -23,7 +23,7 @@ STAGE_LAYERS = 8
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters on the mesh, each split along its axis "kv_heads" where it has one.
+    """Parameters on the mesh, each split along the axes that `mesh.RULES` names.
 
     ends: embeddings, last norm and head. stages: the layers, `depth` of them each. layer_def, ends_def: what
     `nnx.merge` makes modules with.
@@ -39,11 +39,14 @@ class Weights:
     def of(decoder: Decoder, mesh: Mesh, *, scanned: bool) -> Weights:
         """The decoder's arrays, taken over; a stage's layers are stacked if they are scanned."""
         depth = stage_depth(decoder.config.num_layers)
-        layer_def, layers = split_layers(decoder)
-        ends_def, ends = nnx.split(without_layers(decoder))
-        stages = [layers[i : i + depth] for i in range(0, len(layers), depth)]
-        placed = tuple(_place(_stack(stage) if scanned else tuple(stage), mesh) for stage in stages)
-        return Weights(ends_def, layer_def, _place(ends, mesh), placed, depth)
+        with jax.default_device(next(iter(decoder.norm[...].devices()))):  # the others may have no room
+            if mesh.size > 1:
+                _divide(decoder, mesh)
+            layer_def, layers = split_layers(decoder)
+            ends_def, ends = nnx.split(without_layers(decoder))
+            stages = [layers[i : i + depth] for i in range(0, len(layers), depth)]
+            placed = tuple(_place(_stack(stage) if scanned else tuple(stage), mesh) for stage in stages)
+            return Weights(ends_def, layer_def, _place(ends, mesh), placed, depth)
 
 
 def stage_depth(layers: int) -> int:
@@ -74,9 +77,45 @@ def _stack(states: Sequence[Parameters]) -> Parameters:
     return stacked
 
 
+def _divide(decoder: Decoder, mesh: Mesh) -> None:
+    """Lay out a decoder's arrays, in place, so that each device's part of an axis is as large as any other's.
+
+    Where KV heads have copies, each copy stands beside its query heads. What the devices do not divide is padded by
+    zeros: inputs of the MLP's second product that are 0 add nothing, and the logits of rows that are no tokens are cut
+    off (`Decoder.unembed`).
+    """
+    devices, copies = mesh.size, mesh.shape["groups"]
+    for layer in decoder.layers:
+        layer.qkv = Weight(_copied(layer.qkv[...], copies), axes=("copied_kv_heads", "heads", "head", "embed"))
+        if layer.qkv_bias is not None:
+            layer.qkv_bias = Weight(_copied(layer.qkv_bias[...], copies), axes=("copied_kv_heads", "heads", "head"))
+        gate_up_2FE = _padded(layer.gate_up[...], 1, devices)
+        gate_up_2NFE = gate_up_2FE.reshape(2, devices, -1, gate_up_2FE.shape[2])
+        layer.gate_up = Weight(gate_up_2NFE.swapaxes(0, 1), axes=("shares", "gate", "part", "embed"))
+        layer.down = Weight(_padded(layer.down[...], 1, devices), axes=layer.down.axes)
+    for name in ("embedding", "head"):
+        table = getattr(decoder, name)
+        if table is not None:
+            setattr(decoder, name, Weight(_padded(table[...], 0, devices), axes=table.axes))
+
+
+def _copied(weight: jax.Array, copies: int) -> jax.Array:
+    """[K, G + 2, ...] as [K * copies, G / copies + 2, ...]: the query heads shared out, key and value in each."""
+    heads, groups = weight.shape[0], weight.shape[1] - 2
+    rest = weight.shape[2:]
+    query = weight[:, :groups].reshape(heads, copies, groups // copies, *rest)
+    key_value = jnp.broadcast_to(weight[:, None, groups:], (heads, copies, 2, *rest))
+    return jnp.concatenate([query, key_value], axis=2).reshape(heads * copies, -1, *rest)
+
+
+def _padded(weight: jax.Array, axis: int, devices: int) -> jax.Array:
+    """With zeros behind an axis, up to a length that the devices divide."""
+    padding = [(0, -n % devices if i == axis else 0) for i, n in enumerate(weight.shape)]
+    return jnp.pad(weight, padding)
+
+
 def _place(tree: Any, mesh: Mesh) -> Any:
     def put(weight: Any) -> Any:
-        axes = P(*("kv_heads" if axis == "kv_heads" else None for axis in weight.axes))
-        return weight.replace(jax.device_put(weight.get_value(), NamedSharding(mesh, axes)))
+        return weight.replace(jax.device_put(weight.get_value(), NamedSharding(mesh, spec_of(weight.axes))))
 
     return jax.tree.map(put, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))

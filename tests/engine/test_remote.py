@@ -17,7 +17,7 @@ from ragjax.store.remote.breaker import Breaker
 from ragjax.store.remote.redis import RedisRemote
 from ragjax.store.remote.tier import SharedTier
 from tests.support import tiny
-from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_server, tier
+from tests.support.remotes import GIGA, FakeRemote, Unreliable, free_port, real_server, settle, tier
 
 
 def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -> Answer:
@@ -26,18 +26,6 @@ def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -
 
 def other_runner() -> Runner:
     return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
-
-
-def settle(engine: Engine) -> None:
-    """Wait until what the engine computed is on the server."""
-    shared = engine._parts.shared
-    assert shared is not None and engine._transfer is not None
-    deadline = time.monotonic() + 20
-    while engine._cache._hierarchy._new or engine._cache._hierarchy._hot:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    engine._transfer.flush()
-    assert shared.flush(20)
 
 
 def tiers(answer: Answer) -> set[str | None]:

@@ -649,22 +649,22 @@ SHARDED = """
 import jax, numpy as np
 from dataclasses import replace
 from functools import partial
-from jax.sharding import AxisType
 from ragjax.core import Compression, Measure, StepMeasure
 from ragjax.core.compression import Graph
 from ragjax.kernels.attention import op as attention, triton as attention_triton
 from ragjax.kernels.pages import Pages
+from ragjax.runner.mesh import make_mesh
 from tests.support import steps as t
 
 triton = partial(attention_triton.attend, interpret=True)
 attention.BACKENDS["triton"] = attention.Backend(triton, lambda *_: None)
 
-config = replace(t.CONFIG, num_layers=2, num_heads=16, num_kv_heads=8)
+config = replace(t.CONFIG, num_layers=2, num_heads=16, num_kv_heads=4)  # on eight devices each has two copies
 prompts = [t.tokens_of(3, 8), t.tokens_of(4, 5)]
 parts = [t.whole(x, 1 + 6 * i, start=i) for i, x in enumerate(prompts)]
 results = []
 for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
-    mesh = jax.make_mesh((devices,), ("kv_heads",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh(devices, config)
     made = t.make_runner(config, mesh=mesh, attention=backend)
     step = t.step_of(parts, 24, score=2)
     outcome = made.step(step)
@@ -672,9 +672,9 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     again = t.compute(made, [t.piece(parts[0], 7, 8)], 2)
     shard = made._pools[0].k_LPKCD.addressable_shards[0].data.shape
     assert len(made._pools[0].k_LPKCD.addressable_shards) == devices
-    assert shard == (2, 40, 8 // devices, t.PAGE, 8), shard
+    assert shard == (2, 40, 4 if devices == 1 else 1, t.PAGE, 8), shard
     qkv = made._weights.stages[0][0]["qkv"].get_value().addressable_shards[0].data.shape
-    assert qkv == (8 // devices, 4, 8, 32), qkv
+    assert qkv == ((4, 6, 8, 32) if devices == 1 else (1, 4, 8, 32)), qkv
     pages = np.arange(1, 7, dtype=np.int32)
     copies = made.extract(pages)
     assert len(copies[0][0].k_LPKCD.addressable_shards) == devices

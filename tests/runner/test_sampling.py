@@ -81,15 +81,15 @@ def test_only_the_logits_that_are_wanted_are_fetched(runner: Runner) -> None:
 
 SHARDED = """
 import jax
-from jax.sharding import AxisType
 from dataclasses import replace
 from ragjax.core import Draw
+from ragjax.runner.mesh import mesh_of
 from tests.support import steps as t
 
 config = replace(t.CONFIG, num_layers=2, num_heads=16, num_kv_heads=8)
 found = []
 for devices in (1, 8):
-    mesh = jax.make_mesh((devices,), ("kv_heads",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(jax.devices()[:devices])
     made = t.make_runner(config, mesh=mesh)
     logits = made.predict(made.step(t.step_of([t.whole(t.tokens_of(3, 8), 1)], 24)), range(8))
     draws = [Draw(0.8, 5, 0.9, i / 8, logprobs=True) for i in range(8)]

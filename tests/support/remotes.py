@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from ragjax.core import ConfigError
+from ragjax.engine import Engine
 from ragjax.store.disk import DiskStore
 from ragjax.store.remote.base import MOST, Parcel, RefusedError, RemoteError
 from ragjax.store.remote.breaker import Breaker
@@ -139,6 +140,18 @@ def tier(
     """A shared tier over a server; the next probe comes soon."""
     breaker = Breaker(remote.address, pause)
     return SharedTier(remote, identity, disk, max_bytes=GIGA, timeout=timeout, breaker=breaker)
+
+
+def settle(engine: Engine) -> None:
+    """Wait until what the engine computed is on the server."""
+    shared = engine._parts.shared
+    assert shared is not None and engine._transfer is not None
+    deadline = time.monotonic() + 20
+    while engine._cache._hierarchy._new or engine._cache._hierarchy._hot:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    engine._transfer.flush()
+    assert shared.flush(20)
 
 
 def free_port() -> int:

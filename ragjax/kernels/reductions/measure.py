@@ -89,10 +89,16 @@ def behind(what: Measure, measured: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(measured, [(rows if i == axis else 0, 0) for i in range(measured.ndim)])
 
 
-def combine(what: Measure, measured: jax.Array, axis: str) -> jax.Array:
-    """Over the devices of a mesh axis: distances add up, scores are averages over heads, queries stand side by side."""
+def combine(what: Measure, measured: jax.Array, kv_heads: str, groups: str) -> jax.Array:
+    """Over the devices of a mesh: distances add up, scores are averages over heads, queries stand side by side.
+
+    kv_heads, groups: axes of the mesh. Along the second KV heads are the same, and query heads are others.
+    """
     if what is Measure.QUERY:
-        gathered: jax.Array = lax.all_gather(measured, axis, axis=1, tiled=True)
+        gathered: jax.Array = lax.all_gather(measured, (kv_heads, groups), axis=1, tiled=True)
         return gathered
-    combined: jax.Array = lax.psum(measured, axis) if what is Measure.DEVIATION else lax.pmean(measured, axis)
-    return combined
+    if what is Measure.DEVIATION:
+        summed: jax.Array = lax.psum(measured, kv_heads)
+        return summed
+    mean: jax.Array = lax.pmean(measured, (kv_heads, groups))
+    return mean

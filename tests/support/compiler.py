@@ -31,6 +31,7 @@ from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.train_attention import triton as train_attention_triton
 from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens
 from ragjax.kernels.view import View
+from ragjax.runner.mesh import AXES
 
 SHARED_BYTES = 227 * 1024
 """What a block of threads can have on sm_90 (CUDA C++ Programming Guide, technical specifications)."""
@@ -71,7 +72,7 @@ def hopper_mesh() -> AbstractMesh:
     device: dict[str, Any] = {}
     if jax.__version_info__ >= (0, 11):
         device = {"abstract_device": jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")}
-    return AbstractMesh((1,), ("kv_heads",), axis_types=(AxisType.Auto,), **device)
+    return AbstractMesh((1, 1), AXES, axis_types=(AxisType.Auto,) * 2, **device)
 
 
 @contextmanager

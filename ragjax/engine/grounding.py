@@ -65,9 +65,8 @@ class Grounding:
         if rag is None or rag.graph is not None or rag.documents is not None or not self._searches(request, rag):
             return None
         source, *others = rag.searched
-        if (
-            others or source.within is not None or rag.min_score is not None
-        ):  # the next stage may leave out what one has
+        # a later stage may leave out what an earlier one has
+        if others or source.within is not None or rag.min_score is not None:
             return None
         base = self.knowledge.seen(source.knowledge, request.tenant)
         public = self._public(source.knowledge)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ReplicaState
 
-from ragjax.cluster.replica import Replica, options_of
+from ragjax.cluster.replica import Replica, needs, options_of
 from ragjax.cluster.transport import Call, Item, Status
 from ragjax.core import EngineOptions, Inventory, LostError
 from ragjax.engine import Engine
@@ -93,15 +94,13 @@ class Server:
 def deployment(options: EngineOptions, count: int, grace: float) -> serve.Application:
     """The replicas of an engine with these options, which a transport's handle reaches.
 
-    count: how many. grace: seconds that running requests get when one of them stops. Each takes a GPU where the
-    cluster has some, and else a CPU.
+    count: how many. grace: seconds that running requests get when one of them stops. Each takes what `needs` says.
     """
-    resources = {"num_cpus": 1, "num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": 1}
     made = serve.deployment(
         Server,
         name=NAME,
         num_replicas=count,
-        ray_actor_options=resources,
+        ray_actor_options=needs(options.tensor_parallel, ray.cluster_resources(), os.environ.get("XLA_FLAGS", "")),
         max_ongoing_requests=ONGOING,
         health_check_period_s=5,
         graceful_shutdown_timeout_s=grace,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ragjax.cluster.transport import Begun, Call, Item, Status
-from ragjax.core import ClosedError, Divergence, EngineOptions, Inventory, RagjaxError
+from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inventory, RagjaxError
 from ragjax.engine import Engine
 from ragjax.engine.card import Card
 
@@ -65,6 +66,34 @@ class Replica:
     def close(self) -> None:
         """End its requests, and write what it keeps on disk."""
         self._engine.close()
+
+
+def needs(devices: int, resources: Mapping[str, float], flags: str) -> dict[str, Any]:
+    """What a replica over so many devices asks Ray for, as options of its actor.
+
+    resources: of the cluster. flags: XLA's, of this process. One CPU, and where the cluster has GPUs so many of those,
+    on one machine, which are then all that JAX sees. Where it has none, JAX in the replica's process makes so many
+    virtual devices of the CPU.
+    """
+    if resources.get("GPU"):
+        return {"num_cpus": 1, "num_gpus": devices}
+    if devices == 1:
+        return {"num_cpus": 1}
+    virtual = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+    return {"num_cpus": 1, "runtime_env": {"env_vars": {"XLA_FLAGS": virtual}}}
+
+
+def check_room(count: int, devices: int, resources: Mapping[str, float]) -> None:
+    """Raise ConfigError if replicas over so many devices each do not fit a machine: Ray would wait for another one."""
+    one = needs(devices, resources, "")
+    for resource, field in (("GPU", "num_gpus"), ("CPU", "num_cpus")):
+        there, wanted = int(resources.get(resource, 0)), count * one.get(field, 0)
+        if wanted > there:
+            each = f" over {devices} devices each" if devices > 1 else ""
+            raise ConfigError(
+                f"--replicas: {count}{each} take {wanted} {resource}s, and this machine has {there}: have fewer, or "
+                "give --ray-address of a cluster"
+            )
 
 
 def options_of(options: EngineOptions, rank: int) -> EngineOptions:

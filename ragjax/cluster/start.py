@@ -12,6 +12,7 @@ from ray import serve
 
 from ragjax.cluster.deployment import RayTransport, deployment
 from ragjax.cluster.fleet import Fleet, fleet_of
+from ragjax.cluster.replica import check_room
 from ragjax.core import ConfigError, EngineOptions
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ class Started(RayTransport):
     def __init__(self, options: EngineOptions, count: int, grace: float, own: bool):
         self._own = own
         try:
+            if own:
+                check_room(count, options.tensor_parallel, ray.cluster_resources())
             super().__init__(serve.run(deployment(options, count, grace), name=APP, route_prefix=None))
         except RuntimeError as error:
             reason = _reason(error)

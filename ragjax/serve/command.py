@@ -111,8 +111,6 @@ def _check_replicas(options: argparse.Namespace) -> None:
     options.router = options.router or DEFAULT_ROUTER
     if options.engine.speculate:
         raise core.ConfigError("--speculate: a replica is chosen after the search; leave it out, or --replicas")
-    if options.engine.tensor_parallel > 1:
-        raise core.ConfigError("--tensor-parallel: a replica has one device; leave it out, or --replicas")
     if options.engine.record_trace is not None:
         raise core.ConfigError("--record-trace: replicas cannot share a file; leave it out, or --replicas")
 

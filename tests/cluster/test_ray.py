@@ -183,6 +183,34 @@ def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, 
     assert not [one for one in everything if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
 
 
+def test_replicas_over_two_devices_each_answer_as_one_device_does(python: str, model: Path, tmp_path: Path) -> None:
+    """Virtual devices, which the replicas' processes alone have: an engine that sees fewer refuses to start."""
+    flags = ["--model", str(model), "--knowledge", "none", "--port", "PORT", "--device-cache-gb", "0.05"]
+    flags += ["--dtype", "float32", "--strategy", "full"]
+    with started(python, ["-c", SERVE, *flags], tmp_path / "one", "ready at") as alone:
+        expected = [alone.stream(who) for who in range(4)]
+    assert all(status == 200 and text and code is None for status, text, code in expected)
+
+    flags += ["--replicas", "2", "--tensor-parallel", "2", "--router", "round-robin"]
+    with started(python, ["-c", SERVE, *flags], tmp_path / "two", "ready at") as running:
+        assert running.health()["replicas"] == {"up": 2, "wanted": 2}
+        for _ in range(2):  # each replica gets every question
+            assert [running.stream(who) for who in (0, 1, 2, 3, 0)][:4] == expected
+        running.replicas()[0].kill()
+        wait_for(lambda: running.health()["replicas"] != {"up": 2, "wanted": 2}, 60)
+        wait_for(lambda: running.health()["replicas"] == {"up": 2, "wanted": 2}, START)  # the next one has as many
+        assert [running.stream(who) for who in range(4)] == expected
+    assert running.process.returncode == 0, (tmp_path / "two").read_text()
+
+
+def test_more_replicas_than_the_machine_has_room_for_are_one_line_and_code_2(python: str, model: Path) -> None:
+    command = [python, "-m", "ragjax.serve", "--port", "0", "--model", str(model), "--knowledge", "none"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command += ["--replicas", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 2 and "--replicas: 1000 take 1000" in done.stderr.splitlines()[-1]
+
+
 def disk_hits(running: Running) -> float:
     lines = httpx.get(f"{running.url}/metrics", timeout=20).text.splitlines()
     return sum(float(line.split()[1]) for line in lines if "tier_hit_tokens_total{" in line and 'tier="disk"' in line)

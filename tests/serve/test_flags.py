@@ -100,7 +100,6 @@ def test_flags_have_the_defaults_of_the_options() -> None:
         (["--router", "knowledge"], "--replicas"),
         (["--replicas", "2", "--speculate", "3"], "--speculate"),
         (["--replicas", "2", "--record-trace", "trace"], "--record-trace"),
-        (["--replicas", "2", "--tensor-parallel", "2"], "--tensor-parallel"),
         (["--tensor-parallel", "0"], "--tensor-parallel"),
     ],
 )

@@ -58,6 +58,7 @@ def create_app(
     drain: Drain | None = None,
     strict: bool = False,
     cors_origins: Sequence[str] = (),
+    proxied: bool = False,
 ) -> FastAPI:
     """The HTTP application over `engine`, which the caller closes once the app has stopped.
 
@@ -72,6 +73,7 @@ def create_app(
         drain: shared with the server, which says by it that it stops.
         strict: refuse fields that have no effect, rather than name them in a notice.
         cors_origins: where pages of a browser may come from that call this server; "*": anywhere.
+        proxied: as `Door` has it.
     """
     metrics = Metrics(engine)
     endpoints = _Endpoints(engine, metrics, strict)
@@ -108,6 +110,7 @@ def create_app(
         drain=drain or Drain(),
         public=frozenset({"/health", *site}),
         own={} if metrics_key is None else {"/metrics": {metrics_key: ""}},
+        proxied=proxied,
     )
     describe(app)
     if cors_origins:  # in front of the door: a browser asks first, without a key

@@ -32,7 +32,7 @@ class Ingress:
         self._fleet = await asyncio.to_thread(fleet_of, options.engine, RayTransport(replicas), options.router)
 
     def __serve_build_asgi_app__(self) -> FastAPI:  # Ray Serve's name
-        return create_app(self._fleet, **app_options(self._options))
+        return create_app(self._fleet, proxied=True, **app_options(self._options))
 
     def check_health(self) -> None:
         """Ray Serve calls it. It serves as long as it runs; its replicas have checks of their own."""

@@ -23,7 +23,8 @@ class Door:
     """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers what nobody
     caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter. `public` are paths
     that need none, `own` those with keys of their own, which open nothing else. `limits`: of bodies on paths that
-    have one of their own.
+    have one of their own. `proxied`: whether a proxy in front has given the request its id, by the header x-request-id,
+    and sets this header of the response itself.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
     reads the rest away, so that a client that is still writing gets to read the answer. `timeout`: seconds in
@@ -41,6 +42,7 @@ class Door:
         public: Collection[str],
         own: Mapping[str, Mapping[str, str]],
         limits: Mapping[str, int],
+        proxied: bool,
     ):
         self._app = app
         self._drain = drain
@@ -50,13 +52,15 @@ class Door:
         self._limit, self._limits = max_body_bytes, limits
         self._timeout = timeout
         self._public = public
+        self._proxied = proxied
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes one request through (ASGI)."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         arrived = time.perf_counter()
-        request_id = uuid.uuid4().hex
+        given = dict(scope["headers"]).get(b"x-request-id") if self._proxied else None
+        request_id = given.decode("latin-1") if given else uuid.uuid4().hex
         scope.setdefault("state", {}).update(arrived=arrived, request_id=request_id, tenant="")
         status = 0
 
@@ -64,7 +68,8 @@ class Door:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if not given:
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
         self._drain.serving += 1

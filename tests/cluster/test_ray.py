@@ -91,6 +91,12 @@ class Running:
     def health(self) -> dict[str, Any]:
         return dict(httpx.get(f"{self.url}/health", timeout=20).json())
 
+    def request_ids(self, headers: dict[str, str]) -> list[str]:
+        """Of one request."""
+        found = httpx.get(f"{self.url}/health", headers=headers, timeout=20).headers.get_list("x-request-id")
+        assert len(found) == 1
+        return found
+
     def stream(self, who: int) -> tuple[int, str, str | None]:
         """HTTP status, text, and the code of an error."""
         text, code = "", None
@@ -224,7 +230,8 @@ import ray
 from ray import serve
 from ragjax.serve.cluster import app
 
-ray.init(address="local", include_dashboard=False, log_to_driver=False)
+niceness = {"worker_niceness": 0}  # as ragjax/cluster/start.py has it
+ray.init(address="local", include_dashboard=False, log_to_driver=False, _system_config=niceness)
 serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
 args = {"model": sys.argv[2], "knowledge": "none", "replicas": 2, "device-cache-gb": 0.05}
 args |= {"router": "round-robin", "dtype": "float32"}
@@ -251,6 +258,7 @@ def test_an_update_of_the_application_refuses_nothing(python: str, model: Path, 
     with started(python, [str(program), "PORT", str(model)], tmp_path / "log", "application ready") as running:
         before = {one.pid for one in running.replicas()}
         assert len(before) == 2 and running.health()["replicas"] == {"up": 2, "wanted": 2}
+        assert running.request_ids({}) != running.request_ids({}) and running.request_ids({"x-request-id": "7"}) == ["7"]
         found = running.load(30, 0.05)
         running.process.send_signal(signal.SIGUSR1)
         end = time.monotonic() + START

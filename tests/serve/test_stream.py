@@ -73,6 +73,15 @@ def test_engine_failure_leaks_nothing_and_is_logged(caplog: pytest.LogCaptureFix
     assert "secret detail" in str(record.exc_info)
 
 
+@pytest.mark.parametrize("proxied", [True, False])
+def test_an_id_is_the_proxys_where_there_is_one(proxied: bool) -> None:
+    with serving(FakeEngine(error=ValueError("secret detail")), proxied=proxied) as served:
+        named, unnamed = (served.post(json=CHAT, headers=given) for given in ({"x-request-id": "its own"}, {}))
+    assert ("its own" in error_of(named)["message"]) == proxied
+    assert len(named.headers.get_list("x-request-id")) == (0 if proxied else 1), "the proxy adds its own"
+    assert unnamed.headers["x-request-id"] in error_of(unnamed)["message"]
+
+
 @pytest.mark.parametrize("delay", [0.02, 30.0], ids=["decoding", "before the first token"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_client_that_leaves_cancels_its_request(stream: bool, delay: float) -> None:

@@ -10,6 +10,7 @@ from ragjax.core.draw import Adjusted, Chosen, Draw
 from ragjax.core.errors import (
     ClosedError,
     ConfigError,
+    DamageError,
     DeadlineError,
     LostError,
     MissingError,
@@ -87,6 +88,7 @@ __all__ = [
     "Compression",
     "ConfigError",
     "Counts",
+    "DamageError",
     "DeadlineError",
     "Delta",
     "Departure",

@@ -24,6 +24,10 @@ class ConfigError(RagjaxError):
     """A flag, model or setting that cannot work, found at start-up."""
 
 
+class DamageError(RagjaxError):
+    """What was kept is not as it was written."""
+
+
 class OverloadError(RagjaxError):
     """The queue is full. `retry_after`: seconds until there is a place, as requests end at present (None: unknown)."""
 

@@ -7,6 +7,7 @@ when it is opened (`library.py`).
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
@@ -14,14 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import Attachment, Batch, File, Store
-from ragjax.retrieval.database import compare, exclusive
+from ragjax.core import Attachment, Batch, DamageError, File, Store
+from ragjax.retrieval.checksum import checksum
+from ragjax.retrieval.database import compare, exclusive, grow
 
 _SCHEMA = """
 create table if not exists files (
     number integer primary key autoincrement, id text not null unique, tenant text not null, name text not null,
     purpose text not null, size integer not null, created integer not null, content blob not null,
-    expires integer
+    expires integer, checksum blob
 );
 create table if not exists stores (
     number integer primary key autoincrement, id text not null unique, tenant text not null, name text not null,
@@ -47,10 +49,13 @@ _ODD = (
     " or state not in ('in_progress', 'completed', 'failed', 'cancelled')"
 )
 _FILE = "select id, name, purpose, size, created, expires from files"
+_KEPT = "id, tenant, name, purpose, size, created, content, expires"
 _STORE = "select id, name, created, active, days, metadata, description, expired from stores"
 _ATTACHMENT = (
     "select store, file, created, state, usage, code, message, attributes, chunk_tokens, batch from attachments"
 )
+
+_log = logging.getLogger(__name__)
 
 
 class Catalog:
@@ -64,6 +69,8 @@ class Catalog:
 
     def __init__(self, place: Path | None):
         self._lock = threading.Lock()
+        self.damaged = 0
+        """Times that a file was read and found damaged."""
         self._database = exclusive(place, _prepare, f"delete {place}: uploaded files are lost")
 
     def close(self) -> None:
@@ -77,12 +84,13 @@ class Catalog:
         """Keep a file; False: the tenant's files would have more bytes than the quota. least: a file counts as."""
         values = (file.id, tenant, file.name, file.purpose, file.size, file.created, content, file.expires)
         sql = (
-            "insert into files (id, tenant, name, purpose, size, created, content, expires)"
-            " select ?, ?, ?, ?, ?, ?, ?, ?"
+            f"insert into files ({_KEPT}, checksum) select ?, ?, ?, ?, ?, ?, ?, ?, ?"
             " where (select coalesce(sum(max(size, ?)), 0) from files where tenant = ?) + max(?, ?) <= ?"
         )
         with self._changing() as database:
-            return database.execute(sql, (*values, least, tenant, file.size, least, quota)).rowcount == 1
+            return (
+                database.execute(sql, (*values, checksum(values), least, tenant, file.size, least, quota)).rowcount == 1
+            )
 
     def files(self, tenant: str) -> list[File]:
         """A tenant's files, the oldest first."""
@@ -93,9 +101,27 @@ class Catalog:
         return next((File(*row) for row in self._rows(f"{_FILE} where tenant = ? and id = ?", tenant, file)), None)
 
     def content(self, file: str) -> bytes | None:
-        """The bytes of a file."""
-        rows: list[tuple[bytes]] = self._rows("select content from files where id = ?", file)
-        return rows[0][0] if rows else None
+        """The bytes of a file.
+
+        Raises:
+            DamageError: they, or what else is kept of it, are not as they were uploaded.
+        """
+        try:
+            rows = self._rows(f"select content, checksum, {_KEPT} from files where id = ?", file)
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(file) from error
+        if not rows:
+            return None
+        ((content, known, *values),) = rows
+        if known != checksum(values):
+            raise self._damaged(file)
+        kept: bytes = content
+        return kept
+
+    def _damaged(self, file: str) -> DamageError:
+        self.damaged += 1
+        _log.error("the file %s of the catalog is damaged; delete and upload it again", file)
+        return DamageError(f"the file {file!r} is damaged where it is kept: delete it and upload it again")
 
     def name(self, file: str) -> str:
         """The name of a file; empty if it is gone."""
@@ -232,8 +258,13 @@ class Catalog:
 def _prepare(database: sqlite3.Connection) -> None:
     database.execute("pragma foreign_keys = on")
     database.executescript(_SCHEMA)
-    if "expires" not in {column[1] for column in database.execute("pragma table_info(files)")}:  # an older version's
-        database.execute("alter table files add column expires integer")
+    grow(database, "files", "expires", "integer")
+    with database:
+        database.execute("begin")
+        if grow(database, "files", "checksum", "blob"):  # files are taken as they are
+            for (number,) in database.execute("select number from files").fetchall():
+                values = database.execute(f"select {_KEPT} from files where number = ?", (number,)).fetchone()
+                database.execute("update files set checksum = ? where number = ?", (checksum(values), number))
     compare(database, _SCHEMA)
     try:
         for row in database.execute(_STORE):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sqlite3
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import Chunk, ConfigError
+from ragjax.retrieval.checksum import checksum
 from ragjax.retrieval.database import compare, exclusive
 from ragjax.retrieval.index import IndexKind, VectorIndex
 
@@ -102,23 +101,14 @@ def _verify(database: sqlite3.Connection) -> None:
     begun = database.execute("select 1 from settings where name = 'checksums'").fetchone() is not None
     rows = database.execute(f"select number, checksum, {_CONTENT} from chunks left join checksums using (number)")
     new = []
-    for number, checksum, *content in rows:
-        if begun and checksum != _checksum(content):
+    for number, known, *content in rows:
+        if begun and known != checksum(content):
             raise sqlite3.DatabaseError(f"chunk {number} is not as it was written")
         if not begun:
-            new.append((number, _checksum(content)))
+            new.append((number, checksum(content)))
     if not begun:
         database.executemany("insert or replace into checksums values (?, ?)", new)
         database.execute("insert into settings values ('checksums', 'blake2b')")
-
-
-def _checksum(content: Sequence[object]) -> bytes:
-    """Of `_CONTENT` of a chunk."""
-    digest = hashlib.blake2b(digest_size=16)
-    for value in content:
-        part = value if isinstance(value, bytes) else str(value).encode("utf-8", "replace")
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
 
 
 def _run(database: sqlite3.Connection, statements: str) -> None:
@@ -154,7 +144,7 @@ def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.flo
     values = (chunk.id, chunk.document_id, chunk.title, chunk.text, chunk.tokens.tobytes(), embedding.tobytes())
     number = database.execute(f"insert into chunks ({_CONTENT}) values (?, ?, ?, ?, ?, ?)", values).lastrowid
     assert number is not None
-    database.execute("insert into checksums values (?, ?)", (number, _checksum(values)))
+    database.execute("insert into checksums values (?, ?)", (number, checksum(values)))
     return number
 
 

@@ -33,7 +33,7 @@ def exclusive(
     try:
         database.execute("pragma locking_mode = exclusive")
         database.execute("pragma secure_delete = on")  # what is deleted is overwritten
-        if database.execute("pragma quick_check(1)").fetchall() != [("ok",)]:
+        if database.execute("pragma integrity_check(1)").fetchall() != [("ok",)]:  # finds wrong indexes too
             raise sqlite3.DatabaseError("its pages do not fit together")
         prepare(database)
     except sqlite3.OperationalError as error:
@@ -60,6 +60,14 @@ def compare(database: sqlite3.Connection, schema: str) -> None:
         tables = [name for (name,) in fresh.execute("select name from sqlite_master where type = 'table'")]
         if any(_columns(database, table) != _columns(fresh, table) for table in tables):
             raise sqlite3.DatabaseError("its tables are others")
+
+
+def grow(database: sqlite3.Connection, table: str, column: str, kind: str) -> bool:
+    """Give a table that an older version made a column; whether it had none of this name."""
+    if any(column == name for name, *_ in _columns(database, table)):
+        return False
+    database.execute(f"alter table {table} add column {column} {kind}")
+    return True
 
 
 def _columns(database: sqlite3.Connection, table: str) -> set[tuple[str, str, int]]:

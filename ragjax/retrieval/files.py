@@ -91,8 +91,18 @@ class Files:
         return found
 
     def content(self, tenant: str, file: str) -> bytes:
-        """A file's bytes; raises as `file`."""
+        """A file's bytes.
+
+        Raises:
+            MissingError: if it is not there.
+            DamageError: if they are not as they were uploaded; other files are not concerned.
+        """
         return self._catalog.content(self.file(tenant, file).id) or b""
+
+    @property
+    def damaged(self) -> int:
+        """Times that a file was read, for a client or into a store, and found damaged."""
+        return self._catalog.damaged
 
     def remove(self, tenant: str, file: str) -> None:
         """Delete a file, and take it out of all stores; raises as `file`."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from ragjax.core import Attachment, ConfigError, RagjaxError, RequestError
+from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, RequestError
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.document import parse
 from ragjax.retrieval.knowledge import KnowledgeBase
@@ -58,11 +58,13 @@ class Intake:
 
     def _read(self, attachment: Attachment) -> None:
         store, file = attachment.store, attachment.file
-        content = self._catalog.content(file)
-        if content is None or self._gone(store, file):
-            return
         try:
+            content = self._catalog.content(file)
+            if content is None or self._gone(store, file):
+                return
             settled = self._fill(attachment, content)
+        except DamageError as error:
+            settled = replace(attachment, state="failed", error=("server_error", str(error)))
         except RagjaxError as error:
             settled = replace(attachment, state="failed", error=("invalid_file", str(error)))
         except Exception:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ragjax.retrieval.database import exclusive
+from ragjax.retrieval.checksum import checksum
+from ragjax.retrieval.database import compare, exclusive, grow
 from ragjax.retrieval.index import NONE, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.retrieval.triples import batches
@@ -23,7 +24,9 @@ from ragjax.retrieval.triples import batches
 _BATCH = 1_024  # names embedded and committed together: what a kill can cost
 _SCHEMA = """
 create table if not exists encoder (identity text not null);
-create table if not exists names (number integer primary key autoincrement, name text not null unique, embedding blob);
+create table if not exists names (
+    number integer primary key autoincrement, name text not null unique, embedding blob, checksum blob
+);
 """
 
 _log = logging.getLogger(__name__)
@@ -103,9 +106,9 @@ class Register:
 
     def _store(self, names: list[str], vectors: Vectors) -> None:
         known = [(name, row.tobytes()) for name, row in zip(names, vectors, strict=True)]
-        sql = "insert into names (name, embedding) values (?, ?)"
+        sql = "insert into names (name, embedding, checksum) values (?, ?, ?)"
         with self._database:
-            numbers = [self._database.execute(sql, values).lastrowid or 0 for values in known]
+            numbers = [self._database.execute(sql, (*values, checksum(values))).lastrowid or 0 for values in known]
         self._keep(list(zip(numbers, names, strict=True)), vectors)
 
     def _keep(self, numbered: list[tuple[int, str]], vectors: Vectors) -> None:
@@ -117,7 +120,13 @@ class Register:
 def _prepare(database: sqlite3.Connection, identity: str) -> None:
     database.executescript(_SCHEMA)
     with database:
+        if grow(database, "names", "checksum", "blob"):
+            database.execute("delete from names")  # nothing tells whether they are as they were written
+        compare(database, _SCHEMA)
         _fit(database, identity)
+    for name, embedding, known in database.execute("select name, embedding, checksum from names"):
+        if known != checksum((name, embedding)):
+            raise sqlite3.DatabaseError("a name is not as it was written")
 
 
 def _fit(database: sqlite3.Connection, identity: str) -> None:

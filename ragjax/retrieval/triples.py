@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,8 @@ from urllib.parse import quote, unquote
 
 import pyoxigraph as ox
 
-from ragjax.core import ConfigError, RequestError, is_unicode
+from ragjax.core import ConfigError, DamageError, RequestError, is_unicode
+from ragjax.retrieval import seal
 from ragjax.retrieval.path import INVERSE, Triple
 
 BATCH = 50_000
@@ -83,23 +85,43 @@ class OxigraphStore:
     """A `TripleStore` on pyoxigraph, in a directory that is made if need be; None keeps it in memory.
 
     Raises:
-        ConfigError: the directory cannot be used, is damaged, or another process has it open.
+        ConfigError: the directory cannot be used, or another process has it open.
+        DamageError: it is damaged; so does every other call if that comes to light later.
     """
 
     def __init__(self, path: str | Path | None = None):
         self._node = lru_cache(_NODES)(_node)
         self._decoded = lru_cache(_NODES)(_decoded)
         self._writing = threading.Lock()
+        self._path = None if path is None else Path(path)
+        self._store: ox.Store | None = None
         try:
-            self._store: ox.Store | None = ox.Store(path)
-            self._count = len(self._store) - sum(1 for _ in self.aliases())
+            with self._reading():
+                self._open()
         except OSError as error:
             hint = "; another process has it open" if "lock" in str(error).lower() else ""
             raise ConfigError(f"{path}: cannot be opened as a store of triples: {error}{hint}") from error
-        except RuntimeError as error:
+
+    def _open(self) -> None:
+        digests = {} if self._path is None else seal.verify(self._path)
+        self._store = ox.Store(self._path)
+        try:
+            if self._path is not None:
+                seal.unseal(self._path, digests)
+            self._count = len(self._store) - sum(1 for _ in self.aliases())
+        except BaseException:
+            self._store = None  # which lets go of it
+            raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """What is wrong with the files under the database is told as their damage."""
+        try:
+            yield
+        except (RuntimeError, DamageError) as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"{path}: the store of triples is damaged ({reason}); delete it and import again"
+            raise DamageError(
+                f"{self._path}: the store of triples is damaged ({reason}); delete it and import again"
             ) from error
 
     @property
@@ -116,17 +138,15 @@ class OxigraphStore:
         quads = dict.fromkeys(self._quad(triple) for triple in batch)
         with self._writing:
             fresh = [quad for quad in quads if quad not in self._live]
-            if len(fresh) >= _BULK:
-                self._live.bulk_extend(fresh)
-            else:
-                self._live.extend(fresh)
+            with self._reading():
+                (self._live.bulk_extend if len(fresh) >= _BULK else self._live.extend)(fresh)
             self._count += len(fresh)
         return len(fresh)
 
     def delete(self, triples: Iterable[Triple]) -> int:
         """As `TripleStore.delete`."""
         gone = 0
-        with self._writing:
+        with self._writing, self._reading():
             for quad in dict.fromkeys(self._quad(triple) for triple in triples):
                 if quad in self._live:
                     self._live.remove(quad)
@@ -140,9 +160,10 @@ class OxigraphStore:
 
     def entities(self) -> Iterator[str]:
         """As `TripleStore.entities`."""
-        rows = self._live.query("SELECT DISTINCT ?e {{?e ?r ?t} UNION {?h ?r ?e}}")
-        assert isinstance(rows, ox.QuerySolutions)
-        return (_decoded(_iri(row["e"])) for row in rows)
+        with self._reading():
+            rows = self._live.query("SELECT DISTINCT ?e {{?e ?r ?t} UNION {?h ?r ?e}}")
+            assert isinstance(rows, ox.QuerySolutions)
+            yield from (_decoded(_iri(row["e"])) for row in rows)
 
     def edges(self, entity: str, limit: int) -> tuple[Triple, ...]:
         """As `TripleStore.edges`."""
@@ -150,7 +171,8 @@ class OxigraphStore:
         out = self._live.quads_for_pattern(node, None, None, _TRIPLES)
         into = self._live.quads_for_pattern(None, None, node, _TRIPLES)
         others = (quad for quad in into if quad.subject != node)
-        return (*self._sorted(islice(out, limit)), *self._sorted(islice(others, limit)))
+        with self._reading():
+            return (*self._sorted(islice(out, limit)), *self._sorted(islice(others, limit)))
 
     def has(self, entity: str) -> bool:
         """As `TripleStore.has`."""
@@ -159,7 +181,8 @@ class OxigraphStore:
         node = self._node(_ENTITY, entity)
         out = self._live.quads_for_pattern(node, None, None, _TRIPLES)
         into = self._live.quads_for_pattern(None, None, node, _TRIPLES)
-        return any(next(quads, None) is not None for quads in (out, into))
+        with self._reading():
+            return any(next(quads, None) is not None for quads in (out, into))
 
     def add_aliases(self, aliases: Iterable[Alias]) -> int:
         """As `TripleStore.add_aliases`."""
@@ -169,22 +192,28 @@ class OxigraphStore:
         )
         with self._writing:
             fresh = [quad for quad in quads if quad not in self._live]
-            self._live.extend(fresh)
+            with self._reading():
+                self._live.extend(fresh)
         return len(fresh)
 
     def aliases(self, entity: str | None = None) -> Iterator[Alias]:
         """As `TripleStore.aliases`."""
         node = None if entity is None else self._node(_ENTITY, entity)
-        for quad in self._live.quads_for_pattern(node, _ALIAS, None, _ALIASES):
-            assert isinstance(quad.object, ox.Literal)
-            yield Alias(_decoded(_iri(quad.subject)), quad.object.value)
+        with self._reading():
+            for quad in self._live.quads_for_pattern(node, _ALIAS, None, _ALIASES):
+                assert isinstance(quad.object, ox.Literal)
+                yield Alias(_decoded(_iri(quad.subject)), quad.object.value)
 
     def close(self) -> None:
         """As `TripleStore.close`."""
         with self._writing:
-            if self._store is not None:
+            if self._store is None:
+                return
+            with self._reading():
                 self._store.flush()
-            self._store = None
+            self._store = None  # which closes the database
+            if self._path is not None:
+                seal.seal(self._path)
 
     def _sorted(self, quads: Iterable[ox.Quad]) -> list[Triple]:
         terms = ((quad.subject, quad.predicate, quad.object) for quad in quads)

@@ -176,7 +176,12 @@ class _EngineCollector(Collector):
                 for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
                     labels = [*([replica] if replica else []), *([] if key is None else [key])]
                     family.add_metric(labels, float(number))  # type: ignore[attr-defined] # of counters and gauges
-        return families.values()
+        read = CounterMetricFamily(
+            "ragjax_files_damaged",
+            "Reads of uploaded files that were found damaged.",
+            value=self._engine.library.damaged,
+        )
+        return [*families.values(), read]
 
 
 def _family(name: str, value: float | Mapping[str, float], replicas: bool) -> Metric:

@@ -8,12 +8,17 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import strategies as st
 from reportlab.pdfgen.canvas import Canvas
 
-from ragjax.core import Attachment, ConfigError, RagjaxError, is_unicode
+from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, is_unicode
 from ragjax.retrieval.document import load, parse
+from ragjax.retrieval.graph import COMPARED, KnowledgeGraph
 from ragjax.retrieval.library import FOLDER, Library
+from ragjax.retrieval.path import Triple
 from ragjax.retrieval.reader import read
+from ragjax.retrieval.triples import Alias
+from tests.support.fakes import WordEncoder
 from tests.support.islands import ISLANDS, open_base
 from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
 from tests.support.shelf import Shelf, open_library
@@ -105,6 +110,55 @@ def test_damaged_knowledge(tmp_path: Path, name: str, examples: int) -> None:
     tried(examples, spoils(len(intact)), check)
 
 
+FACTS = [*(Triple("Maud", f"keeps {n}", f"light {n}") for n in range(9)), Triple("light 1", "stands on", "the rock")]
+ALIAS = Alias("the rock", "Skerry")
+
+
+def told(directory: Path) -> tuple[object, ...]:
+    """All that a graph tells, and it takes more."""
+    with KnowledgeGraph.open(directory, WordEncoder()) as graph:
+        subgraphs = graph.subgraphs("Who keeps it?", ["Maud", "light 1", "the rock"], paths=COMPARED)
+        linked = graph.link("Where is the Skerry?"), graph.link("the light of maud and others")
+        sizes = len(graph), graph.entities
+        assert graph.add([Triple("a", "b", "c")]).entities == 2
+        return subgraphs, linked, sizes
+
+
+@pytest.fixture(scope="module")
+def graph_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("graph") / "whole"
+    with KnowledgeGraph.open(folder, WordEncoder()) as graph:
+        graph.add([*FACTS, Triple("gone", "is", "no more"), ALIAS])
+        graph.delete([Triple("gone", "is", "no more")])
+    return folder
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+@pytest.mark.parametrize("part", ["names.sqlite", "triples"])
+def test_damaged_graphs(graph_folder: Path, tmp_path: Path, part: str, examples: int) -> None:
+    """A file of the graph is changed, cut short or gone."""
+    place = tmp_path / "damaged"
+    shutil.copytree(graph_folder, place)
+    whole = told(place)
+    files = (path for path in sorted(graph_folder.rglob("*")) if part in path.parts and path.is_file())
+    intact = {path: path.read_bytes() for path in files if path.stat().st_size}
+    spoiling = st.sampled_from([*intact]).flatmap(
+        lambda path: st.tuples(st.just(path), st.none() | spoils(len(intact[path])))
+    )
+
+    def check(change: tuple[Path, Spoil | None]) -> None:
+        path, spoil = change
+        shutil.rmtree(place)
+        shutil.copytree(graph_folder, place)
+        (place / path.relative_to(graph_folder)).unlink()
+        if spoil is not None:
+            (place / path.relative_to(graph_folder)).write_bytes(spoiled(intact[path], spoil))
+        with suppress(ConfigError, DamageError):
+            assert told(place) == whole
+
+    tried(examples, spoiling, check)
+
+
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_damaged_catalogs(tmp_path: Path, examples: int) -> None:
     library, shelf = open_library(tmp_path / "whole")
@@ -124,7 +178,8 @@ def test_damaged_catalogs(tmp_path: Path, examples: int) -> None:
         with suppress(RagjaxError), closing(shelf), closing(Library(shelf, place, lambda: 1_000_000.0)) as library:
             library.open()
             for kept in library.files(""):
-                assert isinstance(library.content("", kept.id), bytes)
+                with suppress(DamageError):
+                    assert library.content("", kept.id) == b"honey" * 99
             for kept_store in library.stores(""):
                 library.counts("", kept_store.id)
 

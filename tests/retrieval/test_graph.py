@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragjax.core import ConfigError, RequestError
+from ragjax.core import ConfigError, DamageError, RequestError
 from ragjax.retrieval import graph as module
 from ragjax.retrieval import register
 from ragjax.retrieval.graph import COMPARED, Entity, Imported, KnowledgeGraph
@@ -116,7 +116,7 @@ def test_a_damaged_store_is_named(tmp_path: Path) -> None:
     opened(tmp_path, FILMS).close()
     for file in (tmp_path / "triples").glob("MANIFEST*"):
         file.write_bytes(b"x" * 100)
-    with pytest.raises(ConfigError, match=r"triples: the store of triples is damaged .*delete it and import") as raised:
+    with pytest.raises(DamageError, match=r"triples: the store of triples is damaged .*delete it and import") as raised:
         opened(tmp_path)
     assert "\n" not in str(raised.value)
 

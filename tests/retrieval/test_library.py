@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from reportlab.pdfgen.canvas import Canvas
 
-from ragjax.core import Attachment, Comparison, Counts, MissingError, RequestError
+from ragjax.core import Attachment, Comparison, Counts, DamageError, MissingError, RequestError
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import FOLDER, Library
@@ -255,6 +255,7 @@ def test_a_catalog_of_an_older_version_is_read(tmp_path: Path) -> None:
     Catalog(place).close()
     with sqlite3.connect(place) as database:
         database.execute("alter table files drop column expires")
+        database.execute("alter table files drop column checksum")
         row = ("file-1", "", "a.txt", "assistants", 1, 5, b"x")
         database.execute(
             "insert into files (id, tenant, name, purpose, size, created, content) values (?,?,?,?,?,?,?)", row
@@ -262,7 +263,28 @@ def test_a_catalog_of_an_older_version_is_read(tmp_path: Path) -> None:
     database.close()
     catalog = Catalog(place)
     assert [(file.id, file.expires) for file in catalog.files("")] == [("file-1", None)]
+    assert catalog.content("file-1") == b"x"
     catalog.close()
+
+
+def test_a_damaged_file_fails_where_it_is_read(tmp_path: Path) -> None:
+    library, shelf = open_library(tmp_path)
+    store = library.create("", "s").id
+    bad, good = (library.upload("", "a.txt", "assistants", text).id for text in (b"wax", b"honey"))
+    library.close()
+    shelf.close()
+    with sqlite3.connect(tmp_path / FOLDER / "catalog.sqlite") as database:
+        database.execute("update files set content = x'00' where id = ?", (bad,))
+    database.close()
+    library, shelf = open_library(tmp_path)
+    with pytest.raises(DamageError, match=f"'{bad}' is damaged .* upload it again"):
+        library.content("", bad)
+    assert library.content("", good) == b"honey" and library.damaged == 1
+    library.attach("", [Attachment(store, file, 0) for file in (bad, good)])
+    assert settled(library, store) == Counts(completed=1, failed=1) and library.damaged == 2
+    code, message = library.attachment("", store, bad).error
+    assert code == "server_error" and "upload it again" in message
+    library.close()
 
 
 def test_a_file_that_cannot_be_read_fails_by_itself(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from ragjax import core
+from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.intake import Intake
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
@@ -49,6 +50,22 @@ def test_files_come_and_go(served: Served) -> None:
         with pytest.raises(openai.NotFoundError) as error:
             gone(made.id)
         assert error.value.code == "not_found"
+
+
+def test_a_damaged_file_is_an_error_of_the_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = upload(served)["id"], upload(served, content=b"x")["id"]
+    whole = Catalog._rows
+    monkeypatch.setattr(Catalog, "_rows", lambda self, sql, *values: _without_x(whole(self, sql, *values)))
+    response = served.get(f"/v1/files/{bad}/content")
+    error = error_of(response)
+    assert (response.status_code, error["type"], error["code"]) == (500, "server_error", "damaged")
+    assert bad in error["message"]
+    assert served.get(f"/v1/files/{good}/content").content == b"The lighthouse is red."
+    assert "\nragjax_files_damaged_total 1.0\n" in served.get("/metrics").text
+
+
+def _without_x(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return [tuple(b"" if value == b"x" else value for value in row) for row in rows]
 
 
 def test_lists_have_pages(served: Served) -> None:

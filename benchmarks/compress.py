@@ -3,6 +3,7 @@
     python -m benchmarks.compress [--data DIR --sets A,B] [--methods A,B] [--graphs A,B] [--budgets N,M] [--heads all]
         [--context N] [--limit N] [--tokens N] [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
     python -m benchmarks.compress --part decode [--methods A,B] [--budgets N] [--context N] [--clients N] [--json FILE]
+    python -m benchmarks.compress --part memory [--methods A,B] [--budgets N] [--context N] [--json FILE]
     python -m benchmarks.compress --part condense|rest --data DIR [--sets A,B] [--limit N] [--tokens N] [--json FILE]
     python -m benchmarks.compress --part codec [--json FILE]
 
@@ -19,6 +20,10 @@ those of the answer over what is kept, `answered_full` that over all KV.
 `--part decode` asks an engine: `--clients` requests decode together, each behind a prompt of its own of `--context`
 tokens; `decode_tokens_per_s` is the sum of their rates, the median of three runs, `faster` the ratio to no compression,
 in turns.
+
+`--part memory` counts the pages that a request of random tokens holds while it decodes its first tokens; `arrays` says
+whether the pool is one pair of arrays or has a pair for each stage of layers, `share` is of the pages without
+compression. Nothing is timed.
 
 `--part condense` asks an engine over chunks of which a share of the KV is kept once (`chosen_by`: what chose it),
 beside chunks that are kept whole, and in int8; `--part rest` over whole chunks in each encoding. `bytes_share` is what
@@ -41,7 +46,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import report
-from benchmarks.compression import codec, condense, decode
+from benchmarks.compression import codec, condense, decode, memory
 from benchmarks.compression.case import DEMO_SET, NEEDLE, Case, cases
 from benchmarks.compression.laboratory import Kept, Laboratory, Prefill
 from benchmarks.quality import score
@@ -89,7 +94,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     report.add_model(flags)
     flags.add_argument(
         "--part",
-        choices=("quality", "decode", "condense", "rest", "codec"),
+        choices=("quality", "decode", "memory", "condense", "rest", "codec"),
         default="quality",
         help="what to measure (%(default)s)",
     )
@@ -122,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if chosen.part == "decode":
         return report.run("compress", COLUMNS, chosen.json, lambda _: decode.rows(chosen))
+    if chosen.part == "memory":
+        return report.run("compress", memory.COLUMNS, chosen.json, lambda _: memory.rows(chosen))
     if chosen.part == "codec":
         return report.run("compress", codec.COLUMNS, chosen.json, lambda _: codec.rows())
     if chosen.part in ("condense", "rest"):

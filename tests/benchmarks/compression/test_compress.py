@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import compress
-from benchmarks.compression import condense
+from benchmarks.compression import condense, memory
 from benchmarks.compression.case import NEEDLE, Case, cases
 from benchmarks.compression.decode import decode_rate
 from benchmarks.compression.laboratory import Laboratory
@@ -102,6 +102,21 @@ def test_rates_add_up() -> None:
     timings = Timings(ttft=100.0, total=600.0)
     answer = Answer("", "length", tuple(range(11)), 1, 0, "prefix", None, (), timings)
     assert decode_rate([answer, answer]) == pytest.approx(40)
+
+
+@pytest.mark.slow
+def test_pages_of_a_request_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "load", lambda _: tiny.engine(pages=100, lookup=0))
+    chosen = compress.options(
+        ["--part", "memory", "--context", "160", "--budgets", "48", "--methods", "snapkv,pyramidkv"]
+    )
+    rows = list(memory.rows(chosen))
+    assert all(set(row) == set(memory.COLUMNS) for row in rows)
+    whole, snapkv, pyramidkv = rows[:3]
+    assert whole["pages"] in (160 // tiny.PAGE, 160 // tiny.PAGE + 1) and whole["share"] == 1
+    assert snapkv["pages"] == 48 // tiny.PAGE + 1
+    assert snapkv["pages"] <= pyramidkv["pages"] < whole["pages"]
+    assert snapkv["bytes"] == snapkv["pages"] * tiny.PAGE * tiny.CONFIG.kv_bytes_per_token(4)
 
 
 @pytest.mark.parametrize("flags", [["--methods", "zip"], ["--graphs", "zip"], ["--budgets", "8"], ["--part", "zip"]])

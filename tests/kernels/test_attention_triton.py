@@ -38,7 +38,7 @@ from tests.support.cases import (
 )
 from tests.support.matrix import few
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.optimised]
 
 SHAPES = {
     "d64-p16-g4-b8": Shape(64, 16, 2, 4, 8, 32, scaled=True),
@@ -77,7 +77,7 @@ def compiled(q, view, *, cut):  # type: ignore[no-untyped-def]
 def test_triton_equals_oracle(name: str, cut: str) -> None:
     shape = SHAPES[name]
 
-    @budget(12)
+    @budget(6)
     @given(requests_of(shape), SEEDS)
     def holds(requests: list[Request], seed: int) -> None:
         case = make_case(shape, requests, seed)  # unused slots hold NaN

@@ -10,20 +10,18 @@ started; the address of a server that is used must hold nothing of the model.
 from __future__ import annotations
 
 import json
-import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 from benchmarks.common import report
 from benchmarks.common.question import questions
+from benchmarks.common.redis import redis
 from ragjax.commands.flags import DEMO, integer
-from ragjax.core import ConfigError, StorageOptions
+from ragjax.core import StorageOptions
 from ragjax.engine import Engine
 
 COLUMNS = ("shared_cache", "strategy", "questions", "prompt_tokens", "found", "from_shared", "ttft_ms", "late")
@@ -77,30 +75,6 @@ def row(state: str, strategy: str, served: dict[str, Any]) -> dict[str, Any]:
         "ttft_ms": median(a["ttft_ms"] for a in answers),
         "late": served["late"],
     }
-
-
-@contextmanager
-def redis(url: str | None) -> Iterator[str]:
-    """The address of a server: the one given, or one of its own.
-
-    Raises:
-        ConfigError: there is no redis-server to start.
-    """
-    if url is not None:
-        yield url
-        return
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        raise ConfigError("there is no redis-server to start: install one, or name a server by --url")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
-    with subprocess.Popen((program, *options), stdout=subprocess.DEVNULL) as process:
-        try:
-            time.sleep(1.0)
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.kill()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

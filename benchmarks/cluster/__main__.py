@@ -1,29 +1,49 @@
-"""Routers of 4 to 1,024 replicas, simulated: tokens found, evenness of queues, time of a decision, a router's bytes.
+"""Routers of replicas: 4 to 1,024 that are simulated, or a few that serve.
 
     python -m benchmarks.cluster [--data DIR] [--replicas 4,16,64] [--quick] [--json FILE]
+    python -m benchmarks.cluster --part replicas [--data DIR] [--replicas 2,4] [--clients 4 | --rate 0.5]
+        [--requests 32] [--warm 16] [--device-cache-gb 0.1] [--quick] [--json FILE]
 
-There is no model: a replica holds chunks, and computes what it lacks at a fixed rate (`benchmarks.cluster.simulation`).
-Four chunks a request, in random order. zipf, temporal: patterns of `benchmarks.policies`; each chunk is drawn by
-itself, so no replica can hold what belongs together. zipf-topics, temporal-topics: the pattern draws a topic of eight
-chunks, and the request gets four of these, as neighbours in an index are. Of DIR, Mooncake's traces: blocks of 512
-tokens that depend on all blocks before them; arrivals are random as those of the others.
+Simulated are tokens found, evenness of queues, time of a decision and a router's bytes. There is no model: a replica
+holds chunks, and computes what it lacks at a fixed rate (`benchmarks.cluster.simulation`). Four chunks a request, in
+random order. zipf, temporal: patterns of `benchmarks.policies`; each chunk is drawn by itself, so no replica can hold
+what belongs together. zipf-topics, temporal-topics: the pattern draws a topic of eight chunks, and the request gets
+four of these, as neighbours in an index are. Of DIR, Mooncake's traces: blocks of 512 tokens that depend on all blocks
+before them; arrivals are random as those of the others.
+
+Replicas that serve are real ones: `python -m ragjax.serve --replicas N` with each router, on Ray (`ragjax[ray]`), with
+a Redis server as the shared tier (`ragjax[remote]`). Requests have four passages of the demo's documents, or of DIR's
+nq_open, in random order, drawn by the patterns zipf and temporal. A replica's pool holds about a third of all passages,
+and nothing lies below it but the shared tier. The strategy is `naive`, so that what is found is the router's doing.
+`--clients` wait for their answers, or arrivals are Poisson's at `--rate`. Behind its loads each server answers some
+requests with `prefix`, twice; their texts are compared with those of a single replica. At the end one of two
+`round-robin` replicas is killed: the table `newcomer` has the share found by the one that takes its place and by its
+neighbour, between points of its requests. Times of replicas that share the cores of one machine say nothing of replicas
+that have a device each.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.cluster import request, trial
 from benchmarks.cluster.simulation import Outcome, Setting, needs, simulate, traced
 from benchmarks.common import report
+from benchmarks.common.samples import weights_of
 from benchmarks.policies.source import mooncake
 from benchmarks.policies.workload import PATTERNS, Pattern
 from ragjax.cluster.router import ROUTERS
 from ragjax.cluster.router.need import Need
+from ragjax.commands.flags import integer, positive
+from ragjax.core import ConfigError
 
 WORKLOADS = {"zipf": 1, "temporal": 1, "zipf-topics": 8, "temporal-topics": 8}
 """Chunks of a topic, by workload."""
@@ -87,19 +107,74 @@ def measure(counts: Sequence[int], requests: int, data: Path | None) -> Iterator
                 yield {**made, "over_round_robin": made["found"] / base if base else None}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    flags = report.parser("cluster", __doc__)
-    flags.add_argument("--replicas", type=_counts, default=None, metavar="N,…", help="(4,16,64,256,1024)")
-    flags.add_argument(
-        "--data", type=report.existing_folder, metavar="DIR", help="a folder with traces/mooncake_*.jsonl"
-    )
-    chosen = flags.parse_args(arguments)
-    if chosen.data and not [*chosen.data.glob("traces/mooncake_*.jsonl")]:
-        flags.error(f"--data: {chosen.data} holds no traces/mooncake_*.jsonl")
+def simulation(chosen: argparse.Namespace) -> int:
+    """The simulated routers; the exit code."""
     counts = chosen.replicas or ([2, 4] if chosen.quick else [4, 16, 64, 256, 1024])
     requests = 200 if chosen.quick else 2_000
     return report.run("cluster", COLUMNS, chosen.json, lambda _: measure(counts, requests, chosen.data))
+
+
+def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str, Any]]:
+    """Rows of replicas that serve.
+
+    Raises:
+        ConfigError: there is no Ray, or DIR lacks what is asked.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--part replicas needs Ray, which is not installed: pip install 'ragjax[ray]'")
+    quick = chosen.quick
+    plan = trial.Plan(
+        requests=chosen.requests or (6 if quick else 32),
+        warm=chosen.warm or (4 if quick else 16),
+        clients=chosen.clients or 4,
+        rate=chosen.rate,
+        points=2 if quick else 10,
+        step=2 if quick else 5,
+        device_cache_gb=chosen.device_cache_gb or 0.1,
+    )
+    bench = trial.Bench(plan, *request.source(chosen.data))
+    samples = session.samples({**asdict(plan), "data": str(chosen.data), "weights": weights_of(report.MODEL)})
+    rows: list[dict[str, Any]] = []
+    reference: dict[str, str] = {}
+    for case in trial.cases(chosen.replicas or ([2] if quick else [2, 4]), quick):
+        kept = samples.of(str(case), lambda case=case: bench.measure(case))  # type: ignore[misc]
+        reference = reference or kept["texts"]
+        rows += [{**row, **trial.compared(kept["texts"], reference)} for row in kept["rows"]]
+        session.tables["newcomer"] = [*session.tables.get("newcomer", ()), *kept["curve"]]
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    flags = report.parser("cluster", __doc__)
+    add = flags.add_argument
+    add("--part", choices=("simulation", "replicas"), default="simulation", help="what to measure (%(default)s)")
+    add("--replicas", type=_counts, default=None, metavar="N,…", help="(4,16,64,256,1024; replicas: 2,4)")
+    add(
+        "--data", type=report.existing_folder, metavar="DIR", help="a folder with traces/mooncake_*.jsonl; text/nq_open"
+    )
+    many = flags.add_mutually_exclusive_group()
+    many.add_argument("--clients", type=integer(1, 1000), metavar="N", help="replicas: how many wait for answers (4)")
+    many.add_argument(
+        "--rate", type=positive, metavar="X", help="replicas: requests a second, whatever becomes of those before"
+    )
+    add(
+        "--requests",
+        type=integer(1),
+        metavar="N",
+        help="replicas: requests that count, of each workload (32; 6 with --quick)",
+    )
+    add("--warm", type=integer(1), metavar="N", help="replicas: requests before those (16; 4 with --quick)")
+    add("--device-cache-gb", type=positive, metavar="GB", help="replicas: KV pool of each, 2^30 bytes (0.1)")
+    chosen = flags.parse_args(arguments)
+    if chosen.part == "replicas":
+        return report.run("cluster", trial.COLUMNS, chosen.json, lambda session: serve(chosen, session))
+    for name in ("clients", "rate", "requests", "warm", "device_cache_gb"):
+        if getattr(chosen, name) is not None:
+            flags.error(f"--{name.replace('_', '-')} is a flag of --part replicas")
+    if chosen.data and not [*chosen.data.glob("traces/mooncake_*.jsonl")]:
+        flags.error(f"--data: {chosen.data} holds no traces/mooncake_*.jsonl")
+    return simulation(chosen)
 
 
 def _counts(text: str) -> list[int]:

@@ -14,12 +14,13 @@ from benchmarks.load.workload import Ask
 
 @dataclass(frozen=True)
 class Delivery:
-    """Some text of an answer, or (`last`) its end with its figures."""
+    """Some text of an answer, or (`last`) its end with its figures. Not all targets say which text."""
 
     last: bool = False
     output_tokens: int = 0
     prompt_tokens: int | None = None
     found_tokens: int | None = None
+    text: str = ""
 
 
 class Target(Protocol):
@@ -83,6 +84,7 @@ async def _one(target: Target, ask: Ask, due: float, now: Clock) -> Record:
         async for delivery in target.answer(ask):
             if not delivery.last:
                 record.times.append(now())
+                record.text += delivery.text
                 continue
             record.output_tokens = delivery.output_tokens
             record.prompt_tokens, record.found_tokens = delivery.prompt_tokens, delivery.found_tokens

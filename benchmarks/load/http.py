@@ -75,8 +75,8 @@ class OwnServer(Server):
         if usage is not None:
             found = usage["prompt_tokens_details"]["cached_tokens"]
             return Delivery(True, usage["completion_tokens"], usage["prompt_tokens"], found)
-        said = any(choice["delta"].get("content") for choice in event["choices"])
-        return Delivery() if said else None
+        said = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        return Delivery(text=said) if said else None
 
     @property
     def served(self) -> dict[str, Any]:

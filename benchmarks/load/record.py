@@ -14,7 +14,8 @@ class Record:
     due: when it arrived. sent: when the client sent it, later than `due` only if the client itself was late.
     times: of each delivery. A delivery is a piece of text, which may hold several tokens.
     done: when the answer ended. output_tokens: of the answer. prompt_tokens, found_tokens: of the prompt, and those of
-    them whose KV was found (None: the system does not say). error: why there is no answer.
+    them whose KV was found (None: the system does not say). error: why there is no answer. text: of the answer, where
+    the target says it.
     """
 
     id: str
@@ -26,6 +27,7 @@ class Record:
     prompt_tokens: int | None = None
     found_tokens: int | None = None
     error: str | None = None
+    text: str = ""
 
     @property
     def ttft_ms(self) -> float:

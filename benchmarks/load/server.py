@@ -20,9 +20,6 @@ from benchmarks.common.envs import RivalError
 from benchmarks.load.client import Delivery
 from benchmarks.load.workload import Ask
 
-START_SECONDS = 300.0
-"""A server that does not answer by then has failed."""
-
 Body = Mapping[str, Any]
 
 
@@ -36,11 +33,14 @@ def free_port() -> int:
 class Server(ABC):
     """A process that answers on a port.
 
-    health: path that answers 200 once the server can serve. path: where requests are posted.
+    health: path that answers 200 once the server can serve. path: where requests are posted. start_seconds: a server
+    that does not serve by then has failed. stop_seconds: what it gets to end by itself.
     """
 
     health = "/health"
     path = "/"
+    start_seconds = 300.0
+    stop_seconds = 15.0
 
     def __init__(self, name: str):
         self.name = name
@@ -95,7 +95,7 @@ class Server(ABC):
 
     async def _wait(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 words = self._words.read_text()[-envs.TAIL :]
@@ -109,7 +109,7 @@ class Server(ABC):
             await asyncio.sleep(0.2)
         words = self._words.read_text()[-envs.TAIL :]
         await self.close()
-        raise RivalError(f"{self.name} did not serve within {START_SECONDS:.0f} s:\n{words}")
+        raise RivalError(f"{self.name} did not serve within {self.start_seconds:.0f} s:\n{words}")
 
     async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
         """Post, and read server-sent events.
@@ -140,7 +140,7 @@ class Server(ABC):
             return
         self._process.terminate()
         try:
-            self._process.wait(timeout=15)
+            self._process.wait(timeout=self.stop_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -15,7 +15,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "common": frozenset(),
     "policies": frozenset({"common"}),
     "kernels": frozenset({"common"}),
-    "cluster": frozenset({"common", "policies"}),
+    "cluster": frozenset({"common", "load", "policies", "quality"}),
     "compression": frozenset({"common", "quality"}),
     "quality": frozenset({"common"}),
     "graph": frozenset({"common", "quality"}),

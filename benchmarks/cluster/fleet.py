@@ -1,0 +1,141 @@
+"""Replicas as a server: `python -m ragjax.serve --replicas N`, what its metrics say of each, and the kill of one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.common.envs import RivalError
+from benchmarks.load.client import closed_loop
+from benchmarks.load.http import OwnServer
+from benchmarks.load.record import Load
+from benchmarks.load.server import Body
+from benchmarks.load.workload import Ask, Workload
+from ragjax.core import EngineOptions
+
+SETTLE = 30.0
+"""Seconds in which the metrics tell of the last answer; the front asks its replicas once a second."""
+
+PROCESS = "ServeReplica:ragjax:Replica"
+"""Ray's name of a replica's process."""
+
+EXACT = "prefix"
+"""The strategy of `FleetServer.exact`."""
+
+T = TypeVar("T")
+
+Figures = Mapping[str, float]
+"""A figure of each replica, by its rank."""
+
+
+def figures(exposition: str, name: str) -> dict[str, float]:
+    """A metric by replica, its other labels added up. exposition: what /metrics answers."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if sample.name == name and "replica" in sample.labels:
+                rank = sample.labels["replica"]
+                found[rank] = found.get(rank, 0.0) + sample.value
+    return found
+
+
+class FleetServer(OwnServer):
+    """So many replicas behind a router."""
+
+    start_seconds = 1200.0  # the first start of all compiles, for minutes
+    stop_seconds = 90.0
+
+    def __init__(self, replicas: int, router: str, options: EngineOptions, workload: Workload):
+        super().__init__(f"replicas-{replicas}-{router}", options, workload)
+        self._flags = ("--replicas", str(replicas), "--router", router)
+        self._strategy: str | None = None
+
+    def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
+        """That of one engine, and how many of them."""
+        words, settings = super().command(port)
+        return [*words, *self._flags], settings
+
+    def body(self, ask: Ask) -> Body:
+        """A streamed chat completion."""
+        made: dict[str, Any] = {**super().body(ask)}
+        if self._strategy is not None:
+            made["rag"] = {**made["rag"], "strategy": self._strategy}
+        return made
+
+    async def exact(self, asks: Sequence[Ask], clients: int) -> Load:
+        """Serve with the strategy `EXACT`."""
+        self._strategy = EXACT
+        try:
+            return await closed_loop(self, asks, clients)
+        finally:
+            self._strategy = None
+
+    def figures(self, *names: str) -> list[dict[str, float]]:
+        """Metrics as of now, without the prefix `ragjax_`."""
+        text = httpx.get(f"{self._url}/metrics", timeout=30).text
+        return [figures(text, f"ragjax_{name}") for name in names]
+
+    async def settled(self, names: Sequence[str], served: Callable[[Figures], bool]) -> list[dict[str, float]]:
+        """These metrics, once the first of them is as it must be.
+
+        Raises:
+            RivalError: it does not become so.
+        """
+        return await _until(lambda: self.figures(*names), lambda found: served(found[0]), SETTLE, f"of {names[0]}")
+
+    async def replace_one(self, progress: str) -> str:
+        """Kill a replica; the rank of the one that takes its place, once it can serve.
+
+        progress: a counter above 0 in every replica, which is 0 in a new one.
+
+        Raises:
+            RivalError: none takes its place.
+        """
+        before = self.figures(progress)[0]
+        _replicas(self.pid)[0].kill()
+
+        def fresh(found: Figures) -> list[str]:
+            return [rank for rank in before if found.get(rank, before[rank]) < before[rank]]
+
+        now = await _until(
+            lambda: self.figures(progress)[0],
+            lambda found: found.keys() == before.keys() and len(fresh(found)) == 1,
+            self.start_seconds,
+            "of a new replica",
+        )
+        return fresh(now)[0]
+
+    async def close(self) -> None:
+        """End the processes, those of Ray too."""
+        every = _children(self.pid) if self._process is not None else []
+        await super().close()
+        for process in every:
+            if process.is_running():
+                process.kill()
+
+
+async def _until(look: Callable[[], T], good: Callable[[T], bool], seconds: float, what: str) -> T:
+    end = time.monotonic() + seconds
+    while not good(found := await asyncio.to_thread(look)):
+        if time.monotonic() > end:
+            raise RivalError(f"the metrics do not tell {what} within {seconds:.0f} s; the last were {found}")
+        await asyncio.sleep(0.3)
+    return found
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    if not psutil.pid_exists(pid):
+        return []
+    found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+    return found
+
+
+def _replicas(pid: int) -> list[psutil.Process]:
+    return [one for one in _children(pid) if one.is_running() and PROCESS in one.name() + "".join(one.cmdline()[:1])]

@@ -21,6 +21,7 @@ from benchmarks.latency.sizes import Setting
 from ragjax.core import Grid, Span, Step
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Weight
+from ragjax.runner.mesh import make_mesh
 from ragjax.runner.runner import Runner
 from ragjax.schedule.batch import empty_step, put_table
 from ragjax.schedule.table import PageTable
@@ -46,8 +47,8 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str, scale: float) ->
     return jax.random.normal(key, shape, jnp.dtype(dtype)) * jnp.asarray(scale, dtype)
 
 
-def make_runner(config: ModelConfig, setting: Setting) -> Runner:
-    """A runner with random weights and a pool for one prompt at a time."""
+def make_runner(config: ModelConfig, setting: Setting, devices: int = 1) -> Runner:
+    """A runner with random weights and a pool for one prompt at a time, over so many devices."""
     context = max(setting.contexts) + 2 * setting.page
     runner = Runner(
         random_decoder(config, setting.dtype),
@@ -55,6 +56,7 @@ def make_runner(config: ModelConfig, setting: Setting) -> Runner:
         page_size=setting.page,
         context=context,
         grid=setting.grid(config),
+        mesh=make_mesh(devices, config),
     )
     gc.collect()  # the runner stacked the weights; the decoder's own go
     return runner
@@ -110,11 +112,12 @@ class Ours:
 
     config: ModelConfig
     setting: Setting
+    devices: int = 1
 
     @cached_property
     def runner(self) -> Runner:
         """Random weights and an empty pool."""
-        return make_runner(self.config, self.setting)
+        return make_runner(self.config, self.setting, self.devices)
 
     def prefill(self, one: Pass, tokens: Int | None = None) -> NDArray[np.float32]:
         """Logits behind the last row of a pass, [1, V]."""

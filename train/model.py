@@ -1,8 +1,8 @@
 """The serving decoder's layers run over packed samples, with gradients: forward, loss, and how weights lie on a mesh.
 
 Weights are a plain tree, layers stacked: {"embedding", "norm", "head" if it is untied, "layers": {name: [L, ...]}}.
-Parallelism is explicit: each device runs its own rows; a weight that is sharded over `fsdp` is gathered where a layer
-uses it, and the gradient of a gather is the sum and scatter of fully sharded data parallelism (arXiv 2304.11277).
+Parallelism is explicit (`train.mesh`): a weight that is sharded over `fsdp` is gathered where a layer uses it, and the
+gradient of a gather is the sum and scatter of fully sharded data parallelism; over `model` each device uses its part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ragjax.kernels.rope import Rotation
@@ -27,6 +27,8 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer, rotation_table
 from train.batch import Batch
 from train.lora import Lora
+from train.mesh import ROWS, spec_of
+from train.part import AXIS, PartDecoder, PartLayer, enter
 from train.soft import Soft
 
 Tree = dict[str, Any]
@@ -34,22 +36,6 @@ Tree = dict[str, Any]
 
 Remat = Literal["none", "dots", "layers"]
 """What backward recomputes: nothing, all but the products with weights, or whole layers."""
-
-DEVICES = ("data", "fsdp")
-"""The mesh: rows are split over both axes, weights over the second."""
-
-
-def make_mesh(fsdp: int | None = None) -> Mesh:
-    """All devices; fsdp: over how many of them weights are split (None: over all).
-
-    Raises:
-        ValueError: if that does not divide their number.
-    """
-    count = jax.device_count()
-    fsdp = count if fsdp is None else fsdp
-    if count % fsdp:
-        raise ValueError(f"fsdp {fsdp} does not divide the {count} devices")
-    return jax.make_mesh((count // fsdp, fsdp), DEVICES, axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def stacked(decoder: Decoder) -> Tree:
@@ -115,11 +101,7 @@ class Model:
         return adapters, weights
 
     def _spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> P:
-        """Split along `embed`, vectors and what does not divide excepted."""
-        count = self.mesh.shape["fsdp"]
-        if count == 1 or len([axis for axis in axes if axis != "layers"]) < 2:
-            return P()
-        return P(*("fsdp" if axis == "embed" and n % count == 0 else None for axis, n in zip(axes, shape, strict=True)))
+        return spec_of(axes, shape, self.mesh)
 
     def place(self, tree: Tree, specs: Tree) -> Tree:
         """Put arrays where they belong."""
@@ -129,7 +111,7 @@ class Model:
     @property
     def devices(self) -> int:
         """How many rows are computed at once."""
-        return int(self.mesh.size)
+        return int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
     # ------------------------------------------------------------------------------------- forward
 
@@ -159,7 +141,8 @@ class Model:
         specs = trained if self.whole else {**frozen, **trained} if self.soft is not None else frozen
         ends = {name: _gathered(x, specs[name]) for name, x in weights.items() if name != "layers"}
         config = self.config if self.soft is None else replace(self.config, soft_tokens=self.soft.tokens)
-        x_TE = _decoder(config, ends).embed(batch.token_T)
+        parts = AXIS in specs["embedding"]
+        x_TE = _decoder(config, ends, parts).embed(batch.token_T)
 
         def body(x_TE: jax.Array, layer: tuple[Tree, Tree]) -> tuple[jax.Array, None]:
             block = self._block(*layer, specs["layers"], trained)
@@ -169,7 +152,7 @@ class Model:
 
         x_TE, _ = lax.scan(_rematerialised(body, self.remat), x_TE, (weights["layers"], adapters))
         matrices = {name: x if name == "norm" else x.astype(self.dtype) for name, x in ends.items() if name != "soft"}
-        return _decoder(self.config, matrices).unembed(x_TE[batch.row_N])
+        return _decoder(self.config, matrices, parts).unembed(x_TE[batch.row_N])
 
     @property
     def _attention(self) -> jnp.dtype:
@@ -180,9 +163,13 @@ class Model:
         """One layer as its products take it: matrices cast, everything gathered, adapters beside their matrices."""
         cast = {name: x.astype(self.dtype) if name in INPUTS else x for name, x in weights.items()}
         layer = _layer(self.config, _whole(cast, of_weights))
-        if self.lora is None:
-            return layer
-        return Adapted(layer, self.lora, {name: _whole(pair, of_adapters[name]) for name, pair in adapters.items()})
+        parts = self.mesh.shape[AXIS] > 1
+        if self.lora is not None:
+            pairs = {name: _whole(pair, of_adapters[name]) for name, pair in adapters.items()}
+            if parts:
+                pairs = {name: _entered(pair, of_adapters[name]) for name, pair in pairs.items()}
+            layer = Adapted(layer, self.lora, pairs)
+        return PartLayer(layer) if parts else layer
 
 
 def _divergence(taught_NV: jax.Array, logits_NV: jax.Array, live_N: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -227,6 +214,11 @@ def _whole(tree: Tree, specs: Tree) -> Tree:
     return {name: _gathered(x, P(*specs[name][1:])) for name, x in tree.items()}
 
 
+def _entered(pair: Pair, specs: Tree) -> Pair:
+    """An adapter beside a matrix of which each device has a part: what is whole of it enters that part."""
+    return {name: x if AXIS in specs[name] else enter(x) for name, x in pair.items()}
+
+
 def _rematerialised(body: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
     if remat == "none":
         return body
@@ -241,12 +233,12 @@ def _layer(config: ModelConfig, weights: Tree) -> Layer:
     return layer
 
 
-def _decoder(config: ModelConfig, ends: Tree) -> Decoder:
-    """The serving decoder without layers, with these weights."""
+def _decoder(config: ModelConfig, ends: Tree, parts: bool) -> Decoder:
+    """The serving decoder without layers, with these weights. parts: they are some tokens' of the vocabulary."""
     decoder = Decoder.abstract(config)
     decoder.layers = nnx.List([])
     filled: Decoder = _filled(decoder, ends)
-    return filled
+    return PartDecoder(filled) if parts else filled
 
 
 def _filled(module: Any, weights: Mapping[str, jax.Array]) -> Any:
@@ -273,12 +265,12 @@ def gradient_program(model: Model) -> Callable[..., tuple[Tree, jax.Array]]:
 
         gradient, counts = jax.grad(loss, has_aux=True)(trained)
         summed = jax.tree.map(lambda spec, g: lax.psum(g, _missing(spec)), trained_specs, gradient)
-        return summed, lax.psum(counts, DEVICES)
+        return summed, lax.psum(counts, ROWS)
 
     sharded = jax.shard_map(
         local,
         mesh=model.mesh,
-        in_specs=(trained_specs, frozen_specs, P(), P(DEVICES)),
+        in_specs=(trained_specs, frozen_specs, P(), P(ROWS)),
         out_specs=(trained_specs, P()),
         check_vma=False,
     )
@@ -291,13 +283,13 @@ def gradient_program(model: Model) -> Callable[..., tuple[Tree, jax.Array]]:
 
 
 def _missing(spec: P) -> tuple[str, ...]:
-    """Axes over which a gradient is still to be summed: a gather has summed over `fsdp` already."""
-    return ("data",) if "fsdp" in spec else DEVICES
+    """Axes over which a gradient is still to be summed: a gather has summed over `fsdp`, and `enter` over `model`."""
+    return ("data",) if "fsdp" in spec else ROWS
 
 
 def loss_program(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """`(trained, frozen, rotation, batch) -> losses`, as `Model.losses`, for all devices: [N] each."""
-    rows = P(DEVICES)
+    rows = P(ROWS)
     sharded = jax.shard_map(
         model.losses,
         mesh=model.mesh,

@@ -27,8 +27,9 @@ from train.example import Coder
 from train.export import check_family, export, merge
 from train.loop import Job, train
 from train.lora import Lora
+from train.mesh import make_mesh
 from train.meter import peak_flops
-from train.model import Model, Remat, Tree, make_mesh, stacked
+from train.model import Model, Remat, Tree, stacked
 from train.recipe import Recipe
 from train.sample import read_samples
 from train.soft import Soft
@@ -82,6 +83,7 @@ def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, An
     source = Source.find(options.model)
     config = open_checkpoint(source.local.path).config
     check_family(config)
+    mesh = make_mesh(options.mesh, config)
     wrapper = part.wrapper(config.vocab_size) if isinstance(part, Soft) else None
     coder = Coder.of(source.tokenizer, recipe.attention, recipe.positions, wrapper)
     samples = read_samples(options.data, options.max_bad)
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, An
     decoder = source.decoder("float32" if part is None else options.dtype)
     lora, soft = part if isinstance(part, Lora) else None, part if isinstance(part, Soft) else None
     distil = recipe.target == "teacher"
-    model = Model(decoder.config, _mesh(options.fsdp), dtype, lora, options.remat, distil, soft)
+    model = Model(decoder.config, mesh, dtype, lora, options.remat, distil, soft)
     if recipe.row > decoder.config.context_length:
         raise ConfigError(
             f"--row-tokens {recipe.row} is more than the model's context of {decoder.config.context_length}"
@@ -168,13 +170,6 @@ def _write(model: Model, trained: Tree, source: Source, out: Path) -> None:
     part.rename(out / "model")
 
 
-def _mesh(fsdp: int | None) -> Any:
-    try:
-        return make_mesh(fsdp)
-    except ValueError as error:
-        raise ConfigError(f"--fsdp: {error}") from error
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags that every run has."""
     flag = parser.add_argument
@@ -190,7 +185,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products (default: bfloat16)")
     flag("--remat", choices=get_args(Remat), default="layers", help="what backward recomputes (default: layers)")
     flag("--row-tokens", type=integer(1), default=1024, help="of packed samples on each device (default: 1024)")
-    flag("--fsdp", type=integer(1), metavar="N", help="devices that weights are split over (default: all)")
+    flag("--mesh", metavar="AXIS=N,…", help="devices along data, fsdp and model (default: all along fsdp)")
     flag("--seed", type=integer(0), default=0)
     flag("--max-bad", type=integer(0), default=0, help="lines of each kind of file that may be wrong (default: 0)")
     flag("--eval-every", type=integer(1), default=100, metavar="STEPS")

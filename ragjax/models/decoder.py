@@ -226,10 +226,12 @@ class Decoder(nnx.Module):
     def unembed(self, x_NE: jax.Array) -> jax.Array:
         """Next-token logits of residual rows, float32 [N, V]."""
         h_NE = rms_norm(x_NE, self.norm[...], self.config.norm_eps)
-        logits_NV = dense(h_NE, (self.embedding if self.head is None else self.head)[...])
-        logits_NV = logits_NV[:, : self.config.vocab_size]  # a table that is split may have rows for no token
+        logits_NV = self._scores(h_NE)[:, : self.config.vocab_size]  # a split table may have rows for no token
         cap = self.config.logit_cap
         return logits_NV if cap is None else cap * jnp.tanh(logits_NV / cap)
+
+    def _scores(self, h_NE: jax.Array) -> jax.Array:
+        return dense(h_NE, (self.embedding if self.head is None else self.head)[...])
 
     def logits(self, tokens_T: jax.Array) -> jax.Array:
         """Dense causal forward of one prompt, float32 [T, V]: the plain reading of the model, for tests."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
@@ -22,7 +22,8 @@ from tests.support.tiny import CONFIG, TEMPLATE, byte_tokenizer, decoder
 from train.batch import Rows
 from train.export import export, hf_config
 from train.lora import Lora
-from train.model import DEVICES, Tree, stacked
+from train.mesh import mesh_of
+from train.model import Tree, stacked
 from train.sample import Sample
 
 SMALL = replace(CONFIG, num_layers=2)
@@ -36,7 +37,7 @@ SAMPLES = (
 
 
 def one_device() -> Mesh:
-    return jax.make_mesh((1, 1), DEVICES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:1])
+    return mesh_of()
 
 
 def weights_of(config: ModelConfig) -> Tree:

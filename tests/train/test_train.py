@@ -170,7 +170,7 @@ def last_step(folder: Path) -> int:
         (("--row-tokens", "2048"), "more than the model's context"),
         (("--plain", "1"), "must be below 1"),
         (("--lora", "4", "--lora-matrices", "qkv,norm"), "not on norm"),
-        (("--fsdp", "3"), "--fsdp: fsdp 3 does not divide"),
+        (("--mesh", "fsdp=3"), "--mesh: data=1, fsdp=3, model=1 are 3 devices, and JAX has 1"),
         (("--resume",), "no run to go on with"),
         (("--lora-alpha", "8"), "--lora-alpha has no effect with --lora 0 of --preset paper"),
         (("--lora-matrices", "qkv", "--lora", "0"), "--lora-matrices has no effect with --lora 0:"),

@@ -23,7 +23,6 @@ from ragjax.models.adapter import FORMAT, Adapter
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
-from tests.support.devices import assert_agreement
 from tests.support.oracle import Float
 from tests.support.plain import tensors_of
 from tests.support.tiny import CONFIG, byte_tokenizer
@@ -31,7 +30,7 @@ from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, n
 from train.example import Coder
 from train.export import merge
 from train.lora import Lora
-from train.model import Model, Tree, axes_of, gradient_program, loss_program, make_mesh, rotation_of, stacked
+from train.model import Model, Tree, axes_of, gradient_program, loss_program, rotation_of, stacked
 from train.sample import Sample
 
 # ------------------------------------------------------------------------------------------- oracle
@@ -273,53 +272,3 @@ def test_every_weight_has_axes_and_vectors_are_whole() -> None:
             jax.tree.leaves(weights), jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True
         )
         assert all(x.ndim == len(of) for x, of in pairs)
-
-
-def test_fsdp_must_divide_the_devices() -> None:
-    with pytest.raises(ValueError, match="fsdp 3 does not divide"):
-        make_mesh(3)
-
-
-SHARDED = """
-from dataclasses import replace
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType
-from tests.support import training as t
-from tests.support.tiny import byte_tokenizer
-from train.recipe import Recipe
-from train.trainer import Trainer
-from train.example import Coder
-from train.model import Model, make_mesh
-
-coder = Coder.of(byte_tokenizer())
-samples = [replace(s, id=str(i), question=s.question * (1 + i % 3)) for i, s in enumerate(t.SAMPLES * 6)]
-examples = [coder.example(s) for s in samples]
-recipe = Recipe(lr=1e-2, batch=18, epochs=1, warmup=0.0)
-config = replace(t.QWEN, num_layers=1)
-for lora, split in ((None, 4), (t.LORA, 8)):
-    results = []
-    for mesh in (t.one_device(), make_mesh(split)):
-        model = Model(config, mesh, jnp.dtype("float32"), lora)
-        weights = t.weights_of(config)
-        trained, frozen = (weights, {}) if lora is None else (lora.init(weights["layers"], 0), weights)
-        specs = model.specs()
-        frozen, trained = model.place(frozen, specs[1]), model.place(trained, specs[0])
-        trainer = Trainer(model, recipe, t.ROWS, 3, frozen)
-        state = trainer.start(trained)
-        reports = [trainer.step(state, examples) for _ in range(2)]
-        whole = state.trained if lora is None else frozen
-        width = 48 // mesh.shape["fsdp"]
-        assert whole["layers"]["qkv"].addressable_shards[0].data.shape[-1] == width
-        moments = [x for x in jax.tree.leaves(state.moments) if x.ndim > 2]
-        assert all(width in x.addressable_shards[0].data.shape for x in moments if 48 in x.shape)
-        found = [r.loss for r in reports] + [r.norm for r in reports]
-        results.append([*found, *map(np.asarray, jax.tree.leaves(state.trained))])
-    for x, y in zip(*results, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4)
-print("agree on", jax.device_count(), "devices")
-"""
-
-
-@pytest.mark.long
-def test_eight_devices_agree_with_one() -> None:
-    assert_agreement(SHARDED, devices=8)

@@ -23,6 +23,9 @@ from ragjax.core import EngineOptions
 SETTLE = 30.0
 """Seconds in which the metrics tell of the last answer; the front asks its replicas once a second."""
 
+LOOK = 1.0
+"""Seconds between two looks at them: reading them takes a core some time, which the replicas would have."""
+
 PROCESS = "ServeReplica:ragjax:Replica"
 """Ray's name of a replica's process."""
 
@@ -126,7 +129,7 @@ async def _until(look: Callable[[], T], good: Callable[[T], bool], seconds: floa
     while not good(found := await asyncio.to_thread(look)):
         if time.monotonic() > end:
             raise RivalError(f"the metrics do not tell {what} within {seconds:.0f} s; the last were {found}")
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(LOOK)
     return found
 
 

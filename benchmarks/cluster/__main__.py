@@ -2,7 +2,7 @@
 
     python -m benchmarks.cluster [--data DIR] [--replicas 4,16,64] [--quick] [--json FILE]
     python -m benchmarks.cluster --part replicas [--data DIR] [--replicas 2,4] [--clients 4 | --rate 0.5]
-        [--requests 32] [--warm 16] [--device-cache-gb 0.1] [--quick] [--json FILE]
+        [--requests 32] [--warm 16] [--shared-tier with|without] [--device-cache-gb 0.1] [--quick] [--json FILE]
 
 Simulated are tokens found, evenness of queues, time of a decision and a router's bytes. There is no model: a replica
 holds chunks, and computes what it lacks at a fixed rate (`benchmarks.cluster.simulation`). Four chunks a request, in
@@ -136,7 +136,7 @@ def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str,
     samples = session.samples({**asdict(plan), "data": str(chosen.data), "weights": weights_of(report.MODEL)})
     rows: list[dict[str, Any]] = []
     reference: dict[str, str] = {}
-    for case in trial.cases(chosen.replicas or ([2] if quick else [2, 4]), quick):
+    for case in trial.cases(chosen.replicas or ([2] if quick else [2, 4]), quick, chosen.shared_tier):
         kept = samples.of(str(case), lambda case=case: bench.measure(case))  # type: ignore[misc]
         reference = reference or kept["texts"]
         rows += [{**row, **trial.compared(kept["texts"], reference)} for row in kept["rows"]]
@@ -165,11 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="replicas: requests that count, of each workload (32; 6 with --quick)",
     )
     add("--warm", type=integer(1), metavar="N", help="replicas: requests before those (16; 4 with --quick)")
+    add("--shared-tier", choices=("with", "without"), help="replicas: only servers that have it, or have none (both)")
     add("--device-cache-gb", type=positive, metavar="GB", help="replicas: KV pool of each, 2^30 bytes (0.1)")
     chosen = flags.parse_args(arguments)
     if chosen.part == "replicas":
         return report.run("cluster", trial.COLUMNS, chosen.json, lambda session: serve(chosen, session))
-    for name in ("clients", "rate", "requests", "warm", "device_cache_gb"):
+    for name in ("clients", "rate", "requests", "warm", "shared_tier", "device_cache_gb"):
         if getattr(chosen, name) is not None:
             flags.error(f"--{name.replace('_', '-')} is a flag of --part replicas")
     if chosen.data and not [*chosen.data.glob("traces/mooncake_*.jsonl")]:

@@ -71,10 +71,18 @@ class Plan:
     device_cache_gb: float
 
 
-def cases(counts: Sequence[int], quick: bool) -> Iterator[Case]:
-    """One replica first, whose exact answers are the measure; two with all routers; more with three of them."""
+def cases(counts: Sequence[int], quick: bool, tier: str | None = None) -> Iterator[Case]:
+    """One replica first, whose exact answers are the measure; then more.
+
+    tier: those "with" a shared tier, or "without" (None: both).
+    """
+    yield Case(1, "knowledge", False, WORKLOADS[:1])
+    yield from (case for case in _of_many(counts, quick) if tier is None or case.shared == (tier == "with"))
+
+
+def _of_many(counts: Sequence[int], quick: bool) -> Iterator[Case]:
+    """Two with all routers, more with three of them."""
     first = WORKLOADS[:1]
-    yield Case(1, "knowledge", False, first)
     for count in counts:
         if quick:
             yield Case(count, "round-robin", True, first)

@@ -77,6 +77,8 @@ def test_one_replica_comes_first_and_two_have_every_router() -> None:
     assert planned[0].replicas == 1 and len({str(case) for case in planned}) == len(planned)
     assert {case.router for case in planned if case.replicas == 2 and not case.shared} == set(ROUTERS)
     assert {case.shared for case in planned if case.newcomer} == {True, False}
+    one, *rest = cases([2, 4], quick=False, tier="with")
+    assert not one.shared and rest == [case for case in planned if case.shared]
 
 
 @dataclass

@@ -2,163 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from tests.support.devices import ROOT
+from tests.support.replicas import LAZY, SERVE, START, Running, started
 from tests.support.serving import wait_for
 
-DATA = ROOT / "tests" / "data"
-START = 240
-"""Seconds in which engines start; most of it is the start of Ray and the imports of its processes."""
-
-LAZY = """
-import sys
-from dataclasses import replace
-from ragjax.serve import command
-
-made = command.engine_options
-command.engine_options = lambda given: replace(made(given), compile=False)
-"""
-"""What comes before a program here: its engines compile what requests need, when they do. No flag asks for that."""
-
-SERVE = (
-    LAZY
-    + """
-sys.exit(command.main(sys.argv[1:]))
-"""
-)
-
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def python() -> str:
-    found = os.environ.get("RAGJAX_RAY_PYTHON")
-    if not found:
-        pytest.skip("RAGJAX_RAY_PYTHON names no Python with ragjax[ray]")
-    return found
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama, with a tokenizer of single characters."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    for source in (DATA / "tiny_llama", DATA / "disk" / "tokenizer"):
-        shutil.copytree(source, folder, dirs_exist_ok=True)
-    return folder
-
-
-@dataclass
-class Running:
-    """A process that serves."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def body(self, who: int, **fields: Any) -> dict[str, Any]:
-        said = f"Who is number {who}? " * 4
-        return {
-            "model": "tiny",
-            "messages": [{"role": "user", "content": said}],
-            "max_tokens": 60,
-            "rag": {"top_k": 0},
-            **fields,
-        }
-
-    def replicas(self) -> list[psutil.Process]:
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return [
-            one for one in found if one.is_running() and "ServeReplica:ragjax:Replica" in one.name() + one.cmdline()[0]
-        ]
-
-    def health(self) -> dict[str, Any]:
-        return dict(httpx.get(f"{self.url}/health", timeout=20).json())
-
-    def request_ids(self, headers: dict[str, str]) -> list[str]:
-        """Of one request."""
-        found = httpx.get(f"{self.url}/health", headers=headers, timeout=20).headers.get_list("x-request-id")
-        assert len(found) == 1
-        return found
-
-    def stream(self, who: int) -> tuple[int, str, str | None]:
-        """HTTP status, text, and the code of an error."""
-        text, code = "", None
-        with httpx.stream(
-            "POST", f"{self.url}/v1/chat/completions", json=self.body(who, stream=True), timeout=120
-        ) as response:
-            if response.status_code != 200:
-                return response.status_code, "", json.loads(response.read())["error"]["code"]
-            for line in response.iter_lines():
-                event = json.loads(line[6:]) if line.startswith("data: {") else {}
-                code = event["error"]["code"] if "error" in event else code
-                for choice in event.get("choices", ()):
-                    text += choice["delta"].get("content") or ""
-        return 200, text, code
-
-    def load(self, many: int, pause: float, meanwhile: Any = None) -> list[tuple[int, int, str, str | None]]:
-        """So many streams, one each `pause` seconds, and something that happens after a third of them.
-
-        Returns who asked, HTTP status, text, and the code of an error.
-        """
-        found: list[tuple[int, int, str, str | None]] = []
-        threads = [
-            threading.Thread(target=lambda i=i: found.append((i % 10, *self.stream(i % 10)))) for i in range(many)
-        ]
-        for i, thread in enumerate(threads):
-            thread.start()
-            if i == many // 3 and meanwhile is not None:
-                meanwhile()
-            time.sleep(pause)
-        for thread in threads:
-            thread.join(120)
-        assert len(found) == many, "a request did not end, or could not be sent"
-        return found
-
-
-@contextmanager
-def started(python: str, arguments: list[str], log: Path, ready: str) -> Iterator[Running]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [python, *(argument.replace("PORT", str(port)) for argument in arguments)],
-            stdout=out,
-            stderr=out,
-            env=environment,
-            cwd=ROOT,
-        )
-    try:
-        wait_for(lambda: ready in log.read_text() or process.poll() is not None, START)
-        assert process.poll() is None, log.read_text()
-        yield Running(f"http://127.0.0.1:{port}", process, log)
-    finally:
-        everything = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        finally:
-            for one in everything:
-                if one.is_running():
-                    one.kill()
 
 
 def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, tmp_path: Path) -> None:

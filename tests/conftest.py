@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib.metadata import version
@@ -22,9 +23,18 @@ if not GPU:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "tests" / "programs"))
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    # XLA's older emitters make the same programs in three quarters of the time; later versions have no others
+    # XLA's older emitters, one module and its plain scheduler make the same programs in two thirds of the time; later
+    # versions do not know the first flag, and abort
     if version("jaxlib") == "0.10.2":
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+        quick = (
+            "use_fusion_emitters=false",
+            "parallel_codegen_split_count=1",
+            "enable_concurrency_optimized_scheduler=false",
+        )
+        os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *(f"--xla_cpu_{flag}" for flag in quick)))
+
+# Tracing makes objects by the million and hardly any garbage in cycles: a collection for each 700 is time lost.
+gc.set_threshold(100_000, 50, 100)
 
 # Wall-clock limits would make the outcome depend on the machine; pytest-timeout ends a test that hangs.
 settings.register_profile(
@@ -57,12 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Programs of toy models are compiled without LLVM's optimisations: compiling takes a third less time.
+    """Programs are compiled without LLVM's optimisations: compiling takes a third less time.
 
-    Tests with real models, those that are run for long, and those whose programs run longer than they compile, compile
-    with them.
+    Those that run longer than they compile are compiled with them, and those of tests that run for long.
     """
-    optimised = ("model", "qwen", "long", "gpu", "compile", "optimised")
+    optimised = ("qwen", "long", "gpu", "compile", "optimised")
     quickly = not any(item.get_closest_marker(name) for name in optimised)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for processes that the test starts
     if "jax" in sys.modules:

@@ -2,7 +2,8 @@
 
     python -m benchmarks.cluster [--data DIR] [--replicas 4,16,64] [--quick] [--json FILE]
     python -m benchmarks.cluster --part replicas [--data DIR] [--replicas 2,4] [--clients 4 | --rate 0.5]
-        [--requests 32] [--warm 16] [--shared-tier with|without] [--device-cache-gb 0.1] [--quick] [--json FILE]
+        [--workloads zipf,temporal,zipf-topics] [--requests 32] [--warm 16] [--shared-tier with|without]
+        [--device-cache-gb 0.1] [--quick] [--json FILE]
 
 Simulated are tokens found, evenness of queues, time of a decision and a router's bytes. There is no model: a replica
 holds chunks, and computes what it lacks at a fixed rate (`benchmarks.cluster.simulation`). Four chunks a request, in
@@ -13,13 +14,13 @@ before them; arrivals are random as those of the others.
 
 Replicas that serve are real ones: `python -m ragjax.serve --replicas N` with each router, on Ray (`ragjax[ray]`), with
 a Redis server as the shared tier (`ragjax[remote]`). Requests have four passages of the demo's documents, or of DIR's
-nq_open, in random order, drawn by the patterns zipf and temporal. A replica's pool holds about a third of all passages,
-and nothing lies below it but the shared tier. The strategy is `naive`, so that what is found is the router's doing.
-`--clients` wait for their answers, or arrivals are Poisson's at `--rate`. Behind its loads each server answers some
-requests with `prefix`, twice; their texts are compared with those of a single replica. At the end one of two
-`round-robin` replicas is killed: the table `newcomer` has the share found by the one that takes its place and by its
-neighbour, between points of its requests. Times of replicas that share the cores of one machine say nothing of replicas
-that have a device each.
+nq_open, in random order, drawn as above; a topic is eight passages in a row. A replica's pool holds about a third of
+all passages, and nothing lies below it but the shared tier. The strategy is `naive`, so that what is found is the
+router's doing. `--clients` wait for their answers, or arrivals are Poisson's at `--rate`. Behind its loads each server
+answers some requests with `prefix`, twice; their texts are compared with those of a single replica. At the end one of
+two `round-robin` replicas is killed: the table `newcomer` has the share found by the one that takes its place and by
+its neighbour, between points of its requests. Times of replicas that share the cores of one machine say nothing of
+replicas that have a device each.
 """
 
 from __future__ import annotations
@@ -133,10 +134,13 @@ def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str,
         device_cache_gb=chosen.device_cache_gb or 0.1,
     )
     bench = trial.Bench(plan, *request.source(chosen.data))
-    samples = session.samples({**asdict(plan), "data": str(chosen.data), "weights": weights_of(report.MODEL)})
+    counts, workloads = chosen.replicas or ([2] if quick else [2, 4]), chosen.workloads or list(request.WORKLOADS)
+    samples = session.samples(
+        {**asdict(plan), "workloads": workloads, "data": str(chosen.data), "weights": weights_of(report.MODEL)}
+    )
     rows: list[dict[str, Any]] = []
     reference: dict[str, str] = {}
-    for case in trial.cases(chosen.replicas or ([2] if quick else [2, 4]), quick, chosen.shared_tier):
+    for case in trial.cases(counts, workloads[:1] if quick else workloads, quick, chosen.shared_tier):
         kept = samples.of(str(case), lambda case=case: bench.measure(case))  # type: ignore[misc]
         reference = reference or kept["texts"]
         rows += [{**row, **trial.compared(kept["texts"], reference)} for row in kept["rows"]]
@@ -158,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     many.add_argument(
         "--rate", type=positive, metavar="X", help="replicas: requests a second, whatever becomes of those before"
     )
+    add("--workloads", type=_workloads, metavar="NAME,…", help=f"replicas: of {', '.join(request.WORKLOADS)} (all)")
     add(
         "--requests",
         type=integer(1),
@@ -170,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = flags.parse_args(arguments)
     if chosen.part == "replicas":
         return report.run("cluster", trial.COLUMNS, chosen.json, lambda session: serve(chosen, session))
-    for name in ("clients", "rate", "requests", "warm", "shared_tier", "device_cache_gb"):
+    for name in ("clients", "rate", "workloads", "requests", "warm", "shared_tier", "device_cache_gb"):
         if getattr(chosen, name) is not None:
             flags.error(f"--{name.replace('_', '-')} is a flag of --part replicas")
     if chosen.data and not [*chosen.data.glob("traces/mooncake_*.jsonl")]:
@@ -181,6 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _counts(text: str) -> list[int]:
     found = [int(part) for part in text.split(",")]
     if not found or min(found) < 1:
+        raise ValueError
+    return found
+
+
+def _workloads(text: str) -> list[str]:
+    found = text.split(",")
+    if len({*found}) < len(found) or not request.WORKLOADS.keys() >= {*found}:
         raise ValueError
     return found
 

@@ -26,8 +26,9 @@ OUTPUT = 4
 """Tokens of an answer: enough to see the first one come."""
 POOL = 100
 """Passages of --data."""
-WORKLOADS = ("zipf", "temporal")
-"""Patterns of `benchmarks.policies`. Each draws its own popular passages, so one does not warm up the other."""
+WORKLOADS = {"zipf": 1, "temporal": 1, "zipf-topics": 8}
+"""Patterns of `benchmarks.policies`, and passages of a topic: with more than one the pattern draws a topic, and the
+request gets some of its passages. Each draws its own popular ones, so one workload does not warm up the other."""
 
 
 def pieces(document: Document, words: int = PASSAGE_WORDS) -> list[Document]:
@@ -54,18 +55,20 @@ def source(data: Path | None) -> tuple[list[Document], list[str]]:
 
 def requests(workload: str, found: Sequence[Document], asked: Sequence[str], count: int) -> list[Ask]:
     """The requests of a workload, always the same."""
-    seed = WORKLOADS.index(workload)
+    seed, topic = list(WORKLOADS).index(workload), WORKLOADS[workload]
     random = np.random.default_rng(seed)
-    drawn = PATTERNS[workload].draw(len(found), TOGETHER, count, seed)
+    draws = 1 if topic > 1 else TOGETHER
+    drawn = PATTERNS[workload.removesuffix("-topics")].draw(len(found) // topic, draws, count, seed)
+    near = [[number * topic + i for number in one for i in range(topic)] for one in drawn]
     return [
         Ask(
             f"{workload}-{n}",
             asked[n % len(asked)],
             (),
             OUTPUT,
-            documents=tuple(found[i].id for i in random.permutation(one)),
+            documents=tuple(found[i].id for i in random.permutation(one)[:TOGETHER]),
         )
-        for n, one in enumerate(drawn)
+        for n, one in enumerate(near)
     ]
 
 

@@ -19,6 +19,7 @@ from benchmarks.load.metric import found_share, percentile
 from benchmarks.load.record import Load
 from benchmarks.load.system import base_settings, options_of
 from benchmarks.load.workload import Ask, Workload
+from ragjax.cluster.fleet import ROUTING
 from ragjax.core import Document
 
 STRATEGY = "naive"
@@ -30,10 +31,11 @@ COUNTED = ("prompt_tokens_total", "reused_tokens_total")
 
 COLUMNS = (
     *("workload", "replicas", "router", "shared", "requests", "errors", "found", "ttft_p50_ms", "ttft_p95_ms"),
-    *("requests_per_s", "fullest", "exact", "equal"),
+    *("requests_per_s", "route_us", "fullest", "exact", "equal"),
 )
-"""found: share of prompt tokens. fullest: requests of the replica that had most, over the mean. exact: answers of an
-exact strategy that were compared with those of one replica; equal: the share of them that are the same text."""
+"""found: share of prompt tokens. route_us: mean time of choosing a replica. fullest: requests of the replica that had
+most, over the mean. exact: answers of an exact strategy that were compared with those of one replica; equal: the share
+of them that are the same text."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Case:
     replicas: int
     router: str
     shared: bool
-    workloads: tuple[str, ...] = WORKLOADS
+    workloads: tuple[str, ...] = tuple(WORKLOADS)
 
     @property
     def newcomer(self) -> bool:
@@ -71,26 +73,26 @@ class Plan:
     device_cache_gb: float
 
 
-def cases(counts: Sequence[int], quick: bool, tier: str | None = None) -> Iterator[Case]:
+def cases(counts: Sequence[int], workloads: Sequence[str], quick: bool, tier: str | None = None) -> Iterator[Case]:
     """One replica first, whose exact answers are the measure; then more.
 
     tier: those "with" a shared tier, or "without" (None: both).
     """
-    yield Case(1, "knowledge", False, WORKLOADS[:1])
-    yield from (case for case in _of_many(counts, quick) if tier is None or case.shared == (tier == "with"))
+    yield Case(1, "knowledge", False, (workloads[0],))
+    many = (Case(*one, tuple(workloads)) for one in _of_many(counts, quick))
+    yield from (case for case in many if tier is None or case.shared == (tier == "with"))
 
 
-def _of_many(counts: Sequence[int], quick: bool) -> Iterator[Case]:
+def _of_many(counts: Sequence[int], quick: bool) -> Iterator[tuple[int, str, bool]]:
     """Two with all routers, more with three of them."""
-    first = WORKLOADS[:1]
     for count in counts:
         if quick:
-            yield Case(count, "round-robin", True, first)
+            yield count, "round-robin", True
         elif count == 2:
-            yield from (Case(2, router, False) for router in ("knowledge", "prefix", "two-choices", "round-robin"))
-            yield from (Case(2, router, True) for router in ("knowledge", "round-robin"))
+            yield from ((2, router, False) for router in ("knowledge", "prefix", "two-choices", "round-robin"))
+            yield from ((2, router, True) for router in ("knowledge", "round-robin"))
         elif count > 2:
-            yield from (Case(count, router, False, first) for router in ("knowledge", "prefix", "round-robin"))
+            yield from ((count, router, False) for router in ("knowledge", "prefix", "round-robin"))
 
 
 @dataclass
@@ -118,7 +120,9 @@ class Bench:
         await server.open()
         try:
             rows = [await self._row(case, workload, server) for workload in case.workloads]
-            same = await server.exact(exact(self._asks(WORKLOADS[0])[:EXACT_ASKS], EXACT_OUTPUT), self.plan.clients)
+            same = await server.exact(
+                exact(self._asks(next(iter(WORKLOADS)))[:EXACT_ASKS], EXACT_OUTPUT), self.plan.clients
+            )
             made = {"rows": rows, "texts": {record.id: record.text for record in _answered(same)}}
             return {**made, "curve": await self._curve(case, server) if case.newcomer else []}
         finally:
@@ -135,17 +139,18 @@ class Bench:
         warm, counted = asks[: plan.warm], asks[plan.warm :][: plan.requests]
         begun = sum(server.figures("requests_total")[0].values())
         _answered(await closed_loop(server, warm, plan.clients))
-        name = "requests_total"
-        before = (await server.settled([name], lambda found: _served(found, begun + len(warm))))[0]
+        names = ("requests_total", *ROUTING)
+        before, *was = await server.settled(names, lambda found: _served(found, begun + len(warm)))
         if plan.rate is None:
             load = await closed_loop(server, counted, plan.clients)
         else:
             load = await open_loop(server, counted, poisson(plan.rate, len(counted), 0), plan.rate)
         total = sum(before.values()) + len(load.answered)
-        after = (await server.settled([name], lambda found: _served(found, total)))[0]
+        after, *now = await server.settled(names, lambda found: _served(found, total))
         row = row_of(load, [after.get(rank, 0.0) - before.get(rank, 0.0) for rank in map(str, range(case.replicas))])
         kept = {name: value for name, value in asdict(case).items() if name != "workloads"}
-        return {"workload": workload, **kept, **row}
+        routed, seconds = (sum(b.values()) - sum(a.values()) for a, b in zip(was, now, strict=True))
+        return {"workload": workload, **kept, **row, "route_us": seconds / routed * 1e6 if routed else None}
 
     async def _curve(self, case: Case, server: FleetServer) -> list[dict[str, Any]]:
         """Share found by a new replica and by its neighbour, between any two points."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -48,15 +48,22 @@ _log = logging.getLogger(__name__)
 PERIOD = 1.0
 """Seconds between two looks at the replicas."""
 
+ROUTING = ("routed_total", "routing_seconds_total")
+"""Figures of a replica that the fleet counts: requests sent to it, and the seconds that choosing it took."""
+
 RESENDS = 8
 """Times that a request is sent to another replica because one was lost."""
 
 
 @dataclass
 class _Attempts:
-    """What came of sending one request. seen: replicas that ran at the last one."""
+    """What came of sending one request.
+
+    seen: replicas that ran at the last attempt. routing_s: seconds that choosing one took since one had the request.
+    """
 
     lost: int = 0
+    routing_s: float = 0.0
     refusals: dict[str, OverloadError] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()
 
@@ -84,7 +91,9 @@ class Fleet:
         self._transport = transport
         self._router = router
         self._loads: Counter[str] = Counter()
-        self._lock = threading.Lock()  # over _loads and the router
+        self._lock = threading.Lock()  # over _loads, _routed, _routing_s and the router
+        self._routed: Counter[str] = Counter()
+        self._routing_s: defaultdict[str, float] = defaultdict(float)
         self._observer: Callable[[str, Divergence], None] | None = None
         self._statuses: Sequence[Status] = ()
         self._count = Replicas(0, 0)
@@ -150,8 +159,11 @@ class Fleet:
         self._observer = observer
 
     def figures(self) -> dict[str, Stats]:
-        """Counters and gauges of each replica, by its rank."""
-        return {str(one.rank): one.stats for one in self._statuses}
+        """Counters and gauges of each replica, by its rank, and of the requests that were sent to it."""
+        return {str(one.rank): {**one.stats, **self._routing(one.name)} for one in self._statuses}
+
+    def _routing(self, replica: str) -> Stats:
+        return dict(zip(ROUTING, (self._routed[replica], self._routing_s[replica]), strict=True))
 
     def replicas(self) -> Replicas:
         """How many answered the last look, and how many there should be."""
@@ -228,7 +240,7 @@ class Fleet:
                         if isinstance(item, Begun):
                             replica = item.replica
                             self._count_load(replica, 1)
-                            learn = self._sent(need, replica)
+                            learn = self._sent(need, replica, attempts)
                         elif isinstance(item, OverloadError):
                             attempts.refuse(replica, item)
                             refused = True
@@ -246,13 +258,17 @@ class Fleet:
 
     def _order(self, need: Need, names: Collection[str], attempts: _Attempts) -> Sequence[str]:
         """The replicas that run, as they are to be tried: those that refused come last. Any thread may call it."""
-        attempts.seen = frozenset(names)
+        attempts.seen, begin = frozenset(names), time.perf_counter()
         with self._lock:
             order = self._router.order(need, {name: self._loads[name] for name in names})
+        attempts.routing_s += time.perf_counter() - begin
         return sorted(order, key=lambda name: name in attempts.refusals)
 
-    def _sent(self, need: Need, replica: str) -> Learn:
+    def _sent(self, need: Need, replica: str, attempts: _Attempts) -> Learn:
         with self._lock:
+            self._routed[replica] += 1
+            self._routing_s[replica] += attempts.routing_s
+            attempts.routing_s = 0.0
             return self._router.sent(need, replica)
 
     def _learn(self, learn: Learn, found: Sequence[int]) -> None:

@@ -82,6 +82,8 @@ _HELP = {
     "running": "Requests admitted and not finished.",
     "pages_used": "Pages of the device pool in use.",
     "pages_total": "Pages of the device pool.",
+    "routed_total": "Requests that were sent to the replica.",
+    "routing_seconds_total": "Seconds that the choice of the replica took, of these requests together.",
     "attention_calls_total": "Attentions run, one a layer and step, by backend.",
     "attention_fallbacks_total": "Attentions that a better backend refused, by backend and reason.",
 }

@@ -46,10 +46,11 @@ def test_a_document_is_cut_evenly_and_whole() -> None:
 
 def test_requests_are_the_same_for_every_router_and_new_in_every_workload() -> None:
     passages = [Document(f"d{n}", f"text {n}") for n in range(20)]
-    one, two = (request.requests(name, passages, ["Why?", "When?"], 30) for name in request.WORKLOADS)
+    one, two, near = (request.requests(name, passages, ["Why?", "When?"], 30) for name in request.WORKLOADS)
+    assert {tuple({int(d[1:]) // 8 for d in ask.documents or ()}) for ask in near} == {(0,), (1,)}, "of one topic each"
     assert one == request.requests("zipf", passages, ["Why?", "When?"], 30)
     assert one[:9] == request.requests("zipf", passages, ["Why?", "When?"], 9), "a longer run begins as a shorter one"
-    assert all(len(set(ask.documents or ())) == request.TOGETHER for ask in (*one, *two))
+    assert all(len(set(ask.documents or ())) == request.TOGETHER for ask in (*one, *two, *near))
     first, again = (request.exact(one[:1], 16)[n] for n in range(2))
     assert first.documents == again.documents == (one[0].documents or ())[:2] and first.id != again.id
 
@@ -73,11 +74,13 @@ def test_answers_are_compared_with_one_replicas() -> None:
 
 
 def test_one_replica_comes_first_and_two_have_every_router() -> None:
-    planned = list(cases([2, 4], quick=False))
+    names = list(request.WORKLOADS)
+    planned = list(cases([2, 4], names, quick=False))
+    assert planned[0].workloads == ("zipf",) and all(case.workloads == tuple(names) for case in planned[1:])
     assert planned[0].replicas == 1 and len({str(case) for case in planned}) == len(planned)
     assert {case.router for case in planned if case.replicas == 2 and not case.shared} == set(ROUTERS)
     assert {case.shared for case in planned if case.newcomer} == {True, False}
-    one, *rest = cases([2, 4], quick=False, tier="with")
+    one, *rest = cases([2, 4], names, quick=False, tier="with")
     assert not one.shared and rest == [case for case in planned if case.shared]
 
 
@@ -94,6 +97,7 @@ class Pair(FakeEngine):
             by_strategy = {"naive": count} if count else {}
             found[f"{rank}"] = {"requests_total": by_strategy, "prompt_tokens_total": 10 * count}
             found[f"{rank}"]["reused_tokens_total"] = 4 * count if rank else 8 * count
+            found[f"{rank}"] |= {"routed_total": count, "routing_seconds_total": count * 2e-6}
         return found
 
     def kill(self) -> None:
@@ -123,11 +127,12 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
 def test_a_case_is_measured_from_its_loads_to_the_new_replicas_curve(pair: Pair, rate: float | None) -> None:
     plan = Plan(requests=6, warm=4, clients=2, rate=rate, points=2, step=3, device_cache_gb=0.1)
     passages = [Document(f"d{n}", f"text {n}") for n in range(20)]
-    made = Bench(plan, passages, ["Why is this so?"]).measure(Case(2, "round-robin", False))
+    made = Bench(plan, passages, ["Why is this so?"]).measure(Case(2, "round-robin", False, ("zipf", "temporal")))
     assert [row["workload"] for row in made["rows"]] == ["zipf", "temporal"]
     for row in made["rows"]:
         assert (row["replicas"], row["router"], row["shared"]) == (2, "round-robin", False)
         assert (row["requests"], row["errors"], row["fullest"], row["found"]) == (6, 0, 1.0, 7 / 4)
+        assert row["route_us"] == pytest.approx(2)
         assert row["ttft_p50_ms"] > 0 and row["requests_per_s"] > 0
     assert set(made["texts"].values()) == {"The lighthouse is red."} and len(made["texts"]) == 8
     assert [(point["requests"], point["found"], point["neighbour"]) for point in made["curve"]] == [
@@ -143,6 +148,8 @@ def test_a_case_is_measured_from_its_loads_to_the_new_replicas_curve(pair: Pair,
     ("flags", "message"),
     [
         (["--rate", "1"], "--rate is a flag of --part replicas"),
+        (["--workloads", "zipf"], "--workloads is a flag of --part replicas"),
+        (["--part", "replicas", "--workloads", "zipf,nonsense"], "argument --workloads"),
         (["--warm", "1"], "--warm is a flag of --part replicas"),
         (["--part", "replicas", "--rate", "1", "--clients", "2"], "not allowed with"),
     ],

@@ -121,6 +121,9 @@ def test_the_server_tells_of_replicas() -> None:
         lines = served.get("/metrics").text.splitlines()
         for rank in "01":
             assert f'ragjax_requests_total{{replica="{rank}",strategy="prefix"}} 1.0' in lines
+            assert f'ragjax_routed_total{{replica="{rank}"}} 1.0' in lines
+            took = [line for line in lines if line.startswith(f'ragjax_routing_seconds_total{{replica="{rank}"}}')]
+            assert 0 < float(took[0].split()[1]) < 1
         seen = served.get("/v1/cache").json()
         assert set(seen["replicas"]) == {"0", "1"}
         assert seen["nodes"] == sum(one["nodes"] for one in seen["replicas"].values()) > 0

@@ -24,7 +24,9 @@ METHODS = ("pyramidkv", "cake")
 def runners() -> dict[bool, Runner]:
     """An array for each stage, and one for all."""
     return {
-        whole: Runner(tiny.decoder(config=CONFIG), pages=100, page_size=tiny.PAGE, grid=tiny.GRID, whole=whole)
+        whole: Runner(
+            tiny.decoder(config=CONFIG), pages=100, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True, whole=whole
+        )
         for whole in (False, True)
     }
 

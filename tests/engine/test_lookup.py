@@ -21,7 +21,7 @@ GRID = Grid(
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Engine, Engine]]:
-    other = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    other = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
     with tiny.engine(lookup=0) as plain, tiny.engine(other, lookup=6) as fast:
         yield plain, fast
         plain.audit()
@@ -54,7 +54,7 @@ def forgetful() -> Decoder:
 
 def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
     """A step may give several tokens at once, behind which there must be a slot; proposals never pause anybody."""
-    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
     prompts = [tiny.prompt(n, 20, (30,), 10 + n) for n in range(5)]
     with tiny.engine(runner, lookup=6) as engine:
         alone = [engine.answer_prompt(prompt, strategy="full", max_tokens=90).tokens for prompt in prompts]
@@ -69,7 +69,7 @@ def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
 def test_what_repeats_itself_takes_fewer_steps() -> None:
     took, answers = [], []
     for lookup in (0, 6):
-        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
         with tiny.engine(runner, lookup=lookup) as engine:
             answers.append([engine.answer_prompt(tiny.prompt(n), strategy="full", max_tokens=300) for n in range(3)])
             took.append(engine._loop.counters.steps)
@@ -86,7 +86,7 @@ def test_what_repeats_itself_takes_fewer_steps() -> None:
 @pytest.mark.parametrize("tokens", [2, 12, 40])
 def test_tokens_per_step_counts_every_decode_step(tokens: int) -> None:
     """The last step counts too; the first token is the prompt's and belongs to no decode step."""
-    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
     with tiny.engine(runner, lookup=6) as engine:
         counters, took, said = engine._loop.counters, list[int](), list[Answer]()
         for most in (1, tokens):
@@ -144,7 +144,7 @@ def test_penalties_count_accepted_tokens(temperature: float) -> None:
     asked["logit_bias"] = dict.fromkeys(range(65, 68), 100.0)
     answers = []
     for lookup in (0, 6):
-        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID)
+        runner = Runner(forgetful(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
         with tiny.engine(runner, lookup=lookup) as engine:
             options = {"strategy": "full", "max_tokens": 120, "seed": 4, **asked}
             answers.append([engine.answer_prompt(tiny.prompt(n), **options) for n in range(3)])

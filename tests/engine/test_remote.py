@@ -25,7 +25,7 @@ def ask(engine: Engine, seed: int, strategy: str = "prefix", tenant: str = "") -
 
 
 def other_runner() -> Runner:
-    return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
+    return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
 
 
 def tiers(answer: Answer) -> set[str | None]:

@@ -17,7 +17,7 @@ GRID = Grid(rows=((2, 2), (4, 1), (8, 1), (12, 8, 4), (16, 8), (64, 16)), entrie
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    runner = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID)
+    runner = Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=GRID, scanned=True)
     with tiny.engine(runner, lookup=0) as engine:
         yield engine
         engine.audit()

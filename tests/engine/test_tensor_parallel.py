@@ -60,7 +60,7 @@ def answers(devices):
     found = {}
     with serve(devices) as engine:
         ask = partial(engine.begin_prompt, max_tokens=6, want_logits=True)
-        for name in engine.strategies:
+        for name in STRATEGIES or engine.strategies:
             asked = (TREE, TREE) if name.startswith("dependency") else (LINEAR, AGAIN)
             found[name] = [ask(prompt, strategy=name).result() for prompt in asked]  # the second one reuses KV
         for one in COMPRESSIONS:
@@ -97,11 +97,12 @@ def assert_equal(name, one, two):
 
 
 (one, alone), (two, split) = answers(1), answers(4)
-assert len(one) > 20 and one.keys() == two.keys()
+assert len(one) > (len(STRATEGIES) or 20) and one.keys() == two.keys()
 for name in one:
     for pair in zip(one[name], two[name], strict=True):
         assert_equal(name, *pair)
-assert sum(answer[1].cached_tokens > 0 for name, answer in one.items() if name not in COMPRESSIONS) > 15
+found_some = sum(answer[1].cached_tokens > 0 for name, answer in one.items() if name not in COMPRESSIONS)
+assert found_some > (3 if STRATEGIES else 15)
 
 # a layer adds up what its heads made, and what its MLP made; neither weights nor pages travel
 assert alone == {"begin": [], "stage": [], "end": [], "extract": [], "insert": []}, alone
@@ -165,9 +166,14 @@ print("agree on", jax.device_count(), "devices")
 """
 
 
+SOME = ("full", "prefix", "naive", "ragjax", "craft", "dependency")
+"""Of each kind of pass one."""
+
+
+@pytest.mark.parametrize("strategies", [SOME, pytest.param((), marks=pytest.mark.long)], ids=["some", "all"])
 @pytest.mark.slow
-def test_four_devices_answer_as_one() -> None:
-    assert_agreement(PROGRAM, devices=8)
+def test_four_devices_answer_as_one(strategies: tuple[str, ...]) -> None:
+    assert_agreement(f"STRATEGIES = {strategies}\n{PROGRAM}", devices=8)
 
 
 def test_more_devices_than_there_are_is_one_error(tmp_path: Path) -> None:

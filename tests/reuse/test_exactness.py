@@ -18,6 +18,8 @@ DEMO = Path(ragjax.__file__).parent / "demo"
 ALL = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text().splitlines()]
 QUESTIONS = (0, 5)
 NEW_TOKENS = 5
+CHARACTERS = 300
+"""Of a document that are asked about."""
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -27,8 +29,8 @@ def load(model: Path, dtype: str, disk: Path | None = None) -> Engine:
     return Engine.load(
         model,
         dtype=dtype,
-        device_cache_gb=0.1 if dtype == "float32" else 0.05,
-        max_context=1024,
+        device_cache_gb=0.05 if dtype == "float32" else 0.025,
+        max_context=512,
         compile=False,
         lookup=0,  # it decodes in shapes of its own, which take long to compile
         storage=StorageOptions(policy="lacr", host_gb=0.1, disk=disk),
@@ -50,7 +52,7 @@ def ask(engine: Engine, question: str, strategy: str, documents: Sequence[Docume
 def ask_about(engine: Engine, number: int, strategy: str) -> Answer:
     """A question with two documents of its own, which no knowledge base has to be made for."""
     paths = sorted((DEMO / "documents").glob("*.md"))[2 * number : 2 * number + 2]
-    documents = [Document(path.stem, path.read_text(encoding="utf-8"), path.stem) for path in paths]
+    documents = [Document(path.stem, path.read_text(encoding="utf-8")[:CHARACTERS], path.stem) for path in paths]
     return ask(engine, ALL[number], strategy, documents)
 
 

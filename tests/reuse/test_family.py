@@ -45,7 +45,7 @@ def decoder(request: pytest.FixtureRequest) -> Decoder:
 
 @pytest.fixture(scope="module")
 def runner(decoder: Decoder) -> Runner:
-    return Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
+    return Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
 
 
 @pytest.fixture

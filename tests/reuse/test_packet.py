@@ -35,7 +35,7 @@ def engine() -> Iterator[Engine]:
     decoder = tiny.decoder()
     rows = np.asarray(decoder.embedding[...], np.float32)[list(LIKE.values())]
     Packet(rows[:2], rows[2:], {}).apply(decoder)
-    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID)
+    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
     with tiny.engine(runner, extra=[Packed(WRAPPER)]) as made:
         yield made
 

@@ -10,6 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from ragjax import core
+from ragjax.cluster.fleet import ROUTING
 from ragjax.serve import create_app
 from ragjax.serve.command import parse_options
 from tests.support.fakes import FakeEngine
@@ -65,6 +66,7 @@ def test_the_page_names_every_metric_and_flag() -> None:
     engine = FakeEngine()
     with serving(engine) as served:
         names = {f.name + "_total" * (f.type == "counter") for f in _families(served)}
+    names |= {f"ragjax_{name}" for name in ROUTING}  # of a fleet alone
     rows = "\n".join(line.split(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"ragjax_\w+", rows)) == {name for name in names if not name.endswith("_created")}
     flags = {f"--{name.replace('_', '-')}" for name in vars(parse_options([])) if name != "engine"}

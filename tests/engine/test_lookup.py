@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from ragjax.engine import Engine
 from ragjax.models.decoder import Decoder
 from ragjax.runner.runner import Runner
 from tests.support import tiny
+from tests.support.matrix import few
 
 TOKENS = 60
 GRID = Grid(
@@ -35,8 +37,11 @@ def same(one: Answer, other: Answer) -> None:
     np.testing.assert_allclose([t.logprob for t in one.logprobs], [t.logprob for t in other.logprobs], atol=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["full", "prefix", "naive", "fusion"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9, "seed": 3}, {"logprobs": 2}])
+DRAWN: dict[str, float] = {"temperature": 0.7, "top_p": 0.9, "seed": 3}
+ANSWERS = list(product(("full", "prefix", "naive", "fusion"), ({}, DRAWN, {"logprobs": 2})))
+
+
+@pytest.mark.parametrize(("strategy", "sampling"), few(ANSWERS, [ANSWERS[0], ANSWERS[4], ANSWERS[8], ANSWERS[9]]))
 def test_the_answer_is_the_same(engines: tuple[Engine, Engine], strategy: str, sampling: dict[str, float]) -> None:
     for seed in range(3):
         prompt = tiny.prompt(seed)

@@ -34,6 +34,7 @@ from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import BASELINES, strategies
 from ragjax.schedule.odds import LEARNED, Odds
 from tests.support import tiny
+from tests.support.matrix import few
 
 KINDS = pytest.mark.parametrize("kind", list(index.IndexKind))
 GOODS = ("salt", "honey", "copper", "silk", "tar", "wool", "amber", "rope", "figs", "ink")
@@ -476,7 +477,7 @@ def test_engine_that_closes_during_a_search(scripted: Callable[..., Script]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few(range(4), range(2)))
 def test_random_searches_and_clients(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many at once, with stages at random times; some clients leave. The others get the answers of a plain engine."""
     rng = random.Random(seed)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ragjax.core import Sampling
 from ragjax.kernels import sampling
 from tests.support import sampler as oracle
+from tests.support.matrix import few
 
 
 @cache
@@ -82,7 +83,10 @@ def test_no_number_at_all_still_names_a_token() -> None:
     assert all(0 <= token < 600 for token in chosen(logits_NV, asked, [0.5] * 4))
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 300, "top_p": 0.95}])
+CUTS: list[dict[str, Any]] = [{}, {"top_k": 40}, {"top_p": 0.8}, {"top_k": 300, "top_p": 0.95}]
+
+
+@pytest.mark.parametrize("options", few(CUTS, [{}, CUTS[-1]]))
 def test_frequencies_are_those_of_the_distribution(options: dict[str, Any]) -> None:
     """Pearson's chi-square of many draws, beside its mean and deviation."""
     random, rows, rounds = np.random.default_rng(5), 64, 300

@@ -218,12 +218,13 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             work.append(("llama.cpp", False, lambda: llama_cpp(chosen.model, engine.tokenizer, asked)))
         exact: list[Served] = []
         for name, recognise, run in work:
-            load, served = OtherLoad(os.getpid()), []
+            load, busy, served = OtherLoad(os.getpid()), 0.0, []
             for one in run():
                 served.append(one)
+                busy = load.so_far()  # while a rival's process still runs, whose time is not others'
                 print(f"{name}: {len(served)} of {len(asked)}", end="\r", file=sys.stderr)
             exact = exact or served
-            yield row(name, recognise, served, exact, load.so_far())
+            yield row(name, recognise, served, exact, busy)
 
 
 # ----------------------------------------------------------------------------------- command line

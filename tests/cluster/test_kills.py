@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ragjax.cluster.fleet import PERIOD
 from tests.support.remotes import free_port, real_server
 from tests.support.replicas import SERVE, START, Running, started
 from tests.support.serving import wait_for
@@ -87,10 +88,12 @@ def test_kills_under_load_cost_no_answer_no_document_and_no_page(python: str, mo
                     redis.close()
                     redis.enter_context(real_server(port=port))
                     continue
-                alive = running.replicas()
+                while not (alive := running.replicas()):
+                    time.sleep(0.1)
                 draw.choice(alive).kill()
+                time.sleep(2 * PERIOD)  # the next look has missed it
                 if draw.random() < 0.8:  # else the next one dies while this one starts
-                    wait_for(lambda before=alive: {*running.replicas()} != {*before}, 60)
+                    wait_for(lambda: len(running.replicas()) == 2, START)
                     wait_for(lambda: running.up() == 2, START)
             wait_for(lambda: running.up() == 2, START)
         print(f"{KILLS} kills, seen by clients: {dict(clients.seen)}")

@@ -134,13 +134,14 @@ def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str,
         device_cache_gb=chosen.device_cache_gb or 0.1,
     )
     bench = trial.Bench(plan, *request.source(chosen.data))
-    counts, workloads = chosen.replicas or ([2] if quick else [2, 4]), chosen.workloads or list(request.WORKLOADS)
+    counts = chosen.replicas or ([2] if quick else [2, 4])
+    workloads = chosen.workloads or list(request.WORKLOADS)[: 1 if quick else None]
     samples = session.samples(
         {**asdict(plan), "workloads": workloads, "data": str(chosen.data), "weights": weights_of(report.MODEL)}
     )
     rows: list[dict[str, Any]] = []
     reference: dict[str, str] = {}
-    for case in trial.cases(counts, workloads[:1] if quick else workloads, quick, chosen.shared_tier):
+    for case in trial.cases(counts, workloads, quick, chosen.shared_tier):
         kept = samples.of(str(case), lambda case=case: bench.measure(case))  # type: ignore[misc]
         reference = reference or kept["texts"]
         rows += [{**row, **trial.compared(kept["texts"], reference)} for row in kept["rows"]]
@@ -162,7 +163,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     many.add_argument(
         "--rate", type=positive, metavar="X", help="replicas: requests a second, whatever becomes of those before"
     )
-    add("--workloads", type=_workloads, metavar="NAME,…", help=f"replicas: of {', '.join(request.WORKLOADS)} (all)")
+    add(
+        "--workloads",
+        type=_workloads,
+        metavar="NAME,…",
+        help=f"replicas: of {', '.join(request.WORKLOADS)} (all; zipf with --quick)",
+    )
     add(
         "--requests",
         type=integer(1),

@@ -45,7 +45,7 @@ class Case:
     replicas: int
     router: str
     shared: bool
-    workloads: tuple[str, ...] = tuple(WORKLOADS)
+    workloads: tuple[str, ...]
 
     @property
     def newcomer(self) -> bool:

@@ -10,13 +10,13 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from ragjax.cluster.router import ROUTERS, Router
-from ragjax.cluster.router.base import Learn
+from ragjax.cluster.router.base import Learn, forget
 from ragjax.cluster.router.need import Need
 from ragjax.cluster.sum import merged
 from ragjax.cluster.transport import Begun, Call, Status, Transport
@@ -91,9 +91,8 @@ class Fleet:
         self._transport = transport
         self._router = router
         self._loads: Counter[str] = Counter()
-        self._lock = threading.Lock()  # over _loads, _routed, _routing_s and the router
-        self._routed: Counter[str] = Counter()
-        self._routing_s: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()  # over _loads, _routing and the router
+        self._routing: dict[str, tuple[int, float]] = {}  # requests sent to a replica, seconds of choosing it
         self._observer: Callable[[str, Divergence], None] | None = None
         self._statuses: Sequence[Status] = ()
         self._count = Replicas(0, 0)
@@ -160,10 +159,10 @@ class Fleet:
 
     def figures(self) -> dict[str, Stats]:
         """Counters and gauges of each replica, by its rank, and of the requests that were sent to it."""
-        return {str(one.rank): {**one.stats, **self._routing(one.name)} for one in self._statuses}
-
-    def _routing(self, replica: str) -> Stats:
-        return dict(zip(ROUTING, (self._routed[replica], self._routing_s[replica]), strict=True))
+        return {
+            str(one.rank): {**one.stats, **dict(zip(ROUTING, self._routing.get(one.name, (0, 0.0)), strict=True))}
+            for one in self._statuses
+        }
 
     def replicas(self) -> Replicas:
         """How many answered the last look, and how many there should be."""
@@ -261,13 +260,14 @@ class Fleet:
         attempts.seen, begin = frozenset(names), time.perf_counter()
         with self._lock:
             order = self._router.order(need, {name: self._loads[name] for name in names})
+            forget(self._routing, names)
         attempts.routing_s += time.perf_counter() - begin
         return sorted(order, key=lambda name: name in attempts.refusals)
 
     def _sent(self, need: Need, replica: str, attempts: _Attempts) -> Learn:
         with self._lock:
-            self._routed[replica] += 1
-            self._routing_s[replica] += attempts.routing_s
+            count, seconds = self._routing.get(replica, (0, 0.0))
+            self._routing[replica] = count + 1, seconds + attempts.routing_s
             attempts.routing_s = 0.0
             return self._router.sent(need, replica)
 

@@ -8,12 +8,11 @@ import subprocess
 import time
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
 from tests.support.devices import ROOT
-from tests.support.replicas import LAZY, SERVE, START, Running, started
+from tests.support.replicas import LAZY, SERVE, START, started
 from tests.support.serving import wait_for
 
 pytestmark = pytest.mark.long
@@ -40,7 +39,7 @@ def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, 
         wait_for(lambda: running.health()["replicas"] == {"up": 1, "wanted": 2} or len(running.replicas()) == 2, 60)
         wait_for(lambda: running.health()["replicas"] == {"up": 2, "wanted": 2}, START)
         running.load(20, 0.05)
-        wait_for(lambda: disk_hits(running) > 0, 10)  # the new one has read what the old one wrote
+        wait_for(lambda: running.hits("disk") > 0, 10)  # the new one has read what the old one wrote
         assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == ["replica-0", "replica-1"]
         everything = psutil.Process(running.process.pid).children(recursive=True)
     assert running.process.returncode == 0, (tmp_path / "log").read_text()
@@ -73,11 +72,6 @@ def test_more_replicas_than_the_machine_has_room_for_are_one_line_and_code_2(pyt
     command += ["--replicas", "1000"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
     assert done.returncode == 2 and "--replicas: 1000 take 1000" in done.stderr.splitlines()[-1]
-
-
-def disk_hits(running: Running) -> float:
-    lines = httpx.get(f"{running.url}/metrics", timeout=20).text.splitlines()
-    return sum(float(line.split()[1]) for line in lines if "tier_hit_tokens_total{" in line and 'tier="disk"' in line)
 
 
 PROGRAM = (

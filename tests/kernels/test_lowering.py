@@ -137,12 +137,11 @@ QWEN = replace(
 
 
 MEASURED = ((None, []), (Measure.KEY_SCORE, ["key_score"]), (Measure.SEGMENT_SCORE, ["row_segment_score"]))
+# buckets of decoding, of both, and of prefill
 STEPS = [(*measured, bucket) for measured in MEASURED for bucket in (1, 3, -1)]
 
 
-@pytest.mark.parametrize(
-    ("what", "kernel", "bucket"), few(STEPS, [STEPS[0], STEPS[2], STEPS[4], STEPS[8]])
-)  # buckets of decoding, of both, and of prefill
+@pytest.mark.parametrize(("what", "kernel", "bucket"), few(STEPS, [STEPS[0], STEPS[2], STEPS[4], STEPS[8]]))
 @pytest.mark.parametrize(
     "config",
     [pytest.param(LLAMA, id="llama-3-8b"), pytest.param(QWEN, id="qwen2.5-7b", marks=pytest.mark.long)],

@@ -41,6 +41,33 @@ sys.exit(command.main(sys.argv[1:]))
 """
 )
 
+AUDITED = (
+    LAZY
+    + """
+import asyncio
+from ragjax.cluster import deployment
+
+audits = sys.argv.pop(1)
+
+
+class Audited(deployment.Server):
+    async def status(self):
+        try:
+            await asyncio.to_thread(self._replica._engine.audit)
+            found = "clean"
+        except Exception as error:
+            found = repr(error)
+        with open(audits, "a") as file:
+            print(found, file=file)
+        return await super().status()
+
+
+deployment.Server = Audited
+sys.exit(command.main(sys.argv[1:]))
+"""
+)
+"""`SERVE`; when its replicas are asked how they are they audit pages, pins and keys, into the file named first."""
+
 
 @dataclass
 class Running:
@@ -76,13 +103,11 @@ class Running:
         """Replicas that serve."""
         return int(self.health().get("replicas", {}).get("up", 0))
 
-    def leaked(self, page: int) -> int:
-        """Pages in use that belong to no node of any cache, while nothing runs. page: tokens of a page."""
+    def hits(self, tier: str) -> float:
+        """Tokens that replicas which live have found in a tier."""
         lines = httpx.get(f"{self.url}/metrics", timeout=20).text.splitlines()
-        used = sum(float(line.split()[1]) for line in lines if line.startswith("ragjax_pages_used{"))
-        seen = httpx.get(f"{self.url}/v1/cache", timeout=20).json()
-        assert seen["whole"] and seen["replicas"]
-        return int(used) - sum(-(-node["tokens"] // page) for node in seen["holdings"] if "device" in node["tiers"])
+        mine = (line for line in lines if "tier_hit_tokens_total{" in line and f'tier="{tier}"' in line)
+        return sum(float(line.split()[1]) for line in mine)
 
     def store(self, files: dict[str, str]) -> str:
         """Upload files into a store and wait until they can be found; its id."""

@@ -1,6 +1,6 @@
 """Routers of replicas: 4 to 1,024 that are simulated, or a few that serve.
 
-    python -m benchmarks.cluster [--data DIR] [--replicas 4,16,64] [--quick] [--json FILE]
+    python -m benchmarks.cluster [--data DIR] [--replicas 4,16,64] [--quick] [--plot FILE.png] [--json FILE]
     python -m benchmarks.cluster --part replicas [--data DIR] [--replicas 2,4] [--clients 4 | --rate 0.5]
         [--workloads zipf,temporal,zipf-topics] [--requests 32] [--warm 16] [--shared-tier with|without]
         [--device-cache-gb 0.1] [--quick] [--json FILE]
@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster import request, trial
+from benchmarks.cluster import picture, request, trial
 from benchmarks.cluster.simulation import Outcome, Setting, needs, simulate, traced
 from benchmarks.common import report
 from benchmarks.common.samples import weights_of
@@ -112,7 +112,13 @@ def simulation(chosen: argparse.Namespace) -> int:
     """The simulated routers; the exit code."""
     counts = chosen.replicas or ([2, 4] if chosen.quick else [4, 16, 64, 256, 1024])
     requests = 200 if chosen.quick else 2_000
-    return report.run("cluster", COLUMNS, chosen.json, lambda _: measure(counts, requests, chosen.data))
+    return report.run(
+        "cluster",
+        COLUMNS,
+        chosen.json,
+        lambda _: measure(counts, requests, chosen.data),
+        lambda rows: picture.draw(rows, chosen.plot) if chosen.plot else None,
+    )
 
 
 def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str, Any]]:
@@ -178,8 +184,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--warm", type=integer(1), metavar="N", help="replicas: requests before those (16; 4 with --quick)")
     add("--shared-tier", choices=("with", "without"), help="replicas: only servers that have it, or have none (both)")
     add("--device-cache-gb", type=positive, metavar="GB", help="replicas: KV pool of each, 2^30 bytes (0.1)")
+    add("--plot", type=report.writable, metavar="FILE.png", help="simulation: also draw the rows by replicas")
     chosen = flags.parse_args(arguments)
     if chosen.part == "replicas":
+        if chosen.plot:
+            flags.error("--plot is a flag of --part simulation")
         return report.run("cluster", trial.COLUMNS, chosen.json, lambda session: serve(chosen, session))
     for name in ("clients", "rate", "workloads", "requests", "warm", "shared_tier", "device_cache_gb"):
         if getattr(chosen, name) is not None:

@@ -65,6 +65,8 @@ def test_every_request_is_counted(name: str) -> None:
 
 def test_the_command_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.cluster.__main__.PATTERNS", {"zipf": Pattern(1.0), "temporal": Pattern(recent=0.5)})
-    assert main(["--quick", "--replicas", "2", "--json", str(tmp_path / "r.json")]) == 0
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    assert main(["--quick", "--replicas", "2,3", *files]) == 0
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert {row["router"] for row in rows} == set(ROUTERS) and len(rows) == 4 * (len(ROUTERS) + 2)
+    assert {row["router"] for row in rows} == set(ROUTERS) and len(rows) == 4 * (2 * len(ROUTERS) + 2)

@@ -612,7 +612,7 @@ def test_the_queue_finds_the_node_of_lowest_priority_though_priorities_rise_unno
     rng = random.Random(1)
     policy, slow = LACR(half_life=30.0, window=window), Priorities(0.2, window, 30.0)
     cache = Cache(policy, capacity)
-    stream = [key for key, _, _ in requests(7, 1000, 40)]
+    stream = [key for key, _, _ in requests(7, 400, 40)]
     for at in range(len(stream)):
         while len(slow.queue) < min(rng.choice([0, 5, 40]), len(stream) - at):
             number = at + len(slow.queue)

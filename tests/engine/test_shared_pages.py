@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 
@@ -11,6 +12,7 @@ from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from ragjax.schedule.batch import Batch
 from tests.support import tiny
+from tests.support.matrix import few
 
 GRID = Grid(rows=((2, 2), (4, 1), (8, 1), (12, 8, 4), (16, 8), (64, 16)), entries=(96,), wide=320)
 
@@ -23,8 +25,11 @@ def engine() -> Iterator[Engine]:
         engine.audit()
 
 
-@pytest.mark.parametrize("strategy", ["prefix", "naive", "fusion"])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}])
+DRAWN: dict[str, float] = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+ANSWERS = list(product(("prefix", "naive", "fusion"), ({}, DRAWN)))
+
+
+@pytest.mark.parametrize(("strategy", "sampling"), few(ANSWERS, [ANSWERS[0], ANSWERS[3], ANSWERS[4]]))
 def test_answers_are_those_of_requests_alone(
     engine: Engine, strategy: str, sampling: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -477,7 +477,7 @@ def test_engine_that_closes_during_a_search(scripted: Callable[..., Script]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", few(range(4), range(2)))
+@pytest.mark.parametrize("seed", few(range(4), [0]))
 def test_random_searches_and_clients(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many at once, with stages at random times; some clients leave. The others get the answers of a plain engine."""
     rng = random.Random(seed)

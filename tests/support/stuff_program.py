@@ -26,11 +26,7 @@ def main(chain: str, url: str, documents: list[str]) -> list[int]:
     model = ChatOpenAI(model="tiny", base_url=url, api_key="x", max_tokens=2)
     asked = ChatPromptTemplate.from_messages(templates[chain]) | model
     cached = []
-    for question in (
-        "Who built the harbour of Orlan?",
-        "What does the bakery sell?",
-        "Who tends the lamp on the hill?",
-    ):
+    for question in QUESTIONS:
         context = "\n\n".join(document.page_content for document in found.invoke(question))
         answer = asked.invoke({"context": context, "question": question})
         cached.append(answer.usage_metadata["input_token_details"]["cache_read"])

@@ -61,7 +61,7 @@ def test_tiny_models_are_the_ones_the_script_makes(family: str, tmp_path: Path) 
     assert {p.name: p.read_bytes() for p in made.iterdir()} == {p.name: p.read_bytes() for p in kept.iterdir()}
 
 
-@pytest.mark.parametrize("prompt", few(parity.PROMPTS, ["lincoln", "carroll"]))
+@pytest.mark.parametrize("prompt", few(parity.PROMPTS, ["lincoln"]))
 def test_packaged_model_gives_the_reference_logits(prompt: str, decoder: Decoder, packaged: Goldens) -> None:
     tokens = packaged[f"{prompt}/tokens"]
     assert len(tokens) == parity.PROMPTS[prompt]

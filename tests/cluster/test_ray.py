@@ -17,6 +17,9 @@ from tests.support.serving import wait_for
 
 pytestmark = pytest.mark.long
 
+LONG = 400
+"""Tokens of an answer that takes longer than its client stays."""
+
 
 def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, tmp_path: Path) -> None:
     flags = ["--replicas", "2", "--model", str(model), "--knowledge", "none", "--port", "PORT", "--disk-cache"]
@@ -44,6 +47,19 @@ def test_a_killed_replica_costs_its_own_streams_alone(python: str, model: Path, 
         everything = psutil.Process(running.process.pid).children(recursive=True)
     assert running.process.returncode == 0, (tmp_path / "log").read_text()
     assert not [one for one in everything if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_client_that_leaves_cancels_its_request_in_the_replica(python: str, model: Path, tmp_path: Path) -> None:
+    flags = ["--replicas", "2", "--model", str(model), "--knowledge", "none", "--port", "PORT"]
+    flags += ["--device-cache-gb", "0.05", "--router", "round-robin", "--dtype", "float32"]
+    with started(python, ["-c", SERVE, *flags], tmp_path / "log", "ready at") as running:
+        whole = [running.stream(who) for who in range(4)]
+        for left in range(1, 5):
+            running.leave(left, max_tokens=LONG)
+            wait_for(lambda left=left: running.figure("ragjax_cancelled_total") == left, 30)  # type: ignore[misc]
+        wait_for(lambda: running.figure("ragjax_running") == 0, 30)
+        assert [running.stream(who) for who in range(4)] == whole
+    assert running.process.returncode == 0, (tmp_path / "log").read_text()
 
 
 def test_replicas_over_two_devices_each_answer_as_one_device_does(python: str, model: Path, tmp_path: Path) -> None:

@@ -103,11 +103,24 @@ class Running:
         """Replicas that serve."""
         return int(self.health().get("replicas", {}).get("up", 0))
 
+    def figure(self, name: str, label: str = "") -> float:
+        """A metric's values that have the label, over replicas which live."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=20).text.splitlines()
+        return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name}{{") and label in line)
+
     def hits(self, tier: str) -> float:
         """Tokens that replicas which live have found in a tier."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=20).text.splitlines()
-        mine = (line for line in lines if "tier_hit_tokens_total{" in line and f'tier="{tier}"' in line)
-        return sum(float(line.split()[1]) for line in mine)
+        return self.figure("ragjax_tier_hit_tokens_total", f'tier="{tier}"')
+
+    def leave(self, who: int, **fields: Any) -> None:
+        """Begin a stream, and close the connection when the first text is there."""
+        body = self.body(who, stream=True, **fields)
+        with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=body, timeout=120) as response:
+            for line in response.iter_lines():
+                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                if any(choice["delta"].get("content") for choice in event.get("choices", ())):
+                    return
+        raise AssertionError("the answer has no text")
 
     def store(self, files: dict[str, str]) -> str:
         """Upload files into a store and wait until they can be found; its id."""

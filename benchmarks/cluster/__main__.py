@@ -3,7 +3,7 @@
     python -m benchmarks.cluster [--data DIR] [--replicas 4,16,64] [--quick] [--plot FILE.png] [--json FILE]
     python -m benchmarks.cluster --part replicas [--data DIR] [--replicas 2,4] [--clients 4 | --rate 0.5]
         [--workloads zipf,temporal,zipf-topics] [--requests 32] [--warm 16] [--shared-tier with|without]
-        [--device-cache-gb 0.1] [--quick] [--json FILE]
+        [--device-cache-gb 0.1] [--ray-address HOST:PORT] [--quick] [--json FILE]
 
 Simulated are tokens found, evenness of queues, time of a decision and a router's bytes. There is no model: a replica
 holds chunks, and computes what it lacks at a fixed rate (`benchmarks.cluster.simulation`). Four chunks a request, in
@@ -19,8 +19,9 @@ all passages, and nothing lies below it but the shared tier. The strategy is `na
 router's doing. `--clients` wait for their answers, or arrivals are Poisson's at `--rate`. Behind its loads each server
 answers some requests with `prefix`, twice; their texts are compared with those of a single replica. At the end one of
 two `round-robin` replicas is killed: the table `newcomer` has the share found by the one that takes its place and by
-its neighbour, between points of its requests. Times of replicas that share the cores of one machine say nothing of
-replicas that have a device each.
+its neighbour, between points of its requests. A server starts Ray on this machine, which refuses more replicas than it
+has cores; `ray start --head --num-cpus 4` makes a cluster that does not, for `--ray-address`. Times of replicas that
+share the cores of one machine say nothing of replicas that have a device each.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str,
         step=2 if quick else 5,
         device_cache_gb=chosen.device_cache_gb or 0.1,
     )
-    bench = trial.Bench(plan, *request.source(chosen.data))
+    bench = trial.Bench(plan, *request.source(chosen.data), chosen.ray_address)
     counts = chosen.replicas or ([2] if quick else [2, 4])
     workloads = chosen.workloads or list(request.WORKLOADS)[: 1 if quick else None]
     samples = session.samples(
@@ -184,13 +185,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--warm", type=integer(1), metavar="N", help="replicas: requests before those (16; 4 with --quick)")
     add("--shared-tier", choices=("with", "without"), help="replicas: only servers that have it, or have none (both)")
     add("--device-cache-gb", type=positive, metavar="GB", help="replicas: KV pool of each, 2^30 bytes (0.1)")
+    add("--ray-address", metavar="HOST:PORT", help="replicas: of a cluster that runs (each server starts one)")
     add("--plot", type=report.writable, metavar="FILE.png", help="simulation: also draw the rows by replicas")
     chosen = flags.parse_args(arguments)
     if chosen.part == "replicas":
         if chosen.plot:
             flags.error("--plot is a flag of --part simulation")
         return report.run("cluster", trial.COLUMNS, chosen.json, lambda session: serve(chosen, session))
-    for name in ("clients", "rate", "workloads", "requests", "warm", "shared_tier", "device_cache_gb"):
+    for name in ("clients", "rate", "workloads", "requests", "warm", "shared_tier", "device_cache_gb", "ray_address"):
         if getattr(chosen, name) is not None:
             flags.error(f"--{name.replace('_', '-')} is a flag of --part replicas")
     if chosen.data and not [*chosen.data.glob("traces/mooncake_*.jsonl")]:

@@ -55,9 +55,12 @@ class FleetServer(OwnServer):
     start_seconds = 1200.0  # the first start of all compiles, for minutes
     stop_seconds = 90.0
 
-    def __init__(self, replicas: int, router: str, options: EngineOptions, workload: Workload):
+    def __init__(
+        self, replicas: int, router: str, options: EngineOptions, workload: Workload, ray_address: str | None = None
+    ):
         super().__init__(f"replicas-{replicas}-{router}", options, workload)
-        self._flags = ("--replicas", str(replicas), "--router", router)
+        cluster = () if ray_address is None else ("--ray-address", ray_address)
+        self._flags = ("--replicas", str(replicas), "--router", router, *cluster)
         self._strategy: str | None = None
 
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:

@@ -97,11 +97,15 @@ def _of_many(counts: Sequence[int], quick: bool) -> Iterator[tuple[int, str, boo
 
 @dataclass
 class Bench:
-    """Measures cases. passages, questions: what requests are made of."""
+    """Measures cases.
+
+    passages, questions: what requests are made of. ray_address: of a cluster that runs; None: each server starts one.
+    """
 
     plan: Plan
     passages: Sequence[Document]
     questions: Sequence[str]
+    ray_address: str | None = None
 
     def measure(self, case: Case) -> dict[str, Any]:
         """Rows, texts of exact answers by request, and the new replica's curve."""
@@ -114,7 +118,8 @@ class Bench:
         plan = self.plan
         base = base_settings(dtype="auto", gigabytes=plan.device_cache_gb, context=CONTEXT)
         options = options_of(STRATEGY, {"host_gb": 0.0, "remote": url}, base)
-        return FleetServer(case.replicas, case.router, options, Workload("replicas", (), tuple(self.passages)))
+        knowledge = Workload("replicas", (), tuple(self.passages))
+        return FleetServer(case.replicas, case.router, options, knowledge, self.ray_address)
 
     async def _measure(self, case: Case, server: FleetServer) -> dict[str, Any]:
         await server.open()

@@ -72,7 +72,12 @@ def _connect(address: str | None) -> None:
         # no proxy: this process listens
         serve.start(proxy_location="Disabled")
     except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"--ray-address: no Ray cluster can be reached at {address}: {error}") from error
+        if address is None:
+            raise ConfigError(f"--replicas: Ray does not start: {error}") from error
+        raise ConfigError(
+            f"--ray-address: no Ray cluster can be reached at {address}: {error}. If it asks for a token, set "
+            "RAY_AUTH_MODE=token here too"
+        ) from error
     if address is not None and APP in serve.status().applications:
         ray.shutdown()
         raise ConfigError(f"--ray-address: the application {APP} runs on {address} already; stop it first")

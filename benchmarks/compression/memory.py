@@ -26,7 +26,7 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for server in (by_layer, None):
         options = EngineOptions(
             chosen.model, dtype=chosen.dtype, lookup=0, max_context=chosen.context + 2 * TOKENS,
-            device_cache_gb=GIGABYTES, progress=False, compression=server,
+            device_cache_gb=GIGABYTES, progress=False, compression=server, compile=False,
         )  # fmt: skip
         with Engine.load(options) as engine:
             engine._preparation = replace(engine._preparation, eos_ids=frozenset())  # all answers have all tokens

@@ -152,6 +152,8 @@ def test_a_case_is_measured_from_its_loads_to_the_new_replicas_curve(pair: Pair,
         (["--part", "replicas", "--workloads", "zipf,nonsense"], "argument --workloads"),
         (["--warm", "1"], "--warm is a flag of --part replicas"),
         (["--part", "replicas", "--rate", "1", "--clients", "2"], "not allowed with"),
+        (["--ray-address", "localhost:1"], "--ray-address is a flag of --part replicas"),
+        (["--part", "replicas", "--plot", "x.png"], "--plot is a flag of --part simulation"),
     ],
 )
 def test_flags_without_effect_are_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,42 +9,36 @@ from typing import Any
 from benchmarks.common import plot
 from benchmarks.common.report import Row
 
-COSTS = {"uneven_p99": "fullest queue over the mean, 99%", "decide_p50_us": "a decision, µs", "state_bytes": "bytes"}
-"""What a router costs, and how its axis is called."""
+COSTS = {
+    "uneven_p99": ("fullest queue over the mean, 99%", "linear"),
+    "decide_p50_us": ("a decision, median, µs", "log"),
+    "state_bytes": ("bytes that a router keeps", "log"),
+}
+"""What a router costs: how its axis is called, and its scale."""
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
     """Tokens found, one panel for each workload; then what routers cost, as the worst of the workloads."""
-    prompt = [row for row in rows if not row["delay_s"]]
-    routers, workloads = (list(dict.fromkeys(row[name] for row in prompt)) for name in ("router", "workload"))
-    counts = sorted({row["replicas"] for row in prompt})
-
-    def found(workload: str) -> plot.Panel:
-        def panel(axes: Any) -> None:
-            for router in routers:
-                of = {r["replicas"]: r["found"] for r in prompt if (r["router"], r["workload"]) == (router, workload)}
-                axes.plot(counts, [of.get(count) for count in counts], marker="o", markersize=3, label=router)
-            axes.set_xscale("log", base=2)
-            plot.label(axes, workload, "replicas", "share of tokens found")
-
-        return panel
-
-    def cost(column: str) -> plot.Panel:
-        def panel(axes: Any) -> None:
-            for router in routers:
-                own = [row for row in prompt if row["router"] == router]
-                most = [_most(column, [row for row in own if row["replicas"] == count]) for count in counts]
-                axes.plot(counts, most, marker="o", markersize=3, label=router)
-            axes.set_xscale("log", base=2)
-            if column != "uneven_p99":
-                axes.set_yscale("log")
-            plot.label(axes, "the worst workload", "replicas", COSTS[column])
-
-        return panel
-
-    plot.save([*map(found, workloads), *map(cost, COSTS)], file)
+    kept = [row for row in rows if not row["delay_s"]]
+    workloads = dict.fromkeys(row["workload"] for row in kept)
+    found = [
+        _panel([row for row in kept if row["workload"] == name], "found", name, "share of tokens found", "linear")
+        for name in workloads
+    ]
+    plot.save([*found, *(_panel(kept, column, "the worst workload", *how) for column, how in COSTS.items())], file)
 
 
-def _most(column: str, rows: Sequence[Row]) -> float | None:
-    """The largest value; none where requests never waited, so that there is none."""
-    return max((row[column] for row in rows if row[column] is not None), default=None)
+def _panel(rows: Sequence[Row], column: str, title: str, y: str, scale: str) -> plot.Panel:
+    """A line for each router: its largest value, by the number of replicas."""
+    counts = sorted({row["replicas"] for row in rows})
+
+    def panel(axes: Any) -> None:
+        for router in dict.fromkeys(row["router"] for row in rows):
+            own = [row for row in rows if row["router"] == router and row[column] is not None]
+            most = [max((r[column] for r in own if r["replicas"] == count), default=None) for count in counts]
+            axes.plot(counts, most, marker="o", markersize=3, label=router)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale(scale)
+        plot.label(axes, title, "replicas", y)
+
+    return panel

@@ -24,6 +24,7 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
     by_layer = f"pyramidkv:{min(chosen.budgets)}"  # as a server's setting it has the pool be one pair of arrays
     settings = [WHOLE, *(f"{method}:{budget}" for budget in chosen.budgets for method in chosen.methods)]
     for server in (by_layer, None):
+        # pages are counted, nothing is timed: only the programs that run are compiled
         options = EngineOptions(
             chosen.model, dtype=chosen.dtype, lookup=0, max_context=chosen.context + 2 * TOKENS,
             device_cache_gb=GIGABYTES, progress=False, compression=server, compile=False,

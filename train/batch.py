@@ -85,14 +85,14 @@ class Rows:
 
     @staticmethod
     def up_to(longest: int) -> Rows:
-        """The longest, its half and its quarter.
+        """The longest, and three, two and one quarter of it.
 
         Raises:
             ConfigError: if these are not whole blocks of the attention kernel.
         """
         if longest < 4 * BLOCK_ROWS or longest % (4 * BLOCK_ROWS):
             raise ConfigError(f"a row must have a multiple of {4 * BLOCK_ROWS} tokens, not {longest}")
-        return Rows((longest // 4, longest // 2, longest))
+        return Rows(tuple(longest // 4 * quarters for quarters in (1, 2, 3, 4)))
 
     def fits(self, example: Example) -> bool:
         """Whether the longest row can hold it."""

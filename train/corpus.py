@@ -30,10 +30,12 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """SHA-256 over all tokens and what is learned of them, hexadecimal."""
+        """SHA-256 over all examples, what sees them and what is learned of them included, hexadecimal."""
         whole = hashlib.sha256()
         for example in (*self.main, *self.pool):
-            whole.update(len(example).to_bytes(4, "little") + example.token.tobytes() + example.target.tobytes())
+            view = (example.position, example.hide_from, example.hide_until, *(example.teacher or ()))
+            parts = (example.token, example.target, *view)
+            whole.update(len(example).to_bytes(4, "little") + b"".join(part.tobytes() for part in parts))
         return whole.hexdigest()
 
     @staticmethod

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from ragjax.commands.flags import command_line, integer
-from ragjax.core import ConfigError, RagjaxError
+from ragjax.core import ConfigError, EngineOptions, RagjaxError
+from ragjax.engine import Engine
 from ragjax.retrieval.path import Triple
+from train.answer import answered
 from train.maker import from_graph, from_question, from_trivia, triple_of
-from train.reading import Question, Shape, from_questions
+from train.reading import Question, Shape, from_questions, without
 from train.sample import Bad, Sample, lines_of, list_of, read_lines, read_samples, text_of, write_samples
 from train.split import apart, split
 from train.walk import Limits
@@ -148,9 +151,23 @@ def _from_text(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]
     questions, held = [found[i][1] for i in order], options.aside * shape.own
     if held >= len(questions):
         raise ConfigError(f"--aside {options.aside} takes {held} of {len(questions)} questions; put fewer there")
-    samples = from_questions(questions[held:], shape, options.count, options.seed)
     aside = from_questions(questions[:held], shape, options.aside, options.seed) if held else []
-    return _kept(samples, options), aside
+    rest = without(questions[held:], {passage for sample in aside for passage in sample.passages})
+    if not rest:
+        raise ConfigError(f"all questions share passages with the {options.aside} samples put aside; put fewer there")
+    samples = _kept(from_questions(rest, shape, options.count, options.seed), options)
+    return (samples, aside) if options.answers is None else _answered(options, samples, aside)
+
+
+def _answered(
+    options: argparse.Namespace, samples: Sequence[Sample], aside: Sequence[Sample]
+) -> tuple[list[Sample], list[Sample]]:
+    """The same with answers of a model."""
+    chosen = EngineOptions(model=options.answers, device_cache_gb=0.5)
+    with Engine.load(chosen) as engine, tqdm(total=len(samples) + len(aside), desc="answers", unit="sample") as bar:
+        made = (answered(engine, each, options.answer_tokens, lambda: bar.update()) for each in (samples, aside))
+        first, second = made
+    return first, second
 
 
 def _from_samples(options: argparse.Namespace) -> list[Sample]:
@@ -191,6 +208,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         if kind == "text":
             flag("--passages", type=integer(2), default=10, help="of a sample, at most (default: 10)")
             flag("--asked", type=integer(2), default=8, help="questions of a sample (default: 8)")
+            flag("--answers", metavar="MODEL", help="answers of this model, instead of written ones")
+            flag("--answer-tokens", type=integer(1), default=24, help="of such an answer, at most (default: 24)")
         if kind == "trivia":
             flag("--triples", nargs="+", required=True, metavar="FILE", help="JSON lines of id, triples, answer")
         kinds.choices[kind].set_defaults(make=make)

@@ -4,7 +4,8 @@ The prompt is the one that serving makes (DepCache, section 3.1, Algorithm 1); b
 that ends a turn, which see all of it. The control arm is the same paths written out whole, one a line, in one chain.
 
 Of passages, each is seen by itself and by what stands behind all of them: a tree of depth one (Block-Attention, arXiv
-2409.15355). Several questions may follow the same passages; each sees these and itself alone, at the same positions.
+2409.15355). It is computed right behind the system prompt, as serving does, and then moved to its place. Several
+questions may follow the same passages; each sees these and itself alone, at the same positions.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, Document, Hit, Kind, Message, Prompt, Tokens, Wrapper
+from ragjax.core import NEVER, ConfigError, Document, Hit, Kind, Message, Prompt, Tokens, Wrapper
 from ragjax.core.depprompt import Positions, layout
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import chat_prompt, graph_prompt
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.path import RelationPath, subgraphs_of
+from ragjax.reuse.head import system_length
+from ragjax.reuse.stitch import alone
 from train.sample import Passage, Sample
 
 Attention = Literal["dependency", "self"]
@@ -113,14 +116,15 @@ class Coder:
 
     def _reading(self, sample: Sample, *, apart: bool) -> Example:
         """Passages and all questions on them. apart: each passage is hidden from the others."""
-        hits = self._hits(sample.passages)
+        hits = hits_of(self.tokenizer, sample.passages)
         prompts = [
             chat_prompt(self.tokenizer, (*sample.history, Message("user", asked.question)), hits)
             for asked in sample.asked
         ]
         *shared, _ = prompts[0].segments
         bare = Prompt(tuple(shared))
-        context = bare if self.wrapper is None or not apart else self.wrapper.dressed(bare)
+        dressed = bare if self.wrapper is None or not apart or alone(bare) else self.wrapper.dressed(bare)
+        context = _isolated(dressed) if apart else Context.causal(dressed)
         answers = [
             self.closing.answer(self.tokenizer, asked.answer, int(prompt.tokens[-1]))
             for asked, prompt in zip(sample.asked, prompts, strict=True)
@@ -129,41 +133,108 @@ class Coder:
             np.concatenate([prompt.segments[-1].tokens, answer[:-1]])
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
-        begins = len(context) + np.cumsum([0, *map(len, blocks)])
+        begins = len(context.token) + np.cumsum([0, *map(len, blocks)])
         n = int(begins[-1])
-        position, target = np.arange(n, dtype=np.int32), np.full(n, -1, np.int32)
-        hide_from, hide_until = np.zeros(n, np.int32), np.zeros(n, np.int32)
+        view = View(*(np.zeros(n, np.int32) for _ in range(3)))
+        target = np.full(n, -1, np.int32)
         for begin, end, answer in zip(begins[:-1], begins[1:], answers, strict=True):
-            position[begin:end] = len(context) + np.arange(end - begin)
-            hide_from[begin:end], hide_until[begin:end] = end, n
+            view.position[begin:end] = len(dressed) + np.arange(end - begin)
+            view.hide_from[begin:end], view.hide_until[begin:end] = end, n
             target[end - len(answer) : end] = answer
-        teacher = View(position, hide_from.copy(), hide_until.copy())
-        if self.wrapper is not None and apart:
-            teacher = _without(teacher, np.isin(context.tokens, [*self.wrapper.header, *self.wrapper.trailer]))
-        for i, segment in enumerate(shared):
-            if apart and segment.kind is Kind.CHUNK:
-                begin, end = context.starts[i], context.starts[i + 1]
-                hide_from[begin:end], hide_until[begin:end] = end, len(context)
-        token = np.concatenate([context.tokens, *blocks]).astype(np.int32)
-        return Example(sample.id, token, position, hide_from, hide_until, target, teacher)
-
-    def _hits(self, passages: Sequence[Passage]) -> list[Hit]:
-        """The chunks that serving makes of them."""
-        chunker = Chunker(partial(self.tokenizer.encode, special=False, continued=True))
-        documents = [Document(str(i), passage.text, passage.title) for i, passage in enumerate(passages)]
-        return [Hit(chunk, 0.0) for document in documents for chunk in chunker.chunks(document)]
+        teacher = _taught(view, context, len(dressed), [] if self.wrapper is None else self.wrapper.tokens)
+        for whole, part in zip(view, context.view(n), strict=True):
+            whole[: len(part)] = part
+        token = np.concatenate([context.token, *blocks]).astype(np.int32)
+        return Example(sample.id, token, *view, target, teacher)
 
 
-def _without(view: View, soft: NDArray[np.bool_]) -> View:
-    """How a model sees the text that is not told of the soft ones among the first tokens: bool [context]."""
-    n, context = len(view.position), len(soft)
-    before = np.concatenate([[0], np.cumsum(soft)])  # soft tokens before each token of the context
-    position, (hide_from, hide_until) = view.position.copy(), (x.copy() for x in view[1:])
-    position[:context] -= before[:-1]
-    position[context:] -= before[-1]
-    hidden = np.flatnonzero(soft)
+class Context(NamedTuple):
+    """What stands before the questions, token by token, int32 [c]; copy: bool [c].
+
+    copy: of the system prompt, for a passage; hidden from all behind the passage. Others as in `Example`, where
+    hide_until of a copy is `NEVER`.
+    """
+
+    token: Tokens
+    position: Tokens
+    hide_from: Tokens
+    hide_until: Tokens
+    copy: NDArray[np.bool_]
+
+    @staticmethod
+    def causal(prompt: Prompt) -> Context:
+        """Each token sees all before it."""
+        n = len(prompt)
+        nothing = np.zeros(n, np.int32)
+        return Context(prompt.tokens, np.arange(n, dtype=np.int32), nothing, nothing.copy(), np.zeros(n, np.bool_))
+
+    def view(self, n: int) -> View:
+        """Positions and intervals in a sample of n tokens."""
+        return View(self.position, self.hide_from, np.minimum(self.hide_until, n))
+
+
+def _isolated(prompt: Prompt) -> Context:
+    """Each passage as serving computes it: behind the system prompt alone, right behind it (`reuse.stitch.missing`).
+
+    A passage that stands elsewhere gets a copy of the system prompt before it, at the positions right before its own.
+    Rotation makes attention depend on distances alone, so the passage's KV is that of serving, moved to its place.
+    """
+    system = system_length(prompt)
+    parts: list[Context] = []
+    length = 0
+    first = int(NEVER)  # where the first copy is
+    for i, segment in enumerate(prompt.segments):
+        begin = prompt.starts[i]
+        copied = system if segment.kind is Kind.CHUNK and begin != system else 0
+        if copied:
+            first = min(first, length)
+        token = np.concatenate([prompt.tokens[:copied], segment.tokens])
+        copy = np.arange(len(token)) < copied
+        end = length + len(token)
+        hidden = segment.kind is Kind.CHUNK
+        parts.append(
+            Context(
+                token,
+                begin - copied + np.arange(len(token), dtype=np.int32),
+                np.full(len(token), end if hidden else NEVER, np.int32),
+                np.where(copy, NEVER, 0),
+                copy,
+            )
+        )
+        length = end
+    joined = Context(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+    shared = joined.hide_from == NEVER  # what stands before the passages: they see the system prompt, or a copy of it
+    return Context(
+        joined.token.astype(np.int32),
+        joined.position.astype(np.int32),
+        np.where(shared, min(first, length), joined.hide_from).astype(np.int32),
+        np.where(joined.copy, NEVER, length).astype(np.int32),
+        joined.copy,
+    )
+
+
+def _taught(view: View, context: Context, length: int, soft: Sequence[int] | Tokens) -> View:
+    """How the teacher sees a sample: all that stands before, without copies and the soft tokens.
+
+    view: of the questions; what it has of the context is not read. length: of the context as the model that learns
+    counts it.
+    """
+    n, size = len(view.position), len(context.token)
+    left_out = context.copy | np.isin(context.token, soft)
+    before = np.concatenate([[0], np.cumsum(left_out)])
+    position, hide_from, hide_until = (x.copy() for x in view)
+    position[:size] = np.arange(size) - before[:-1]
+    position[size:] += size - before[-1] - length
+    hidden = np.flatnonzero(left_out)
     hide_from[hidden], hide_until[hidden] = hidden + 1, n
     return View(position.astype(np.int32), hide_from, hide_until)
+
+
+def hits_of(tokenizer: Tokenizer, passages: Sequence[Passage]) -> list[Hit]:
+    """The chunks that serving makes of passages."""
+    chunker = Chunker(partial(tokenizer.encode, special=False, continued=True))
+    documents = [Document(str(i), passage.text, passage.title) for i, passage in enumerate(passages)]
+    return [Hit(chunk, 0.0) for document in documents for chunk in chunker.chunks(document)]
 
 
 def _example(name: str, prompt: Prompt, answer: Tokens, positions: Positions) -> Example:

@@ -7,8 +7,9 @@ the two are compared. The templates ask for what a passage holds; their answers 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,12 @@ def from_questions(questions: Sequence[Question], shape: Shape, count: int, seed
     return made
 
 
+def without(questions: Sequence[Question], passages: Set[Passage]) -> list[Question]:
+    """The questions that need none of these passages, and come with none of them."""
+    kept = (question for question in questions if passages.isdisjoint(question.needed))
+    return [replace(one, others=tuple(p for p in one.others if p not in passages)) for one in kept]
+
+
 def _passage(value: Any) -> Passage:
     if not isinstance(value, Mapping):
         raise ValueError("a passage must be an object with a text, and perhaps a title")
@@ -103,12 +110,14 @@ def _context(own: Sequence[Question], pool: Sequence[Passage], most: int, random
 
 
 def _templates(passages: Sequence[Passage], count: int, random: np.random.Generator) -> Iterator[Asked]:
+    titles = Counter(passage.title for passage in passages)
+    order = _endless(len(passages), random)
     for n in range(count):
-        passage = passages[int(random.integers(len(passages)))]
+        passage = passages[next(order)]
         sentences = [s for s in re.split(r"(?<=[.!?])\s+", " ".join(passage.text.split())) if s]
         sentence = sentences[int(random.integers(len(sentences)))]
         words = sentence.split()
-        if n % 2 == 0 and passage.title:
+        if n % 2 == 0 and n < len(passages) and passage.title and titles[passage.title] == 1:
             yield Asked(f"What do the passages say about {passage.title}?", _shortened(sentences[0]))
         elif len(words) > 2 * OPENING:
             begin = " ".join(words[:OPENING])

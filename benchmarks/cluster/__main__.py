@@ -129,7 +129,7 @@ def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str,
         ConfigError: there is no Ray, or DIR lacks what is asked.
     """
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--part replicas needs Ray, which is not installed: pip install 'ragjax[ray]'")
+        raise ConfigError("--part replicas needs Ray, which is not installed: pip install '.[ray]' in ragjax's folder")
     quick = chosen.quick
     plan = trial.Plan(
         requests=chosen.requests or (6 if quick else 32),

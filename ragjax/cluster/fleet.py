@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ragjax.cluster.router import ROUTERS, Router
 from ragjax.cluster.router.base import Learn, forget
-from ragjax.cluster.router.need import Need
+from ragjax.cluster.router.need import Need, found_of
 from ragjax.cluster.sum import merged
 from ragjax.cluster.transport import Begun, Call, Status, Transport
 from ragjax.core import (
@@ -60,10 +60,12 @@ class _Attempts:
     """What came of sending one request.
 
     seen: replicas that ran at the last attempt. routing_s: seconds that choosing one took since one had the request.
+    counted: the replica whose load it counts in ("": none), from when it is chosen on.
     """
 
     lost: int = 0
     routing_s: float = 0.0
+    counted: str = ""
     refusals: dict[str, OverloadError] = field(default_factory=dict)
     seen: frozenset[str] = frozenset()
 
@@ -205,7 +207,7 @@ class Fleet:
         """
         arrival = time.perf_counter()
         made = await self._compose(request)
-        need = Need.of(made, self._front.parts.strategies[made.strategy or self.strategy_of(request.rag)].exact)
+        need = Need.of(made, self._front.preparation.serving(made).exact)
         attempts, told = _Attempts(), False
         while True:
             try:
@@ -232,40 +234,45 @@ class Fleet:
     async def _send(self, made: Composed, need: Need, attempts: _Attempts) -> AsyncGenerator[Event, None]:
         """The events of one attempt; nothing, if a replica refused and another one is to be asked."""
         while True:
-            call, replica, refused = Call(made, lambda names: self._order(need, names, attempts)), "", False
+            call, refused = Call(made, lambda names: self._order(need, names, attempts)), False
             try:
                 async with aclosing(self._transport.serve(call)) as items:
                     async for item in items:
                         if isinstance(item, Begun):
-                            replica = item.replica
-                            self._count_load(replica, 1)
-                            learn = self._sent(need, replica, attempts)
+                            learn = self._sent(need, item.replica, attempts)
                         elif isinstance(item, OverloadError):
-                            attempts.refuse(replica, item)
+                            attempts.refuse(attempts.counted, item)
                             refused = True
                         elif isinstance(item, RagjaxError):
                             raise item
                         else:
                             if isinstance(item, Answer):
-                                self._learn(learn, [one.reused for one in item.segments[: len(need.pieces)]])
+                                self._learn(learn, found_of(made.prompt, item.segments)[: len(need.pieces)])
                             yield item
             finally:
-                if replica:
-                    self._count_load(replica, -1)
+                with self._lock:
+                    self._count_in(attempts, "")
             if not refused:
                 return
 
     def _order(self, need: Need, names: Collection[str], attempts: _Attempts) -> Sequence[str]:
-        """The replicas that run, as they are to be tried: those that refused come last. Any thread may call it."""
+        """The replicas that run, as they are to be tried: those that refused come last. Any thread may call it.
+
+        The first of them counts the request from now on, so that requests which come at once see each other.
+        """
         attempts.seen, begin = frozenset(names), time.perf_counter()
         with self._lock:
+            self._count_in(attempts, "")
             order = self._router.order(need, {name: self._loads[name] for name in names})
+            order = sorted(order, key=lambda name: name in attempts.refusals)
+            self._count_in(attempts, order[0] if order else "")
             forget(self._routing, names)
         attempts.routing_s += time.perf_counter() - begin
-        return sorted(order, key=lambda name: name in attempts.refusals)
+        return order
 
     def _sent(self, need: Need, replica: str, attempts: _Attempts) -> Learn:
         with self._lock:
+            self._count_in(attempts, replica)
             count, seconds = self._routing.get(replica, (0, 0.0))
             self._routing[replica] = count + 1, seconds + attempts.routing_s
             attempts.routing_s = 0.0
@@ -275,11 +282,15 @@ class Fleet:
         with self._lock:
             learn(found)
 
-    def _count_load(self, replica: str, change: int) -> None:
-        with self._lock:
-            self._loads[replica] += change
-            if not self._loads[replica]:
-                del self._loads[replica]
+    def _count_in(self, attempts: _Attempts, replica: str) -> None:
+        """Have this replica's load, and no other's, count the request ("": none); under the lock."""
+        before, attempts.counted = attempts.counted, replica
+        if replica:
+            self._loads[replica] += 1
+        if before:
+            self._loads[before] -= 1
+            if not self._loads[before]:
+                del self._loads[before]
 
     def close(self) -> None:
         """Stop: running requests end with an error. Safe to call twice."""

@@ -17,9 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Kind, Prompt, Tokens
-from ragjax.core.fit import Fit
+from ragjax.core.fit import Fit, Forecast, rank_of
 from ragjax.engine import Engine
-from ragjax.quality.fit import Contestant, FitReport, Rung, Trial, Tried, forecast_of, least, spent, weights_of
+from ragjax.quality.fit import (
+    Contestant,
+    FitReport,
+    Rung,
+    Spent,
+    Trial,
+    Tried,
+    forecast_of,
+    least,
+    spent,
+    weights_of,
+)
 from ragjax.quality.report import divergence
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.budget import entropy
@@ -178,8 +189,15 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
         checked=checked,
         fit=Fit(_named(weights_S), engine.top_k, forecast),
         contest=_contest(contestants, [kls for _, kls in seen]),
-        budgets=() if forecast is None else tuple(spent(forecast, kl) for kl in BUDGETS),
+        budgets=_budgets(forecast),
     )
+
+
+def _budgets(forecast: Forecast | None) -> tuple[Spent, ...]:
+    """What some budgets do; nothing if the cutoff of all questions but one promises nothing."""
+    if forecast is None or rank_of(len(forecast.held) - 1) is None:
+        return ()
+    return tuple(spent(forecast, kl) for kl in BUDGETS)
 
 
 def answers_of(questions: int) -> int:

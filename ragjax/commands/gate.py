@@ -31,15 +31,17 @@ from ragjax import core
 from ragjax.commands import fitting
 from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError
+from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Wrapper
 from ragjax.engine import Engine
-from ragjax.engine.build import SOME_FIT, craft_alpha, fit_path, report_path
+from ragjax.engine.build import SOME_FIT, craft_alpha, fit_of, fit_path, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
 from ragjax.reuse import BASELINES, DEPENDENCY, PREPROCESSED, strategies
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.budget import UNFITTED
+from ragjax.reuse.fitted import NAME as FITTED
+from ragjax.reuse.packet import NAME as PACKET
 
 RATIOS = (0.0, 0.05, 0.15, 0.3)
 """Recompute ratios measured of selective strategies, besides their own choice."""
@@ -52,6 +54,10 @@ BUNDLED = DEMO / "questions.jsonl"
 
 REFERENCE = 16
 """Most tokens of a reference answer."""
+
+
+NEEDED = {FITTED: UNFITTED, PACKET: "an adapter of python -m train.packet as --model"}
+"""What a model lacks that these strategies do not serve."""
 
 
 class BrokenCache(RagjaxError):
@@ -95,9 +101,11 @@ def demo_questions(engine: Engine, limit: int | None = None, file: Path = BUNDLE
 
 
 def _question(engine: Engine, entry: dict[str, list[str]]) -> Question:
-    text = str(entry["question"])
+    text, answers = str(entry["question"]), entry["answers"]
+    if not isinstance(answers, list) or not all(isinstance(answer, str) and answer.strip() for answer in answers):
+        raise ValueError("answers must be a list of texts that are not empty")
     prompt = chat_prompt(engine.tokenizer, (Message("user", text),), engine.search(text), public=engine.share_knowledge)
-    return Question(prompt, engine.tokenizer.encode(entry["answers"][0], special=False)[:REFERENCE])
+    return Question(prompt, engine.tokenizer.encode(answers[0], special=False)[:REFERENCE])
 
 
 def settings_of(
@@ -241,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fit(options: argparse.Namespace) -> int:
     """Load, fit a selector, and keep it where the server looks for it; the exit code."""
     with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge)) as engine:
-        preprocess(engine)
+        _preprocess(engine)
         questions = demo_questions(engine, options.limit, options.questions)
         with tqdm(total=fitting.answers_of(len(questions)), desc="fitting", unit="answer") as bar:
             report = fitting.fit(engine, questions, bar.update)
@@ -255,13 +263,14 @@ def _fit(options: argparse.Namespace) -> int:
 
 def _measured(options: argparse.Namespace) -> Report:
     """Load, measure, and keep the report where the server looks for it."""
-    settings = settings_of(strategies(fit=SOME_FIT), options.strategies, options.ratios)
+    known = strategies(fit=SOME_FIT, wrapper=Wrapper.of(0, 1, 1))
+    settings = settings_of(known, options.strategies, options.ratios)
     with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge)) as engine:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
         alpha = craft_alpha(engine.identity)
         if names & PREPROCESSED:
-            preprocess(engine, record="fusion+craft" in names)
+            _preprocess(engine, record="fusion+craft" in names)
         questions = demo_questions(engine, options.limit, options.questions)
         with tqdm(total=answers_of(len(questions), settings), desc="measuring", unit="answer") as bar:
             measurements = measure(engine, questions, settings, bar.update)
@@ -274,6 +283,7 @@ def _measured(options: argparse.Namespace) -> Report:
             top_k=engine.top_k,
             measurements=measurements,
             alpha=alpha,
+            fit="" if (fit := fit_of(engine.identity)) is None else fit.digest,
         )
         report.save(report_path(engine.identity))
         return report
@@ -287,8 +297,19 @@ def _known(engine: Engine, settings: tuple[Setting, ...], named: bool) -> tuple[
     """
     lacking = [setting.strategy for setting in settings if setting.strategy not in engine.strategies]
     if lacking and named:
-        raise ConfigError(f"{lacking[0]} needs {UNFITTED}")
+        raise ConfigError(f"{lacking[0]} needs {NEEDED[lacking[0]]}")
     return tuple(setting for setting in settings if setting.strategy in engine.strategies)
+
+
+def _preprocess(engine: Engine, record: bool = False) -> None:
+    """Preprocess the documents.
+
+    Raises:
+        ConfigError: if there is no room for the KV of all of them, so that nothing measured would hold for it.
+    """
+    lost = preprocess(engine, record=record).lost
+    if lost:
+        raise ConfigError(f"the KV of {lost} preprocessed chunks has no room: raise --device-cache-gb")
 
 
 def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,3 +75,9 @@ class Fit:
     weights: Mapping[str, float]
     top_k: int
     forecast: Forecast | None = None
+
+    @property
+    def digest(self) -> str:
+        """Of the weights, by which tokens are chosen; hex."""
+        named = sorted((name, float(weight)) for name, weight in self.weights.items())
+        return hashlib.sha256(repr(named).encode()).hexdigest()

@@ -208,6 +208,7 @@ class Plan:
     kept: tokens of the prompt that generated tokens see, if it was compressed.
     mass_LB: attention that each token in `spans` received so far, float32 [layers, kept], if the compression goes on
     while decoding.
+    fused: whether no chunk lacked the KV that it should have behind its neighbours; one that is exact needs none.
     """
 
     spans: tuple[Span, ...]
@@ -218,6 +219,7 @@ class Plan:
     figures: Mapping[str, float] = field(default_factory=dict)
     kept: int | None = None
     mass_LB: NDArray[np.float32] | None = None
+    fused: bool = True
 
 
 Asked = Pass | Move | Compaction | Known

@@ -23,6 +23,11 @@ class Wrapper:
         tokens = vocabulary + np.arange(header + trailer, dtype=np.int32)
         return Wrapper(tokens[:header], tokens[header:])
 
+    @property
+    def tokens(self) -> Tokens:
+        """All of them, int32 [h + t]."""
+        return np.concatenate([self.header, self.trailer])
+
     def around(self, tokens: Tokens) -> Tokens:
         """A passage between header and trailer, int32."""
         return np.concatenate([self.header, tokens, self.trailer]).astype(np.int32)

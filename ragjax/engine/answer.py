@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 from ragjax.core import Answer, Divergence, Plan, SegmentReport, Timings
 from ragjax.quality.contract import Contract
-from ragjax.reuse.budget import RATIO
+from ragjax.reuse.budget import EXPECTED, RATIO
 from ragjax.schedule.state import RequestState
+
+AS_FITTED = "preprocessed chunks at full precision, and not all their KV"
 
 
 def reports_of(state: RequestState) -> tuple[SegmentReport, ...]:
@@ -40,6 +42,7 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         notices=(
             *state.notices,
             *_missed(state, plan),
+            *_unmeasured(state, plan, contract),
             *(() if state.sampler is None else state.sampler.notices),
             *(contract.notices_of(state.prompt.preprocessed) if _by_setting(state, contract) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
@@ -56,11 +59,25 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
 
 
 def _missed(state: RequestState, plan: Plan) -> tuple[str, ...]:
-    """What an answer has to say if no ratio below 1 keeps its budget."""
-    if plan.figures.get(RATIO) != 1.0:
+    """What an answer has to say if no ratio below 1 is known to keep its budget."""
+    ratio = plan.figures.get(RATIO)
+    if ratio is not None and EXPECTED not in plan.figures:
+        redone = (f"quality was measured with {AS_FITTED} was found: all chunks were recomputed",)
+        lossy = ("quality is not promised: KV of the prompt's beginning lost precision at rest",)
+        return (redone if ratio == 1.0 else ()) + (lossy if state.exact_to != "full" else ())
+    if ratio != 1.0:
         return ()
     kl = None if state.request.rag is None else state.request.rag.kl
     return (f"no recompute ratio below 1 is forecast to keep KL within {kl:g}: all was recomputed",)
+
+
+def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[str, ...]:
+    """What an answer has to say if its setting was measured with KV that its chunks should have, and do not."""
+    if not _by_setting(state, contract) or not contract.budgeted or state.exact_to == "full":
+        return ()
+    if plan.fused or not contract.takes_preprocessed(state.setting):
+        return ()
+    return (f"the quality budget was measured with {AS_FITTED} was found (python -m ragjax.preprocess computes it)",)
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
@@ -71,7 +88,7 @@ def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergenc
     exact = state.exact_to == "full"
     if (RATIO in plan.figures or state.prompt.recognised) and not exact:
         return None
-    return contract.predicted(state.setting, exact, state.chunks, state.prompt.preprocessed)
+    return contract.predicted(state.setting, exact, state.chunks, state.prompt.preprocessed and plan.fused)
 
 
 def _kept(state: RequestState, plan: Plan) -> int | None:

@@ -41,9 +41,11 @@ from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.reuse import PREPROCESSED, compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.budget import UNFITTED
+from ragjax.reuse.budget import UNFITTED, Fitted
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.fitted import NAME as FITTED
+from ragjax.reuse.packet import NAME as PACKET
+from ragjax.reuse.signals import NAMES
 from ragjax.runner.device import (
     cpu_features,
     platform,
@@ -241,7 +243,7 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy], whole: bool 
     name, ratio = options.strategy or "prefix", options.recompute_ratio
     if whole and name == FITTED and name not in known:
         raise ConfigError(f"{FITTED} needs {UNFITTED}")
-    if name == "packet" and name not in known:
+    if name == PACKET and name not in known:
         raise ConfigError("the model has no packets: give an adapter of python -m train.packet as --model")
     if name not in known:
         raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join(known)}")
@@ -284,7 +286,13 @@ def fit_of(identity: bytes) -> Fit | None:
         ConfigError: if its file cannot be used.
     """
     path = fit_path(identity)
-    return FitReport.load(path, identity.hex()).fit if path.exists() else None
+    if not path.exists():
+        return None
+    fit = FitReport.load(path, identity.hex()).fit
+    unknown = next((name for name in fit.weights if name not in NAMES), None)
+    if unknown is not None:
+        raise ConfigError(f"{path}: there is no signal {unknown!r}; run python -m ragjax.reuse.gate --fit again")
+    return fit
 
 
 def _fit(identity: bytes, wanted: bool) -> Fit | None:
@@ -305,7 +313,8 @@ def _fit(identity: bytes, wanted: bool) -> Fit | None:
 def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
     """The model's quality report, as far as it is of known strategies; None if there is none and no budget needs it.
 
-    What Cache-Craft's strategies did by another alpha than they have now is left out.
+    What Cache-Craft's strategies did by another alpha than they have now is left out, and what `fitted` did by another
+    fit.
 
     Raises:
         ConfigError: if it cannot be used, or tells nothing of so many chunks.
@@ -324,6 +333,12 @@ def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy
     if stale:
         again = "run python -m ragjax.reuse.gate again"
         _log.warning("%s: %s had another alpha, %g: %s", path, ", ".join(stale), report.alpha, again)
+    fitted = known.get(FITTED)
+    if isinstance(fitted, Fitted) and fitted.digest != report.fit:
+        refitted = {m.setting for m in report.measurements if m.setting.strategy == FITTED}
+        if refitted:
+            _log.warning("%s: %s had another fit: run python -m ragjax.reuse.gate --budget again", path, FITTED)
+        changed |= refitted
     kept = (m for m in report.measurements if m.setting.strategy in known and m.setting not in changed)
     return replace(report, measurements=tuple(kept))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ragjax.core import SegmentReport
-from ragjax.reuse.budget import RATIO
+from ragjax.reuse.budget import EXPECTED, RATIO
 from ragjax.schedule.state import RequestState
 
 
@@ -55,7 +55,8 @@ class Counters:
         if state.plan is not None and state.plan.kept is not None:
             self.dropped_tokens += max(0, len(state.prompt) - state.plan.kept)
         if state.has_budget and state.plan is not None:
-            self.budgets["within" if state.plan.figures.get(RATIO, 1.0) < 1.0 else "full"] += 1
+            within = EXPECTED in state.plan.figures and state.plan.figures[RATIO] < 1.0
+            self.budgets["within" if within else "full"] += 1
         if state.lookup is not None:
             self.lookup_tokens["proposed"] += state.lookup.proposed
             self.lookup_tokens["accepted"] += state.lookup.accepted

@@ -225,7 +225,7 @@ class Execution:
     def _prompt_done(self, state: RequestState) -> None:
         """The prompt's KV and last logits are there."""
         assert state.plan is not None and state.generation is not None
-        if state.plan.kept is not None:
+        if state.allocation is not None and state.allocation.gave_back:
             self._freed()
         if state.logits is None:
             state.logits = state.plan.logits

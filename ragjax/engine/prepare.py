@@ -35,6 +35,7 @@ from ragjax.reuse.base import Strategy
 from ragjax.reuse.budget import UNFITTED, Fitted
 from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.reuse.full import Full
+from ragjax.reuse.packet import NAME as PACKET
 from ragjax.schedule.generation import Generation
 from ragjax.schedule.grammar import Constraint, Grammars
 from ragjax.schedule.lookup import Lookup
@@ -155,6 +156,17 @@ class Preparation:
         state.notices += made.notices
         return state
 
+    def serving(self, made: Composed) -> Strategy:
+        """The strategy that will serve a request.
+
+        Raises:
+            RequestError: if none can serve it as asked.
+        """
+        rag = made.request.rag or Rag()
+        if made.strategy is not None:
+            return self._resolve(replace(rag, strategy=made.strategy))[0]
+        return self._choose(rag, made.prompt)[0]
+
     def search(self, request: Request, stages: int) -> Iterator[SearchStage] | None:
         """The search for a request's chunks in stages; None if it needs none, or its strategy's answers depend on it.
 
@@ -212,11 +224,8 @@ class Preparation:
             RequestError: if it cannot be served as asked.
         """
         rag = request.rag or Rag()
-        notice, budgeted = None, rag.kl is not None and not self.contract.faulted
-        if strategy is None and budgeted:
-            strategy, notice = self._within(rag, prompt)
-        strategy, ratio = (strategy, rag.recompute_ratio) if strategy else self._resolve(rag, prompt.preprocessed)
-        text, prompt = prompt.tokens, strategy.dress(prompt)
+        strategy, ratio, notice = (strategy, rag.recompute_ratio, None) if strategy else self._choose(rag, prompt)
+        plain, prompt = prompt, strategy.dress(prompt)
         if strategy.trims:
             asked = (most for most in (rag.keep_top, prompt.keep_top, self.keep_top) if most is not None)
             prompt = replace(prompt, keep_top=next(asked, None))
@@ -228,12 +237,12 @@ class Preparation:
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"
         compression = self._compression(request, strategy)
-        if compression is not None or budgeted or (rag.strategy is None and self.contract.budgeted):
+        if compression is not None or rag.kl is not None or (rag.strategy is None and self.contract.budgeted):
             prompt = prompt.whole  # all tokens are scored; a budget was measured with all of a chunk's KV
         if compression is not None and compression != self.compression and len(prompt) > compression.budget:
             self.compressions.take(compression)
-        state = RequestState(name, request, prompt, strategy, ratio, compression, generation, sink, times)
-        state.sampler = Sampler(request.sampling, text, self._constraint(request))
+        state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
+        state.sampler = Sampler(request.sampling, plain.tokens, self._constraint(request))
         state.notices += [] if notice is None else [notice]
         if self.lookup:
             state.lookup = Lookup(self.lookup)
@@ -298,6 +307,17 @@ class Preparation:
 
     # --------------------------------------------------------------------------------------- strategy
 
+    def _choose(self, rag: Rag, prompt: Prompt) -> tuple[Strategy, float | None, str | None]:
+        """What serves a request, the recompute ratio, and what its answer has to say of a budget of its own.
+
+        Raises:
+            RequestError: if none can serve it as asked.
+        """
+        if rag.kl is None or self.contract.faulted:
+            return *self._resolve(rag, prompt.preprocessed), None
+        strategy, notice = self._within(rag, prompt)
+        return strategy, None, notice
+
     def _within(self, rag: Rag, prompt: Prompt) -> tuple[Strategy, str | None]:
         """What serves a request with a budget, and what its answer has to say of that.
 
@@ -321,7 +341,7 @@ class Preparation:
         default = self.contract.setting_of(preprocessed)
         strategy = self.strategies.get(default.strategy if rag.strategy is None else rag.strategy)
         if strategy is None:
-            if rag.strategy == "packet":
+            if rag.strategy == PACKET:
                 reason = "the model has no packets: start the server with an adapter of python -m train.packet"
                 raise RequestError(reason, param="rag.strategy", code="invalid_value")
             if rag.strategy == FITTED:

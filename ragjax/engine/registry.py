@@ -35,7 +35,7 @@ class Registry(Generic[T]):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of those that nobody owns, in the order in which they were opened."""
-        return tuple(name for name in self._held if name not in self._owners)
+        return tuple(name for name in tuple(self._held) if name not in self._owners)
 
     def get(self, name: str | None = None) -> T:
         """The one of this name (None: the default one).

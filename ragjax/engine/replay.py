@@ -46,11 +46,12 @@ class Replays:
                 return
             try:
                 assert event.scores is not None
-                self._contract.observe(state.setting, answer.exact_to == "full", divergence(event.scores, live_NV))
+                seen, exact = divergence(event.scores, live_NV), answer.exact_to == "full"
+                self._contract.observe(state.setting, exact, seen, answer.predicted is not None)
             except Exception:  # a request that nobody waits for must not end others
                 _log.exception("shadow replay failed")
                 self._contract.drop("failed")
 
         request = Request((), None, Sampling(max_tokens=1), None, state.request.tenant, False, said, background=True)
         self._waiting += 1
-        return self._make(state.prompt, request, sink)
+        return self._make(state.plain, request, sink)

@@ -217,13 +217,17 @@ class Contract:
         notice = self._courses[preprocessed].notice
         return () if notice is None else (notice,)
 
+    def takes_preprocessed(self, setting: Setting) -> bool:
+        """Whether its figures were measured with preprocessed chunks."""
+        return setting.strategy in self._preprocessed
+
     def predicted(self, setting: Setting, exact: bool, chunks: int, preprocessed: bool = True) -> Divergence | None:
         """Divergence to expect of an answer; None if it was not measured, or not with so many or such chunks."""
         if exact:
             return Divergence(0.0, 1.0)
         if self._report is None or chunks > self._report.top_k:
             return None
-        if setting.strategy in self._preprocessed and not preprocessed:
+        if self.takes_preprocessed(setting) and not preprocessed:
             return None
         return self._report.predicted(setting)
 
@@ -235,14 +239,18 @@ class Contract:
         """A replay does not come about."""
         self._counters[reason] += 1
 
-    def observe(self, setting: Setting, exact: bool, seen: Divergence) -> None:
-        """A request of this setting was replayed; `exact`: its answer was labelled so."""
+    def observe(self, setting: Setting, exact: bool, seen: Divergence, covered: bool = True) -> None:
+        """A request of this setting was replayed.
+
+        exact: its answer was labelled so. covered: whether the report speaks of such requests; others, with more chunks
+        for instance, do not tell whether the budget is kept.
+        """
         if self.observer is not None:
             self.observer(setting.strategy, seen)
         self._counters["replayed"] += 1
         if exact and seen.kl > self._exact:
             self._fault(setting, seen)
-        elif not exact:
+        elif not exact and covered:
             for course in {id(course): course for course in self._courses.values()}.values():
                 self._climb(course, setting, seen)
 

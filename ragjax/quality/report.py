@@ -191,7 +191,8 @@ class Report:
 
     identity: hex of what KV depends on (weights, tokenizer, configuration, dtype). created: ISO 8601, UTC.
     questions: digest of the questions and documents asked. top_k: chunks that a question got. alpha: Cache-Craft's, by
-    which its strategies went where no ratio is named.
+    which its strategies went where no ratio is named. fit: digest of the fit that `fitted` went by; "" if it was not
+    measured.
     """
 
     identity: str
@@ -202,6 +203,7 @@ class Report:
     top_k: int
     measurements: tuple[Measurement, ...]
     alpha: float = 1.0
+    fit: str = ""
 
     def predicted(self, setting: Setting) -> Divergence | None:
         """Mean divergence of the setting, or of the nearest smaller ratio measured; None if there is none."""

@@ -144,17 +144,27 @@ class Catalog:
 
     # --------------------------------------------------------------------------------------------- stores
 
-    def put_store(self, tenant: str, store: Store) -> None:
-        """Keep a store, or what has changed of it."""
+    def add_store(self, tenant: str, store: Store) -> None:
+        """Keep a new store."""
         values = (store.name, store.active, store.days, json.dumps(store.metadata), store.description, store.expired)
         sql = (
             "insert into stores (name, active, days, metadata, description, expired, id, tenant, created)"
-            " values (?, ?, ?, ?, ?, ?, ?, ?, ?) on conflict (id) do update set name = excluded.name,"
-            " active = excluded.active, days = excluded.days, metadata = excluded.metadata,"
-            " description = excluded.description, expired = excluded.expired"
+            " values (?, ?, ?, ?, ?, ?, ?, ?, ?)"
         )
         with self._changing() as database:
             database.execute(sql, (*values, store.id, tenant, store.created))
+
+    def change_store(self, store: Store) -> bool:
+        """Keep the name, days, metadata and description of a store; False: it is gone."""
+        values = (store.name, store.days, json.dumps(store.metadata), store.description, store.id)
+        sql = "update stores set name = ?, days = ?, metadata = ?, description = ? where id = ?"
+        with self._changing() as database:
+            return database.execute(sql, values).rowcount == 1
+
+    def expire_store(self, store: str) -> None:
+        """Note that a store has expired."""
+        with self._changing() as database:
+            database.execute("update stores set expired = 1 where id = ?", (store,))
 
     def stores(self, tenant: str) -> list[Store]:
         """A tenant's stores, the oldest first."""

@@ -66,7 +66,7 @@ class CypherStore:
         try:
             import neo4j
         except ImportError as error:
-            raise ConfigError("Neo4j needs its driver: pip install 'ragjax[neo4j]'") from error
+            raise ConfigError("Neo4j needs its driver: pip install '.[neo4j]' in ragjax's folder") from error
 
         try:
             driver = neo4j.GraphDatabase.driver(uri, auth=(user, password))
@@ -96,7 +96,7 @@ class CypherStore:
         try:
             import falkordb
         except ImportError as error:
-            raise ConfigError("FalkorDB needs its client: pip install 'ragjax[falkordb]'") from error
+            raise ConfigError("FalkorDB needs its client: pip install '.[falkordb]' in ragjax's folder") from error
 
         try:
             database = falkordb.FalkorDB(host=host, port=port, password=password)

@@ -33,7 +33,7 @@ def draw(subgraphs: Sequence[Subgraph], path: str | Path) -> None:
         import networkx as nx
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"drawing needs {error.name}: pip install 'ragjax[notebook]'") from error
+        raise ConfigError(f"drawing needs {error.name}: pip install '.[notebook]' in ragjax's folder") from error
 
     places = _places(subgraphs)
     columns, rows = (max(place[axis] for place in places.values()) + 1 for axis in (0, 1))

@@ -115,15 +115,20 @@ class Files:
         with self._expiring:
             if self._due is None:
                 return
-            for file in self._catalog.expired(int(self._now())):
-                self._discard(file)
+            gone = [(store, file) for file in self._catalog.expired(int(self._now())) for store in self._remove(file)]
             self._look_ahead()
+        for store, file in gone:  # waits for a file that is being read into the store: others need not
+            self._intake.forget(store, file)
 
     def _discard(self, file: str) -> None:
+        for store in self._remove(file):
+            self._intake.forget(store, file)
+
+    def _remove(self, file: str) -> list[str]:
+        """Forget a file; the stores that had it."""
         stores = self._catalog.attached(file)
         self._catalog.remove_file(file)
-        for store in stores:
-            self._intake.forget(store, file)
+        return stores
 
     def _begin(self) -> None:
         """Have files expire from now on, those that should have meanwhile at once."""

@@ -93,7 +93,7 @@ class Library(Files):
         """Make a store."""
         now = int(self._now())
         store = Store(f"vs_{hexadecimal()}", name, now, now, days, metadata or {}, description)
-        self._catalog.put_store(tenant, store)
+        self._catalog.add_store(tenant, store)
         self._bases.make(store.id, tenant)
         return store
 
@@ -101,7 +101,7 @@ class Library(Files):
         """All stores, the server's own first, then the oldest first."""
         own = [self._own(name) for name in self._bases.names]
         kept = self._catalog.stores(tenant)
-        return [*own, *(self._looked_at(tenant, store) for store in kept)]
+        return [*own, *(self._looked_at(store) for store in kept)]
 
     def store(self, tenant: str, store: str) -> Store:
         """One store.
@@ -111,19 +111,20 @@ class Library(Files):
         """
         found = self._catalog.store(tenant, store)
         if found is not None:
-            return self._looked_at(tenant, found)
+            return self._looked_at(found)
         if store in self._bases.names:
             return self._own(store)
-        raise MissingError(f"no vector store {store!r}", param="vector_store_id", code="not_found")
+        raise self._missing(store)
 
     def update(self, tenant: str, store: str, **changes: object) -> Store:
-        """Change a store's fields (of `Store`); an expired one stays so.
+        """Change name, days, metadata or description of a store; an expired one stays so.
 
         Raises:
             RequestError: if it is not there, or the server's own.
         """
         changed = replace(self._changeable(tenant, store), **changes)  # type: ignore[arg-type]
-        self._catalog.put_store(tenant, changed)
+        if not self._catalog.change_store(changed):
+            raise self._missing(store)
         return changed
 
     def delete(self, tenant: str, store: str) -> None:
@@ -142,7 +143,7 @@ class Library(Files):
         self.expire()
         kept = self._catalog.store(tenant, store)
         if kept is not None:
-            self._check(self._looked_at(tenant, kept))
+            self._check(self._looked_at(kept))
             self._catalog.touch(store, int(self._now()))
 
     # ---------------------------------------------------------------------------------------- attachments
@@ -327,14 +328,18 @@ class Library(Files):
 
     def _expired(self, tenant: str, store: str) -> bool:
         found = self._catalog.store(tenant, store)
-        return found is None or self._looked_at(tenant, found).expired
+        return found is None or self._looked_at(found).expired
 
-    def _looked_at(self, tenant: str, store: Store) -> Store:
+    @staticmethod
+    def _missing(store: str) -> MissingError:
+        return MissingError(f"no vector store {store!r}", param="vector_store_id", code="not_found")
+
+    def _looked_at(self, store: Store) -> Store:
         """The store; if its time is over, it expires now."""
         if store.expired or store.expires is None or self._now() < store.expires:
             return store
         gone = replace(store, expired=True)
-        self._catalog.put_store(tenant, gone)
+        self._catalog.expire_store(store.id)
         try:
             self._drop(store.id)
         except RequestError:  # it was not opened yet

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from ragjax.cache.match import Candidate
 from ragjax.cache.tree import Provenance
-from ragjax.core import Kind, Measure, Prompt, Tokens
-from ragjax.reuse.base import segments_of
+from ragjax.core import Measure, Prompt, Tokens
+from ragjax.reuse.base import indices
 from ragjax.reuse.fusion import Fused
 from ragjax.reuse.head import system_length
 from ragjax.reuse.repair import Choice, Selector
@@ -56,11 +56,5 @@ class Valued(Selector):
 
 def anchor(stitched: Stitched) -> Tokens:
     """Token indexes of the chunk whose KV equals full attention's, int32 [n]; empty if there is no such chunk."""
-    prompt = stitched.prompt
-    for i in segments_of(prompt, Kind.CHUNK):
-        if prompt.starts[i] != system_length(prompt):
-            continue
-        match = stitched.matches.get(i)  # none: it was computed for this request, isolated
-        if match is None or (match.node.provenance is Provenance.ISOLATED and not match.lossy):
-            return np.arange(*span_of(prompt, i), dtype=np.int32)
-    return np.zeros(0, np.int32)
+    i = stitched.exact_chunk
+    return indices(0, 0) if i is None else indices(*span_of(stitched.prompt, i))

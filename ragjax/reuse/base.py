@@ -100,6 +100,9 @@ class Allocation:
     stages: layers at which a pass may begin, ascending, and the number of layers as a last entry.
     reach: layers that may use each other's units (`core.layout`); 0: those of a stage.
     cold: whether it may use KV from below the device, which has to be waited for.
+
+    Attributes:
+        gave_back: whether it gave slots back before the end, which others may take.
     """
 
     def __init__(
@@ -128,6 +131,7 @@ class Allocation:
         self.alone = alone
         self.cold = cold
         self.label = label
+        self.gave_back = False
         self._matches: list[Match] = []
         self._runs: list[Run] = []
         self._later = 0  # pages that the tail may need beyond those it has
@@ -276,6 +280,7 @@ class Allocation:
         """
         self._runs.remove(run)
         self.cache.free(run, clear=self.unchecked)
+        self.gave_back = True
 
     def keep_only(self, *runs: Run) -> None:
         """Give everything back but some runs of its own; admitted parts stay in the cache.
@@ -287,6 +292,7 @@ class Allocation:
             self._runs.remove(run)
         self.close()
         self._runs += runs
+        self.gave_back = True
 
     def hand_over(self) -> Allocation:
         """All that it holds, in an allocation that outlives the request; it holds nothing any more."""

@@ -4,7 +4,8 @@ Ours. The question is computed over the chunks as they are. From its signals (`s
 to what may be recomputed, and the entropy of the next token, the divergence at each ratio of a ladder is forecast
 (`core.fit.Forecast`). Questions that were held out say how low a forecast must be for the budget to be kept at the
 stated confidence. The least ratio whose forecast is as low is carried out as `fitted` does; where none is, all chunk
-tokens are recomputed, which is full attention, and the answer says so.
+tokens are recomputed, which is full attention, and the answer says so. So it does where the KV that was found is not
+as the fit had it: not preprocessed, or of less precision.
 
 The slots for a repair of all tokens are reserved before the first pass, and those that are not needed are given back.
 """
@@ -32,7 +33,7 @@ UNFITTED = "a selector that was fitted to this model: run python -m ragjax.reuse
 """What a request lacks that asks for `fitted`, or brings a budget, where there is no fit."""
 
 RATIO, EXPECTED = "quality_ratio", "quality_kl"
-"""Figures of an answer: the ratio carried out, and the KL to expect there, in nats."""
+"""Figures of an answer: the ratio carried out, and the KL to expect there, in nats; no KL where none is known."""
 
 
 class Budgeted(Selective):
@@ -52,7 +53,7 @@ class Budgeted(Selective):
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """As `Selective`; a prompt without chunks keeps any budget."""
         plan = yield from super().prefill(prompt, allocation, ratio)
-        return _told(plan, 0.0, 0.0) if is_plain(prompt) else plan
+        return _told(plan, 0.0, _none_lost(plan)) if is_plain(prompt) else plan
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """What is missing, the pass that is measured, and the repair that the forecast takes."""
@@ -61,8 +62,11 @@ class Budgeted(Selective):
         results = yield probe(stitched, LOGITS)
         found, logits = read(stitched, results), results[Measure.LOGITS][0]
         if not len(found.tokens):  # one chunk, which is exact as it is
-            return _told(stitched.plan(stitched.spans, logits), 0.0, 0.0)
-        ratio, expected = self.pick(found, entropy(logits), total)
+            plan = stitched.plan(stitched.spans, logits)
+            return _told(plan, 0.0, _none_lost(plan))
+        ratio, expected = 1.0, None
+        if stitched.fused and not stitched.lossy:
+            ratio, expected = self.pick(found, entropy(logits), total)
         count = share(ratio, total)
         chosen = stitched.chunks if ratio == 1.0 else self._weighted.highest(found, count)
         stitched = self._keep_only(stitched, allocation, len(chosen) if count else 0)
@@ -90,12 +94,16 @@ class Budgeted(Selective):
 
 
 class Fitted(Selective):
-    """The strategy `fitted`, of a model that was fitted. top_k: chunks of a question that it was fitted with."""
+    """The strategy `fitted`, of a model that was fitted.
+
+    top_k: chunks of a question that it was fitted with. digest: of the fit.
+    """
 
     def __init__(self, fit: Fit):
         self._weighted = Weighted(fit.weights)
         self._forecast = fit.forecast
         self.top_k = fit.top_k
+        self.digest = fit.digest
         super().__init__(NAME, Anchored(), self._weighted)
 
     def within(self, kl: float) -> Budgeted:
@@ -122,6 +130,11 @@ def entropy(logits_V: np.ndarray) -> float:
     return float(np.log(total) - (p_V * x_V).sum() / total)
 
 
-def _told(plan: Plan, ratio: float, expected: float) -> Plan:
-    figures: Mapping[str, float] = {**plan.figures, RATIO: ratio, EXPECTED: expected}
-    return replace(plan, figures=figures)
+def _none_lost(plan: Plan) -> float | None:
+    """The KL to expect where nothing had to be recomputed: none, unless KV lost precision."""
+    return 0.0 if plan.exact_to == "full" else None
+
+
+def _told(plan: Plan, ratio: float, expected: float | None) -> Plan:
+    known: Mapping[str, float] = {} if expected is None else {EXPECTED: expected}
+    return replace(plan, figures={**plan.figures, RATIO: ratio, **known})

@@ -12,6 +12,9 @@ from ragjax.core import Prompt, Wrapper
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.stitch import Isolated, alone
 
+NAME = "packet"
+"""Of the strategy."""
+
 
 class Packet(Naive):
     """Full reuse of chunks between header and trailer.
@@ -19,7 +22,7 @@ class Packet(Naive):
     Its answers are exact to "packet": what this arrangement gives, whatever was kept, from wherever it came.
     """
 
-    name = "packet"
+    name = NAME
     condensed = False
 
     def __init__(self, wrapper: Wrapper):

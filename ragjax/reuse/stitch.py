@@ -22,6 +22,7 @@ from ragjax.cache.outlook import Keyed, Outlook, Part
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     NEVER,
+    Exactness,
     Kind,
     Measure,
     Pass,
@@ -119,6 +120,31 @@ class Stitched:
         return _asking(self.prompt)
 
     @property
+    def lossy(self) -> bool:
+        """Whether any reused KV lost precision at rest."""
+        return (self.hit > 0 and self.matched.lossy) or any(match.lossy for match in self.matches.values())
+
+    @cached_property
+    def exact_chunk(self) -> int | None:
+        """The segment of the chunk whose KV equals full attention's: right behind the system prompt, and isolated."""
+        begin = system_length(self.prompt)
+        for i in segments_of(self.prompt, Kind.CHUNK):
+            match = self.matches.get(i)  # none: it was computed for this request, isolated
+            isolated = match is None or (match.node.provenance is Provenance.ISOLATED and not match.lossy)
+            if self.prompt.starts[i] == begin and isolated:
+                return i
+        return None
+
+    @cached_property
+    def fused(self) -> bool:
+        """Whether every chunk was found as it was preprocessed, but for one that is exact where it stands."""
+        others = (i for i in segments_of(self.prompt, Kind.CHUNK) if i != self.exact_chunk)
+        return all(
+            (match := self.matches.get(i)) is not None and match.node.behind == self.prompt.segments[i].behind != b""
+            for i in others
+        )
+
+    @property
     def question(self) -> Tokens:
         """Token indexes of the last query segment, int32 [n]."""
         return indices(self.prompt.starts[-2], len(self.prompt))
@@ -171,7 +197,8 @@ class Stitched:
             tiers[i] = match.tier()
         account = report(self.prompt, reused, tiers, recomputed=computed, dropped=dropped)
         exact = self._exact(redone if whole is None else whole)
-        return Plan(spans, self.tail, "full" if exact else None, account, logits, figures or {})
+        exact_to: Exactness | None = "full" if exact else None
+        return Plan(spans, self.tail, exact_to, account, logits, figures or {}, fused=self.fused)
 
     def _exact(self, whole: Tokens) -> bool:
         if self.matched.lossy and self.hit:

@@ -141,7 +141,7 @@ def _proposal(state: RequestState, number: int) -> Tokens:
     if state.lookup is None or state.plan is None:
         return np.zeros(0, np.int32)
     room = min(state.decodable - number, state.decode_tokens - 1)
-    tokens = np.concatenate([state.prompt.tokens, state.generated])
+    tokens = np.concatenate([state.plain.tokens, state.generated])  # soft tokens are never generated
     return propose(tokens, min(state.lookup.size(), room))
 
 

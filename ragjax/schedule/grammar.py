@@ -36,6 +36,7 @@ class Constraint:
     def __init__(self, matcher: LLMatcher, eos_ids: Collection[int], vocabulary: int):
         self._matcher = matcher
         self._eos = frozenset(eos_ids)
+        self._vocabulary = vocabulary
         self._followed = 0
         self._end: Bits = np.zeros(-(-vocabulary // 32), np.uint32)
         for token in self._eos:
@@ -69,7 +70,9 @@ class Constraint:
 
     def _take(self, token: int) -> bool:
         """Whether a token can come next; it has come then."""
-        return token not in self._eos and not self.failure and self._matcher.try_consume_tokens([token]) == 1
+        if token in self._eos or token >= self._vocabulary or self.failure:  # an unknown one would break the matcher
+            return False
+        return self._matcher.try_consume_tokens([token]) == 1
 
     def _mask(self) -> Bits:
         if self.failure:
@@ -110,7 +113,7 @@ class Grammars:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
-            reason = "JSON answers and tools need the package llguidance: pip install 'ragjax[serve]'"
+            reason = "JSON answers and tools need the package llguidance: pip install '.[serve]' in ragjax's folder"
             raise RequestError(reason, param=param) from error
         with self._lock:
             if self._table is None:

@@ -94,8 +94,9 @@ class Times:
 class RequestState:
     """One request, from its arrival to its last token.
 
-    What is asked: id, request, prompt, strategy, ratio (share of chunk tokens to recompute), compression (None: tokens
-    of the answer see the whole prompt), generation (None: only the prompt is computed), sink.
+    What is asked: id, request, prompt (as the strategy has the model read it), plain (the same as it was made),
+    strategy, ratio (share of chunk tokens to recompute), compression (None: tokens of the answer see the whole prompt),
+    generation (None: only the prompt is computed), sink.
 
     What came of it: logits (of the prompt's last token, float32 [V]), scores (logits that predict each token of the
     request's continuation, float32 [n, V]), shadowed (logits [V] of its first steps, if it is to be replayed), notices,
@@ -116,6 +117,7 @@ class RequestState:
     id: str
     request: Request
     prompt: Prompt
+    plain: Prompt
     strategy: Strategy
     ratio: float | None = None
     compression: Compression | None = None

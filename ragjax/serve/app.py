@@ -184,7 +184,7 @@ class _Endpoints:
     async def _before(self, request: Request, form: type[Body]) -> None:
         """Check sizes, and take out what changes nothing: the request keeps the body as parsed, to be validated."""
         request.state.notices = ()
-        with suppress(ValueError):  # what is no JSON is refused with its reason
+        with suppress(ValueError, RecursionError):  # what is no JSON is refused with its reason
             body = await request.json()
             check_sizes(body, self._engine.context_length)
             if not self._strict:

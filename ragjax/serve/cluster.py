@@ -66,9 +66,15 @@ def app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _flags(args: Mapping[str, Any]) -> list[str]:
-    """A command line."""
+    """A command line.
+
+    Raises:
+        ConfigError: for an argument without a value.
+    """
     found: list[str] = []
     for name, value in args.items():
+        if value is None:
+            raise ConfigError(f"args: {name} has no value; give one, or leave it out")
         if value is False:
             continue
         for one in value if isinstance(value, list) else [value]:

@@ -220,7 +220,7 @@ def _load(options: argparse.Namespace) -> Service:
 
 def _start(options: argparse.Namespace) -> Service:
     if importlib.util.find_spec("ray") is None:
-        raise core.ConfigError("--replicas needs Ray, which is not installed: pip install 'ragjax[ray]'")
+        raise core.ConfigError("--replicas needs Ray, which is not installed: pip install '.[ray]' in ragjax's folder")
     from ragjax.cluster.start import start
 
     return start(options.engine, options.replicas, options.ray_address, options.grace, options.router)

@@ -7,6 +7,7 @@ import mimetypes
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
@@ -136,7 +137,7 @@ class LibraryEndpoints:
     def content(self, request: Request, file_id: str) -> Response:
         """A file's bytes, as they were uploaded; to be saved, never shown by a browser as a page of this server."""
         file = self._engine.library.file(_tenant(request), file_id)
-        kind = mimetypes.guess_type(file.name)[0] or "application/octet-stream"
+        kind = mimetypes.guess_type(f"file{Path(file.name).suffix}")[0] or "application/octet-stream"
         safe = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
         return Response(self._engine.library.content(_tenant(request), file_id), media_type=kind, headers=safe)
 

@@ -165,4 +165,4 @@ def test_flags_without_effect_are_refused(flags: list[str], message: str, capsys
 def test_without_ray_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["--part", "replicas"]) == 1
-    assert "pip install 'ragjax[ray]'" in capsys.readouterr().err
+    assert "pip install '.[ray]' in ragjax's folder" in capsys.readouterr().err

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
-from ragjax.cluster.fleet import Fleet
+from ragjax.cluster.fleet import Fleet, _Attempts
+from ragjax.cluster.router.knowledge import Knowledge
+from ragjax.cluster.router.need import Need
+from ragjax.cluster.router.two_choices import TwoChoices
 from ragjax.core import (
     Answer,
     Attachment,
     Delta,
     Document,
     Event,
+    Graph,
     LostError,
+    Message,
     OverloadError,
     Rag,
     Request,
@@ -49,6 +55,44 @@ def test_a_fleet_answers_as_one_engine_does() -> None:
         assert any(one.cached_tokens for one in found)
         for engine in engines:
             tiny.check_ended(engine, [])
+
+
+@pytest.mark.parametrize(
+    ("rag", "param", "words"),
+    [
+        (Rag(strategy="magic"), "rag.strategy", "unknown strategy 'magic'"),
+        (Rag(strategy="packet"), "rag.strategy", "no packets"),
+        (Rag(strategy="fitted"), "rag.strategy", "gate --fit"),
+        (Rag(kl=0.1), "rag.quality", "gate --fit"),
+    ],
+)
+def test_what_no_strategy_can_serve_is_refused(rag: Rag, param: str, words: str) -> None:
+    with fleet_of_two() as (fleet, _, _):
+        with pytest.raises(RequestError, match=words) as refused:
+            answer(fleet, Request((Message("user", QUESTION),), rag=rag))
+        assert refused.value.param == param
+
+
+def test_a_warm_request_for_a_graph_is_answered() -> None:
+    paths = (("Ann", "likes", "Bob", "likes", "Cid"), ("Ann", "likes", "Dan"), ("Eve", "knows", "Ann"))
+    request = replace(asked("Whom does Ann like?"), rag=Rag(graph=Graph(relation_paths=paths), detail=True))
+    with fleet_of_two(Knowledge()) as (fleet, transport, _):
+        cold, warm = answer(fleet, request), answer(fleet, request)
+        assert warm.tokens == cold.tokens and warm.cached_tokens > cold.cached_tokens == 0
+        assert len(set(transport.sent)) == 1
+
+
+def test_requests_that_are_placed_at_once_see_each_other() -> None:
+    with fleet_of_two(TwoChoices()) as (fleet, _, _):
+        need, names = Need.of(fleet._front.preparation.compose(asked()), True), ("replica 0", "replica 1")
+        tries = [_Attempts() for _ in range(4)]
+        first = [fleet._order(need, names, one)[0] for one in tries]
+        assert sorted(first) == ["replica 0", "replica 0", "replica 1", "replica 1"]
+        fleet._order(need, names, tries[0])
+        assert sum(fleet._loads.values()) == 4, "each request counts once, however often it is placed"
+        for one in tries:
+            fleet._count_in(one, "")
+        assert not fleet._loads
 
 
 def test_knowledge_is_the_fronts_and_tenants_are_kept_apart() -> None:

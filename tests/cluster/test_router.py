@@ -93,6 +93,18 @@ def test_a_chain_is_held_as_far_as_it_is_whole() -> None:
     assert memory.held(need(6, 7, 5)) == {"b": 200}
 
 
+def test_what_is_never_kept_or_recomputed_does_not_shrink_the_reach() -> None:
+    memory = Memory()
+    both = need(1, 200)
+    memory.send(both, "a")
+    memory.learn(both, "a", (900, 100), (0, 100))
+    assert memory.reach("a") == 900
+    for _ in range(50):
+        memory.learn(both, "a", (0, 100), (0, 100))  # the first is never kept, and is sent each time
+        memory.learn(both, "a", (500, 100), (30, 100))  # most of the first was found, and computed again
+    assert memory.reach("a") == 900
+
+
 def test_the_reach_is_learnt_from_answers() -> None:
     memory, old = Memory(), need(1)
     memory.send(old, "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +14,13 @@ from ragjax.commands import fitting, gate
 from ragjax.core import ConfigError, Divergence, Document, Message, Rag, RequestError
 from ragjax.core.fit import Fit, Forecast
 from ragjax.engine import Engine
-from ragjax.engine.build import fit_of
-from ragjax.engine.preprocessing import preprocess
+from ragjax.engine.build import _report, fit_of, fit_path, report_path
+from ragjax.engine.preprocessing import PreprocessReport, preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.contract import Contract
 from ragjax.quality.fit import FitReport
-from ragjax.quality.report import Setting
+from ragjax.quality.report import Budget, Measurement, Report, Setting
+from ragjax.reuse import strategies
 from ragjax.reuse.budget import EXPECTED, RATIO, Fitted
 from ragjax.reuse.fitted import Weighted
 from ragjax.serve.response import account
@@ -84,6 +86,31 @@ def test_what_was_not_calibrated_runs_full_attention_and_says_so(engine: Engine)
     assert given.strategy == "full" and given.exact_to == "full" and "preprocessed chunks" in given.notices[0]
     many = engine.answer(QUESTION, quality=1.5, top_k=4, max_tokens=2)
     assert many.strategy == "full" and "up to 3 chunks, and here are 4" in many.notices[0]
+
+
+def test_chunks_whose_preprocessed_kv_is_not_there_are_recomputed(engine: Engine) -> None:
+    """It lies behind the system prompt that it was computed for: behind another one it is not found."""
+    messages = [Message("system", "Answer in French."), Message("user", QUESTION)]
+    before = engine.stats()["quality_requests_total"]
+    found = engine.answer(messages, quality=1.5, max_tokens=2)
+    assert found.strategy == "fitted" and found.exact_to == "full" and found.figures[RATIO] == 1.0
+    assert EXPECTED not in found.figures and "not all their KV was found" in found.notices[0]
+    assert found.tokens == engine.answer(messages, strategy="full", max_tokens=2).tokens
+    after = engine.stats()["quality_requests_total"]
+    assert isinstance(before, dict) and isinstance(after, dict) and after["full"] == before["full"] + 1
+
+
+def test_pages_that_a_budget_gives_back_are_noted(engine: Engine) -> None:
+    seen: list[bool] = []
+    freed = engine._loop._execution._freed
+    engine._loop._execution._freed = lambda: (seen.append(True), freed())[1]
+    try:
+        engine.answer(QUESTION, strategy="full", max_tokens=1)
+        assert not seen
+        engine.answer(QUESTION, quality=1.5, max_tokens=1)
+        assert seen == [True]
+    finally:
+        engine._loop._execution._freed = freed
 
 
 def test_a_budget_excludes_what_it_picks(engine: Engine) -> None:
@@ -158,3 +185,33 @@ def test_the_command_keeps_a_fit_where_a_server_finds_it(
     report = FitReport.load(tmp_path / "fit.json", (b"me" * 16).hex())
     assert fit_of(b"me" * 16) == report.fit and fit_of(b"us" * 16) is None
     assert "fitted on 2 questions, checked on 2 others" in capsys.readouterr().out
+    kept = fit_path(b"me" * 16)
+    kept.write_text(kept.read_text().replace(next(iter(report.fit.weights)), "charm"))
+    with pytest.raises(ConfigError, match=r"no signal 'charm'; run .*gate --fit again"):
+        fit_of(b"me" * 16)
+
+
+def test_a_fit_without_room_for_the_kv_that_it_measures_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tiny.engine(top_k=2)
+    made.add_documents(DOCUMENTS[:4])
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: made)
+    monkeypatch.setattr(gate, "preprocess", lambda *_, **__: PreprocessReport(4, 4, 0, 3, 1.0))
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"question": "Where is the ferry?", "answers": ["At nine."]}\n' * 4)
+    assert gate.main(["--fit", "--knowledge", str(tmp_path), "--questions", str(questions)]) == 2
+    assert "3 preprocessed chunks has no room: raise --device-cache-gb" in capsys.readouterr().err
+
+
+def test_figures_of_another_fit_are_left_out(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    identity, known = b"me" * 16, {**strategies(), "fitted": FITTED}
+    rows = tuple(Measurement(Setting(name), 4, 0.1, 0.2, 0.9, 0.8, 5.0, 0.1) for name in ("naive", "fitted"))
+    report = Report(identity.hex(), "tiny", "float32", "now", "q", 3, rows, fit=FITTED.digest)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAGJAX_CACHE", str(tmp_path))
+        for fit, kept in ((FITTED.digest, rows), ("another", rows[:1]), ("", rows[:1])):
+            replace(report, fit=fit).save(report_path(identity))
+            read = _report(identity, Budget(0.5), known, 3)
+            assert read is not None and read.measurements == kept
+    assert caplog.text.count("fitted had another fit") == 2

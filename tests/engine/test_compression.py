@@ -293,5 +293,5 @@ def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
             if seen:
                 break
             time.sleep(0.01)
-    (told, exact, divergence) = seen[0]
-    assert told == Setting("full", None, "streaming:16") and not exact and divergence.kl > 1e-3
+    (told, exact, divergence, covered) = seen[0]
+    assert told == Setting("full", None, "streaming:16") and not exact and divergence.kl > 1e-3 and not covered

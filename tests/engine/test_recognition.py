@@ -105,8 +105,8 @@ def test_shadow_replay_compares_with_full_attention_over_the_same_tokens() -> No
     contract = Contract(Setting("naive"), "float32", shadow_rate=1.0)
     observe = contract.observe
 
-    def note(setting: Setting, exact: bool, divergence: Divergence) -> None:
-        observe(setting, exact, divergence)
+    def note(setting: Setting, exact: bool, divergence: Divergence, covered: bool) -> None:
+        observe(setting, exact, divergence, covered)
         seen.append((setting, exact, divergence.kl))
 
     contract.observe = note  # type: ignore[method-assign]

@@ -341,6 +341,15 @@ def test_what_replay_sees_of_other_chunks_is_not_held_against_preprocessed_ones(
     assert contract.setting_of(True) == contract.setting_of(False) == Setting("full")
 
 
+def test_what_replay_sees_of_requests_that_the_report_does_not_cover_moves_nothing() -> None:
+    contract = Contract(PREFIX, "float32", report=FUSED, budget=Budget(0.1), preprocessed=PREPROCESSED)
+    for _ in range(2 * LEAST):
+        contract.observe(FUSION, False, Divergence(0.5, 0.5), False)
+    assert contract.setting_of(True) == FUSION
+    contract.observe(PREFIX, True, Divergence(0.01, 1.0), False)
+    assert contract.setting_of(True) == Setting("full"), "an exact answer that is not ends all reuse"
+
+
 def test_strategies_that_take_preprocessed_chunks_are_named() -> None:
     """Their keys depend on what a chunk was computed behind."""
     cache = KnowledgeCache(b"tiny", PagePool(8, tiny.PAGE), POLICIES["lru"](Profile((0, 1), (1, 2), ((1, 2), (1, 2)))))
@@ -810,7 +819,8 @@ def test_questions_of_a_file_are_read_or_refused(engine: Engine, tmp_path: Path)
     file.write_text('{"question": "Where?", "answers": ["Here."]}\n{"question": "Who?", "answers": ["A.", "B."]}\n')
     found = gate.demo_questions(engine, None, file)
     assert [bytes(one.reference.astype(np.uint8)) for one in found] == [b"Here.", b"A."]
-    for wrong in ("{}", '{"question": "Where?", "answers": []}', "nothing"):
+    few = ('{"question": "Where?", "answers": "Here"}', '{"question": "Where?", "answers": [" "]}')
+    for wrong in ("{}", '{"question": "Where?", "answers": []}', *few, "nothing"):
         file.write_text(wrong)
         with pytest.raises(ConfigError, match="each line must be"):
             gate.demo_questions(engine, None, file)

@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ragjax.core import ConfigError, Kind, Prompt, RequestError, Wrapper
+from ragjax.core import ConfigError, Divergence, Kind, Prompt, RequestError, Wrapper
 from ragjax.engine import Engine
 from ragjax.models.packet import FORMAT, Packet
+from ragjax.quality.contract import Contract
+from ragjax.quality.report import Setting, divergence
 from ragjax.reuse.packet import Packet as Packed
 from ragjax.runner.runner import Runner
+from ragjax.schedule import decoding
 from tests.support import tiny
+from tests.support.serving import wait_for
 from train.soft import Soft
 
 WRAPPER = Wrapper.of(tiny.CONFIG.vocab_size, 2, 3)
@@ -28,6 +32,7 @@ LIKE = {
     WRAPPER.trailer[2]: 65,
 }
 """Tokens of text that have the soft ones' embeddings."""
+SOFT = np.random.default_rng(0).standard_normal((2, tiny.CONFIG.hidden_size)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -149,3 +154,45 @@ def test_embeddings_of_text_stay_as_they_are() -> None:
     after = decoder.embed(jnp.arange(tiny.CONFIG.vocab_size + 5))
     np.testing.assert_array_equal(after[:-5], before)
     np.testing.assert_array_equal(after[-5:], rows)
+
+
+def test_shadow_replay_reads_the_prompt_without_packets(engine: Engine) -> None:
+    seen: list[float] = []
+    contract = Contract(Setting("packet"), "float32", shadow_rate=1.0)
+    observe = contract.observe
+
+    def note(setting: Setting, exact: bool, divergence: Divergence, covered: bool) -> None:
+        observe(setting, exact, divergence, covered)
+        seen.append(divergence.kl)
+
+    contract.observe = note  # type: ignore[method-assign]
+    decoder = tiny.decoder()
+    Packet(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
+    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    prompt = tiny.prompt(3)
+    with tiny.engine(runner, extra=[Packed(WRAPPER)], contract=contract, strategy="packet") as made:
+        answer = made.answer_prompt(prompt, strategy="packet", max_tokens=6)
+        wait_for(lambda: len(seen) == 1)
+        said = np.array([*answer.tokens, 0][:6], np.int32)
+        full = made.answer_prompt(prompt, strategy="full", continuation=said, max_tokens=1)
+        own = made.answer_prompt(prompt, strategy="packet", continuation=said, max_tokens=1)
+    assert full.scores is not None and own.scores is not None
+    assert seen[0] == pytest.approx(divergence(full.scores, own.scores).kl, rel=1e-3)
+
+
+def test_proposed_tokens_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft tokens stand in the prompt as it is read, and a grammar cannot follow them."""
+    seen: list[np.ndarray] = []
+    propose = decoding.propose
+
+    def noted(tokens: np.ndarray, most: int) -> np.ndarray:
+        seen.append(tokens)
+        return propose(tokens, most)
+
+    monkeypatch.setattr(decoding, "propose", noted)
+    decoder = tiny.decoder()
+    Packet(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
+    runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
+    with tiny.engine(runner, extra=[Packed(WRAPPER)], lookup=4) as made:
+        made.answer_prompt(tiny.prompt(4), strategy="packet", max_tokens=4)
+    assert seen and all(tokens.max() < tiny.CONFIG.vocab_size for tokens in seen)

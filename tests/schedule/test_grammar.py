@@ -76,3 +76,9 @@ def test_a_failure_behind_proposed_tokens_ends_the_answer_where_they_begin() -> 
     masks = constraint.masks([], [1, EOS, 3])
     assert [mask is None for mask in masks] == [False, False, True, True], "an end is never proposed"
     assert matcher.taken == []
+
+
+def test_a_proposed_token_that_the_vocabulary_lacks_is_not_shown_to_the_matcher() -> None:
+    matcher: Any = Matcher()
+    masks = Constraint(matcher, {EOS}, VOCABULARY).masks([], [1, VOCABULARY, 3])
+    assert [mask is None for mask in masks] == [False, False, True, True] and matcher.taken == []

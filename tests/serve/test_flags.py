@@ -114,7 +114,7 @@ def test_replicas_without_ray_are_one_line_and_code_2(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert main(["--replicas", "2", "--port", "0"]) == 2
-    assert "pip install 'ragjax[ray]'" in capsys.readouterr().err
+    assert "pip install '.[ray]' in ragjax's folder" in capsys.readouterr().err
 
 
 def test_bad_model_is_one_line_and_code_2() -> None:

@@ -237,12 +237,37 @@ def test_a_search(served: Served) -> None:
         ("{store}/file_batches", {"file_ids": ["a", "a"]}, 400, "file_ids"),
         ("{store}", {"expires_after": {"anchor": "now", "days": 1}}, 400, "expires_after.anchor"),
         ("{store}", {"colour": 1}, 400, "colour"),
+        (
+            "{store}/files",
+            {"file_id": "f", "chunking_strategy": {"type": "auto", "static": {"max_chunk_size_tokens": 100}}},
+            400,
+            "chunking_strategy.static",
+        ),
     ],
 )
 def test_bad_input(shared: Served, path: str, body: Any, status: int, param: str) -> None:
     store = shared.post("/v1/vector_stores", json={}).json()["id"]
     response = shared.post(f"/v1/vector_stores/{path.format(store=store)}", json=body)
     assert (response.status_code, error_of(response)["param"]) == (status, param), response.text
+
+
+@pytest.mark.parametrize("number", ["1e999", "NaN", "-Infinity"])
+def test_numbers_are_finite(shared: Served, number: str) -> None:
+    store, file = shared.post("/v1/vector_stores", json={}).json()["id"], upload(shared)["id"]
+    kind = {"content-type": "application/json"}
+    body = f'{{"file_id": "{file}", "attributes": {{"a": {number}}}}}'
+    response = shared.post(f"/v1/vector_stores/{store}/files", content=body, headers=kind)
+    assert response.status_code == 400 and shared.get(f"/v1/vector_stores/{store}/files").json()["data"] == []
+    body = f'{{"query": "a", "ranking_options": {{"score_threshold": {number}}}}}'
+    assert shared.post("/v1/vector_stores/demo/search", content=body, headers=kind).status_code == 400
+
+
+@pytest.mark.parametrize(("name", "kind"), [("data:日/本,x.md", "text/markdown"), ("data:text/html,x", "")])
+def test_the_type_of_a_file_comes_from_its_ending(served: Served, name: str, kind: str) -> None:
+    file = upload(served, name=name)["id"]
+    response = served.get(f"/v1/files/{file}/content")
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith(kind or "application/octet-stream")
 
 
 def test_chunks_do_not_overlap(shared: Served) -> None:

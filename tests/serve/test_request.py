@@ -189,6 +189,8 @@ def test_unknown_field_at_each_level(strict: Served, path: str, param: str) -> N
         ("tool_choice", {"type": "function", "function": {"name": "f"}}, "tool_choice"),
         ("tool_choice", {"type": "function"}, "tool_choice"),
         ("response_format", {}, "response_format.type"),
+        ("response_format", {"type": "json_object", "json_schema": {"schema": {}}}, "response_format.json_schema"),
+        ("tool_choice", {"type": "auto", "function": {"name": "f"}}, "tool_choice.function"),
         ("n", True, "n"),
         ("n", 1.0, "n"),
         ("presence_penalty", False, "presence_penalty"),
@@ -292,6 +294,11 @@ def test_body_that_is_no_json_object(shared: Served, body: bytes) -> None:
 def test_body_that_cannot_be_read_says_why(shared: Served, body: bytes, reason: str) -> None:
     error = error_of(shared.post(content=body))
     assert (error["code"], error["param"]) == ("invalid_json", None) and reason in error["message"]
+
+
+def test_a_body_of_another_type_that_is_nested_too_deeply_is_no_error_of_ours(shared: Served) -> None:
+    response = shared.post(content=b"[" * 100_000, headers={"content-type": "text/plain"})
+    assert response.status_code in (400, 415) and error_of(response)["type"] == "invalid_request_error"
 
 
 def test_form_body_says_what_to_send(shared: Served) -> None:

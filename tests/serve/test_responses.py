@@ -169,6 +169,8 @@ def test_what_has_no_effect_is_said(shared: Served) -> None:
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "no such tool"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "must name one of the tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "needs a schema"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}}, "text.format.schema", "does not go with"),
+        ({"tool_choice": {"type": "required", "name": "f"}, "tools": [WEATHER]}, "tool_choice.name", "does not go"),
         ({"max_output_tokens": 0}, "max_output_tokens", ""),
         ({"max_output_tokens": 900}, "input", "context"),
         ({"temperature": 3}, "temperature", "[0, 2]"),

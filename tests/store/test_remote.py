@@ -275,6 +275,19 @@ def test_redis_bounds_the_bytes_of_all_writers_by_recency(port: int) -> None:
     other.close()
 
 
+def test_redis_forgets_the_places_of_what_is_gone(port: int) -> None:
+    size = parcel("0").size
+    remote = redis_of(port, max_bytes=2 * size)
+    remote.put([parcel(str(i)) for i in range(4)])
+    assert remote.members(["c:aa:1"]) == [[parcel("3").key, parcel("2").key]], "the evicted ones are not named"
+    remote.delete([parcel("3").key])
+    assert remote.members(["c:aa:1"]) == [[parcel("2").key]]
+    remote._client.zadd(f"{remote._prefix}p:c:aa:1", {"00" * 32: 1.0})  # as one that expired
+    remote.touch([parcel("2").key])
+    assert remote.members(["c:aa:1"]) == [[parcel("2").key]]
+    remote.close()
+
+
 def test_redis_lets_entries_expire_and_the_books_follow(port: int) -> None:
     remote = redis_of(port, life=1)
     remote.put([parcel("a")])

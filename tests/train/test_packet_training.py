@@ -14,7 +14,7 @@ from ragjax.engine import Engine
 from ragjax.models.packet import Packet
 from tests.support import tiny
 from tests.support.plain import tensors_of
-from tests.support.reading import READING, log_softmax, seen_of, written
+from tests.support.reading import HEAD, READING, copied, log_softmax, seen_of, written
 from tests.support.tiny import byte_tokenizer
 from tests.support.training import ROWS, SMALL, lines, make_model, next_logits, one_device, weights_of
 from train.depft import main as depft_main
@@ -31,52 +31,48 @@ MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), soft=SOFT, distil=True)
 ROTATION = rotation_of(SMALL, 512)
 
 
-def places(wrapper: Wrapper = WRAPPER) -> tuple[np.ndarray, np.ndarray]:
-    """Of READING's tokens with packets: which are soft, and the token without packets that each is (-1: none)."""
-    token, position, _, _ = written(READING, apart=True)
-    context = int(np.flatnonzero(np.diff(position) < 0)[0]) + 1 if (np.diff(position) < 0).any() else len(token)
+SOFTLY, COPY = -1, -2
+
+
+def places(wrapper: Wrapper = WRAPPER) -> np.ndarray:
+    """Of READING's tokens with packets: the token of the plain text that each is, or `SOFTLY`, or `COPY`; int [n]."""
+    token = written(READING, apart=False)[0]
     text = bytes(int(t) if t < 256 else 0 for t in token).decode(errors="replace")
-    ends = []
-    begin = 0
-    for passage in READING.passages:
-        body = (f"{passage.title}\n" if passage.title else "") + passage.text + "\n\n"
-        begin = text.index(body, begin)
-        ends.append((begin, begin + len(body)))
-        begin += len(body)
-    assert context > ends[-1][1] - 1
     where: list[int] = []
-    for i in range(len(token)):
-        where += [-1] * len(wrapper.header) if any(i == b for b, _ in ends) else []
-        where.append(i)
-        where += [-1] * len(wrapper.trailer) if any(i == e - 1 for _, e in ends) else []
-    found = np.array(where)
-    return found < 0, found
+    done = 0
+    for number, passage in enumerate(READING.passages):
+        body = (f"{passage.title}\n" if passage.title else "") + passage.text + "\n\n"
+        begin = text.index(body, done)
+        where += range(done, begin)
+        done = begin + len(body)
+        where += [COPY] * (len(HEAD) if number else 0)
+        where += [*[SOFTLY] * len(wrapper.header), *range(begin, done), *[SOFTLY] * len(wrapper.trailer)]
+    return np.array([*where, *range(done, len(token))])
 
 
 def test_the_student_reads_packets_and_the_teacher_the_text() -> None:
-    example = CODER.example(READING)
-    soft, where = places()
-    token, position, _, learned = written(READING, apart=False)
-    _, _, apart, _ = written(READING, apart=True)
+    example, where = CODER.example(READING), places()
+    soft, copy, bare = where == SOFTLY, where == COPY, np.flatnonzero(where >= 0)
+    token, position, full, learned = written(READING, apart=False)
+    text = ~copied(READING)
+    apart = written(READING, apart=True)[2][np.ix_(text, text)]
     assert example.teacher is not None
-    np.testing.assert_array_equal(example.token[~soft], token)
-    expected = [*WRAPPER.header, *WRAPPER.trailer] * 3
-    np.testing.assert_array_equal(example.token[soft], expected)
-    bare = np.flatnonzero(~soft)
+    np.testing.assert_array_equal(example.token[bare], token)
+    np.testing.assert_array_equal(where[bare], np.arange(len(token)))
+    np.testing.assert_array_equal(example.token[soft], [*WRAPPER.header, *WRAPPER.trailer] * 3)
+    np.testing.assert_array_equal(example.token[copy], [*token[: len(HEAD)]] * 2)
     np.testing.assert_array_equal(example.teacher.position[bare], position)
-    full = seen_of(example.teacher.hide_from, example.teacher.hide_until)
-    np.testing.assert_array_equal(full[np.ix_(bare, bare)], written(READING, apart=False)[2])
-    assert not full[np.ix_(bare, np.flatnonzero(soft))].any(), "the teacher's text sees no soft token"
+    taught = seen_of(example.teacher.hide_from, example.teacher.hide_until)
+    np.testing.assert_array_equal(taught[np.ix_(bare, bare)], full)
+    assert not taught[np.ix_(bare, np.flatnonzero(where < 0))].any(), "the teacher sees no soft token, and no copy"
     seen = seen_of(example.hide_from, example.hide_until)
     np.testing.assert_array_equal(seen[np.ix_(bare, bare)], apart)
     for row in bare[position >= position.max()]:
-        assert seen[row][soft].all(), "questions see all packets whole"
-    ends = np.flatnonzero(np.diff(soft.astype(int)) == 1)  # the last token of text before soft ones
-    first = int(ends[1])  # of the first passage: it sees its header and not its trailer
-    assert seen[first][soft].sum() == len(WRAPPER.header)
+        assert seen[row][soft].all() and not seen[row][copy].any(), "questions see all packets whole, and no copy"
+    first = int(bare[np.flatnonzero(np.diff(bare) > 1)[1]])  # the first passage's last token
+    assert seen[first][soft].sum() == len(WRAPPER.header), "it sees its header and not its trailer"
     np.testing.assert_array_equal(np.flatnonzero(example.target >= 0), bare[[row for row, _ in learned]])
     assert example.position[bare[-1]] == position[-1] + 15, "soft tokens take positions of the student's"
-    assert where[bare[5]] == 5
 
 
 def test_the_loss_is_the_divergence_of_packets_from_the_text() -> None:

@@ -16,9 +16,10 @@ import pytest
 from ragjax.core import ConfigError, Message
 from ragjax.models.adapter import Adapter
 from tests.support.plain import tensors_of
-from tests.support.reading import READING, log_softmax, seen_of, written
+from tests.support.reading import READING, copied, log_softmax, seen_of, written
 from tests.support.tiny import byte_tokenizer
 from tests.support.training import LORA, ROWS, SAMPLES, SMALL, adapters, next_logits, one_device, weights_of
+from train.batch import Rows
 from train.corpus import check_taught
 from train.data import main as data_main
 from train.example import Coder
@@ -44,17 +45,19 @@ def test_each_passage_stands_alone_and_each_question_sees_all_of_them(attention:
         target[row] = what
     np.testing.assert_array_equal(example.target, target)
     assert example.teacher is not None
-    np.testing.assert_array_equal(example.teacher.position, position)
-    np.testing.assert_array_equal(
-        seen_of(example.teacher.hide_from, example.teacher.hide_until), written(READING, apart=False)[2]
-    )
+    own = np.flatnonzero(~copied(READING) if apart else np.ones(len(token), bool))
+    _, position, seen, _ = written(READING, apart=False)
+    np.testing.assert_array_equal(example.teacher.position[own], position)
+    taught = seen_of(example.teacher.hide_from, example.teacher.hide_until)
+    np.testing.assert_array_equal(taught[np.ix_(own, own)], seen)
+    assert taught[own].sum() == seen.sum(), "the teacher sees no copy"
 
 
 def test_a_long_passage_is_cut_as_knowledge_is() -> None:
     text = " ".join(f"Sentence {i} is here." for i in range(20))
     example = CODER.example(replace(READING, passages=(Passage("T", text),), also=()))
-    inside = example.token[(example.hide_from > 0) & (example.hide_until < len(example))]
-    assert bytes(int(x) for x in inside).decode().count("T\n") == 3, "three chunks, each under the title"
+    text = bytes(int(x) for x in example.token if x < 256).decode()
+    assert text.count("T\n") == 3, "three chunks, each under the title"
 
 
 def test_earlier_turns_stand_before_the_passages() -> None:
@@ -75,16 +78,15 @@ ROTATION = rotation_of(SMALL, 512)
 def test_the_loss_is_the_divergence_from_full_attention(plain: bool) -> None:
     """Of two samples packed into one row: the dense float64 forward of both models, each with its own mask."""
     samples = (READING, replace(READING, id="s", passages=READING.passages[:2], also=READING.also[:1]))
-    (microbatch,) = ROWS.pack([CODER.example(sample, plain=plain) for sample in samples])
-    pairs = adapters()
-    kl_N, same_N = (np.asarray(x) for x in loss_program(MODEL)(pairs, weights_of(SMALL), ROTATION, microbatch.batch))
+    (microbatch,) = Rows.up_to(1024).pack([CODER.example(sample, plain=plain) for sample in samples])
+    pairs, rotation = adapters(), rotation_of(SMALL, 1024)
+    kl_N, same_N = (np.asarray(x) for x in loss_program(MODEL)(pairs, weights_of(SMALL), rotation, microbatch.batch))
     tensors = tensors_of(SMALL)
     for i, sample in enumerate(samples):
         token, position, seen, learned = written(sample, apart=not plain)
-        rows = [row for row, _ in learned]
-        full = written(sample, apart=False)[2]
-        teacher = log_softmax(next_logits(SMALL, tensors, token, position, full)[rows])
-        student = log_softmax(next_logits(SMALL, merged(pairs), token, position, seen)[rows])
+        student = log_softmax(next_logits(SMALL, merged(pairs), token, position, seen)[[row for row, _ in learned]])
+        token, position, seen, learned = written(sample, apart=False)
+        teacher = log_softmax(next_logits(SMALL, tensors, token, position, seen)[[row for row, _ in learned]])
         expected = (np.exp(teacher) * (teacher - student)).sum(1)
         np.testing.assert_allclose(kl_N[microbatch.example_N == i], expected, rtol=1e-3, atol=1e-5)
         assert (same_N[microbatch.example_N == i] == (teacher.argmax(1) == student.argmax(1))).all()

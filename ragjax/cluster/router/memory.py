@@ -97,7 +97,8 @@ class Memory:
     def learn(self, need: Need, replica: str, ages: Sequence[int | None], found: Sequence[int]) -> None:
         """Correct the reach by what a request found. ages: as `send` gave them.
 
-        One that found nothing says nothing: some strategies look for nothing.
+        One that found nothing says nothing: some strategies look for nothing. Nor does a piece that was not found right
+        after it was sent: it was computed elsewhere at that time, or is never kept.
         """
         one = self._replicas.get(replica)
         if one is None or not any(found):
@@ -105,7 +106,7 @@ class Memory:
         for age, size, had in zip(ages, need.sizes, found, strict=True):
             if age is None:
                 continue
-            if 2 * had < size and age <= one.reach:
+            if not had and 0 < age <= one.reach:
                 one.reach = float(age) if math.isinf(one.reach) else (one.reach + age) / 2
             elif 2 * had >= size and age > one.reach:
                 one.reach = float(age)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
 from ragjax.cache.keys import digest, raw_of
-from ragjax.core import Composed, Kind, Segment, Tokens
+from ragjax.core import Composed, Kind, Prompt, Segment, SegmentReport, Tokens
 
 BLOCK = 16
 """Tokens of a block of `Need.blocks`."""
@@ -58,6 +59,21 @@ class Need:
         for end in range(BLOCK, len(self.tokens) + 1, BLOCK):
             found.append(_digest(found[-1], self.tokens[end - BLOCK : end]))
         return found[1:]
+
+
+def found_of(prompt: Prompt, reports: Sequence[SegmentReport]) -> list[int]:
+    """Tokens that were found of each segment.
+
+    The branches of a graph's tree have one report together (`ragjax/reuse/dependency.py`): each has its part of it.
+    """
+    if len(reports) == len(prompt.segments):
+        return [report.reused for report in reports]
+    kinds = (i if segment.kind is not Kind.NODE else -1 for i, segment in enumerate(prompt.segments))
+    groups = groupby(zip(kinds, prompt.segments, strict=True), lambda pair: (pair[0], pair[1].id))
+    found = []
+    for (_, group), report in zip(groups, reports, strict=False):
+        found += [len(segment) * report.reused // max(1, report.tokens) for _, segment in group]
+    return found
 
 
 def _owner(segment: Segment, tenant: str) -> bytes:

@@ -27,7 +27,7 @@ FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 class Body(BaseModel):
     """An object of a body."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     @classmethod
     def names(cls) -> set[str]:
@@ -56,6 +56,18 @@ def tag_of(default: str) -> Callable[[object], str]:
         return f"<{kind or default}>"
 
     return tag
+
+
+def refuse_beside(kind: str, param: str, **members: object) -> None:
+    """Refuse members of an object that its type has no use for.
+
+    Raises:
+        core.RequestError: naming the first that is given.
+    """
+    for name, value in members.items():
+        if value is not None:
+            reason = f"{param}.{name} does not go with the type {kind}: leave it out, or choose another type"
+            raise core.RequestError(reason, param=f"{param}.{name}", code="invalid_value")
 
 
 def as_json(value: object, param: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ragjax import core
-from ragjax.serve.schema.body import Body, Name, Text, as_json
+from ragjax.serve.schema.body import Body, Name, Text, as_json, refuse_beside
 
 SCHEMA_OF_OBJECTS = '{"type": "object"}'
 
@@ -29,6 +29,8 @@ class ResponseFormat(Body):
 
     def to_core(self) -> str | None:
         """The JSON Schema of the answer, as JSON text; None: it is text."""
+        if self.type != "json_schema":
+            refuse_beside(self.type, "response_format", json_schema=self.json_schema)
         if self.type == "text":
             return None
         if self.type == "json_object":

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
-from ragjax.serve.schema.body import Body, Count, FilledName, FunctionName, Name, Text, as_json, tag_of
+from ragjax.serve.schema.body import Body, Count, FilledName, FunctionName, Name, Text, as_json, refuse_beside, tag_of
 from ragjax.serve.schema.filter import Filter
 from ragjax.serve.schema.format import SCHEMA_OF_OBJECTS
 from ragjax.serve.schema.item import Item, messages_of
@@ -35,6 +35,8 @@ class TextFormat(Body):
 
     def to_core(self) -> str | None:
         """The JSON Schema of the answer, as JSON text; None: it is text."""
+        if self.type != "json_schema":
+            refuse_beside(self.type, "text.format", schema=self.schema_, name=self.name, description=self.description)
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -181,5 +183,7 @@ class ResponseBody(Body):
             return tools_of(functions, None)
         if choice.type == "file_search":
             return None
+        if choice.type != "function":
+            refuse_beside(choice.type, "tool_choice", name=choice.name)
         named = NamedFunction(name=choice.name) if choice.name is not None else None
         return tools_of(functions, ToolChoice(type=choice.type, function=named))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ragjax import core
-from ragjax.serve.schema.body import Body, FilledName, Name, Text
+from ragjax.serve.schema.body import Body, FilledName, Name, Text, refuse_beside
 from ragjax.serve.schema.filter import Filter
 from ragjax.serve.schema.metadata import Attributes, Metadata
 from ragjax.serve.schema.response import MOST_RESULTS, Ranking
@@ -44,6 +44,7 @@ class Chunking(Body):
             core.RequestError: for what the chunker cannot do.
         """
         if self.type == "auto":
+            refuse_beside(self.type, "chunking_strategy", static=self.static)
             return None
         if self.static is None:
             reason = 'chunking_strategy of type static needs static: {"max_chunk_size_tokens": …}'

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ragjax import core
-from ragjax.serve.schema.body import Body, FunctionName, Text, as_json
+from ragjax.serve.schema.body import Body, FunctionName, Text, as_json, refuse_beside
 
 
 class FunctionTool(Body):
@@ -67,6 +67,8 @@ def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None) -> core.Tool
         core.RequestError: for two tools of one name, or a choice that no tool fits.
     """
     choice = choice or ToolChoice(type="auto")
+    if choice.type != "function":
+        refuse_beside(choice.type, "tool_choice", function=choice.function)
     named = None if choice.type != "function" or choice.function is None else choice.function.name
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):

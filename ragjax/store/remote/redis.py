@@ -30,6 +30,8 @@ local now = redis.call('TIME')
 local prefix, time = ARGV[1], now[1] + now[2] / 1000000
 local ages, sizes, bytes = prefix .. 'ages', prefix .. 'sizes', prefix .. 'bytes'
 local function drop(key)
+    local place = redis.call('HGET', prefix .. 'e:' .. key, 'p')
+    if place and place ~= '' then redis.call('ZREM', prefix .. 'p:' .. place, key) end
     redis.call('DEL', prefix .. 'e:' .. key)
     redis.call('ZREM', ages, key)
     local size = tonumber(redis.call('HGET', sizes, key) or 0)
@@ -41,6 +43,7 @@ local function stay(key, life)
     local place = redis.call('HGET', prefix .. 'e:' .. key, 'p')
     if place ~= '' then
         redis.call('ZADD', prefix .. 'p:' .. place, time, key)
+        redis.call('ZREMRANGEBYSCORE', prefix .. 'p:' .. place, '-inf', time - life)
         redis.call('EXPIRE', prefix .. 'p:' .. place, life)
     end
     return true
@@ -125,7 +128,7 @@ class RedisRemote(Remote):
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError as error:
-            raise ConfigError("a shared cache needs its client: pip install 'ragjax[remote]'") from error
+            raise ConfigError("a shared cache needs its client: pip install '.[remote]' in ragjax's folder") from error
         try:
             client = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)

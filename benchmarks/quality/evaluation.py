@@ -26,6 +26,9 @@ from ragjax.quality.report import divergence
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.fusion import QueryGuided
+from ragjax.reuse.repair import Selective
+from ragjax.reuse.stitch import Isolated
 
 FORCED = 12
 """Tokens of the reference answer over which distributions are compared."""
@@ -81,6 +84,8 @@ class Setting:
 
 
 FULL, NAIVE = Setting("full"), Setting("naive")
+UNFUSED = Selective("fusion", Isolated(), QueryGuided())
+"""`fusion` without preprocessing: the engine's strategy would find what other settings computed behind chunks."""
 
 
 @dataclass(frozen=True)
@@ -221,9 +226,10 @@ class Evaluation:
     def _ask(
         self, question: Question, prompt: Prompt, setting: Setting, strategy: Strategy | None = None, tenant: str = ""
     ) -> Answer:
+        bare = setting.strategy == UNFUSED.name and not setting.neighbours
         return self.engine.answer_prompt(
             prompt,
-            strategy=strategy or setting.strategy,
+            strategy=strategy or (UNFUSED if bare else setting.strategy),
             recompute_ratio=setting.ratio,
             continuation=self.continuation(question),
             max_tokens=self.style.max_tokens,

@@ -15,18 +15,21 @@ import pytest
 
 from ragjax.core import ConfigError, Message
 from ragjax.models.adapter import Adapter
+from ragjax.prompting.chat import chat_prompt
+from tests.support import tiny
 from tests.support.plain import tensors_of
 from tests.support.reading import READING, copied, log_softmax, seen_of, written
 from tests.support.tiny import byte_tokenizer
 from tests.support.training import LORA, ROWS, SAMPLES, SMALL, adapters, next_logits, one_device, weights_of
+from train.answer import answered
 from train.batch import Rows
 from train.corpus import check_taught
 from train.data import main as data_main
-from train.example import Coder
+from train.example import Coder, hits_of
 from train.export import merge
 from train.model import Model, gradient_program, loss_program, rotation_of
-from train.reading import Question, Shape, from_questions
-from train.sample import Passage, Sample, read_samples, write_samples
+from train.reading import Question, Shape, from_questions, without
+from train.sample import Asked, Passage, Sample, read_samples, write_samples
 
 CODER = Coder.of(byte_tokenizer())
 
@@ -195,6 +198,30 @@ def questions(count: int) -> list[Question]:
         for i in range(count)
     ]
     return [Question.from_json(json.loads(json.dumps(line))) for line in lines]
+
+
+def test_a_model_answers_for_itself() -> None:
+    """Greedily, by full attention over the passages; the questions of a sample stay together."""
+    steps: list[int] = []
+    with tiny.engine() as engine:
+        (made,) = answered(engine, [READING], 5, lambda: steps.append(1))
+        assert steps == [1] and [one.question for one in made.asked] == [one.question for one in READING.asked]
+        assert made.passages == READING.passages and made.id == READING.id
+        hits = hits_of(engine.tokenizer, READING.passages)
+        for one in made.asked:
+            prompt = chat_prompt(engine.tokenizer, (Message("user", one.question),), hits)
+            full = engine.answer_prompt(prompt, strategy="full", max_tokens=5)
+            assert one.answer == full.text.strip() != ""
+
+
+def test_questions_that_need_what_is_put_aside_are_not_learned() -> None:
+    one, two, three = (Passage(name, f"Of {name}.") for name in ("A", "B", "C"))
+    asked = Asked("Q?", "a")
+    kept = without(
+        [Question(asked, (one,), (two, three)), Question(asked, (two, three), ()), Question(asked, (three,), (one,))],
+        {two},
+    )
+    assert kept == [Question(asked, (one,), (three,)), Question(asked, (three,), (one,))]
 
 
 def test_samples_ask_what_their_passages_answer() -> None:

@@ -105,7 +105,8 @@ def _stop(own: bool) -> None:
 
 def _reason(error: RuntimeError) -> str:
     """What the engine had to say, out of the messages of Ray Serve, which hold tracebacks."""
-    told = serve.status().applications[APP].deployments
-    message = "\n".join((str(error), *(one.message for one in told.values())))
+    application = serve.status().applications.get(APP)  # none, if it failed before it was registered
+    told = () if application is None else application.deployments.values()
+    message = "\n".join((str(error), *(one.message for one in told)))
     found = re.findall(r"^(?:ragjax\.)\S*Error: (.+)$", message, re.MULTILINE)
     return found[-1] if found else message

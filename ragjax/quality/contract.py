@@ -247,12 +247,12 @@ class Contract:
         """
         if self.observer is not None:
             self.observer(setting.strategy, seen)
-        self._counters["replayed"] += 1
         if exact and seen.kl > self._exact:
             self._fault(setting, seen)
         elif not exact and covered:
             for course in {id(course): course for course in self._courses.values()}.values():
                 self._climb(course, setting, seen)
+        self._counters["replayed"] += 1  # last: who waits for it sees what came of it
 
     def _climb(self, course: _Course, setting: Setting, seen: Divergence) -> None:
         """Take a sample into a course, which may then go on with another setting."""

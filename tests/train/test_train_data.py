@@ -360,7 +360,7 @@ def test_packing_loses_nothing(lengths: list[int], devices: int) -> None:
 
 
 def test_rows_are_whole_blocks() -> None:
-    assert Rows.up_to(1024).lengths == (256, 512, 1024)
+    assert Rows.up_to(1024).lengths == (256, 512, 768, 1024)
     with pytest.raises(ConfigError, match="multiple of 512"):
         Rows.up_to(700)
     assert not Rows.up_to(512).fits(example(513)) and not Rows.up_to(512).fits(example(300, 129))

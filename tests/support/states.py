@@ -13,7 +13,7 @@ class Started(RequestState):
     """A request with an allocation made beforehand, under whose label it goes; `begin` starts it."""
 
     def __init__(self, prompt: Prompt, strategy: Strategy, allocation: Allocation, ratio: float | None = None):
-        super().__init__(allocation.label, Request(), prompt, strategy, ratio)
+        super().__init__(allocation.label, Request(), prompt, prompt, strategy, ratio)
         self._given = allocation
 
     def begin(self) -> None:
@@ -30,7 +30,7 @@ class Asked(RequestState):
     def __init__(
         self, name: str, prompt: Prompt, strategy: Strategy, limit: int, *, arrival: float, background: bool = False
     ):
-        super().__init__(name, Request(background=background), prompt, strategy, times=Times(arrival))
+        super().__init__(name, Request(background=background), prompt, prompt, strategy, times=Times(arrival))
         self.limit, self.said = limit, 0
         self.held = False
 

@@ -69,5 +69,7 @@ def test_what_cannot_be_drawn(name: str, subgraphs: list[Subgraph], message: str
 @pytest.mark.parametrize("package", ["networkx", "matplotlib.figure"])
 def test_a_library_that_is_missing_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"needs {package.split('.')[0]}.*pip install 'ragjax\[notebook\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"needs {package.split('.')[0]}.*pip install '.\[notebook\]' in ragjax's folder"
+    ):
         draw([FILMS], tmp_path / "graph.svg")

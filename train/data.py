@@ -29,6 +29,9 @@ from train.sample import Bad, Sample, lines_of, list_of, read_lines, read_sample
 from train.split import apart, split
 from train.walk import Limits
 
+ANSWER_TOKENS = 24
+"""Of an answer by a model, at most."""
+
 Source = Callable[[argparse.Namespace], tuple[list[Sample], list[Sample]]]
 """Makes samples, and those that are put aside."""
 
@@ -143,6 +146,8 @@ def _entries(file: Path) -> list[Mapping[str, Any]]:
 
 def _from_text(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]:
     """Questions are put aside, not samples: a question comes back in many samples."""
+    if options.answer_tokens is not None and options.answers is None:
+        raise ConfigError("--answer-tokens is of the answers of a model: name it by --answers, or leave it out")
     found = read_lines(options.files, Question.from_json, options.max_bad)
     if not found:
         raise ConfigError(f"no questions in {', '.join(options.files)}")
@@ -165,9 +170,8 @@ def _answered(
     """The same with answers of a model."""
     chosen = EngineOptions(model=options.answers, device_cache_gb=0.5)
     with Engine.load(chosen) as engine, tqdm(total=len(samples) + len(aside), desc="answers", unit="sample") as bar:
-        made = (answered(engine, each, options.answer_tokens, lambda: bar.update()) for each in (samples, aside))
-        first, second = made
-    return first, second
+        most = options.answer_tokens or ANSWER_TOKENS
+        return answered(engine, samples, most, bar.update), answered(engine, aside, most, bar.update)
 
 
 def _from_samples(options: argparse.Namespace) -> list[Sample]:
@@ -209,7 +213,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
             flag("--passages", type=integer(2), default=10, help="of a sample, at most (default: 10)")
             flag("--asked", type=integer(2), default=8, help="questions of a sample (default: 8)")
             flag("--answers", metavar="MODEL", help="answers of this model, instead of written ones")
-            flag("--answer-tokens", type=integer(1), default=24, help="of such an answer, at most (default: 24)")
+            flag("--answer-tokens", type=integer(1), metavar="N", help=f"of such an answer, at most ({ANSWER_TOKENS})")
         if kind == "trivia":
             flag("--triples", nargs="+", required=True, metavar="FILE", help="JSON lines of id, triples, answer")
         kinds.choices[kind].set_defaults(make=make)

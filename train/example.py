@@ -180,36 +180,28 @@ def _isolated(prompt: Prompt) -> Context:
     Rotation makes attention depend on distances alone, so the passage's KV is that of serving, moved to its place.
     """
     system = system_length(prompt)
-    parts: list[Context] = []
+    token, position, end_of, copy = [], [], [], []
     length = 0
-    first = int(NEVER)  # where the first copy is
+    first: int | None = None  # where the first copy is
     for i, segment in enumerate(prompt.segments):
         begin = prompt.starts[i]
         copied = system if segment.kind is Kind.CHUNK and begin != system else 0
-        if copied:
-            first = min(first, length)
-        token = np.concatenate([prompt.tokens[:copied], segment.tokens])
-        copy = np.arange(len(token)) < copied
-        end = length + len(token)
-        hidden = segment.kind is Kind.CHUNK
-        parts.append(
-            Context(
-                token,
-                begin - copied + np.arange(len(token), dtype=np.int32),
-                np.full(len(token), end if hidden else NEVER, np.int32),
-                np.where(copy, NEVER, 0),
-                copy,
-            )
-        )
-        length = end
-    joined = Context(*(np.concatenate(each) for each in zip(*parts, strict=True)))
-    shared = joined.hide_from == NEVER  # what stands before the passages: they see the system prompt, or a copy of it
+        first = length if copied and first is None else first
+        n = copied + len(segment)
+        length += n
+        token += [prompt.tokens[:copied], segment.tokens]
+        position.append(np.arange(begin - copied, begin - copied + n))
+        end_of.append(np.full(n, length if segment.kind is Kind.CHUNK else -1))
+        copy.append(np.arange(n) < copied)
+    end, copies = np.concatenate(end_of), np.concatenate(copy)
+    # what stands before the passages is hidden from copies, and from passages that have one
+    hide_from = np.where(end < 0, length if first is None else first, end)
     return Context(
-        joined.token.astype(np.int32),
-        joined.position.astype(np.int32),
-        np.where(shared, min(first, length), joined.hide_from).astype(np.int32),
-        np.where(joined.copy, NEVER, length).astype(np.int32),
-        joined.copy,
+        np.concatenate(token).astype(np.int32),
+        np.concatenate(position).astype(np.int32),
+        hide_from.astype(np.int32),
+        np.where(copies, NEVER, length).astype(np.int32),
+        copies,
     )
 
 

@@ -10,7 +10,8 @@ from ragjax.quality.contract import Contract
 from ragjax.reuse.budget import EXPECTED, RATIO
 from ragjax.schedule.state import RequestState
 
-AS_FITTED = "preprocessed chunks at full precision, and not all their KV"
+AS_FITTED = "the KV of preprocessed chunks at full precision, and not all of it"
+"""What quality was measured with, and what a prompt lacks of it."""
 
 
 def reports_of(state: RequestState) -> tuple[SegmentReport, ...]:

@@ -35,7 +35,8 @@ class Registry(Generic[T]):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of those that nobody owns, in the order in which they were opened."""
-        return tuple(name for name in tuple(self._held) if name not in self._owners)
+        held = tuple(self._held)  # at once: other threads add and drop some
+        return tuple(name for name in held if name not in self._owners)
 
     def get(self, name: str | None = None) -> T:
         """The one of this name (None: the default one).

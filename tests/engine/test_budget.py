@@ -94,7 +94,7 @@ def test_chunks_whose_preprocessed_kv_is_not_there_are_recomputed(engine: Engine
     before = engine.stats()["quality_requests_total"]
     found = engine.answer(messages, quality=1.5, max_tokens=2)
     assert found.strategy == "fitted" and found.exact_to == "full" and found.figures[RATIO] == 1.0
-    assert EXPECTED not in found.figures and "not all their KV was found" in found.notices[0]
+    assert EXPECTED not in found.figures and "not all of it was found" in found.notices[0]
     assert found.tokens == engine.answer(messages, strategy="full", max_tokens=2).tokens
     after = engine.stats()["quality_requests_total"]
     assert isinstance(before, dict) and isinstance(after, dict) and after["full"] == before["full"] + 1

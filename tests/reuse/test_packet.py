@@ -156,7 +156,7 @@ def test_embeddings_of_text_stay_as_they_are() -> None:
     np.testing.assert_array_equal(after[-5:], rows)
 
 
-def test_shadow_replay_reads_the_prompt_without_packets(engine: Engine) -> None:
+def test_shadow_replay_reads_the_prompt_without_packets() -> None:
     seen: list[float] = []
     contract = Contract(Setting("packet"), "float32", shadow_rate=1.0)
     observe = contract.observe

@@ -71,7 +71,7 @@ def found_of(prompt: Prompt, reports: Sequence[SegmentReport]) -> list[int]:
     kinds = (i if segment.kind is not Kind.NODE else -1 for i, segment in enumerate(prompt.segments))
     groups = groupby(zip(kinds, prompt.segments, strict=True), lambda pair: (pair[0], pair[1].id))
     found = []
-    for (_, group), report in zip(groups, reports, strict=False):
+    for (_, group), report in zip(groups, reports, strict=True):
         found += [len(segment) * report.reused // max(1, report.tokens) for _, segment in group]
     return found
 

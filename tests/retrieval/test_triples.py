@@ -240,7 +240,7 @@ def test_cypher_goes_in_batches_and_closes() -> None:
 ])  # fmt: skip
 def test_a_driver_that_is_missing_is_named(package: str, open_it, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=rf"ragjax\[{package}\]"):
+    with pytest.raises(ConfigError, match=rf"pip install '\.\[{package}\]'"):
         open_it()
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
 
-First every backend that serves on the device against a float64 oracle: small random prompts over head dimension,
-dtype, group, page size, prefill and decode, NaN in all unused slots. Then timings at 16K and 32K rows, each with a spot
-check of its result; TFLOP/s count the tiles that the block lists name, and nothing else. Exit code 1 if a result is
-wrong or one of the cases could not be run.
+First every backend that serves on the device against a float64 oracle, attention and attention scores: small random
+prompts over head dimension, dtype, group, page size, prefill and decode, NaN in all unused slots. Then timings at 16K
+and 32K rows, each with a spot check of its result; TFLOP/s count the tiles that the block lists name, and nothing else.
+Exit code 1 if a result is wrong or one of the cases could not be run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.common import gpu, report
+from benchmarks.kernels import scores
 from benchmarks.kernels.backward import backward
 from benchmarks.kernels.bench import REHEARSAL, Bench, timings
 from benchmarks.kernels.correctness import QUICK_SHAPES, SHAPES, correctness, show_correctness
@@ -22,18 +23,26 @@ from benchmarks.kernels.target import gates, with_ratios
 COLUMNS: tuple[str, ...] = ("case", "backend", "page_size", "block_rows", "rows", "keys", "visible_share", "ms")
 COLUMNS += ("tflops", "gb_s", "peer", "ratio", "error", "failed")
 
+SCORED = 5
+"""Scores are held to each so many-th shape of the matrix: every dtype, head dimension and page size is among them."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     chosen, record = gpu.begin("kernels", __doc__, arguments, memory_share=0.8)
     bench = Bench(REHEARSAL, 2) if chosen.quick else Bench()
+    shapes = QUICK_SHAPES if chosen.quick else SHAPES
     matrix: list[report.Row] = []
+    scored: list[report.Row] = []
     with record.stoppable():
-        matrix = correctness(record, QUICK_SHAPES if chosen.quick else SHAPES)
+        matrix = correctness(record, shapes)
+        scored = scores.correctness(record, shapes[::SCORED])
         timings(record, bench)
         backward(record, bench)
+        scores.timings(record, bench)
     right = show_correctness(matrix) and bool(matrix)
-    timed = [r for r in record.replace(with_ratios) if r["case"] != "correctness"]
+    right = scores.show(scored) and bool(scored) and right
+    timed = [r for r in record.replace(with_ratios) if r["case"] not in ("correctness", "scores")]
     print("\ntimings, median of runs of many calls each:\n" + report.table(timed, COLUMNS))
     judged = gates(timed, record.head.ceilings, bench.model)
     gpu.show_gates(judged)

@@ -107,12 +107,16 @@ CONTENTS: tuple[tuple[tuple[str, bool], ...], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call, and what it should return."""
+    """A call, and what it should return; the oracle's keys and probabilities, and the entry and slot of each key."""
 
     arguments: tuple[Any, ...]
     place_T: Any
     want_THD: Any
     want_TH: Any
+    prob_THN: Any
+    keys: Any
+    entry_N: Any
+    slot_N: Any
 
 
 def pieces_of(kind: str, request: int, lengths: Sequence[int], base: int, rng: np.random.Generator) -> list[Any]:
@@ -156,12 +160,12 @@ def make_case(shape: Shape, requests: Sequence[tuple[str, bool]], seed: int) -> 
     )
     queries = _queries(shape, requests, keys, rng)
     q, rows, place_T = oracle.lay_rows(queries, freq, shape.block_rows, shape.rows, seed)
-    want_THD, want_TH, _ = oracle.attend(queries, keys, freq, shape.dim**-0.5)
+    want_THD, want_TH, prob_THN = oracle.attend(queries, keys, freq, shape.dim**-0.5)
     arguments = (
         q.astype(shape.q_dtype), rows, layout.pages, jnp.int32(layout.layer), layout.entries,
         rotation(shape.dim, MAX_OFFSET + LOCAL),
     )  # fmt: skip
-    return Case(arguments, place_T, want_THD, want_TH)
+    return Case(arguments, place_T, want_THD, want_TH, prob_THN, keys, layout.entry_N, layout.slot_N)
 
 
 def _queries(shape: Shape, requests: Sequence[tuple[str, bool]], keys: Any, rng: np.random.Generator) -> Any:

@@ -69,10 +69,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Programs are compiled without LLVM's optimisations: compiling takes a third less time.
 
-    Those that run longer than they compile are compiled with them, and those of tests that run for long.
+    Those that run longer than they compile are compiled with them, and those of tests that run for long or on a GPU.
     """
     optimised = ("qwen", "long", "gpu", "compile", "optimised")
-    quickly = not any(item.get_closest_marker(name) for name in optimised)
+    quickly = not GPU and not any(item.get_closest_marker(name) for name in optimised)
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quickly))  # for processes that the test starts
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_disable_most_optimizations", quickly)

@@ -6,7 +6,7 @@ Llama-3-8B and Qwen2.5-7B, bfloat16, contexts of 4K to 32K tokens: a system prom
 32. `full`: everything is computed. `naive`: chunks that were computed behind the system prompt alone are read where
 they lie, at their new positions, and the question is computed; `cold` includes the chunks. `recompute-15`: chunks as in
 `naive`, and 15% of the context is recomputed beside the question. The runner is driven without engine and
-scheduler; times run from the host's arrays to the logits on the host. Decoding is greedy, one host round trip a token.
+scheduler; times run from the host's arrays to the token on the host. Decoding is greedy, one host round trip a token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COLUMNS: tuple[str, ...] = ("model", "system", "strategy", "state", "context_tok
 COLUMNS += ("floor_ms", "decode_tokens_per_s", "ttft_ratio_transformers", "ttft_ratio_full")
 COLUMNS += ("decode_ratio_transformers", "failed")
 WORKER = "torch_generate_worker.py"
-MEMORY_SHARE = 0.55  # of the GPU for this process: weights twice while they are stacked, and the pool
+MEMORY_SHARE = 0.55  # of the GPU for this process; transformers has the rest
 PATIENCE_S = 150.0
 SHARE = 0.15
 

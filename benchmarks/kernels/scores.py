@@ -76,7 +76,8 @@ def wanted(shape: Shape, case: Case, labels: Labels) -> Scores:
         return score_SC
 
     of_row_T, of_key_N = labels.row_segment_T[place_T], labels.key_segment_SC[entry_N, slot_N]
-    itself_TN = labels_index(case)[:, None] == case.keys.index_N[None]
+    index_T = np.asarray(case.arguments[1].index_T)[place_T]
+    itself_TN = index_T[:, None] == case.keys.index_N[None]
     apart_TN = prob_TN * ~(itself_TN & (of_row_T[:, None] == of_key_N[None]))
     row_TZ = np.zeros((shape.rows, SEGMENTS))
     counted_T = (of_row_T >= 0) & (of_row_T < SEGMENTS)
@@ -84,11 +85,6 @@ def wanted(shape: Shape, case: Case, labels: Labels) -> Scores:
     return Scores(
         scatter(prob_TN[chosen_T].sum(0)), scatter((case.prob_THN[chosen_T] * norm_HN).mean(1).sum(0)), row_TZ
     )
-
-
-def labels_index(case: Case) -> Any:
-    """Index of each query, in the oracle's order."""
-    return np.asarray(case.arguments[1].index_T)[case.place_T]
 
 
 def compile_scores(backend: str, shape: Shape) -> Any:

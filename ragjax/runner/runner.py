@@ -93,8 +93,8 @@ class Runner(PagePool):
         page_size: slots of a page.
         context: largest position plus one (the model's context length, if None).
         grid: buckets of rows, entries and logits that programs are compiled for.
-        scanned: run a stage's layers by `lax.scan` (compile time independent of depth) instead of unrolled; None
-            chooses per backend. On CPU bfloat16 is 2.6 times faster unrolled.
+        scanned: run a stage's layers by `lax.scan` instead of unrolled: programs are smaller, but XLA copies each
+            layer's matrices before it reads them (a third of a decode step on an H200, docs/kernels.md).
         mesh: as `mesh.make_mesh` makes it (one device, if None).
         attention: backend of attention to try first (`kernels.attention.op.BACKENDS`).
         widen: products of many rows read bfloat16 weights and KV as float32: faster on a CPU without bfloat16 products.
@@ -118,7 +118,7 @@ class Runner(PagePool):
         page_size: int = 64,
         context: int | None = None,
         grid: Grid | None = None,
-        scanned: bool | None = None,
+        scanned: bool = False,
         mesh: Mesh | None = None,
         attention: str | None = None,
         widen: bool = False,
@@ -126,7 +126,6 @@ class Runner(PagePool):
     ):
         mesh = mesh or mesh_of(jax.devices()[:1])
         platform = mesh.devices.flat[0].platform
-        scanned = platform != "cpu" if scanned is None else scanned
         self._weights = weights = Weights.of(decoder, mesh, scanned=scanned)
         self.config = config = decoder.config
         dtype = decoder.embedding[...].dtype

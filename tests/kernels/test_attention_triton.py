@@ -100,6 +100,14 @@ def test_triton_equals_oracle_at_length(name: str) -> None:
     holds()
 
 
+def test_runs_are_found_by_bisection() -> None:
+    end_U = np.array([3, 4, 9, 9, 12, 0, 7], np.int32)  # behind the runs anything may stand
+    for runs in range(6):
+        for item in range(14):
+            found = attention_triton.runs_ended(end_U, jnp.int32(runs), jnp.int32(item))
+            assert int(found) == (end_U[:runs] <= item).sum()
+
+
 @pytest.mark.parametrize("dtype", few(["bfloat16", "float16"], ["float16"]))
 def test_output_has_the_dtype_of_the_query(dtype: str) -> None:
     case = rich(SHAPES["d128-p64-g4-b32-bfloat16"])

@@ -17,6 +17,7 @@ from ragjax.kernels.train_attention.op import choose as choose_interval
 from tests.support.cases import HOPPER, Shape, rich_case
 
 FITS = Shape(64, 16, 2, 4, 8, 48)
+MANY = Shape(64, 64, 48, 4, 16, 48, "bfloat16")  # as many programs as fill a device
 AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu")
 
 
@@ -25,6 +26,10 @@ AMPERE, TURING, CPU = Device("gpu", (8, 0)), Device("gpu", (7, 5)), Device("cpu"
     [
         (FITS, HOPPER, None, "triton", {}),
         (FITS, AMPERE, None, "triton", {}),
+        (MANY, HOPPER, None, "mosaic", {}),
+        (MANY, AMPERE, None, "triton", {}),
+        (replace(MANY, dtype="float32"), HOPPER, None, "triton", {}),
+        (replace(MANY, kv_heads=2), HOPPER, None, "triton", {}),
         (FITS, CPU, None, "xla", {}),
         (FITS, Device("tpu"), None, "xla", {}),
         (FITS, HOPPER, "xla", "xla", {}),

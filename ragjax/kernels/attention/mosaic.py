@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ragjax.kernels.attention.mosaic_consumer import consume
 from ragjax.kernels.attention.mosaic_memory import TILE, Inputs, Place, Ref, Shared, Sizes, arguments, scratch_of
 from ragjax.kernels.attention.mosaic_producer import produce
+from ragjax.kernels.attention.split import splits
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
 
@@ -39,6 +40,19 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
     if device.capability >= (10, 0):
         return f"wgmma needs compute capability 9.x, not {'.'.join(map(str, device.capability))}"
     return _unfit(q_THD, view)
+
+
+def leads(q_THD: jax.Array, view: View, device: Device) -> bool:
+    """Whether this backend is the fastest for the call (docs/kernels.md): it serves it, and programs fill the device.
+
+    It does not split lists, so fewer programs would leave multiprocessors idle.
+    """
+    if refusal(q_THD, view, device) is not None:
+        return False
+    kv_heads = view.pages.k_LPKCD.shape[2]
+    tiles = -(-view.block_rows * (q_THD.shape[1] // kv_heads) // (2 * TILE))
+    programs = q_THD.shape[0] // view.block_rows * tiles * kv_heads
+    return splits(programs, view.entries.request_S.shape[0]) == 1
 
 
 def _unfit(q_THD: jax.Array, view: View) -> str | None:

@@ -40,6 +40,9 @@ STAGES = 5
 pages in flight, three one.
 """
 
+SPREAD = 4
+"""Of rows in blocks of one, those of other requests, one in so many has a list as a rule: the others are padding."""
+
 TILE = 64 * 128 * 2
 """Bytes of a page of one KV head that registers and shared memory are best used with: 64 slots of 128 in bfloat16."""
 
@@ -72,11 +75,12 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
     tile = slots * dim * view.pages.k_LPKCD.dtype.itemsize
     rows = min(folded, MOST_ROWS if tile <= TILE else MOST_ROWS // 2 if tile <= 2 * TILE else LEAST_ROWS)
     programs = t // view.block_rows * (folded // rows) * kv_heads
+    busy = -(-programs // SPREAD) if view.block_rows == 1 else programs
     return Tiling(
         rows=rows,
         groups=groups,
         parts=folded // rows,
-        splits=splits(programs, view.entries.request_S.shape[0]),
+        splits=splits(busy, view.entries.request_S.shape[0]),
         warps=8 if rows >= 64 or tile > TILE else 4,
         stages=STAGES if tile <= 2 * TILE else 3,
     )
@@ -196,10 +200,15 @@ def _kernel(
         acc_MD = acc_MD * decay_M[:, None] + dot(prob_MC.astype(dtype), v_CD)
         return acc_MD, new_M, sum_M * decay_M + prob_MC.sum(axis=1)
 
-    count = extent_ref[1]
+    runs, count = extent_ref[0], extent_ref[1]
     share = (count + splits - 1) // splits
     low = pl.program_id(2) * share
     high = jnp.minimum(low + share, count)
+    mine, beyond, here = jnp.int32(0), runs, jnp.int32(0)
+    if splits > 1:  # each run costs a rotation, so those of other programs are left out
+        mine = runs_ended(end_ref, runs, low)
+        here = jnp.where(mine > 0, end_ref[jnp.maximum(mine - 1, 0)], 0)
+        beyond = jnp.minimum(runs_ended(end_ref, runs, high - 1) + 1, runs)
 
     def run(u: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
         begin, state = carry
@@ -211,11 +220,22 @@ def _kernel(
         return end, state
 
     start = jnp.zeros((rows, dim), jnp.float32), jnp.full((rows,), -jnp.inf), jnp.zeros((rows,), jnp.float32)
-    _, (acc_MD, max_M, sum_M) = lax.fori_loop(0, extent_ref[0], run, (jnp.int32(0), start))
+    _, (acc_MD, max_M, sum_M) = lax.fori_loop(mine, beyond, run, (here, start))
     dead_M = (sum_M == 0.0) | (index_ref[...] < 0)
     safe_M = jnp.where(dead_M, 1.0, sum_M)
     out_ref[...] = jnp.where(dead_M[:, None], 0.0, acc_MD / safe_M[:, None]).astype(out_ref.dtype)
     lse_ref[...] = jnp.where(dead_M, -jnp.inf, (max_M + jnp.log2(safe_M)) / LOG2E)
+
+
+def runs_ended(end_ref: Any, runs: jax.Array, item: jax.Array) -> jax.Array:
+    """Within a kernel, how many of a list's runs end at or before an item, by bisection."""
+    low: jax.Array = jnp.int32(0)
+    high = runs
+    for _ in range(end_ref.shape[0].bit_length()):
+        middle = (low + high) // 2
+        ended = (low < high) & (end_ref[jnp.minimum(middle, end_ref.shape[0] - 1)] <= item)
+        low, high = jnp.where(ended, middle + 1, low), jnp.where(ended | (low >= high), high, middle)
+    return low
 
 
 def dot(x: jax.Array, y: jax.Array, *, trans_b: bool = False) -> jax.Array:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.kernels import scores
 from benchmarks.kernels.correctness import CONTENTS, SHAPES, correctness, show_correctness
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention.op import Backend
@@ -93,3 +95,33 @@ def test_the_matrix_covers_what_it_should() -> None:
             assert {s.dim for s in own if s.dtype == dtype} == {64, 128}
         padded = [s.block_rows * (1 << (s.groups - 1).bit_length()) for s in own if s.block_rows > 1]
         assert set(padded) <= {64, 128}
+
+
+def test_right_scores_pass() -> None:
+    rows = scores.correctness(record_of(), (SHAPE,))
+    assert [(r["backend"], r["cases"], r["wrong"]) for r in rows] == [("xla", len(CONTENTS), 0)]
+    assert scores.show(rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("key_scores", lambda op, q, lse, view, chosen, **more: op(q, lse, view, None, **more)),
+        ("key_scores", lambda op, q, lse, *rest, **more: op(q, lse + 1e-3, *rest, **more)),
+        ("row_segment_score", lambda op, q, lse, view, row, *rest, **more: op(q, lse, view, row - 1, *rest, **more)),
+    ],
+    ids=["all rows count", "sums of another softmax", "segments of other rows"],
+)
+def test_wrong_scores_are_found(name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scores, name, partial(change, getattr(scores, name)))
+    rows = scores.correctness(record_of(), (SHAPE,))
+    assert rows[0]["wrong"] and not scores.show(rows)
+
+
+def test_scores_that_cannot_be_compiled_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such instruction")
+
+    monkeypatch.setattr(scores, "key_scores", broken)
+    rows = scores.correctness(record_of(), (SHAPE,))
+    assert "no such instruction" in rows[0]["failed"] and not scores.show(rows)

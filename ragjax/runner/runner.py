@@ -142,6 +142,7 @@ class Runner(PagePool):
         jitted = jax.jit(create, out_shardings=NamedSharding(mesh, POOL))
         spec = Spec(
             weights.layer_def,
+            weights.stage_def,
             weights.ends_def,
             mesh,
             scanned,

@@ -26,7 +26,7 @@ from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from ragjax.models.decoder import Decoder, Layer
 from ragjax.runner.mesh import AXES, HEADS, POOL
-from ragjax.runner.weights import Parameters
+from ragjax.runner.weights import Leaves, Parameters
 
 OUTSIDE = 2**30
 """A slot beyond any pool."""
@@ -49,11 +49,13 @@ Measured = tuple[Measure, int]
 class Spec:
     """What a program is compiled for, besides shapes.
 
-    scanned: a stage's layers run by `lax.scan`. scale: what attention logits are multiplied by. widen: products of many
-    rows read bfloat16 weights and KV as float32. cap: of attention logits, as of `View`.
+    stage: puts a stage's weights together. scanned: its layers run by `lax.scan`. scale: what attention logits are
+    multiplied by. widen: products of many rows read bfloat16 weights and KV as float32. cap: of attention logits, as of
+    `View`.
     """
 
     layer: nnx.GraphDef[Layer]
+    stage: jax.tree_util.PyTreeDef
     ends: nnx.GraphDef[Decoder]
     mesh: Mesh
     scanned: bool
@@ -158,7 +160,7 @@ def stage(
     backends: tuple[str, ...],
     layers: int,
     measure: Measured | None,
-    weights: Parameters,
+    leaves: Leaves,
     pool: Pages,
     x_TE: jax.Array,
     inputs: Inputs,
@@ -175,7 +177,7 @@ def stage(
         backends: of attention, of each part, and of shared keys if the step has places for them.
         layers: how many of the stage's layers run.
         measure: what the chosen layers measure of the rows of the last part, if anything.
-        weights: of the stage.
+        leaves: the stage's weights.
         pool: of the stage; donated, the rows' KV is written into it.
         x_TE: residual rows, float32 [T, E].
         inputs: what `begin` made.
@@ -188,6 +190,7 @@ def stage(
         Residual rows behind these layers, the pool, and per layer what is measured (zeros of those not chosen).
     """
     attend = _sharded_attention(spec, shape, backends, measure)
+    weights = jax.tree.unflatten(spec.stage, leaves)
 
     def layer(x_TE: jax.Array, pool: Pages, state: Parameters, index: Any) -> tuple[jax.Array, Pages, jax.Array]:
         block = nnx.merge(spec.layer, state)

@@ -17,6 +17,9 @@ from ragjax.runner.mesh import spec_of
 Parameters = Any
 """Parameters of a layer or of the ends, an nnx state; of a stage, a tuple of them or one stacked state."""
 
+Leaves = tuple[jax.Array, ...]
+"""The arrays of a stage's parameters: to take an nnx state apart at every step takes half a millisecond."""
+
 STAGE_LAYERS = 8
 """Most layers of a stage."""
 
@@ -25,14 +28,15 @@ STAGE_LAYERS = 8
 class Weights:
     """Parameters on the mesh, each split along the axes that `mesh.RULES` names.
 
-    ends: embeddings, last norm and head. stages: the layers, `depth` of them each. layer_def, ends_def: what
-    `nnx.merge` makes modules with.
+    ends: embeddings, last norm and head. stages: the layers, `depth` of them each; `stage_def` puts one together.
+    layer_def, ends_def: what `nnx.merge` makes modules with.
     """
 
     ends_def: nnx.GraphDef[Decoder]
     layer_def: nnx.GraphDef[Layer]
+    stage_def: jax.tree_util.PyTreeDef
     ends: Parameters
-    stages: tuple[Parameters, ...]
+    stages: tuple[Leaves, ...]
     depth: int
 
     @staticmethod
@@ -45,8 +49,9 @@ class Weights:
             layer_def, layers = split_layers(decoder)
             ends_def, ends = nnx.split(without_layers(decoder))
             stages = [layers[i : i + depth] for i in range(0, len(layers), depth)]
-            placed = tuple(_place(_stack(stage) if scanned else tuple(stage), mesh) for stage in stages)
-            return Weights(ends_def, layer_def, _place(ends, mesh), placed, depth)
+            placed = [_place(_stack(stage) if scanned else tuple(stage), mesh) for stage in stages]
+            leaves = tuple(tuple(jax.tree.leaves(stage)) for stage in placed)
+            return Weights(ends_def, layer_def, jax.tree.structure(placed[0]), _place(ends, mesh), leaves, depth)
 
 
 def stage_depth(layers: int) -> int:

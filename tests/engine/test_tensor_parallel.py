@@ -109,7 +109,8 @@ assert alone == {"begin": [], "stage": [], "end": [], "extract": [], "insert": [
 travels = {"begin": ["all-reduce"], "stage": ["all-reduce"] * 2, "end": ["all-gather"]}
 assert split == {**alone, **travels}, split
 weights = made[4]._weights
-shapes = {name: weights.stages[0][0][name].get_value().addressable_shards[0].data.shape
+layers = jax.tree.unflatten(weights.stage_def, weights.stages[0])
+shapes = {name: layers[0][name].get_value().addressable_shards[0].data.shape
           for name in ("qkv", "out", "gate_up", "down")}
 assert shapes == {"qkv": (1, 3, 16, 48), "out": (48, 1, 1, 16), "gate_up": (1, 2, 16, 48), "down": (48, 16)}, shapes
 assert weights.ends["embedding"].get_value().addressable_shards[0].data.shape == (66, 48)

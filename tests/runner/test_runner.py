@@ -673,7 +673,8 @@ for devices, backend in ((1, "xla"), (8, "xla"), (8, "triton")):
     shard = made._pools[0].k_LPKCD.addressable_shards[0].data.shape
     assert len(made._pools[0].k_LPKCD.addressable_shards) == devices
     assert shard == (2, 40, 4 if devices == 1 else 1, t.PAGE, 8), shard
-    qkv = made._weights.stages[0][0]["qkv"].get_value().addressable_shards[0].data.shape
+    layers = jax.tree.unflatten(made._weights.stage_def, made._weights.stages[0])
+    qkv = layers[0]["qkv"].get_value().addressable_shards[0].data.shape
     assert qkv == ((4, 6, 8, 32) if devices == 1 else (1, 4, 8, 32)), qkv
     pages = np.arange(1, 7, dtype=np.int32)
     copies = made.extract(pages)

@@ -208,7 +208,7 @@ class _Endpoints:
         reply = Reply(self._engine, body, asked, request.state.notices)
         events = self._events(asked, request.state.arrived)
         if body.stream:
-            return TypedStream(reply.stream(events, request.scope))
+            return TypedStream(reply.told(events), reply.failed)
         return JSONResponse(await while_connected(reply.whole(events), request.receive))
 
     def _sources(self, body: ResponseBody, tenant: str) -> tuple[core.Source, ...]:

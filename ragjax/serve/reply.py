@@ -8,11 +8,9 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from starlette.types import Scope
-
 from ragjax import core
 from ragjax.serve.calls import CallReader
-from ragjax.serve.error import api_error
+from ragjax.serve.error import ApiError
 from ragjax.serve.library import cited
 from ragjax.serve.output import Output, number
 from ragjax.serve.response import Json, account, logprobs_of
@@ -55,20 +53,11 @@ class Reply:
         response: Json = last["response"]
         return response
 
-    async def stream(self, events: AsyncGenerator[core.Event, None], scope: Scope) -> AsyncGenerator[Json, None]:
-        """The events. An error before the first is raised, a later one is the event `response.failed`."""
-        begun = False
-        try:
-            async with aclosing(self.told(events)) as told:
-                async for event in told:
-                    begun = True
-                    yield event
-        except Exception as error:
-            if not begun:
-                raise
-            body = api_error(error, scope).body["error"]
-            failure = {"code": body["code"] or body["type"], "message": body["message"]}
-            yield self._numbered({"type": "response.failed", "response": self._response("failed", error=failure)})
+    def failed(self, error: ApiError) -> Json:
+        """The event `response.failed`, which ends a stream that has begun."""
+        body = error.body["error"]
+        failure = {"code": body["code"] or body["type"], "message": body["message"]}
+        return self._numbered({"type": "response.failed", "response": self._response("failed", error=failure)})
 
     async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
         """The events, of which the last one holds the whole response. Nothing is told before the engine's first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from ragjax.serve.error import api_error
+from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.response import Json
 
 T = TypeVar("T")
@@ -45,16 +45,20 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events of JSON chunks, then `[DONE]`.
 
-    The response begins with the first chunk, so an error before it becomes an HTTP error; a later one
-    becomes an event `{"error": …}` that ends the stream. The chunks are closed when the client leaves.
+    The response begins with the first chunk, so an error before it becomes an HTTP error; a later one becomes the event
+    that ends the stream: what `failed` makes of it, `{"error": …}` by default. The chunks are closed when the client
+    leaves.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[Json, None]):
+    def __init__(
+        self, chunks: AsyncGenerator[Json, None], failed: Callable[[ApiError], Json] = lambda error: error.body
+    ):
         # x-accel-buffering: reverse proxies such as nginx would otherwise hold the events back.
         super().__init__((), headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._chunks = chunks
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the stream (ASGI)."""
@@ -72,7 +76,7 @@ class EventStream(StreamingResponse):
                     await _send_event(send, chunk)
                 await send({"type": "http.response.body", "body": self._end, "more_body": True})
             except (Exception, asyncio.CancelledError) as error:
-                await _send_event(send, api_error(error, scope).body)
+                await _send_event(send, self._failed(api_error(error, scope)))
                 if isinstance(error, asyncio.CancelledError):
                     raise
             finally:

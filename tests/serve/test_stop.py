@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -40,6 +41,22 @@ def test_stop_cancels_after_the_grace_time(stream: bool) -> None:
     engine.audit()
     error = events_of(answers[0])[-1]["error"] if stream else error_of(answers[0])
     assert error["code"] == "stopping" and answers[0].status_code == (200 if stream else 503)
+
+
+def test_a_stream_of_a_response_that_is_cancelled_fails() -> None:
+    engine = FakeEngine(tokens=("word ",) * 1000, delay=0.02)
+    body = {"model": "fake", "input": "Who?", "stream": True}
+    with serving(engine, grace=1) as served:
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(served.post("/v1/responses", json=body)))
+        asking.start()
+        wait_for(lambda: engine.running == 1)
+        served.stop()
+        asking.join(10)
+    events = [json.loads(line.removeprefix("data: ")) for line in answers[0].text.splitlines() if line[:5] == "data:"]
+    failed = events[-1]
+    assert failed["type"] == "response.failed" and failed["response"]["error"]["code"] == "stopping"
+    assert failed["sequence_number"] == len(events) - 1 and engine.cancelled == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

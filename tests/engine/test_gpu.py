@@ -1,0 +1,33 @@
+"""On a GPU the engine answers as on a CPU. Run with RAGJAX_TEST_GPU=1 and `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_answers_as_a_cpu(dtype: str, tmp_path: Path) -> None:
+    found = {}
+    for platform in ("cpu", "cuda"):
+        file = tmp_path / f"{platform}.npz"
+        command = [sys.executable, "-m", "tests.support.device_program", file, dtype]
+        subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": platform}, check=True)
+        with np.load(file) as arrays:
+            found[platform] = {name: arrays[name] for name in arrays.files}
+    cpu, gpu = found["cpu"], found["cuda"]
+    assert gpu.pop("backends").tolist() == ["triton"] and cpu.pop("backends").tolist() == ["xla"]
+    assert cpu.keys() == gpu.keys() and len(cpu) > 80
+    for name, what in cpu.items():
+        if name.endswith("logits"):
+            tolerance = 1e-3 if dtype == "float32" else 0.1
+            np.testing.assert_allclose(gpu[name], what, rtol=tolerance, atol=tolerance * what.std(), err_msg=name)
+        elif dtype == "float32":
+            assert gpu[name].tolist() == what.tolist(), name

@@ -149,7 +149,7 @@ STEPS = [(*measured, bucket) for measured in MEASURED for bucket in (1, 3, -1)]
 def test_stage_of_a_model_lowers(
     config: ModelConfig, bucket: int, what: Measure | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scanned layers under shard_map, with the pool in the carry: one kernel serves them all."""
+    """Layers under shard_map, one after the other over the same pool."""
     check_stage(config, bucket, what, kernel, stages.Place(), monkeypatch)
 
 
@@ -186,8 +186,8 @@ def check_stage(
     decoder = Decoder.abstract(config)
     layer, states = split_layers(decoder)
     ends_def, ends = nnx.split(without_layers(decoder))
-    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct((layers, *x.shape), x.dtype), states[0])
-    spec = stages.Spec(layer, ends_def, hopper_mesh(), True, config.head_dim**-0.5)  # type: ignore[arg-type]
+    leaves, stage_def = jax.tree.flatten(tuple(states[:layers]))
+    spec = stages.Spec(layer, stage_def, ends_def, hopper_mesh(), False, config.head_dim**-0.5)  # type: ignore[arg-type]
     begin = partial(stages.begin, spec, row_shape)
     lower(begin, ends, table, step)
     x_TE, inputs = jax.eval_shape(begin, ends, table, step)
@@ -197,5 +197,6 @@ def check_stage(
     probe = {name: shape(sizes[name.rsplit("_", 1)[1]]) for name in (ARRAYS[what] if what else ())}
     chosen_L = jax.ShapeDtypeStruct((layers if what else 0,), jnp.bool_)
     whole = partial(stages.stage, spec, row_shape, ("triton",) * attentions, layers, measure)
-    stage = lower(whole, weights, pool, x_TE, inputs, table, chosen_L, probe, place)
-    assert [one.name for one in kernels(stage)] == ["paged_interval_attention"] * attentions + kernel
+    stage = lower(whole, tuple(leaves), pool, x_TE, inputs, table, chosen_L, probe, place)
+    of_layer = ["paged_interval_attention"] * attentions + kernel
+    assert [one.name for one in kernels(stage)] == of_layer * layers

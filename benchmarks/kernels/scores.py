@@ -156,7 +156,7 @@ def timings(record: gpu.Record, bench: Bench) -> None:
 
 def _measure(bench: Bench, mask: Mask, page_size: int, backend: str, what: str) -> dict[str, Any]:
     m = bench.model
-    block = bench.block_rows("triton" if backend == "triton" else "xla", mask, page_size)
+    block = bench.block_rows(backend, mask, page_size)
     assert block is not None
     view, q = bench.view(mask, page_size, block), bench.queries(len(mask.index_T))
     if backend == "triton" and (reason := triton.refusal(q, view, bench.device, SEGMENTS)):

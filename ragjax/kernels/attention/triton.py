@@ -41,7 +41,9 @@ pages in flight, three one.
 """
 
 SPREAD = 4
-"""Of rows in blocks of one, those of other requests, one in so many has a list as a rule: the others are padding."""
+"""Rows in blocks of one decode, one for each request. About one in so many is in use; the others are padding, whose
+lists are empty: lists are split as if there were that many fewer programs.
+"""
 
 TILE = 64 * 128 * 2
 """Bytes of a page of one KV head that registers and shared memory are best used with: 64 slots of 128 in bfloat16."""

@@ -39,7 +39,19 @@ def test_kernels_rehearsal(tmp_path: Path, small: None, capsys: pytest.CaptureFi
     assert kernels.main(["--platform", "cpu", "--quick", "--json", str(tmp_path / "r.json")]) == 0
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     cases = {r["case"] for r in rows}
-    assert {"correctness", "block-lists", "chunks", "tree", "causal", "graph", "recompute-moved", "gate"} <= cases
+    assert {
+        "correctness",
+        "scores",
+        "key-scores",
+        "segment-scores",
+        "block-lists",
+        "chunks",
+        "tree",
+        "causal",
+        "graph",
+        "recompute-moved",
+        "gate",
+    } <= cases
     assert {"recompute-in-place", "recompute-patched", "decode-in-place", "decode-moved", "backward"} <= cases
     keys = {"case", "backend", "dtype", "head_dim", "rows", "keys", "visible_share", "ms", "tflops", "peer", "ratio"}
     assert all(keys <= set(r) for r in rows if r["case"] in ("chunks", "tree", "causal", "recompute-moved"))

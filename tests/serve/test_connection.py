@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPResponse
 from threading import Thread
 from typing import Any
 
@@ -137,8 +138,9 @@ def test_a_long_answer_and_a_second_request_have_their_time() -> None:
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         for _ in range(3):
             connection.sendall(head + body)
-            answer = connection.recv(65536)
-            assert answer.startswith(b"HTTP/1.1 200") and b"The lighthouse is red." in answer
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 200 and b"The lighthouse is red." in answer.read()
         assert until_closed(connection) == b""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,8 @@ from ragjax.reuse.repair import RATIO, Selective, Selector
 from ragjax.reuse.select import share
 from ragjax.reuse.signals import NAMES, QUARTERS, Signals
 from ragjax.reuse.trial import Drawn, Once, Told
+
+T = TypeVar("T")
 
 TRIALS = (0.05, 0.15, 0.3, 0.15) * 2
 """Ratios of the random trials on a question."""
@@ -156,8 +159,7 @@ def _trial(selector: Selector) -> Selective:
 def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], seed: int = 0) -> FitReport:
     """Fit on half of the questions, and check on the others; `step` is called after each of `answers_of(...)` answers.
 
-    The halves are drawn at random: what the cutoffs promise holds where held-out questions are like later ones, in
-    whatever order a file lists them. The documents are preprocessed.
+    The documents are preprocessed.
 
     Raises:
         ConfigError: if there are too few questions, or none over two chunks.
@@ -166,16 +168,15 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
     if len(usable) < LEAST:
         raise ConfigError(f"a fit takes {LEAST} questions over two chunks or more, and there are {len(usable)}")
     random = np.random.default_rng(seed)
-    drawn = [usable[i] for i in random.permutation(len(usable))]
-    held_out = len(drawn) // 2
-    benches = [Bench(engine, asked, step) for asked in drawn[held_out:]]
+    to_fit, to_hold_out = halves(usable, random)
+    benches = [Bench(engine, asked, step) for asked in to_fit]
     tried = [bench.tried(random) for bench in benches]
     contestants = [*CONTESTANTS, *(_named(weights_of(tried, _array(PRIOR), penalty)) for penalty in PENALTIES)]
     seen = [(bench.kl, bench.contest(contestants)) for bench in benches]
     weights = contestants[least(seen)]
     weights_S = _array(weights) / sum(weights.values())
     held, before = [], []
-    for asked in drawn[:held_out]:
+    for asked in to_hold_out:
         bench = Bench(engine, asked, step)
         held.append(bench.ladder(weights))
         before.append(bench.prior())
@@ -194,6 +195,16 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
         contest=_contest(contestants, [kls for _, kls in seen]),
         budgets=_budgets(forecast),
     )
+
+
+def halves(questions: Sequence[T], random: np.random.Generator) -> tuple[list[T], list[T]]:
+    """The questions to fit on, one more where the number is odd, and those to hold out; both in random order.
+
+    At random, because the cutoffs hold for questions that are like those held out: a file may list its questions in an
+    order that means something.
+    """
+    drawn = [questions[i] for i in random.permutation(len(questions))]
+    return drawn[len(drawn) // 2 :], drawn[: len(drawn) // 2]
 
 
 def _budgets(forecast: Forecast | None) -> tuple[Spent, ...]:

@@ -168,7 +168,7 @@ def _answered(
     options: argparse.Namespace, samples: Sequence[Sample], aside: Sequence[Sample]
 ) -> tuple[list[Sample], list[Sample]]:
     """The same with answers of a model."""
-    chosen = EngineOptions(model=options.answers, device_cache_gb=0.5)
+    chosen = EngineOptions(model=options.answers, device_cache_gb=0.5, compile=False)
     with Engine.load(chosen) as engine, tqdm(total=len(samples) + len(aside), desc="answers", unit="sample") as bar:
         most = options.answer_tokens or ANSWER_TOKENS
         return answered(engine, samples, most, bar.update), answered(engine, aside, most, bar.update)

@@ -174,7 +174,7 @@ def _run(options: argparse.Namespace) -> int:
     desired = Desired.parse(options.quality)
     questions = [json.loads(line)["question"] for line in (DEMO / "questions.jsonl").read_text("utf-8").splitlines()]
     questions = questions[: WARM + options.limit]
-    asked = replace(engine_options(options), knowledge=knowledge("demo"), strategy="full")
+    asked = replace(engine_options(options), knowledge=knowledge("demo"), strategy="full", compile=False)
     with Engine.load(asked, strategies=candidates()) as engine:
         trials, found = search(engine, desired, questions)
         _print(trials, desired)

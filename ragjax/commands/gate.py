@@ -247,8 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    """Load, fit a selector, and keep it where the server looks for it; the exit code."""
-    with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge)) as engine:
+    """Load, fit a selector, and keep it where the server looks for it; the exit code.
+
+    Nothing is timed, so programs are compiled when they are first used: a fit does not use all shapes.
+    """
+    with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), compile=False) as engine:
         _preprocess(engine)
         questions = demo_questions(engine, options.limit, options.questions)
         with tqdm(total=fitting.answers_of(len(questions)), desc="fitting", unit="answer") as bar:

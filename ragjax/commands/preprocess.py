@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(argv)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("ragjax").setLevel(logging.INFO)
-        with Engine.load(engine_options(options)) as engine:
+        logging.getLogger("ragjax.runner.programs").setLevel(logging.WARNING)  # a line for each would break the bar
+        with Engine.load(engine_options(options), compile=False) as engine:  # a third of the programs are used
             report = _prepare(engine, options)
     except core.RagjaxError as error:
         print(f"ragjax.preprocess: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any, ClassVar
@@ -545,8 +546,8 @@ def test_the_command(
 ) -> None:
     asked: dict[str, Any] = {}
 
-    def load(options: EngineOptions) -> Engine:
-        asked.update(vars(options))
+    def load(options: EngineOptions, **changes: Any) -> Engine:
+        asked.update(vars(replace(options, **changes)))
         made = tiny.engine()
         made.add_documents(documents())
         return made
@@ -561,7 +562,7 @@ def test_the_command(
     assert "(0.25 s per chunk, 4 chunks/s)" in capsys.readouterr().out
     assert asked["n"] == 3 and asked["dtype"] == "float32" and asked["knowledge"] == {"docs": tmp_path / "docs"}
     assert asked["storage"].disk == str(tmp_path / "kv") and asked["storage"].disk_gb == 2
-    assert asked["index_dir"] == str(tmp_path / "index")
+    assert asked["index_dir"] == str(tmp_path / "index") and not asked["compile"]
 
 
 @pytest.mark.parametrize(

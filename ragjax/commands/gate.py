@@ -31,7 +31,7 @@ from ragjax import core
 from ragjax.commands import fitting
 from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
-from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, Wrapper
+from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, StorageOptions, Wrapper
 from ragjax.engine import Engine
 from ragjax.engine.build import SOME_FIT, craft_alpha, fit_of, fit_path, report_path
 from ragjax.engine.preprocessing import preprocess
@@ -46,6 +46,9 @@ from ragjax.reuse.packet import NAME as PACKET
 RATIOS = (0.0, 0.05, 0.15, 0.3)
 """Recompute ratios measured of selective strategies, besides their own choice."""
 
+LEAST = 2
+"""Questions of a report."""
+
 ALONE = 16
 """Questions that are also asked with one chunk alone."""
 
@@ -55,6 +58,9 @@ BUNDLED = DEMO / "questions.jsonl"
 REFERENCE = 16
 """Most tokens of a reference answer."""
 
+
+HOST_GB = 8.0
+"""Host memory for KV, of 2^30 bytes; taken as it is needed."""
 
 NEEDED = {FITTED: UNFITTED, PACKET: "an adapter of python -m train.packet as --model"}
 """What a model lacks that these strategies do not serve."""
@@ -251,7 +257,7 @@ def _fit(options: argparse.Namespace) -> int:
 
     Nothing is timed, so programs are compiled when they are first used: a fit does not use all shapes.
     """
-    with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), compile=False) as engine:
+    with _engine(options, compile=False) as engine:
         _preprocess(engine)
         questions = demo_questions(engine, options.limit, options.questions)
         with tqdm(total=fitting.answers_of(len(questions)), desc="fitting", unit="answer") as bar:
@@ -264,17 +270,27 @@ def _fit(options: argparse.Namespace) -> int:
     return 0
 
 
+def _engine(options: argparse.Namespace, compile: bool = True) -> Engine:
+    """The model over the documents. Preprocessed ones have KV twice: what the device has no room for waits beside it."""
+    storage = StorageOptions(host_gb=HOST_GB)
+    return Engine.load(
+        engine_options(options), knowledge=knowledge(options.knowledge), storage=storage, compile=compile
+    )
+
+
 def _measured(options: argparse.Namespace) -> Report:
     """Load, measure, and keep the report where the server looks for it."""
     known = strategies(fit=SOME_FIT, wrapper=Wrapper.of(0, 1, 1))
     settings = settings_of(known, options.strategies, options.ratios)
-    with Engine.load(engine_options(options), knowledge=knowledge(options.knowledge)) as engine:
+    with _engine(options) as engine:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
         alpha = craft_alpha(engine.identity)
         if names & PREPROCESSED:
             _preprocess(engine, record="fusion+craft" in names)
         questions = demo_questions(engine, options.limit, options.questions)
+        if len(questions) < LEAST:
+            raise ConfigError(f"{options.questions}: a report takes at least {LEAST} questions, not {len(questions)}")
         with tqdm(total=answers_of(len(questions), settings), desc="measuring", unit="answer") as bar:
             measurements = measure(engine, questions, settings, bar.update)
         report = Report(
@@ -312,7 +328,10 @@ def _preprocess(engine: Engine, record: bool = False) -> None:
     """
     lost = preprocess(engine, record=record).lost
     if lost:
-        raise ConfigError(f"the KV of {lost} preprocessed chunks has no room: raise --device-cache-gb")
+        raise ConfigError(
+            f"the KV of {lost} preprocessed chunks has no room, not in {HOST_GB:g} GiB of host memory either: raise "
+            "--device-cache-gb"
+        )
 
 
 def _table(report: Report, budget: Budget, chosen: Setting | None) -> Iterator[str]:
@@ -339,7 +358,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")
     flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
     flag("--ratios", type=_ratios, default=RATIOS, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
-    flag("--limit", type=integer(2), help="questions (default: all)")
+    flag("--limit", type=integer(LEAST), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
     if options.fit == (options.budget is not None):

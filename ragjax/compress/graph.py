@@ -90,9 +90,8 @@ def propagate(
     ordered_N = jnp.lexsort((-s_N, ~candidate_N)).astype(jnp.int32)
     source_I = ordered_N[: len(rank_I)]
     source_I = jnp.where((rank_I < number) & candidate_N[source_I], source_I, -1)
-    cosine_IY, index_IY = key_neighbours(
-        ends.receiver_NKD, candidate_N, source_I, graph.neighbours, asking_NKD=ends.sender_NKD
-    )
+    count = min(graph.neighbours, s_N.shape[0])
+    cosine_IY, index_IY = key_neighbours(ends.receiver_NKD, candidate_N, source_I, count, asking_NKD=ends.sender_NKD)
     edge_IY = graph.strength * jnp.minimum(cosine_IY, 1.0)
     if graph.order == "ordered":
         place_N = jnp.zeros_like(ordered_N).at[ordered_N].set(jnp.arange(len(ordered_N), dtype=jnp.int32))

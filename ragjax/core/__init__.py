@@ -61,7 +61,7 @@ from ragjax.core.request import (
     Tools,
 )
 from ragjax.core.step import Grid, Residual, RowShape, Step, StepMeasure
-from ragjax.core.tokens import NEVER, Intervals, Tokens, has_controls, intervals, is_unicode
+from ragjax.core.tokens import NEVER, Intervals, Tokens, has_controls, intervals, is_unicode, readable
 from ragjax.core.visibility import Visibility
 from ragjax.core.wrapper import Wrapper
 
@@ -157,4 +157,5 @@ __all__ = [
     "has_controls",
     "intervals",
     "is_unicode",
+    "readable",
 ]

@@ -30,6 +30,9 @@ BY_LAYER = frozenset({"pyramidkv", "cake"})
 ROOM = 64
 """Room for kept tokens that a program has, at least. More room is its doubles: few programs serve all budgets."""
 
+MOST_NEIGHBOURS = 1024
+"""Neighbours of a source, at most."""
+
 MOST_ROUNDS = 3
 """Rounds of propagation, at most: GraphKV's Fig. 6 ends there."""
 
@@ -67,6 +70,12 @@ class Graph:
         _number(self, "sources", "graph.sources")
         _check(0.0 < self.sources <= 1.0, "graph.sources", "must lie in (0, 1]", self.sources)
         _whole(self, "neighbours", "graph.neighbours", 1)
+        _check(
+            self.neighbours <= MOST_NEIGHBOURS,
+            "graph.neighbours",
+            f"must be at most {MOST_NEIGHBOURS}",
+            self.neighbours,
+        )
         _whole(self, "rounds", "graph.rounds", 0)
         _check(self.rounds <= MOST_ROUNDS, "graph.rounds", f"must be at most {MOST_ROUNDS}", self.rounds)
         _choice(self.signal, "graph.signal", get_args(Signal))

@@ -36,6 +36,11 @@ def is_unicode(text: str) -> bool:
     return True
 
 
+def readable(text: str) -> str:
+    """The text, with "?" for halves of surrogate pairs: what a client wrote can then be told in an error."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 def has_controls(text: str) -> bool:
     """Whether a text holds control characters (line ends, escapes): in a name they would forge lines of a log."""
     return any(unicodedata.category(char) == "Cc" for char in text)

@@ -239,14 +239,14 @@ class Preparation:
         compression = self._compression(request, strategy)
         if compression is not None or rag.kl is not None or (rag.strategy is None and self.contract.budgeted):
             prompt = prompt.whole  # all tokens are scored; a budget was measured with all of a chunk's KV
-        if compression is not None and compression != self.compression and len(prompt) > compression.budget:
-            self.compressions.take(compression)
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
         state.sampler = Sampler(request.sampling, plain.tokens, self._constraint(request))
         state.notices += [] if notice is None else [notice]
         if self.lookup:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)
+        if compression is not None and compression != self.compression and len(prompt) > compression.budget:
+            self.compressions.take(compression)  # last: a request that is refused compiles none
         if not request.background and self.contract.draws():
             state.shadowed = []
         return state

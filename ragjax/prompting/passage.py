@@ -26,11 +26,12 @@ MOST = 4096
 _NAMED = (
     "context|documents?|docs?|passages?|sources?|chunks?|results?|texts?|snippets?|references?|question|query|answer"
 )
-_LABEL = rf"(?:\[\d+\]:?|(?:helpful +)?(?:{_NAMED})[ \t]*(?:#?\d+|\[\d+\])?[ \t]*:)[ \t]*\n?"
+# Runs of blanks are possessive (*+): two neighbouring ones would be tried in all ways, in quadratic time.
+_LABEL = rf"(?:\[\d+\]:?|(?:helpful +)?(?:{_NAMED})[ \t]*+(?:(?:#?\d+|\[\d+\])[ \t]*+)?:)[ \t]*\n?"
 _BREAKS = (
     r"\r?\n(?:[ \t]*\r?\n)+",  # blank lines
-    r"(?:^|(?<=\n))[ \t]*(?:([-=*_#])\1{2,}|(?:</?[A-Za-z][^<>\n]*>[ \t]*)+)[ \t]*(?:\r?\n|$)",  # rules, tags
-    rf"(?:^|(?<=\n))[ \t]*(?i:{_LABEL})",
+    r"(?:^|(?<=\n))[ \t]*+(?:([-=*_#])\1{2,}+[ \t]*+|(?:</?[A-Za-z][^<>\n]*>[ \t]*+)+)(?:\r?\n|$)",  # rules, tags
+    rf"(?:^|(?<=\n))[ \t]*+(?i:{_LABEL})",
 )
 _ORDINAL = re.compile(r"\(?\d+[.)]\s+")
 _WORD = re.compile(r"[\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]\s*|[^\s\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff]+\s*")

@@ -6,12 +6,13 @@ sees and nobody changes. A file becomes one document, whose id is the file's; a 
 
 from __future__ import annotations
 
-import logging
 import re
 import shutil
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,9 +36,9 @@ FOLDER = ".library"
 """Beside the folders of the knowledge bases; none of them can have this name."""
 FEWEST_TOKENS, MOST_TOKENS = 100, 4096
 """Tokens of a chunk that a client may ask for, as in OpenAI's API."""
+STORES_OF_TENANT = 1000
+"""Stores that a tenant may have; each keeps two files open."""
 _ID = re.compile(r"vs_[0-9a-f]{24}")
-
-_log = logging.getLogger(__name__)
 
 
 class Library(Files):
@@ -59,11 +60,10 @@ class Library(Files):
     def open(self) -> None:
         """Open the stores that were kept, and go on with what was not finished."""
         self._begin()
-        owners = self._catalog.owners()
+        kept = self._catalog.owners()
+        owners = {store: tenant for store, tenant in kept.items() if not self._expired(tenant, store)}
         self._sweep(set(owners))
         for store, tenant in owners.items():
-            if self._expired(tenant, store):
-                continue
             base = self._bases.make(store, tenant)
             wanted = {
                 one.file: one for one in self._catalog.attachments(store) if one.state not in ("failed", "cancelled")
@@ -90,11 +90,24 @@ class Library(Files):
         days: int | None = None,
         description: str | None = None,
     ) -> Store:
-        """Make a store."""
+        """Make a store.
+
+        Raises:
+            RequestError: if the tenant has as many as it may.
+            ConfigError: if it cannot be made; nothing of it is left then.
+        """
+        if len(self._catalog.stores(tenant)) >= STORES_OF_TENANT:
+            reason = f"you have {STORES_OF_TENANT} vector stores, as many as a server keeps for one client: delete some"
+            raise RequestError(reason, code="quota_exceeded")
         now = int(self._now())
         store = Store(f"vs_{hexadecimal()}", name, now, now, days, metadata or {}, description)
         self._catalog.add_store(tenant, store)
-        self._bases.make(store.id, tenant)
+        try:
+            self._bases.make(store.id, tenant)
+        except BaseException:
+            self._catalog.remove_store(store.id)
+            self._drop(store.id)
+            raise
         return store
 
     def stores(self, tenant: str) -> list[Store]:
@@ -129,10 +142,9 @@ class Library(Files):
 
     def delete(self, tenant: str, store: str) -> None:
         """Delete a store; its files stay. Raises as `update`."""
-        gone = self._changeable(tenant, store)
+        self._changeable(tenant, store)
         self._catalog.remove_store(store)
-        if not gone.expired:
-            self._drop(store)
+        self._drop(store)
 
     def use(self, tenant: str, store: str) -> None:
         """Note that a store is used, if this is one.
@@ -161,7 +173,11 @@ class Library(Files):
             self.file(tenant, one.file)
         made = Batch(f"vsfb_{hexadecimal()}", store.id, now) if batch else None
         rows = [replace(one, created=now, batch=None if made is None else made.id) for one in attachments]
-        self._catalog.attach(rows, made)
+        try:
+            self._catalog.attach(rows, made)
+        except sqlite3.IntegrityError:  # it was removed, or its time ran out, since it was looked up
+            reason = "the vector store, or one of the files, was deleted just now"
+            raise MissingError(reason, param="file_id", code="not_found") from None
         self._catalog.touch(store.id, now)
         for row in rows:
             self._intake.start(row)
@@ -294,12 +310,14 @@ class Library(Files):
     # ------------------------------------------------------------------------------------------ the rules
 
     def _drop(self, store: str) -> None:
-        self._bases.drop(store)
+        """Close a store if it is open, and delete its folder."""
+        with suppress(RequestError):  # it expired before, or before it was opened
+            self._bases.drop(store)
         if self._directory is not None:
             shutil.rmtree(self._directory / store, ignore_errors=True)
 
     def _sweep(self, known: set[str]) -> None:
-        """Delete the folders of stores that were deleted just before the process ended."""
+        """Delete the folders of stores that were deleted, or have expired, just before the process ended."""
         if self._directory is None:
             return
         for folder in self._directory.iterdir():
@@ -340,8 +358,5 @@ class Library(Files):
             return store
         gone = replace(store, expired=True)
         self._catalog.expire_store(store.id)
-        try:
-            self._drop(store.id)
-        except RequestError:  # it was not opened yet
-            _log.debug("%s has expired before it was opened", store.id)
+        self._drop(store.id)
         return gone

@@ -7,11 +7,12 @@ import importlib.util
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse_options(argv)
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("ragjax").setLevel(options.log_level.upper())
+        _open_many()
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
             _run(engine, listener, options)
     except core.RagjaxError as error:
@@ -224,6 +226,13 @@ def _start(options: argparse.Namespace) -> Service:
     from ragjax.cluster.start import start
 
     return start(options.engine, options.replicas, options.ray_address, options.grace, options.router)
+
+
+def _open_many() -> None:
+    """Let the process open as many files as the system allows it: connections and vector stores take them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems name a limit here that they do not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def app_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        message, param = core.readable(message), None if param is None else core.readable(param)
         super().__init__(status, message, headers)
         self.body = {"error": {"message": message, "type": type, "param": param, "code": code}}
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ragjax.core import RequestError
+from ragjax.core import RequestError, readable
 from ragjax.serve.schema import (
     ITEMS,
     LOGPROBS,
@@ -162,7 +162,7 @@ def _take(path: str, name: str, value: object, found: _Found) -> None:
 
 def _notice(what: str, names: list[str]) -> str:
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"fields of the request, {what}: {', '.join(names[:NAMED])}{more}"
+    return readable(f"fields of the request, {what}: {', '.join(names[:NAMED])}{more}")
 
 
 def _levels(body: object, form: type[Body]) -> Iterator[tuple[str, dict[str, Any], type[Body]]]:

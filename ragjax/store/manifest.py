@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -52,7 +53,12 @@ def claim(directory: Path, manifest: Manifest) -> tuple[Path, int]:
 
     It is named by the identity. One whose manifest is of another version, another identity or not readable is left as
     it is (a process of that version may be using it), and the name with ".1", ".2" and so on is tried.
+
+    Raises:
+        OSError: the directory cannot be made or entered, so that every name would fail.
     """
+    directory.mkdir(parents=True, exist_ok=True)
+    os.stat(os.path.join(directory, "."))  # as a string: a Path would leave the point out, and so not enter it
     for number in count():
         folder = directory / (manifest.identity.hex() + (f".{number}" if number else ""))
         try:

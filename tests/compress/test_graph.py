@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from ragjax.compress import Evidence
+from ragjax.compress import graph as graph_module
 from ragjax.compress.graph import Ends, ends, propagate, sources
 from ragjax.core.compression import Graph
+from ragjax.kernels.reductions.op import key_neighbours
 from tests.support import eviction
 
 N, K, D = 40, 2, 6
@@ -57,6 +59,7 @@ GRAPHS = {
     "evict in order": Graph(neighbours=5, signal="evict", order="ordered"),
     "weak": Graph(neighbours=5, strength=0.4),
     "all neighbours": Graph(neighbours=64),
+    "more than there are": Graph(neighbours=1024),
 }
 
 
@@ -196,3 +199,17 @@ def test_bfloat16_bits_are_compared_as_numbers() -> None:
 @pytest.mark.parametrize(("share", "budget", "number"), [(0.3, 512, 154), (0.3, 10, 3), (1.0, 7, 7), (0.01, 32, 1)])
 def test_sources_are_a_share_of_the_budget_rounded_up(share: float, budget: int, number: int) -> None:
     assert sources(Graph(sources=share), budget) == number
+
+
+def test_neighbours_take_no_room_beyond_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    s, k = case(0, "random")
+    widths = []
+
+    def spied(*arrays, **options):  # type: ignore[no-untyped-def]
+        found = key_neighbours(*arrays, **options)
+        widths.extend(x.shape[1] for x in found)
+        return found
+
+    monkeypatch.setattr(graph_module, "key_neighbours", spied)
+    propagate(jnp.asarray(s), Ends(jnp.asarray(k)), jnp.ones(N, bool), jnp.int32(8), Graph(neighbours=1024), 12)
+    assert widths == [N, N]

@@ -74,6 +74,7 @@ GOOD = {"method": "snapkv", "budget": 64}
         ({**GOOD, "graph": {"sources": math.nan}}, "graph.sources", r"must lie in \(0, 1\]"),
         ({**GOOD, "graph": {"sources": "0.3"}}, "graph.sources", "must be a number"),
         ({**GOOD, "graph": {"neighbours": 0}}, "graph.neighbours", "must be a whole number of at least 1"),
+        ({**GOOD, "graph": {"neighbours": 1025}}, "graph.neighbours", "must be at most 1024, not 1025"),
         ({**GOOD, "graph": {"rounds": 4}}, "graph.rounds", "must be at most 3"),
         ({**GOOD, "graph": {"signal": "boost"}}, "graph.signal", "must be one of decay, enhance, evict"),
         ({**GOOD, "graph": {"edges": "vk"}}, "graph.edges", "must be one of kk, vv, kv, qk, qq"),

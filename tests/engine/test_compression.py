@@ -282,6 +282,16 @@ def test_a_client_cannot_have_any_number_of_programs_compiled(monkeypatch: pytes
         assert engine.answer_prompt(tiny.prompt(), compression="knorm:50", max_tokens=1).kept == 50
 
 
+def test_a_request_that_is_refused_compiles_no_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MOST_COMPRESSIONS", 1)
+    with tiny.engine() as engine:
+        too_long = tiny.prompt(question=engine.context_length)
+        for given in ("knorm:40", "keydiff:40"):
+            with pytest.raises(RequestError, match="tokens"):
+                engine.answer_prompt(too_long, compression=given, max_tokens=1)
+        assert engine.answer_prompt(tiny.prompt(), compression="streaming:40", max_tokens=1).kept == 40
+
+
 def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
     seen = []
     contract = Contract(Setting("full"), "float32", shadow_rate=1.0)

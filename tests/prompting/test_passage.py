@@ -87,3 +87,11 @@ def test_which_chats_bring_passages():
     assert brings_passages(CUTTER, (Message("user", stuffed), Message("assistant", "Ida."), Message("user", "When?")))
     assert brings_passages(CUTTER, (Message("user", "Who?"), Message("tool", f"{HARBOUR}\n\nEnd.")))
     assert not brings_passages(CUTTER, (Message("system", stuffed), Message("user", HARBOUR)))
+
+
+@pytest.mark.parametrize("begin", ["context", "[1]", "<a>", "helpful ", "---", "context 1", "<a> <b>", "\n"])
+def test_many_blanks_take_no_time_of_their_own(begin):
+    """As patterns that try all ways to share out blanks would: hours for this."""
+    text = begin + 300_000 * " " + "x"
+    assert [part.text for part in CUTTER.parts(text, {text.strip()})] == [text]
+    assert not brings_passages(CUTTER, [Message("user", text)])

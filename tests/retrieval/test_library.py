@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from reportlab.pdfgen.canvas import Canvas
 
-from ragjax.core import Attachment, Comparison, Counts, DamageError, MissingError, RequestError
+from ragjax.core import Attachment, Comparison, ConfigError, Counts, DamageError, File, MissingError, RequestError
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import FOLDER, Library
@@ -413,4 +413,70 @@ def test_chunks_are_as_long_as_asked_for() -> None:
     settled(library, store)
     assert len(library.passages("", store, small)) < len(sizes)
     assert isinstance(shelf, Shelf)
+    library.close()
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_store_that_expires_while_nobody_serves_leaves_the_disk(deleted: bool, tmp_path: Path) -> None:
+    """Killed between the note that it has expired and the removal, too."""
+    library, shelf = open_library(tmp_path, now=lambda: 0.0)
+    store = library.create("", "s", days=1).id
+    put(library, store, "Bees make honey.")
+    library.close()
+    shelf.close()
+    if deleted:
+        catalog = Catalog(tmp_path / FOLDER / "catalog.sqlite")
+        catalog.expire_store(store)
+        catalog.close()
+    assert (tmp_path / store).exists()
+    library, shelf = open_library(tmp_path, now=lambda: 200_000.0)
+    assert not (tmp_path / store).exists() and store not in shelf.held
+    assert library.store("", store).expired
+    library.delete("", store)
+    assert library.stores("") == []
+    library.close()
+
+
+def test_stores_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragjax.retrieval.library.STORES_OF_TENANT", 2)
+    library, _ = open_library()
+    first, _ = library.create("acme", "a"), library.create("acme", "b")
+    with pytest.raises(RequestError, match="you have 2 vector stores") as caught:
+        library.create("acme", "c")
+    assert caught.value.code == "quota_exceeded"
+    library.create("", "of somebody else")
+    library.delete("acme", first.id)
+    library.create("acme", "c")
+    library.close()
+
+
+def test_a_store_that_cannot_be_made_is_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, shelf = open_library(tmp_path)
+
+    def fail(name: str | None = None, owner: str | None = None) -> KnowledgeBase:
+        (tmp_path / str(name)).mkdir()
+        raise ConfigError("unable to open database file")
+
+    with monkeypatch.context() as changed, pytest.raises(ConfigError):
+        changed.setattr(shelf, "make", fail)
+        library.create("", "s")
+    assert library.stores("") == [] and not list(tmp_path.glob("vs_*"))
+    library.close()
+
+
+@pytest.mark.parametrize("gone", ["file", "store"])
+def test_what_is_deleted_while_it_is_attached_is_missing(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, _ = open_library()
+    store, file = library.create("", "s").id, library.upload("", "a.txt", "assistants", b"honey").id
+    look = library.file
+
+    def remove_after(tenant: str, wanted: str) -> File:
+        seen = look(tenant, wanted)
+        monkeypatch.setattr(library, "file", look)
+        library.remove("", file) if gone == "file" else library.delete("", store)
+        return seen
+
+    monkeypatch.setattr(library, "file", remove_after)
+    with pytest.raises(MissingError, match="was deleted just now"):
+        library.attach("", [Attachment(store, file, 0)], batch=True)
     library.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -37,6 +38,19 @@ def test_a_neutral_field_changes_nothing_but_a_notice(caught: Caught, name: str)
     assert caught.request(**{name: NEUTRAL[name]}) == caught.request()
     (notice,) = notices_of(caught.served.post(json={**CHAT, name: NEUTRAL[name]}).json())
     assert notice == f"fields of the request, no effect here: {name}"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "fields", [{"a\ud800": 1}, {"rag": {"b\ud800": 1}}, {"rag": {"compression": {"method": "knorm", "c\ud800": 1}}}]
+)
+def test_a_name_that_is_no_unicode_can_be_told(fields: dict[str, Any], strict: bool) -> None:
+    with serving(FakeEngine(), strict=strict) as served:
+        response = served.post(content=json.dumps({**CHAT, **fields}), headers={"content-type": "application/json"})
+    if response.status_code == 200:
+        assert not strict and notices_of(response.json()) == ["fields of the request, unknown and ignored: a?"]
+    else:
+        assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
 
 
 def test_openai_sends_all_neutral_fields(shared: Served) -> None:

@@ -369,3 +369,18 @@ def test_parse_and_tools_by_the_client_against_an_engine_in_miniature() -> None:
             model="tiny", input=[{"role": "user", "content": "Hi"}, call, told], max_output_tokens=3
         )
         assert again.usage.output_tokens == 3
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", '"\\ud800"'])
+@pytest.mark.parametrize("where", ["tools", "text"])
+def test_a_schema_that_no_json_text_holds(shared: Served, where: str, value: str) -> None:
+    """It is refused where no grammar is made of it, too; the response repeats it."""
+    schema = {"type": "object", "default": "VALUE"}
+    given: dict[str, Any] = {
+        "tools": {"tools": [{**WEATHER, "parameters": schema}], "tool_choice": "none"},
+        "text": {"text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}},
+    }[where]
+    for stream in (False, True):
+        body = json.dumps({**ASK, **given, "stream": stream}).replace('"VALUE"', value)
+        response = shared.post("/v1/responses", content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400 and error_of(response)["code"] == "invalid_schema", response.text

@@ -99,11 +99,14 @@ def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
 
 
 @contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """Nothing below the folder can be written; root, which may write anywhere, is nobody meanwhile."""
+def read_only(folder: Path, folders: int = 0o555) -> Iterator[None]:
+    """Nothing below the folder can be written; root, which may write anywhere, is nobody meanwhile.
+
+    folders: their mode.
+    """
     paths = [folder, *folder.rglob("*")]
     for path in paths:
-        path.chmod(0o555 if path.is_dir() else 0o444)
+        path.chmod(folders if path.is_dir() else 0o444)
     root = os.geteuid() == 0
     if root:
         os.seteuid(65534)
@@ -121,6 +124,21 @@ def open_to_all() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         yield Path(directory)
+
+
+@pytest.mark.parametrize("name", ["loop", 300 * "n"])
+def test_a_directory_that_no_folder_can_be_looked_for_in_is_named(tmp_path: Path, name: str) -> None:
+    """Every name in it fails alike, so it does not help to try another."""
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="cannot be used as a disk cache"):
+        open_store(tmp_path / name / "kv")
+
+
+def test_a_directory_that_cannot_be_entered_is_named(open_to_all: Path) -> None:
+    closed = open_to_all / "kv"
+    closed.mkdir()
+    with read_only(closed, folders=0), pytest.raises(ConfigError, match="cannot be used as a disk cache"):
+        open_store(closed)
 
 
 def test_a_read_only_directory_is_read_from(open_to_all: Path) -> None:

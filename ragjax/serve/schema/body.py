@@ -74,9 +74,15 @@ def as_json(value: object, param: str) -> str:
     """The value as JSON text.
 
     Raises:
-        core.RequestError: if it is nested too deeply; it names `param`.
+        core.RequestError: if it is nested too deeply, or holds what JSON text cannot: NaN, an infinity, or half of a
+            surrogate pair; it names `param`.
     """
     try:
-        return json.dumps(value)
+        if core.is_unicode(json.dumps(value, allow_nan=False, ensure_ascii=False)):
+            return json.dumps(value)
+        reason = "holds half of a surrogate pair: write whole characters"
     except RecursionError:
-        raise core.RequestError(f"{param} is nested too deeply", param=param, code="invalid_schema") from None
+        reason = "is nested too deeply"
+    except ValueError:
+        reason = "holds NaN or an infinity, which JSON does not have"
+    raise core.RequestError(f"{param} {reason}", param=param, code="invalid_schema")

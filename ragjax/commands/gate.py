@@ -271,7 +271,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _engine(options: argparse.Namespace, compile: bool = True) -> Engine:
-    """The model over the documents. Preprocessed ones have KV twice: what the device has no room for waits beside it."""
+    """The model over the documents. KV is kept fused and isolated, and in host memory where the device has no room."""
     storage = StorageOptions(host_gb=HOST_GB)
     return Engine.load(
         engine_options(options), knowledge=knowledge(options.knowledge), storage=storage, compile=compile

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ragjax.commands import fitting, gate
-from ragjax.core import ConfigError, Divergence, Document, Message, Rag, RequestError
+from ragjax.core import ConfigError, Divergence, Document, Message, Rag, RequestError, StorageOptions
 from ragjax.core.fit import Fit, Forecast
 from ragjax.engine import Engine
 from ragjax.engine.build import _report, fit_of, fit_path, report_path
@@ -177,7 +177,8 @@ def test_the_command_keeps_a_fit_where_a_server_finds_it(
     monkeypatch.setattr(fitting, "TRIALS", (0.2,))
     made = tiny.engine(identity=b"me" * 16, top_k=2)
     made.add_documents(DOCUMENTS[:4])
-    monkeypatch.setattr(Engine, "load", lambda *_, **__: made)
+    loaded: dict[str, object] = {}
+    monkeypatch.setattr(Engine, "load", lambda *_, **options: loaded.update(options) or made)
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question": "Where is the ferry?", "answers": ["At nine."]}\n' * 4)
     flags = ["--fit", "--knowledge", str(tmp_path), "--questions", str(questions), "--json", str(tmp_path / "fit.json")]
@@ -185,6 +186,7 @@ def test_the_command_keeps_a_fit_where_a_server_finds_it(
     report = FitReport.load(tmp_path / "fit.json", (b"me" * 16).hex())
     assert fit_of(b"me" * 16) == report.fit and fit_of(b"us" * 16) is None
     assert "fitted on 2 questions, checked on 2 others" in capsys.readouterr().out
+    assert not loaded["compile"] and loaded["storage"] == StorageOptions(host_gb=gate.HOST_GB)
     kept = fit_path(b"me" * 16)
     kept.write_text(kept.read_text().replace(next(iter(report.fit.weights)), "charm"))
     with pytest.raises(ConfigError, match=r"no signal 'charm'; run .*gate --fit again"):
@@ -201,7 +203,7 @@ def test_a_fit_without_room_for_the_kv_that_it_measures_is_refused(
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"question": "Where is the ferry?", "answers": ["At nine."]}\n' * 4)
     assert gate.main(["--fit", "--knowledge", str(tmp_path), "--questions", str(questions)]) == 2
-    assert "3 preprocessed chunks has no room: raise --device-cache-gb" in capsys.readouterr().err
+    assert "3 preprocessed chunks has no room, not in 8 GiB of host memory either: raise" in capsys.readouterr().err
 
 
 def test_figures_of_another_fit_are_left_out(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -878,6 +878,20 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     prefix, naive = found.measurements
     assert (prefix.setting, prefix.n, naive.setting) == (PREFIX, 2, NAIVE)
     assert prefix.kl < 1e-9 < naive.kl
+    assert loaded["compile"] and loaded["storage"].host_gb == gate.HOST_GB
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_report_takes_two_questions(
+    count: int, engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.add_documents([Document("a", "The ferry leaves at nine.")])
+    monkeypatch.setattr(gate.Engine, "load", lambda *_, **__: engine)
+    file = tmp_path / "questions.jsonl"
+    file.write_text('{"question": "Where?", "answers": ["Here."]}\n' * count)
+    flags = ["--budget", "KL=1", "--strategies", "prefix", "--knowledge", str(tmp_path), "--questions", str(file)]
+    assert gate.main(flags) == 2
+    assert f"at least 2 questions, not {count}" in capsys.readouterr().err
 
 
 def test_the_command_tells_what_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

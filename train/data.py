@@ -157,7 +157,8 @@ def _from_text(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]
     if held >= len(questions):
         raise ConfigError(f"--aside {options.aside} takes {held} of {len(questions)} questions; put fewer there")
     aside = from_questions(questions[:held], shape, options.aside, options.seed) if held else []
-    rest = without(questions[held:], {passage for sample in aside for passage in sample.passages})
+    shown = {passage for sample in aside for passage in sample.passages}
+    rest = without(questions[held:], questions[:held], shown)
     if not rest:
         raise ConfigError(f"all questions share passages with the {options.aside} samples put aside; put fewer there")
     samples = _kept(from_questions(rest, shape, options.count, options.seed), options)
@@ -203,8 +204,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         )
         flag("--aside-out", type=Path, metavar="FILE", help="where to (default: --out with .aside.jsonl)")
         flag("--apart", nargs="+", metavar="FILE", help="leave out what shares an answering path with these samples")
-        flag("--paths", type=integer(1), default=30, help="of a question, at most (default: 30)")
-        flag("--hops", type=integer(1, 4), default=3, help="of a path, at most (default: 3)")
+        if kind in ("kg", "graph", "trivia"):
+            flag(
+                "--paths", type=integer(1), default=30, help="of a question, at most, but all that answer (default: 30)"
+            )
+            flag("--hops", type=integer(1, 4), default=3, help="of a path, at most (default: 3)")
         flag("--seed", type=integer(0), default=0)
         flag("--max-bad", type=integer(0), default=0, help="lines of each kind of file that may be wrong (default: 0)")
         if kind in ("graph", "text"):

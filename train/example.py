@@ -66,6 +66,12 @@ class Example:
         """How many tokens are learned."""
         return int((self.target >= 0).sum())
 
+    @property
+    def answers(self) -> int:
+        """How many answers are learned: runs of targets."""
+        learned = self.target >= 0
+        return int((learned & ~np.append(False, learned[:-1])).sum())
+
 
 @dataclass(frozen=True)
 class Coder:
@@ -279,5 +285,8 @@ class Closing:
 
     def answer(self, tokenizer: Tokenizer, text: str, last: int) -> Tokens:
         """Tokens of an answer and the end of its turn, int32 [n]; last: the token before it."""
-        run = tokenizer.encode(self.gap + text, special=False, continued=not tokenizer.is_control(last))
-        return np.append(run, np.int32(self.end))
+        continued = not tokenizer.is_control(last)
+        runs = tokenizer.encode_pieces(
+            [(self.gap, True), (text, False)], continued=continued
+        )  # the gap is the template's
+        return np.concatenate([*runs, [self.end]]).astype(np.int32)

@@ -81,10 +81,21 @@ def from_questions(questions: Sequence[Question], shape: Shape, count: int, seed
     return made
 
 
-def without(questions: Sequence[Question], passages: Set[Passage]) -> list[Question]:
-    """The questions that need none of these passages, and come with none of them."""
-    kept = (question for question in questions if passages.isdisjoint(question.needed))
-    return [replace(one, others=tuple(p for p in one.others if p not in passages)) for one in kept]
+def without(questions: Sequence[Question], aside: Sequence[Question], passages: Set[Passage]) -> list[Question]:
+    """The questions that are none of those aside and need none of these passages, whatever their titles; they come
+    with none of them.
+    """
+    taken, texts = {_plain(one.asked.question) for one in aside}, {_plain(passage.text) for passage in passages}
+
+    def free(passage: Passage) -> bool:
+        return _plain(passage.text) not in texts
+
+    kept = (one for one in questions if _plain(one.asked.question) not in taken and all(map(free, one.needed)))
+    return [replace(one, others=tuple(filter(free, one.others))) for one in kept]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
 
 
 def _passage(value: Any) -> Passage:

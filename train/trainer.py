@@ -102,7 +102,7 @@ class Trainer:
 
         dev_loss: mean negative log-probability of a token, or divergence from the teacher. dev_accuracy: share of
         tokens that are the likeliest. dev_logprob: mean log-probability of a whole answer. dev_exact: share of answers
-        whose tokens all are the likeliest, so that greedy decoding would give them.
+        whose tokens all are the likeliest, so that greedy decoding would give them; both only where examples have one answer.
         """
         nll, hits, count = (np.zeros(len(examples)) for _ in range(3))
         for microbatch in self._rows.pack(examples, self._model.devices):
@@ -113,7 +113,7 @@ class Trainer:
             for total, x_N in ((nll, nll_N), (hits, hit_N), (count, live_N)):
                 np.add.at(total, microbatch.example_N[live_N], x_N[live_N])
         by_token = {"dev_loss": float(nll.sum() / count.sum()), "dev_accuracy": float(hits.sum() / count.sum())}
-        if self._model.distil:  # an example has several answers then, and none of them is learned
+        if self._model.distil or any(example.answers > 1 for example in examples):
             return by_token
         return {**by_token, "dev_logprob": float(-nll.mean()), "dev_exact": float((hits == count).mean())}
 

@@ -49,7 +49,7 @@ class Graph:
 def around(
     graph: Graph, entities: Sequence[str], gold: Sequence[Steps], limits: Limits, seed: Sequence[int]
 ) -> tuple[Steps, ...]:
-    """The gold paths and others from the entities, `limits.paths` at most, shuffled; none begins another."""
+    """The gold paths, all of them, and others from the entities up to `limits.paths`, shuffled; none begins another."""
     random = np.random.default_rng(seed)
     others = [steps for entity in dict.fromkeys(entities) for steps in graph.walks(entity, limits.hops)]
     chosen = list(dict.fromkeys(gold))

@@ -357,12 +357,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")
     flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
-    flag("--ratios", type=_ratios, default=RATIOS, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
+    flag("--ratios", type=_ratios, help="recompute ratios of selective strategies (0,0.05,0.15,0.3)")
     flag("--limit", type=integer(LEAST), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
     if options.fit == (options.budget is not None):
         raise ConfigError("give --budget, or --fit; run both one after the other")
+    if options.fit and (options.strategies is not None or options.ratios is not None):
+        raise ConfigError("--strategies and --ratios are of --budget: --fit measures what it needs")
+    options.ratios = options.ratios or RATIOS
     if (options.knowledge is None) != (options.questions is None):
         raise ConfigError("give --knowledge and --questions together")
     options.knowledge, options.questions = options.knowledge or "demo", options.questions or BUNDLED

@@ -46,6 +46,7 @@ _OWN_KEYS: Mapping[str, frozenset[str]] = {
     "phi3": frozenset({"attention.sliding_window", "rope.scaling.attn_factor"}),
     "gemma2": frozenset({"attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"}),
 }
+_PHI3_4K, _PHI3_4K_WINDOW = 4096, 2047  # context and window of its mini and medium models
 _GEMMA2_27B_LAYERS = 46  # the one whose attention scale is of another width; no key says so
 
 LAYER_NAMES = {
@@ -354,11 +355,16 @@ def _gemma2(metadata: Mapping[str, Any], layers: int, hidden: int, heads: int, h
 
 def _context_length(metadata: Mapping[str, Any], prefix: str) -> int:
     """Tokens up to which every layer sees everything."""
-    whole, window = (
-        integer(metadata, prefix + "context_length"),
-        integer(metadata, prefix + "attention.sliding_window", 0),
-    )
+    whole = integer(metadata, prefix + "context_length")
+    window = integer(metadata, prefix + "attention.sliding_window", _window(prefix.removesuffix("."), whole))
     return min(whole, window) if window > 0 else whole
+
+
+def _window(architecture: str, context: int) -> int:
+    """The window of files older than its key, as llama.cpp has it; 0: none."""
+    if architecture == "gemma2":
+        return gemma.WINDOW
+    return _PHI3_4K_WINDOW if architecture == "phi3" and context == _PHI3_4K else 0
 
 
 def _refuse_unsupported(metadata: Mapping[str, Any], prefix: str) -> None:

@@ -25,6 +25,9 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
 }
 _PRE_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
+# Many files name no `eot_token_id`: llama.cpp, too, knows these by name.
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # values of tokenizer.ggml.token_type
 
 
@@ -58,6 +61,7 @@ def settings_of_gguf(metadata: Mapping[str, Any]) -> TokenizerSettings:
             raise ConfigError(f"GGUF metadata: {role} {token} is not in the vocabulary")
     shape = _byte_level(metadata, vocab) if model == "gpt2" else _sentencepiece(metadata, vocab, types, special)
     ends = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    ends += [vocab[name] for name in _TURN_ENDS if name in vocab and types[vocab[name]] in (_CONTROL, _USER_DEFINED)]
     pre = _PRE_ALIASES.get(metadata.get("tokenizer.ggml.pre", ""), metadata.get("tokenizer.ggml.pre"))
     return TokenizerSettings(
         definition={"version": "1.0", "added_tokens": added, "post_processor": None, **shape},

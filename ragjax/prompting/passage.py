@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from ragjax.core import ConfigError, Message
 
@@ -75,13 +76,11 @@ class Cutter:
             if ordinal is not None and body not in spared:  # "2. " says where it stands, not what it is
                 body = body[ordinal.end() :]
             if len(body) < self.least or body in spared:
-                _add(parts, piece)
+                parts.append(Part(piece, False))
                 continue
             begin = piece.index(body)
-            _add(parts, piece[:begin])
-            parts += self._sized(body)
-            _add(parts, piece[begin + len(body) :])
-        return parts
+            parts += [Part(piece[:begin], False), *self._sized(body), Part(piece[begin + len(body) :], False)]
+        return [*_merged(parts)]
 
     def last(self, text: str) -> str:
         """The last piece that is not blank, stripped; where texts end with it, it is the question."""
@@ -136,11 +135,10 @@ def brings_passages(cutter: Cutter, messages: Sequence[Message]) -> bool:
     return any(part.passage for text in said for part in cutter.parts(text, {cutter.last(text)}))
 
 
-def _add(parts: list[Part], text: str) -> None:
-    """Append text between passages; such parts are one if they follow each other."""
-    if not text:
-        return
-    if parts and not parts[-1].passage:
-        parts[-1] = Part(parts[-1].text + text, False)
-    else:
-        parts.append(Part(text, False))
+def _merged(parts: Sequence[Part]) -> Iterator[Part]:
+    """The same, with text between passages in one part."""
+    for passage, run in groupby(parts, lambda part: part.passage):
+        if passage:
+            yield from run
+        elif text := "".join(part.text for part in run):
+            yield Part(text, False)

@@ -322,6 +322,27 @@ def test_gguf_lists_per_layer_are_read_where_layers_agree() -> None:
     assert gguf.read_config(same, tie_embeddings=True).num_kv_heads == 2
 
 
+@pytest.mark.parametrize(
+    ("architecture", "context", "window", "length"),
+    [
+        ("gemma2", 8192, None, 4096),
+        ("gemma2", 8192, 600, 600),
+        ("phi3", 4096, None, 2047),
+        ("phi3", 4096, 1024, 1024),
+        ("phi3", 2048, None, 2048),
+        ("llama", 4096, None, 4096),
+    ],
+)
+def test_a_gguf_file_older_than_the_key_of_its_window_has_it(
+    architecture: str, context: int, window: int | None, length: int
+) -> None:
+    given = {k.replace("llama.", f"{architecture}."): v for k, v in GGUF.items()}
+    given |= {"general.architecture": architecture, f"{architecture}.context_length": context}
+    if window is not None:
+        given[f"{architecture}.attention.sliding_window"] = window
+    assert gguf.read_config(given, tie_embeddings=architecture == "gemma2").context_length == length
+
+
 def test_equal_configurations_give_equal_json() -> None:
     assert huggingface.read_config(LLAMA).to_json() == gguf.read_config(GGUF, tie_embeddings=False).to_json()
     assert len({huggingface.read_config(one).to_json() for one in (LLAMA, QWEN2, QWEN3, MISTRAL, PHI3, GEMMA2)}) == 6

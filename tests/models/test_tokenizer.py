@@ -195,6 +195,19 @@ def test_gguf_metadata_of_the_wrong_kind_is_one_error(name: str, key: str, value
         tiny(name, template=None, **{key: value})
 
 
+@pytest.mark.parametrize(("kind", "ends"), [(3, True), (4, True), (1, False)])
+@pytest.mark.parametrize("name", ["<|end|>", "<end_of_turn>", "<|eot_id|>"])
+def test_a_token_that_ends_a_turn_is_known_by_its_name(name: str, kind: int, ends: bool) -> None:
+    """As of Phi-3, whose files name the end of the text alone; a plain piece of that name is text."""
+    plain = tiny("smollm")
+    tokens, types = (
+        list(GOLDENS["tiny"]["smollm"]["metadata"][key])
+        for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type")
+    )
+    known = tiny("smollm", **{"tokenizer.ggml.tokens": [*tokens, name], "tokenizer.ggml.token_type": [*types, kind]})
+    assert set(known.eos_ids) - set(plain.eos_ids) == ({len(tokens)} if ends else set())
+
+
 def test_sentencepiece_needs_its_scores_and_no_character_map() -> None:
     with pytest.raises(ConfigError, match=r"tokenizer.ggml.scores"):
         tiny("sentencepiece", **{"tokenizer.ggml.scores": None})

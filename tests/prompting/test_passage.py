@@ -95,3 +95,9 @@ def test_many_blanks_take_no_time_of_their_own(begin):
     text = begin + 300_000 * " " + "x"
     assert [part.text for part in CUTTER.parts(text, {text.strip()})] == [text]
     assert not brings_passages(CUTTER, [Message("user", text)])
+
+
+def test_many_short_pieces_are_one_text():
+    """In one go: to append piece by piece copies all that stands before, minutes for this."""
+    text = "a\n\n" * 500_000
+    assert [part.text for part in CUTTER.parts(text)] == [text]

@@ -801,6 +801,8 @@ def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypa
         (["--budget", "KL=1", "--json", "nowhere/out.json"], "--json"),
         (["--budget", "KL=1", "--json", "."], "--json"),
         (["--fit", "--budget", "KL=1"], "--fit"),
+        (["--fit", "--strategies", "naive"], "--strategies"),
+        (["--fit", "--ratios", "0.1"], "--ratios"),
         (["--budget", "KL=1", "--knowledge", "demo"], "--questions"),
         (["--fit", "--questions", "questions.jsonl"], "--knowledge"),
     ],

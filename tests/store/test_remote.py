@@ -325,7 +325,17 @@ def tier_of(url: str) -> SharedTier:
     return SharedTier(remote, b"tiny", max_bytes=GIGA, timeout=1.0)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:6379", "s3://bucket", "redis://127.0.0.1:port/0"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1",
+        "127.0.0.1:6379",
+        "s3://bucket",
+        "redis://127.0.0.1:port/0",
+        "redis://127.0.0.1:1/0?time_out=1",
+        "redis://127.0.0.1:1/0?protocol=9",
+    ],
+)
 def test_another_address_is_an_error(url: str) -> None:
     with pytest.raises(ConfigError, match="address of the shared cache"):
         tier_of(url)

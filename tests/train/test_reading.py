@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +26,12 @@ from train.answer import answered
 from train.batch import Rows
 from train.corpus import check_taught
 from train.data import main as data_main
-from train.example import Coder, hits_of
+from train.example import Closing, Coder, Example, hits_of
 from train.export import merge
 from train.model import Model, gradient_program, loss_program, rotation_of
 from train.reading import Question, Shape, from_questions, without
 from train.sample import Asked, Passage, Sample, read_samples, write_samples
+from train.trainer import Trainer
 
 CODER = Coder.of(byte_tokenizer())
 
@@ -216,12 +218,47 @@ def test_a_model_answers_for_itself() -> None:
 
 def test_questions_that_need_what_is_put_aside_are_not_learned() -> None:
     one, two, three = (Passage(name, f"Of {name}.") for name in ("A", "B", "C"))
-    asked = Asked("Q?", "a")
+    asked, again = Asked("Q?", "a"), Asked(" Of  WHAT?", "b")
+    twin = Passage("Another title", "of  B.")
+    aside = [Question(Asked("Of what?", "c"), (two,), ())]
     kept = without(
-        [Question(asked, (one,), (two, three)), Question(asked, (two, three), ()), Question(asked, (three,), (one,))],
+        [
+            Question(asked, (one,), (two, twin, three)),
+            Question(asked, (two, three), ()),
+            Question(asked, (twin,), ()),
+            Question(again, (one,), ()),
+            Question(asked, (three,), (one,)),
+        ],
+        aside,
         {two},
     )
     assert kept == [Question(asked, (one,), (three,)), Question(asked, (three,), (one,))]
+
+
+def test_what_the_template_writes_before_an_answer_is_learned_as_its_own_tokens() -> None:
+    """Qwen3's template has an empty thought before the last answer, and not where generation starts."""
+    tokenizer = byte_tokenizer()
+    start, end, thought = (tokenizer.encode(name, special=True)[0] for name in ("<|start|>", "<|end|>", "<|pad|>"))
+    closing = Closing("<|pad|>\n", int(end))
+    assert closing.answer(tokenizer, "<|pad|>", int(start)).tolist() == [thought, 10, *b"<|pad|>", end]
+
+
+def test_figures_of_a_whole_answer_need_examples_of_one() -> None:
+    one, many = CODER.example(SAMPLES[0]), CODER.example(READING)
+    assert (one.answers, many.answers) == (1, len(READING.asked))
+
+    def told(examples: list[Example]) -> dict[str, float]:
+        whole = SimpleNamespace(
+            _rows=Rows((1024,)),
+            _model=SimpleNamespace(devices=1, distil=False),
+            _losses=lambda trained, frozen, rotation, batch: (np.full_like(batch.target_N, 2.0, float),) * 2,
+            _frozen=None,
+            _rotation=None,
+        )
+        return Trainer.evaluate(whole, {}, examples)  # type: ignore[arg-type]
+
+    assert told([one]) == {"dev_loss": 2, "dev_accuracy": 2, "dev_logprob": -2 * one.targets, "dev_exact": 0}
+    assert told([one, many]) == {"dev_loss": 2, "dev_accuracy": 2}
 
 
 def test_samples_ask_what_their_passages_answer() -> None:

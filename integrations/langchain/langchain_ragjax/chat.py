@@ -77,6 +77,6 @@ class ChatRagjax(ChatOpenAI):
 
 def _tell(message: BaseMessage, rag: dict[str, Any] | None) -> None:
     """Put the account of reuse where LangChain's callers look for it."""
+    message.response_metadata["model_provider"] = "ragjax"  # of every chunk: LangChain joins texts that differ
     if rag is not None:
         message.response_metadata["rag"] = rag
-        message.response_metadata["model_provider"] = "ragjax"

@@ -133,7 +133,9 @@ class RedisRemote(Remote):
             client = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
             )
-        except ValueError as error:
+            pool = client.connection_pool
+            pool.connection_class(**pool.connection_kwargs)  # an unknown parameter shows here; nothing is sent
+        except (ValueError, TypeError, redis.RedisError) as error:
             raise ConfigError(f"the address of the shared cache cannot be used: {error}") from None
         prefix = f"ragjax:{FORMAT}:{identity.hex()}:{kind}:"
         return cls(client, address_of(url), prefix, max_bytes, life)

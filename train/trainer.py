@@ -102,7 +102,8 @@ class Trainer:
 
         dev_loss: mean negative log-probability of a token, or divergence from the teacher. dev_accuracy: share of
         tokens that are the likeliest. dev_logprob: mean log-probability of a whole answer. dev_exact: share of answers
-        whose tokens all are the likeliest, so that greedy decoding would give them; both only where examples have one answer.
+        whose tokens all are the likeliest, so that greedy decoding would give them. Both only where each example
+        has one answer.
         """
         nll, hits, count = (np.zeros(len(examples)) for _ in range(3))
         for microbatch in self._rows.pack(examples, self._model.devices):

@@ -44,7 +44,7 @@ class KnowledgeTree:
         self.held: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
         self.generation = 0
         self._by_key: dict[bytes, Node] = {}
-        self._by_content: dict[Hashable, Node | tuple[Node, ...]] = {}
+        self._by_content: dict[Hashable, Node | dict[Node, None]] = {}  # one node, or several in order of arrival
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -104,8 +104,10 @@ class KnowledgeTree:
 
     def places(self, tenant: str, raw: bytes) -> tuple[Node, ...]:
         """Every node of the tenant that holds exactly these tokens, oldest first."""
-        found = self._by_content.get(self.content(tenant, raw), ())
-        return found if isinstance(found, tuple) else (found,)
+        found = self._by_content.get(self.content(tenant, raw))
+        if found is None:
+            return ()
+        return tuple(found) if isinstance(found, dict) else (found,)
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the root, parents first."""
@@ -274,18 +276,21 @@ class KnowledgeTree:
         self._by_key[node.key] = node
         content = self.content(node.tenant, node.raw)
         found = self._by_content.setdefault(content, node)
-        if found is not node:
-            self._by_content[content] = (*(found if isinstance(found, tuple) else (found,)), node)
+        if isinstance(found, dict):
+            found[node] = None
+        elif found is not node:
+            self._by_content[content] = {found: None, node: None}
 
     def _unindex(self, node: Node) -> None:
         del self._by_key[node.key]
         content = self.content(node.tenant, node.raw)
         found = self._by_content[content]
-        left = tuple(n for n in found if n is not node) if isinstance(found, tuple) else ()
-        if not left:
+        if not isinstance(found, dict):
             del self._by_content[content]
-        else:
-            self._by_content[content] = left if len(left) > 1 else left[0]
+            return
+        del found[node]
+        if len(found) == 1:
+            self._by_content[content] = next(iter(found))
 
     # --------------------------------------------------------------------------------------------- audit
 
@@ -313,7 +318,7 @@ class KnowledgeTree:
                 tokens[node.tenant] += len(node) if getattr(node, place) is not None else 0
             if any(tokens[t] > self.held[tier][t] for t in tokens):  # dead nodes are held besides
                 raise AuditError(f"{dict(self.held[tier])} tokens are counted on tier {tier.label}: {dict(tokens)}")
-        contents = sum(len(n) if isinstance(n, tuple) else 1 for n in self._by_content.values())
+        contents = sum(len(n) if isinstance(n, dict) else 1 for n in self._by_content.values())
         if held != len(self._by_key) or held != contents:
             raise AuditError("an index holds a node that the root does not lead to")
 

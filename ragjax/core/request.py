@@ -85,6 +85,7 @@ class Sampling:
         _check(0.0 <= self.temperature <= 2.0, "temperature must lie in [0, 2]", "temperature")
         _check(0.0 < self.top_p <= 1.0, "top_p must lie in (0, 1]", "top_p")
         _check(self.top_k >= 0, "top_k must be at least 0 (0: no limit)", "top_k")
+        _check(self.seed is None or self.seed >= 0, "seed must be at least 0", "seed")
         _check(len(self.stop) <= 4 and all(self.stop), "stop takes at most 4 non-empty strings", "stop")
         _check(self.logprobs is None or 0 <= self.logprobs <= 20, "top_logprobs must lie in [0, 20]", "top_logprobs")
         biases = self.logit_bias.items()

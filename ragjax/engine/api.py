@@ -466,6 +466,8 @@ class Engine:
         found: list[DepKV] = []
 
         def keep(plan: Plan, allocation: Allocation) -> None:
+            if (earlier := self._loop.kept.get(allocation.label)) is not None:  # of a run that failed after this
+                self._loop.drop(earlier, "the prompt was computed again")
             found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, self._release))
             self._loop.kept[allocation.label] = found[-1]
 

@@ -229,11 +229,11 @@ class Execution:
             self._freed()
         if state.logits is None:
             state.logits = state.plan.logits
-        if state.first is None:
+        if state.generation.over:  # with the first token, or before it was started again to be compressed
+            self._finish(state)
+        elif state.first is None:
             if not decoding.score(state):
                 self._await_first(state)
-        elif state.generation.over:
-            self._finish(state)
         else:
             decoding.decode(state, state.first.token)
 

@@ -245,7 +245,7 @@ class Preparation:
         if self.lookup:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)
-        if compression is not None and compression != self.compression and len(prompt) > compression.budget:
+        if compression is not None and state.compresses and compression != self.compression:
             self.compressions.take(compression)  # last: a request that is refused compiles none
         if not request.background and self.contract.draws():
             state.shadowed = []

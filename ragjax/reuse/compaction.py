@@ -82,21 +82,24 @@ def check(compression: Compression, strategy: Strategy) -> None:
 
 
 def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compression: Compression) -> Prefill:
-    """Carry a prefill out, then keep what the compression keeps; all of a prompt that is not above its budget.
+    """Carry a prefill out, then keep what the compression keeps of a prompt that is above its budget.
 
     Its slots are reserved before the first pass, so that no request stops half-way for want of pages.
 
     Raises:
         OutOfPages: as the prefill.
+        RequestError: if the scorer needs attention that is not computed, since the prompt's KV is held already.
     """
     size = compression.budget
-    if len(prompt) <= size:
-        plan = yield from prefill
-        return plan
     watch = _Watch(len(prompt), compression.method in BY_MASS)
     with closing(prefill):
         with _room_for_window(allocation, compression.window):
             first = _begin(prefill)
+        if isinstance(first, Plan) and watch.measures:
+            reason = (
+                f"{compression.method} measures the prompt's passes, and KV that is held needs none; choose another"
+            )
+            raise RequestError(f"compression: {reason}", param="rag.compression.method", code="invalid_value")
         room = _reserve(allocation, compression, len(prompt))
         plan = first if isinstance(first, Plan) else (yield from watch.rest(prefill, first))
     yield Known(plan.logits)

@@ -208,11 +208,15 @@ class RequestState:
     @property
     def tail_tokens(self) -> int:
         """Most slots behind the prompt that it needs at a time."""
-        compression, needed = self.compression, self.decode_tokens
-        tokens = len(self.prompt) + len(self.generated)
-        if compression is None or not evicts(compression) or tokens <= compression.budget:
+        needed = self.decode_tokens
+        if not self.compresses or self.compression is None or not evicts(self.compression):
             return needed
         return min(needed, max(STRIDE, self.forced_tokens))
+
+    @property
+    def compresses(self) -> bool:
+        """Whether its prompt is above its budget; what was generated before it was started again does not count."""
+        return self.compression is not None and len(self.prompt) > self.compression.budget
 
     @property
     def forced_tokens(self) -> int:
@@ -269,6 +273,8 @@ class RequestState:
         """Whether its first token can be chosen now, and is not."""
         if self.plan is not None:
             return self.rows is None and self.first is None
+        if self.generation is not None and self.generation.over:
+            return False
         return self.known is not None and self.first is None and not self.wants_scores
 
     @property
@@ -310,7 +316,7 @@ class RequestState:
         self.allocation, self._reader = allocation, PassReader(prompt, allocation, self.strategy.name)
         self.plan, self.first, self.decoded, self.tail_N = None, None, [], None
         self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
-        if self.compression is not None:
+        if self.compresses and self.compression is not None:
             self._prefill = compressed(self._prefill, prompt, allocation, self.compression)
         try:
             self._go_on(None)

@@ -19,6 +19,7 @@ import errno
 import logging
 import sqlite3
 import threading
+import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,6 +39,9 @@ from ragjax.store.manifest import Manifest, claim
 from ragjax.store.repair import SLICE, Repair
 
 _log = logging.getLogger(__name__)
+
+RETRY = 60.0
+"""Seconds after which a folder that could not be written is tried again."""
 
 _BATCH = 256  # touches at which a read passes them on to the index; a write passes on any
 
@@ -69,6 +73,7 @@ class DiskStore:
         self._repair = Repair(self._files, manifest, self._journal)
         self._repairing = threading.Lock()
         self._retired: list[Index] = []
+        self._tried = time.monotonic()
         self._index = self._repair.open()
         self._shrink()
 
@@ -419,12 +424,22 @@ class DiskStore:
             index.suspect = True
 
     def _refresh(self) -> None:
-        """Open the index again if it was removed or replaced, or proved damaged."""
-        if self._index.is_current():
+        """Open the index again if it was removed or replaced, or proved damaged; now and then try the folder's own."""
+        if self._index.is_current() and not self._may_retry():
             return
         with self._repairing:
-            if self._index.is_current():
+            if not self._index.is_current():
+                index = self._repair.open()
+            elif self._may_retry():
+                self._tried = time.monotonic()
+                index = self._repair.shared() or self._index
+            else:
                 return
-            # Other threads may still be using the old one.
-            self._retired.append(self._index)
-            self._index = self._repair.open()
+            if index is not self._index:
+                # Other threads may still be using the old one.
+                self._retired.append(self._index)
+                self._index = index
+
+    def _may_retry(self) -> bool:
+        """Whether the folder refused the index some time ago; a full disk, for one, does not stay full."""
+        return bool(self._repair.refusal) and time.monotonic() - self._tried >= RETRY

@@ -42,16 +42,25 @@ class Repair:
 
     def open(self) -> Index:
         """The index in agreement with the files; where the folder cannot be written, one of this process alone."""
+        index = self.shared()
+        if index is not None:
+            return index
+        _log.warning("%s: %s", self._folder.path, self.refusal)
+        self._private = self._private or tempfile.TemporaryDirectory(prefix="ragjax-index-")
+        return self._opened(Path(self._private.name) / f"{secrets.token_hex(8)}.sqlite")
+
+    def shared(self) -> Index | None:
+        """The folder's own index in agreement with the files; None: `refusal` says why there is none now."""
         try:
             if Manifest.read(self._folder.path) is None:
                 self._manifest.write(self._folder.path)
             with self._folder.lock():
-                return self._shared()
+                index = self._rebuilt()
         except (OSError, sqlite3.Error, Damaged) as error:
             self.refusal = f"it can only be read from: {reason(error)}"
-        _log.warning("%s: %s", self._folder.path, self.refusal)
-        self._private = self._private or tempfile.TemporaryDirectory(prefix="ragjax-index-")
-        return self._opened(Path(self._private.name) / f"{secrets.token_hex(8)}.sqlite")
+            return None
+        self.refusal = ""
+        return index
 
     def close(self) -> None:
         """Remove the index of this process alone, if there is one; it is closed."""
@@ -84,7 +93,7 @@ class Repair:
             if not self._folder.entry(key).exists():
                 index.drop(key)
 
-    def _shared(self) -> Index:
+    def _rebuilt(self) -> Index:
         path = self._folder.index
         try:
             return self._opened(path)

@@ -424,3 +424,13 @@ def test_the_audit_sees_a_child_that_is_warmer_than_its_parent_and_a_node_that_i
     tree.lift(lower)
     with pytest.raises(AuditError, match="kept nowhere"):
         tree.audit()
+
+
+def test_places_of_many_are_in_order_of_arrival_when_some_are_gone():
+    pool, tree = make()
+    nodes = [grow(pool, tree, tree.root, [i, 1, 5, 6], cuts=(2,))[-1] for i in range(7, 14)]
+    assert tree.places("", raw(5, 6)) == tuple(nodes)
+    for gone in (3, 0, 6):
+        tree.detach(nodes[gone])
+    assert tree.places("", raw(5, 6)) == tuple(nodes[i] for i in (1, 2, 4, 5))
+    tree.audit()

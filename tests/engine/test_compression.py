@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -305,3 +306,45 @@ def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
             time.sleep(0.01)
     (told, exact, divergence, covered) = seen[0]
     assert told == Setting("full", None, "streaming:16") and not exact and divergence.kl > 1e-3 and not covered
+
+
+def test_an_answer_that_is_over_gets_no_more_tokens_when_its_compaction_is_done_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tiny.engine() as engine:
+        wanted = engine.answer_prompt(tiny.prompt(1), compression="snapkv:64", max_tokens=1)
+        _fail_once(monkeypatch, "compact", at=1)
+        found = engine.answer_prompt(tiny.prompt(1), compression="snapkv:64", max_tokens=1)
+        engine.audit()
+    assert found.tokens == wanted.tokens and found.notices
+
+
+def test_a_prompt_within_its_budget_stays_whole_when_it_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = tiny.prompt(1, system=10, chunks=(20,), question=20)
+    with tiny.engine() as engine:
+        given = {"strategy": "full", "compression": "h2o:64", "max_tokens": 40}
+        wanted = engine.answer_prompt(prompt, **given)
+        _fail_once(monkeypatch, "step", at=25)
+        found = engine.answer_prompt(prompt, **given)
+        engine.audit()
+    assert found.notices and (found.tokens, found.kept, found.exact_to) == (wanted.tokens, 50, "full")
+
+
+def test_scores_by_attention_need_passes() -> None:
+    with tiny.engine() as engine, engine.compute_kv(tiny.prompt(3), strategy="full") as kv:
+        assert engine.generate_with_depkv(kv, compression="snapkv:64", max_tokens=2).kept == 64
+        with pytest.raises(RequestError, match="KV that is held needs none"):
+            engine.generate_with_depkv(kv, compression="h2o:64", max_tokens=2)
+
+
+def _fail_once(monkeypatch: pytest.MonkeyPatch, name: str, at: int) -> None:
+    """The runner's call of this name fails, the time that `at` says and no other."""
+    runner, calls = tiny.runner(), itertools.count(1)
+    call = getattr(runner, name)
+
+    def failing(*given: Any, **named: Any) -> Any:
+        if next(calls) == at:
+            raise RuntimeError("the device is busy")
+        return call(*given, **named)
+
+    monkeypatch.setattr(runner, name, failing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,3 +153,21 @@ def test_kv_is_held_of_the_prompt_as_the_strategy_has_it_read() -> None:
         expected = engine.answer_prompt(Prompt((*tiny.prompt(7).segments, more)), strategy="full", max_tokens=6)
         assert engine.generate_with_depkv(kv, max_tokens=6).tokens == expected.tokens
         assert len(kv.prompt) == expected.prompt_tokens
+
+
+def test_kv_that_is_computed_twice_is_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token fails after the KV was handed over, and the prompt is computed again."""
+    runner, sample, failed = tiny.runner(), tiny.runner().sample, []
+
+    def failing(*given: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("the device is busy")
+        return sample(*given)
+
+    with tiny.engine() as engine:
+        monkeypatch.setattr(runner, "sample", failing)
+        engine.compute_kv(tiny.prompt(1), strategy="full").close()
+        engine.clear_cache()
+        engine.audit()
+        assert failed and engine._cache.pool.free_pages == engine._cache.pool.capacity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sqlite3
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from ragjax.store.disk import DiskStore, Missing
+from ragjax.store.disk import DiskStore, Missing, WriteError
 from ragjax.store.entry import Damaged
+from ragjax.store.folder import Folder
 from tests.support.disks import (
     adds_up,
     digest,
@@ -176,3 +178,30 @@ def test_a_file_written_anew_in_the_meantime_is_not_set_aside(
         patch.setattr(os, "preadv", read_and_lose_a_race)
         store.read(digest("x"))
     assert holds(store, "x") and store.stats().aside_files == 0
+
+
+def test_a_folder_that_refused_its_index_once_is_written_to_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a disk that was full just when the index had to be opened again."""
+    lock, full = Folder.lock, [True]
+
+    def once(folder: Folder) -> object:
+        if full.pop() if full else False:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return lock(folder)
+
+    with open_store(tmp_path) as store:
+        put(store, "x")
+        store._index.suspect = True
+        monkeypatch.setattr(Folder, "lock", once)
+        with pytest.raises(WriteError, match="No space left"):
+            put(store, "y")
+        with pytest.raises(WriteError, match="No space left"):
+            put(store, "y")
+        assert holds(store, "x")
+        monkeypatch.setattr("ragjax.store.disk.RETRY", 0.0)
+        put(store, "y")
+        assert holds(store, "x") and holds(store, "y")
+    with open_store(tmp_path) as store:
+        assert holds(store, "x") and holds(store, "y")

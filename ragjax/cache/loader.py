@@ -165,9 +165,9 @@ class Loader:
     def _entries_at(
         self, disk_index: DiskIndex, start: Node, raw: bytes, begin: int, tenant: str, method: str | None
     ) -> Sequence[Record]:
-        """The tenant's entries that begin with token `begin` of what is looked for behind `start`."""
+        """The tenant's entries that begin with most of what is looked for behind `start`, from token `begin` on."""
         place = self._tree.place(tenant, context_behind(start, raw[: 4 * begin], method), method)
-        return disk_index.children(place, int.from_bytes(raw[4 * begin : 4 * begin + 4], "little", signed=True))
+        return disk_index.children(place, raw[4 * begin :])
 
     def _fit(self, held: list[Node], records: list[_Find]) -> tuple[list[Node], list[_Find]]:
         """As much of both as there is room for."""

@@ -52,6 +52,11 @@ class Record:
         return len(self.tokens) // 4
 
 
+def first_of(tokens: bytes) -> int:
+    """The first of some tokens, written as a record's."""
+    return int.from_bytes(tokens[:4], "little", signed=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Tokens [begin, begin + length) of an entry at rest.
@@ -176,8 +181,10 @@ class DiskIndex(Protocol):
         """The entry with this key."""
         ...
 
-    def children(self, place: bytes, first: int) -> Sequence[Record]:
-        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
+    def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
+        """Causal and dependency entries whose context is `place` and whose first token is that of `tokens` (little-
+        endian int32, one at least): of those that begin with most of `tokens` one at least, and perhaps others.
+        """
         ...
 
     def chunks(self, place: bytes) -> Sequence[Record]:

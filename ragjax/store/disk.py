@@ -119,11 +119,11 @@ class DiskStore:
             return None
         return None if found is None else found[0]
 
-    def children(self, place: bytes, first: int) -> Sequence[Record]:
-        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
+    def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
+        """See `DiskIndex`."""
         index = self._index
         try:
-            return index.children(place, first)
+            return index.children(place, tokens)
         except sqlite3.Error as error:
             self._distrust(index, error)
             return ()

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragjax.core.tiers import Record
+from ragjax.core.tiers import Record, first_of
 from ragjax.store.entry import FORMAT
 
 _PATIENCE = 10.0  # seconds that a writer waits for another
@@ -55,7 +55,12 @@ SELECT (SELECT count(*) FROM entry) = entries AND (SELECT ifnull(sum(bytes), 0) 
 
 _FIELDS = "key, place, tokens, provenance, method, local_start, lossy, meta"
 _FIND = f"SELECT {_FIELDS}, bytes FROM entry WHERE key = ?"
-_CHILDREN = f"SELECT {_FIELDS} FROM entry WHERE place = ? AND first = ? AND provenance IN ('causal', 'dependency')"
+_OF_CONTEXT = "SELECT id FROM entry WHERE place = ? AND first = ? AND provenance IN ('causal', 'dependency')"
+_CHILDREN = f"""
+SELECT {_FIELDS} FROM entry WHERE id = ({_OF_CONTEXT} AND tokens <= ? ORDER BY tokens DESC, id LIMIT 1)
+UNION ALL
+SELECT {_FIELDS} FROM entry WHERE id = ({_OF_CONTEXT} AND tokens > ? ORDER BY tokens, id LIMIT 1)
+"""
 _CHUNKS = f"SELECT {_FIELDS} FROM entry WHERE place = ? AND provenance = 'approximate' ORDER BY id"
 _ADD = f"INSERT OR IGNORE INTO entry ({_FIELDS}, bytes, accessed, first) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -103,9 +108,12 @@ class Index:
         rows = self._connection.execute(_FIND, (key,)).fetchall()
         return (_record(rows[0]), rows[0][-1]) if rows else None
 
-    def children(self, place: bytes, first: int) -> list[Record]:
-        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
-        return [_record(row) for row in self._connection.execute(_CHILDREN, (place, first)).fetchall()]
+    def children(self, place: bytes, tokens: bytes) -> list[Record]:
+        """As `DiskIndex`: the entries right before and behind `tokens` in the order of bytes, between which any other
+        that begins with more of them would lie. SQLite compares: many entries of a context may begin with one token.
+        """
+        asked = (place, first_of(tokens), tokens)
+        return [_record(row) for row in self._connection.execute(_CHILDREN, (*asked, *asked)).fetchall()]
 
     def chunks(self, place: bytes) -> list[Record]:
         """Approximate entries whose place is `place`, oldest first."""
@@ -145,7 +153,7 @@ class Index:
     def add(self, record: Record, size: int, accessed: int) -> None:
         """Add an entry whose file takes `size` bytes; one of the same key stays as it is."""
         fields = (record.key, record.place, record.tokens, record.provenance, record.method, record.local_start)
-        first = int.from_bytes(record.tokens[:4], "little", signed=True)
+        first = first_of(record.tokens)
         rest = (record.lossy, record.meta, size, accessed, first)
         self._connection.execute(_ADD, fields + rest)
 

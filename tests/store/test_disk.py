@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from safetensors import safe_open
 
+from ragjax.cache.tree import common_prefix
+from ragjax.core.tiers import Record
 from ragjax.store import entry
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import DTYPES
@@ -22,6 +24,8 @@ from tests.support.disks import (
     IDENTITY,
     adds_up,
     arrays_of,
+    begins,
+    continued,
     decode,
     digest,
     holds,
@@ -147,15 +151,29 @@ def test_children_are_radix_entries_of_one_place_and_first_token(store: DiskStor
     put(store, "d", place="q", first=7, provenance="dependency")
     put(store, "e", place="p", first=7, provenance="approximate")
     put(store, "f", place="p", first=-7)
-    assert sorted(one.key for one in store.children(digest("p"), 7)) == sorted([digest("a"), digest("b")])
-    assert [one.key for one in store.children(digest("p"), 8)] == [digest("c")]
-    assert [one.key for one in store.children(digest("q"), 7)] == [digest("d")]
-    assert [one.key for one in store.children(digest("p"), -7)] == [digest("f")]
-    assert list(store.children(digest("q"), 8)) == [] == list(store.children(digest("nowhere"), 7))
+    assert continued(store, "a", "b", "c", "f", place="p") and continued(store, "d", place="q")
+    assert [one.key for one in store.children(digest("p"), begins(8))] == [digest("c")]
+    assert [one.key for one in store.children(digest("q"), begins(7))] == [digest("d")]
+    assert [one.key for one in store.children(digest("p"), begins(-7))] == [digest("f")]
+    assert list(store.children(digest("q"), begins(8))) == [] == list(store.children(digest("nowhere"), begins(7)))
     assert store.find(digest("e")).provenance == "approximate"
     store.forget(digest("a"))
-    assert [one.key for one in store.children(digest("p"), 7)] == [digest("b")]
+    assert [one.key for one in store.children(digest("p"), begins(7))] == [digest("b")]
     assert store.find(digest("a")) is None and adds_up(store)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_many_children_one_begins_with_most(store: DiskStore, seed: int) -> None:
+    """Two ids, one negative as bytes go, so that many agree in several tokens."""
+    random = np.random.default_rng(seed)
+    made = [np.append(7, random.choice([2, 300], random.integers(1, 9))).astype("<i4").tobytes() for _ in range(60)]
+    with store._index.change() as index:
+        for i, tokens in enumerate(made):
+            index.add(Record(digest(i), digest("p"), tokens, "causal", "prefix", 0), 1, i)
+    for asked in (*made, *(np.append(7, random.choice([2, 300, 5], 9)).astype("<i4").tobytes() for _ in range(60))):
+        most = max(common_prefix(tokens, asked) for tokens in made)
+        found = store.children(digest("p"), asked)
+        assert len(found) <= 2 and max(common_prefix(one.tokens, asked) for one in found) == most
 
 
 def test_questions_wait_for_no_writer(tmp_path: Path, store: DiskStore) -> None:
@@ -163,7 +181,7 @@ def test_questions_wait_for_no_writer(tmp_path: Path, store: DiskStore) -> None:
     with open_store(tmp_path) as other, other._index.change() as index:
         index.drop(digest("x"))
         assert store.find(digest("x")) == record_of("x")
-        assert list(store.children(digest("root"), 7)) == [record_of("x")]
+        assert list(store.children(digest("root"), begins(7))) == [record_of("x")]
         store.touch([digest("x")])
         assert same(store.read(digest("x")), arrays_of(digest("x")))
         assert store.stats().failed == 0

@@ -22,6 +22,7 @@ from tests.support import disks as shelves
 from tests.support.disks import (
     IDENTITY,
     adds_up,
+    continued,
     digest,
     flip,
     holds,
@@ -146,7 +147,7 @@ def test_a_read_only_directory_is_read_from(open_to_all: Path) -> None:
         put(store, *"abc")
     flip(path_of(store, "c"))
     with read_only(open_to_all), open_store(open_to_all) as store:
-        assert holds(store, "a") and len(store.children(digest("root"), 7)) == 3
+        assert holds(store, "a") and continued(store, *"abc")
         store.touch([digest("a")])
         with pytest.raises(WriteError, match="Permission denied"):
             put(store, "d")

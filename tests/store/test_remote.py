@@ -74,14 +74,14 @@ def test_the_index_answers_at_once_and_knows_more_later() -> None:
     assert writer.flush()
     place = ones[0].place
     remote.held.clear()
-    assert reader.find(ones[0].key) is None and not reader.children(place, 7)
+    assert reader.find(ones[0].key) is None and not reader.children(place, ones[0].tokens)
     questions = reader.asked()
     assert len(questions) == 2 and reader.waits(questions)
     remote.held.set()
     eventually(lambda: not reader.waits(questions))
     assert reader.find(ones[0].key) == ones[0]
-    assert {one.key for one in reader.children(place, 7)} == {ones[0].key, ones[1].key}
-    assert known(reader, lambda: reader.children(place, 8)) == [ones[3]]
+    assert {one.key for one in reader.children(place, ones[0].tokens)} == {ones[0].key, ones[1].key}
+    assert known(reader, lambda: reader.children(place, ones[3].tokens)) == [ones[3]]
     assert known(reader, lambda: reader.chunks(place)) == [ones[2]]
     assert not reader.asked(), "what is known is not asked again"
     writer.close()

@@ -35,6 +35,17 @@ def record_of(name: object, *, place: object = "root", first: int = 7, provenanc
     return Record(digest(name), digest(place), tokens.tobytes(), provenance, "prefix", 3, meta=b"note")
 
 
+def begins(first: int) -> bytes:
+    """A token as records write them."""
+    return first.to_bytes(4, "little", signed=True)
+
+
+def continued(store: DiskStore, *names: str, place: object = "root") -> bool:
+    """Whether each of these entries is found behind its place by its own tokens."""
+    records = [store.find(digest(name)) for name in names]
+    return all(one is not None and one in store.children(digest(place), one.tokens) for one in records)
+
+
 def arrays_of(key: bytes, scale: int = 1) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(int.from_bytes(key, "little"))
     shape = (2, 2, scale * int(rng.integers(8, 64)), 16)

@@ -72,13 +72,13 @@ class FakeDiskIndex:
     def find(self, key):
         return self.entries[key][0] if key in self.entries else None
 
-    def children(self, place, first):
+    def children(self, place, tokens):
         return [
             record
             for record, _ in self.entries.values()
             if record.provenance in ("causal", "dependency")
             and record.place == place
-            and int.from_bytes(record.tokens[:4], "little", signed=True) == first
+            and record.tokens[:4] == tokens[:4]
         ]
 
     def chunks(self, place):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ragjax.core.tiers import Record
+from ragjax.core.tiers import Record, first_of
 from ragjax.store.entry import DiskError
 
 MOST = 64
@@ -94,5 +94,5 @@ def chunk(place: bytes) -> str:
 def place_of(record: Record) -> str | None:
     """Where an entry lies; None: it is found by its key alone."""
     if record.provenance in ("causal", "dependency"):
-        return continuation(record.place, int.from_bytes(record.tokens[:4], "little", signed=True))
+        return continuation(record.place, first_of(record.tokens))
     return chunk(record.place) if record.provenance == "approximate" else None

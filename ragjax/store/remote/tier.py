@@ -10,7 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ragjax.core.tiers import Inquiry, Record
+from ragjax.core.tiers import Inquiry, Record, first_of
 from ragjax.store import entry
 from ragjax.store.disk import DiskStore, Missing, WriteError
 from ragjax.store.entry import Arrays, Damaged
@@ -103,10 +103,10 @@ class SharedTier(Inquiry):
         found = self._disk.find(key) if self._disk is not None else None
         return found or next(iter(self._directory.known(by_key(key))), None)
 
-    def children(self, place: bytes, first: int) -> Sequence[Record]:
-        """Causal and dependency entries whose context is `place` and whose first token is `first`."""
-        near = self._disk.children(place, first) if self._disk is not None else ()
-        return _together(near, self._directory.known(base.continuation(place, first)))
+    def children(self, place: bytes, tokens: bytes) -> Sequence[Record]:
+        """See `DiskIndex`; of the shared tier all that is known."""
+        near = self._disk.children(place, tokens) if self._disk is not None else ()
+        return _together(near, self._directory.known(base.continuation(place, first_of(tokens))))
 
     def chunks(self, place: bytes) -> Sequence[Record]:
         """Approximate entries whose place is `place`, those of the disk first."""

@@ -24,7 +24,12 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.directory_tokenizer import settings_of_directory
 from ragjax.models.gguf import read_gguf
 from ragjax.models.gguf_tokenizer import settings_of_gguf
-from ragjax.models.tokenizer_definition import ByteForm, build
+from ragjax.models.tokenizer_definition import SPACE, ByteForm, build
+
+
+def _is_blank(token: Mapping[str, Any]) -> bool:
+    """Whether an added token is white space, and so a text's own wherever it stands."""
+    return not token.get("special") and not str(token["content"]).strip(f" \t\r\n{SPACE}")
 
 
 class Tokenizer:
@@ -46,15 +51,17 @@ class Tokenizer:
         definition = {**definition, "truncation": None, "padding": None}
         self._form = ByteForm(definition)
         self._parsing = build(definition)
-        self._plain = build({**definition, "added_tokens": []})
+        added: list[dict[str, Any]] = definition.get("added_tokens") or []
+        blank = [token for token in added if _is_blank(token)]
+        self._plain = build({**definition, "added_tokens": blank})
         self._plain_continued = self._plain
         if self._form.prefixes_space:
-            self._plain_continued = build({**self._form.without_prefix(definition), "added_tokens": []})
-        added: list[dict[str, Any]] = definition.get("added_tokens") or []
+            self._plain_continued = build({**self._form.without_prefix(definition), "added_tokens": blank})
         # the ids that the package gives them, which need not be those that the definition states
         numbered = [(self._parsing.token_to_id(str(token["content"])), token) for token in added]
         self._added = {i: str(token["content"]) for i, token in numbered if i is not None}
         self._control = frozenset(i for i, token in numbered if i is not None and token.get("special"))
+        self._blank = frozenset(i for i, token in numbered if i is not None and _is_blank(token))
         self._definition = definition
         self._check: Callable[[], None] | None = None
         self.bos_id = special.get("bos_token")
@@ -112,9 +119,10 @@ class Tokenizer:
     def encode(self, text: str, special: bool, *, continued: bool = False) -> Tokens:
         """Turn text into tokens, int32 [n]; no BOS is added.
 
-        special: special tokens in the text are parsed; otherwise they are encoded as plain text, whatever the
-        text says. continued: the text goes on from text before it, so that no space is put in front by those
-        tokenizers that put one at the start of a prompt.
+        special: special tokens in the text are parsed; otherwise they are encoded as plain text, whatever the text
+        says. Added tokens that are white space (Gemma's line breaks) are found in both. continued: the text goes on
+        from text before it, so that no space is put in front by those tokenizers that put one at the start of a
+        prompt.
         """
         if self._check is not None:
             self._check()
@@ -139,7 +147,7 @@ class Tokenizer:
         engine = self._plain_continued if continued else self._plain
         ids: list[int] = engine.encode(text, add_special_tokens=False).ids
         # A vocabulary may spell a special token as an ordinary one would be; such text is cut inside the token.
-        named = dict.fromkeys(self._added[token] for token in ids if token in self._added)
+        named = dict.fromkeys(self._added[token] for token in ids if token in self._added and token not in self._blank)
         name = next((name for name in named if len(name) > 1 and name in text), None)
         if name is None:
             return ids

@@ -445,3 +445,20 @@ def test_gemma_has_no_place_for_a_system_message() -> None:
         "<start_of_turn>user\nx<end_of_turn>\n<start_of_turn>model\n"
     )
     assert "".join(text for text, _ in tokenizer.chat_pieces(chat)) == tokenizer.chat(chat)
+
+
+def test_added_white_space_is_plain_text_and_other_added_tokens_are_not() -> None:
+    """Gemma's vocabulary lists line breaks as added tokens; in a document they are what they are in the template."""
+    given = gemma()
+    definition = json.loads(json.dumps(given._definition))
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    breaks, note = (len(definition["model"]["vocab"]) + i for i in range(2))
+    for token, name in ((breaks, "\n\n"), (note, "<note>")):
+        definition["model"]["vocab"][name] = token
+        definition["added_tokens"].append({"id": token, "content": name, **flags})
+    tokenizer = Tokenizer(definition, special={"bos_token": 2}, eos_ids=(1,), add_bos=None, chat_template=None)
+    text = "hello\n\nhello<note>"
+    plain = tokenizer.encode(text, False).tolist()
+    assert plain.count(breaks) == 1 and note not in plain
+    assert tokenizer.encode(text, True).tolist() == [*plain[: plain.index(breaks) + 2], note]
+    assert tokenizer.decode(plain) == text

@@ -60,6 +60,7 @@ def test_a_stream_ends_with_the_account(url: str) -> None:
         whole = chunk if whole is None else whole + chunk
     assert whole is not None and list(chunks(whole)) == ["North", "South"]
     assert whole.usage_metadata is not None and whole.usage_metadata["output_tokens"] > 0
+    assert whole.response_metadata["model_provider"] == "ragjax"
 
 
 def test_it_answers_without_blocking(url: str) -> None:

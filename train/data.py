@@ -205,9 +205,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         flag("--aside-out", type=Path, metavar="FILE", help="where to (default: --out with .aside.jsonl)")
         flag("--apart", nargs="+", metavar="FILE", help="leave out what shares an answering path with these samples")
         if kind in ("kg", "graph", "trivia"):
-            flag(
-                "--paths", type=integer(1), default=30, help="of a question, at most, but all that answer (default: 30)"
-            )
+            flag("--paths", type=integer(1), default=30, help="of a question, at most if no more answer it (30)")
             flag("--hops", type=integer(1, 4), default=3, help="of a path, at most (default: 3)")
         flag("--seed", type=integer(0), default=0)
         flag("--max-bad", type=integer(0), default=0, help="lines of each kind of file that may be wrong (default: 0)")

@@ -286,7 +286,6 @@ class Closing:
     def answer(self, tokenizer: Tokenizer, text: str, last: int) -> Tokens:
         """Tokens of an answer and the end of its turn, int32 [n]; last: the token before it."""
         continued = not tokenizer.is_control(last)
-        runs = tokenizer.encode_pieces(
-            [(self.gap, True), (text, False)], continued=continued
-        )  # the gap is the template's
+        # the gap is the template's own text, and may name control tokens
+        runs = tokenizer.encode_pieces([(self.gap, True), (text, False)], continued=continued)
         return np.concatenate([*runs, [self.end]]).astype(np.int32)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from train.sample import Asked, Passage, Sample, list_of, text_of
+from train.sample import Asked, Passage, Sample, list_of, normal, text_of
 
 LONGEST = 40
 """Words of an answer from a passage."""
@@ -85,17 +85,13 @@ def without(questions: Sequence[Question], aside: Sequence[Question], passages: 
     """The questions that are none of those aside and need none of these passages, whatever their titles; they come
     with none of them.
     """
-    taken, texts = {_plain(one.asked.question) for one in aside}, {_plain(passage.text) for passage in passages}
+    taken, texts = {normal(one.asked.question) for one in aside}, {normal(passage.text) for passage in passages}
 
     def free(passage: Passage) -> bool:
-        return _plain(passage.text) not in texts
+        return normal(passage.text) not in texts
 
-    kept = (one for one in questions if _plain(one.asked.question) not in taken and all(map(free, one.needed)))
+    kept = (one for one in questions if normal(one.asked.question) not in taken and all(map(free, one.needed)))
     return [replace(one, others=tuple(filter(free, one.others))) for one in kept]
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.lower().split())
 
 
 def _passage(value: Any) -> Passage:

@@ -255,6 +255,11 @@ def lines_of(file: Path) -> list[str]:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
 
 
+def normal(text: str) -> str:
+    """A text in lower case, with single spaces: how questions and passages are compared."""
+    return " ".join(text.lower().split())
+
+
 def write_samples(samples: Iterable[Sample], file: str | Path) -> None:
     """Write a file whole or not at all. Raises ConfigError if it cannot be written."""
     file = Path(file)

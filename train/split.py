@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ragjax.retrieval.path import RelationPath, Triple
-from train.sample import Sample
+from train.sample import Sample, normal
 
 
 def split(samples: Sequence[Sample], aside: int, seed: int) -> tuple[list[Sample], list[Sample]]:
@@ -52,5 +52,5 @@ def apart(samples: Sequence[Sample], others: Sequence[Sample]) -> list[Sample]:
 
 def _shared(sample: Sample) -> list[str | frozenset[Triple]]:
     """What two samples must not have in common to be on two sides."""
-    asked = [" ".join(asked.question.lower().split()) for asked in sample.asked]
+    asked = [normal(asked.question) for asked in sample.asked]
     return [*asked, *(frozenset(RelationPath(steps).triples) for steps in sample.gold or sample.paths)]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ragjax.core import RequestError
 from ragjax.engine import Engine
 from tests.support import tiny
 
@@ -50,3 +51,8 @@ def test_a_seed_decides_the_tokens(engine: Engine) -> None:
     seven, eight, one, other, again = (future.result().tokens for future in together)
     assert alone == seven == again
     assert len({seven, eight, one, other}) == 4
+
+
+def test_a_seed_below_zero_is_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="seed must be at least 0"):
+        engine.answer_prompt(tiny.prompt(), seed=-5, temperature=1.0, max_tokens=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import resource
 import socket
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from ragjax import core
 from ragjax.commands.options import FLAGS
 from ragjax.retrieval.reader import read
-from ragjax.serve import main
+from ragjax.serve import command, main
 from ragjax.serve.command import app_options, parse_options
 from tests.support.fakes import FakeEngine
 from tests.support.serving import Served, program
@@ -195,3 +196,19 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAGJAX_API_KEY", "")
     with pytest.raises(core.ConfigError, match="empty"):
         parse_options([])
+
+
+def test_a_server_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(command.resource, "getrlimit", lambda kind: (1024, 4096))
+    monkeypatch.setattr(command.resource, "setrlimit", lambda kind, limits: asked.append((kind, limits)))
+    command._open_many()
+    assert asked == [(resource.RLIMIT_NOFILE, (4096, 4096))]
+
+
+def test_a_limit_that_is_not_granted_stops_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(kind: int, limits: tuple[int, int]) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(command.resource, "setrlimit", refuse)
+    command._open_many()

@@ -164,7 +164,7 @@ def test_children_are_radix_entries_of_one_place_and_first_token(store: DiskStor
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_many_children_one_begins_with_most(store: DiskStore, seed: int) -> None:
-    """Two ids, one negative as bytes go, so that many agree in several tokens."""
+    """Few ids, so that many agree in several tokens; 300 comes before 2 in the order of bytes."""
     random = np.random.default_rng(seed)
     made = [np.append(7, random.choice([2, 300], random.integers(1, 9))).astype("<i4").tobytes() for _ in range(60)]
     with store._index.change() as index:

@@ -6,7 +6,8 @@
 
 Questions of DIR/text/SET are answered from one corpus, the passages of all sets in CORPORA together. The search sleeps
 for `--stage-ms` before each stage: it stands for a large index that other processors search. Questions come one at a
-time (the paper: 0.1 requests a second), each with and without speculation in turn, with nothing known beforehand.
+time (the paper: 0.1 requests a second), each with and without speculation in turn, with no KV known beforehand. What
+guesses are worth is learned anew for each row, from `LEARNED` searches for other questions, which are not counted.
 
 `search_ms` is the whole search, `exposed_ms` its part before the begin of the generation with the final chunks; medians
 over questions. `less` is the median exposed time without speculation over that with it, `faster` the same of the time
@@ -27,7 +28,7 @@ from typing import Any
 from benchmarks.common import plot, report
 from benchmarks.common.lines import read_lines
 from benchmarks.common.machine import ROOT
-from benchmarks.common.samples import Progress, Samples, weights_of
+from benchmarks.common.samples import Progress, weights_of
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Document
 from ragjax.engine import Engine
@@ -35,6 +36,7 @@ from ragjax.retrieval.chunk_store import open_index
 from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.staged import Ids, Stage
+from ragjax.schedule.odds import LEARNED, Odds
 
 CORPORA = ("nq_open", "hotpotqa")
 STAGES = 4
@@ -135,33 +137,31 @@ def ask(engine: Engine, question: str, strategy: str, k: int, stages: int) -> di
     }
 
 
+def learn(engine: Engine, asked: Sequence[str], chosen: argparse.Namespace) -> None:
+    """Forget what earlier searches told of guesses, and learn it from these."""
+    engine._odds = Odds()
+    for question in asked:
+        ask(engine, question, chosen.strategy, chosen.top_k, chosen.stages)
+
+
 def _outcomes(stats: Mapping[str, Any], name: str) -> int:
     return int(stats["speculations_total"].get(name, 0))
 
 
-def measure(
-    engine: Engine, base: KnowledgeBase, asked: Sequence[str], chosen: argparse.Namespace, samples: Samples, key: str
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """For each question its sample without speculation and that with it.
+def measure(engine: Engine, asked: Sequence[str], chosen: argparse.Namespace) -> dict[str, Any]:
+    """For each question (of `pairs`) its sample without speculation and that with it.
 
     Raises:
         ConfigError: if the two do not have the same chunks, which is a defect.
     """
     found = []
-    progress = Progress(len(asked))
-    for number, question in enumerate(asked):
-        name = f"{key}/{number}"
-        sample = samples.get(name)
-        if sample is None:
-            off = ask(engine, question, chosen.strategy, chosen.top_k, 0)
-            on = ask(engine, question, chosen.strategy, chosen.top_k, chosen.stages)
-            sample = {"off": off, "on": on}
-            samples.put(name, sample)
-        if sample["off"]["chunks"] != sample["on"]["chunks"]:
+    for question in asked:
+        off = ask(engine, question, chosen.strategy, chosen.top_k, 0)
+        on = ask(engine, question, chosen.strategy, chosen.top_k, chosen.stages)
+        if off["chunks"] != on["chunks"]:
             raise ConfigError(f"speculation has other chunks: {question!r}")
-        found.append((sample["off"], sample["on"]))
-        progress.step(name)
-    return found
+        found.append((off, on))
+    return {"pairs": found}
 
 
 def row(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
@@ -192,21 +192,30 @@ def rows(engine: Engine, chosen: argparse.Namespace, session: report.Session) ->
     """A row for each set, index and length of a stage."""
     engine.add_documents(documents(chosen.data, QUICK_DOCUMENTS if chosen.quick else None))
     base = engine.knowledge_base()
-    names = ("stages", "top_k", "strategy", "model", "dtype", "quick")
+    names = ("stages", "top_k", "strategy", "model", "dtype", "quick", "limit")
     settings = {name: getattr(chosen, name) for name in names} | {"weights": weights_of(chosen.model)}
     samples = session.samples({**settings, "data": str(chosen.data)})
+    progress = Progress(len(chosen.indexes) * len(chosen.sets) * len(chosen.stage_ms))
     for stages in (0, chosen.stages):  # what runs first pays for what is lazy
         ask(engine, "Is anybody there?", chosen.strategy, chosen.top_k, stages)
     for kind in chosen.indexes:
         index = open_index(base._database, None, IndexKind.parse(kind), base._encoder.dim)
         for name in chosen.sets:
-            asked = questions(chosen.data, name)
+            everything = questions(chosen.data, name)
+            asked = everything[:: max(len(everything) // chosen.limit, 1)][: chosen.limit]
+            others = [question for question in everything if question not in set(asked)][:LEARNED]
             base._index = index
-            known = early(base, asked, chosen.top_k, chosen.stages)
+            known = early(base, everything, chosen.top_k, chosen.stages)
             for pause in chosen.stage_ms:
                 base._index = Distant(index, chosen.stages, pause / 1e3)  # type: ignore[assignment]
-                step = max(len(asked) // chosen.limit, 1)
-                pairs = measure(engine, base, asked[::step][: chosen.limit], chosen, samples, f"{kind}/{name}/{pause}")
+
+                def measured(asked: Sequence[str] = asked, others: Sequence[str] = others) -> dict[str, Any]:
+                    learn(engine, others, chosen)
+                    return measure(engine, asked, chosen)
+
+                key = f"{kind}/{name}/{pause}"
+                pairs = samples.of(key, measured)["pairs"]
+                progress.step(key)
                 where = {"set": name, "index": kind, "documents": len(engine.document_ids())}
                 yield {**where, "search_ms": pause * chosen.stages, **row(pairs), **known}
 

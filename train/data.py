@@ -25,7 +25,7 @@ from ragjax.retrieval.path import Triple
 from train.answer import answered
 from train.maker import from_graph, from_question, from_trivia, triple_of
 from train.reading import Question, Shape, from_questions, without
-from train.sample import Bad, Sample, lines_of, list_of, read_lines, read_samples, text_of, write_samples
+from train.sample import Bad, Sample, lines_of, list_of, normal, read_lines, read_samples, text_of, write_samples
 from train.split import apart, split
 from train.walk import Limits
 
@@ -156,12 +156,13 @@ def _from_text(options: argparse.Namespace) -> tuple[list[Sample], list[Sample]]
     questions, held = [found[i][1] for i in order], options.aside * shape.own
     if held >= len(questions):
         raise ConfigError(f"--aside {options.aside} takes {held} of {len(questions)} questions; put fewer there")
-    aside = from_questions(questions[:held], shape, options.aside, options.seed) if held else []
+    aside = _kept(from_questions(questions[:held], shape, options.aside, options.seed), options) if held else []
     shown = {passage for sample in aside for passage in sample.passages}
     rest = without(questions[held:], questions[:held], shown)
     if not rest:
         raise ConfigError(f"all questions share passages with the {options.aside} samples put aside; put fewer there")
-    samples = _kept(from_questions(rest, shape, options.count, options.seed), options)
+    taken = {normal(asked.question) for sample in aside for asked in sample.asked}
+    samples = _kept(from_questions(rest, shape, options.count, options.seed, taken), options)
     return (samples, aside) if options.answers is None else _answered(options, samples, aside)
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import get_args
 
-from ragjax.commands.flags import command_line, integer, positive, share
+from ragjax.commands.flags import command_line, from_zero, integer, positive, share
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.depprompt import Positions
 from ragjax.models.adapter import INPUTS
@@ -91,6 +91,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--lr", type=positive, help="highest learning rate (paper: 2e-5, small: 5e-4)")
     flag("--batch", type=integer(1), help="samples of a step (paper: 64, small: 16)")
     flag("--epochs", type=integer(1, 1000), help="(paper: 1, small: 3)")
+    flag("--weight-decay", type=from_zero, default=0.0, help="AdamW's (default: 0)")
     flag("--lora", type=integer(0, 1024), metavar="RANK", help="0 trains all weights (paper: 0, small: 16)")
     flag("--lora-alpha", type=positive, help="default: twice the rank")
     flag("--lora-matrices", help=f"default: {','.join(INPUTS)}")

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _recipe(options: argparse.Namespace) -> Recipe:
     return Recipe(
         options.lr, options.batch, options.epochs, target="teacher", plain=0.0, warmup=options.warmup,
-        clip=options.clip, weight_decay=options.weight_decay, row=options.row_tokens, seed=options.seed,
+        clip=options.clip, row=options.row_tokens, seed=options.seed,
     )  # fmt: skip
 
 

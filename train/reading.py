@@ -62,10 +62,13 @@ class Shape:
         return max(1, self.asked // 2)
 
 
-def from_questions(questions: Sequence[Question], shape: Shape, count: int, seed: int) -> list[Sample]:
+def from_questions(
+    questions: Sequence[Question], shape: Shape, count: int, seed: int, taken: Set[str] = frozenset()
+) -> list[Sample]:
     """`count` samples; half of what a sample asks are questions of the set, of which none comes twice before all have.
 
-    Passages are those that its questions need and others of the set, in random order.
+    Passages are those that its questions need and others of the set, in random order. taken: normal forms of what no
+    template may ask; a sample then has fewer questions.
     """
     random = np.random.default_rng([seed, 2])
     pool = list(dict.fromkeys(p for question in questions for p in (*question.needed, *question.others)))
@@ -74,7 +77,9 @@ def from_questions(questions: Sequence[Question], shape: Shape, count: int, seed
     for number in range(count):
         own = [questions[next(order)] for _ in range(min(shape.own, len(questions)))]
         passages = _context(own, pool, shape.passages, random)
-        asked = [*(question.asked for question in own), *_templates(passages, shape.asked - len(own), random)]
+        templates = _templates(passages, shape.asked - len(own), random)
+        asked = [question.asked for question in own]
+        asked += [one for one in templates if normal(one.question) not in taken]
         asked = [asked[i] for i in random.permutation(len(asked))]
         first, *also = asked
         made.append(Sample(f"text:{number}", *first, passages=tuple(passages), also=tuple(also)))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragjax.commands.flags import from_zero, integer, positive, share
+from ragjax.commands.flags import integer, positive, share
 from ragjax.core import ConfigError
 from ragjax.models.adapter import BLOCK, Adapter
 from ragjax.models.decoder import Decoder
@@ -181,7 +181,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--dev", nargs="+", metavar="FILE", help="samples to measure on")
     flag("--warmup", type=share, default=0.03, metavar="SHARE", help="of steps (default: 0.03)")
     flag("--clip", type=positive, default=1.0, help="largest norm of a gradient (default: 1)")
-    flag("--weight-decay", type=from_zero, default=0.0, help="AdamW's (default: 0)")
     flag("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products (default: bfloat16)")
     flag("--remat", choices=get_args(Remat), default="layers", help="what backward recomputes (default: layers)")
     flag("--row-tokens", type=integer(1), default=1024, help="of packed samples on each device (default: 1024)")

@@ -66,8 +66,12 @@ class Trainer:
         self._cost = Cost.of(model.config, whole=model.whole, distil=model.distil)
 
     def start(self, trained: Tree) -> State:
-        """Before the first step."""
-        return State(trained, self._optimizer.init(trained))
+        """Before the first step. The optimizer counts steps on every device of the mesh, as a checkpoint is read."""
+        everywhere = NamedSharding(self._model.mesh, P())
+        moments = jax.tree.map(
+            lambda x: jax.device_put(x, everywhere) if x.ndim == 0 else x, self._optimizer.init(trained)
+        )
+        return State(trained, moments)
 
     def step(self, state: State, examples: Sequence[Example]) -> Report:
         """Take one step, in place, over all examples at once: their gradient is that of the mean over all targets."""

@@ -15,11 +15,9 @@ from benchmarks.load.arrival import Arrival, poisson, rescaled
 from benchmarks.load.client import Target, closed_loop, open_loop
 from benchmarks.load.metric import details, row_of
 from benchmarks.load.record import Load
-from benchmarks.load.search import LOWEST, Throughput, geometric, throughput
+from benchmarks.load.search import LOWEST, MOST_POINTS, Throughput, geometric, throughput
 from benchmarks.load.workload import Ask, Workload
-
-SLICES = 8
-"""Points with requests of their own; the next ones ask the same again."""
+from ragjax.core import ConfigError
 
 CAPACITY_CLIENTS = 8
 """Clients of the closed loop that tells the capacity."""
@@ -45,8 +43,10 @@ class Plan:
 
     @property
     def count(self) -> int:
-        """Requests that a workload needs."""
-        return self.warm + SLICES * self.requests
+        """Requests that a workload needs: no point asks what another one asked, whose KV is known."""
+        capacity = bool(self.search or self.geometric)
+        points = len(self.clients) + len(self.rates) + capacity + self.geometric + self.search * MOST_POINTS
+        return self.warm + points * self.requests
 
     def arrivals(self, rate: float) -> list[float]:
         """Seconds at which the requests of a point arrive."""
@@ -68,6 +68,12 @@ class Bench:
     """One system under all loads of a plan; points that are in `samples` are not measured again."""
 
     def __init__(self, target: Target, workload: Workload, plan: Plan, samples: Samples):
+        """Raises ConfigError if the workload has too few requests."""
+        if len(workload.asks) < plan.count:
+            raise ConfigError(
+                f"{workload.name} has {len(workload.asks)} requests, and {plan.count} are asked: give fewer by "
+                "--requests or --warm, or fewer points"
+            )
         self._target, self._workload, self._plan, self._samples = target, workload, plan, samples
         self._opened = False
         self._points = 0
@@ -119,7 +125,8 @@ class Bench:
         return await self._point(f"rate {rate:.4g}", None, rate, results)
 
     async def _point(self, what: str, clients: int | None, rate: float | None, results: Results) -> dict[str, Any]:
-        key, asks = f"{self._target.name}/{self._workload.digest[:12]}/{what}", self._next()
+        asks = self._next()
+        key = f"{self._target.name}/{self._workload.digest(asks)[:12]}/{what}"
         kept = self._samples.get(key)
         if kept is None:
             await self._ready()
@@ -147,7 +154,7 @@ class Bench:
 
     def _next(self) -> Sequence[Ask]:
         """The requests of the next point."""
-        begin = self._plan.warm + self._points % SLICES * self._plan.requests
+        begin = self._plan.warm + self._points * self._plan.requests
         self._points += 1
         return self._workload.asks[begin : begin + self._plan.requests]
 

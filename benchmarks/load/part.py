@@ -47,10 +47,15 @@ async def batch(target: Target, context: int) -> list[tuple[str, Load]]:
 
 
 def decode_rate(load: Load) -> float:
-    """Tokens a second while all requests decode."""
+    """Tokens a second while all requests decode. A token without text comes with the next delivery, so a delivery
+    counts as many tokens as the answer has a delivery.
+    """
     begin = max(record.times[0] for record in load.records)
     end = min(record.times[-1] for record in load.records)
-    tokens = sum(sum(begin < time <= end for time in record.times) for record in load.records)
+    tokens = sum(
+        sum(begin < time <= end for time in record.times) * record.output_tokens / len(record.times)
+        for record in load.records
+    )
     return tokens / (end - begin)
 
 

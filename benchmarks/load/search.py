@@ -18,6 +18,15 @@ LOWEST = 0.2
 GROWTH = 1.5
 """A rate over the one before, until the bound is passed."""
 
+RAISES = 12
+"""Rates tried before the search gives up raising."""
+
+HALVINGS = 3
+"""Of the gap between the last good rate and the first bad one."""
+
+MOST_POINTS = 1 + RAISES + HALVINGS
+"""Rates that a search measures at most."""
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -29,16 +38,15 @@ class Throughput:
 
 
 async def throughput(
-    mean_ttft: Callable[[float], Awaitable[float]], lowest: float, *, halvings: int = 3, most: int = 12
+    mean_ttft: Callable[[float], Awaitable[float]], lowest: float, *, halvings: int = HALVINGS
 ) -> Throughput:
     """Raise the rate from `lowest` until the mean TTFT passes the bound, then halve the gap.
 
-    mean_ttft: milliseconds at a rate; it is asked once a rate. halvings: of the gap between the last good rate and the
-    first bad one. most: rates tried before the search gives up raising.
+    mean_ttft: milliseconds at a rate; it is asked once a rate.
     """
     base = await mean_ttft(lowest)
     good, good_ms, bad = lowest, base, None
-    for _ in range(most):
+    for _ in range(RAISES):
         rate = good * GROWTH
         found = await mean_ttft(rate)
         if found > BOUND * base:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,9 @@ class Workload:
     asks: tuple[Ask, ...]
     documents: tuple[Document, ...] = field(default=(), repr=False)
 
-    @cached_property
-    def digest(self) -> str:
-        """Tells workloads apart."""
-        return hashlib.sha256(f"{self.knowledge}{self.asks!r}".encode()).hexdigest()
+    def digest(self, asks: Sequence[Ask]) -> str:
+        """Tells what some of the requests measure from what those of other workloads do."""
+        return hashlib.sha256(f"{self.knowledge}{tuple(asks)!r}".encode()).hexdigest()
 
     @cached_property
     def knowledge(self) -> str:
@@ -198,8 +198,8 @@ def graph(wish: Wish) -> Workload:
 def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
     """A trace's requests, their lengths times `scale`: each block of a prompt is a passage of its own text.
 
-    Prompts are cut at `MOST_TOKENS`. Without hashes (Azure) each request takes the passages that its length needs,
-    drawn after Zipf.
+    Prompts are cut at `MOST_TOKENS`. Without hashes (Azure) each request takes as many passages as its length needs,
+    drawn after Zipf without repetition.
     """
     pool = passages(wish)
     words = [word for document in pool for word in document.text.split()]
@@ -212,12 +212,22 @@ def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
             most = max(1, int(MOST_TOKENS / (BLOCK_TOKENS * wish.scale)))
             found = [_block(block, size, words) for block in arrival.blocks[:most]]
         else:
-            need = max(1, round(arrival.prompt_tokens * wish.scale / (PASSAGE_WORDS * TOKENS_A_WORD)))
-            found = [pool[i] for i in dict.fromkeys(next(drawn) for _ in range(need))]
+            tokens = min(arrival.prompt_tokens * wish.scale, MOST_TOKENS)
+            need = min(max(1, round(tokens / (PASSAGE_WORDS * TOKENS_A_WORD))), len(pool))
+            found = [pool[i] for i in islice(_distinct(drawn), need)]
         documents |= {document.id: document for document in found}
         output = wish.output or max(1, round(arrival.output_tokens * wish.scale))
         asks.append(Ask(f"{number}", "What is this about?", (), output, documents=tuple(d.id for d in found)))
     return Workload("trace", tuple(asks), tuple(documents.values()))
+
+
+def _distinct(drawn: Iterator[int]) -> Iterator[int]:
+    """What is drawn for the first time."""
+    seen: set[int] = set()
+    for number in drawn:
+        if number not in seen:
+            seen.add(number)
+            yield number
 
 
 def _block(number: int, size: int, words: Sequence[str]) -> Document:

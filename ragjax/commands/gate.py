@@ -1,7 +1,8 @@
 """`python -m ragjax.reuse.gate`: measures every setting on the bundled questions, and says which a budget picks.
 
 Each question gets its chunks as a server would retrieve them. Cached KV is warm, but was made in other prompts: before
-a question is measured, its chunks are asked for in reversed order. For strategies that take preprocessed chunks the
+a question is measured, its chunks are asked for in reversed order. Each setting is a tenant of its own: what it keeps
+of its requests, as Cache-Craft's variants, serves no other setting. For strategies that take preprocessed chunks the
 documents are preprocessed first, as the server's must be for their figures to hold. Divergence is over the positions
 that predict the reference answer; time to first token is without retrieval, which is the same for all.
 
@@ -192,6 +193,7 @@ def _ask(engine: Engine, question: Question, setting: Setting, turned: bool = Fa
         recompute_ratio=setting.ratio,
         continuation=None if turned else question.reference,
         max_tokens=1,
+        tenant="" if turned else str(setting),
     )
 
 

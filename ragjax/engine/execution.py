@@ -234,6 +234,8 @@ class Execution:
         elif state.first is None:
             if not decoding.score(state):
                 self._await_first(state)
+            elif not state.times.first_token:
+                self._note_first_token(state)  # it could be chosen now: scores are none of the time that it took
         else:
             decoding.decode(state, state.first.token)
 

@@ -144,15 +144,17 @@ class Contract:
                 f"no setting measured on this model lies inside the quality budget {budget} (least KL {best:.3g})"
             )
             return
-        course = _Course(chosen, Monitor(budget, report.ladder(budget)))
-        self._courses = dict.fromkeys((True, False), course)
+        ladder, other = report.ladder(budget), report.without(self._preprocessed).ladder(budget)
+        self._courses = dict.fromkeys((True, False), _Course(chosen, Monitor(budget, ladder)))
+        if other == ladder:
+            return
+        reason = None
         if chosen.strategy in self._preprocessed:
-            ladder = report.without(self._preprocessed).ladder(budget)
             reason = (
                 f"{chosen} keeps the quality budget {budget} with preprocessed chunks alone, and these are not; the "
-                f"request ran {ladder[0]} (python -m ragjax.preprocess prepares a knowledge base)"
+                f"request ran {other[0]} (python -m ragjax.preprocess prepares a knowledge base)"
             )
-            self._courses[False] = _Course(ladder[0], Monitor(budget, ladder), reason)
+        self._courses[False] = _Course(other[0], Monitor(budget, other), reason)
 
     def _miss(self, problem: str) -> None:
         if self._refuses:
@@ -171,8 +173,8 @@ class Contract:
         self._begun_with = preprocessed
         if self._report is None or self._budget is None or preprocessed or self._fallback:
             return
-        if self._courses[True] is self._courses[False]:
-            return
+        if self._courses[False].notice is None:
+            return  # what is picked takes none
         if self._report.without(self._preprocessed).cheapest(self._budget) is None:
             self._miss(
                 f"the settings inside the quality budget {self._budget} were measured with preprocessed chunks, and "

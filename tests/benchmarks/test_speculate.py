@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks import speculate
 from benchmarks.common.plot import draw
-from benchmarks.common.samples import Samples
 from ragjax.core import ConfigError
 from ragjax.retrieval.index import VectorIndex
 from tests.support import tiny
@@ -56,10 +55,7 @@ def test_questions_have_their_choices_and_documents_are_those_of_all_sets(data: 
         speculate.documents(data / "text", None)
 
 
-def test_less_of_a_search_is_exposed_where_an_early_stage_has_the_final_chunks(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.common.samples.STORE", tmp_path / "store")
+def test_less_of_a_search_is_exposed_where_an_early_stage_has_the_final_chunks(data: Path, tmp_path: Path) -> None:
     chosen = Namespace(strategy="prefix", top_k=2, stages=4)
     with tiny.engine() as engine:
         engine.add_documents(speculate.documents(data, None))
@@ -68,11 +64,13 @@ def test_less_of_a_search_is_exposed_where_an_early_stage_has_the_final_chunks(
         known = speculate.early(base, asked, 2, 4)
         assert list(known) == ["early_1", "early_2", "early_3"] and all(0 <= share <= 1 for share in known.values())
         base._index = speculate.Distant(base._index, 4, 0.02)  # type: ignore[assignment]
-        samples = Samples("speculate", {})
-        pairs = speculate.measure(engine, base, asked, chosen, samples, "flat")
-        again = speculate.measure(engine, base, asked, chosen, Samples("speculate", {}), "flat")
+        speculate.learn(engine, asked[:2], chosen)
+        pairs = speculate.measure(engine, asked, chosen)["pairs"]
+        assert engine._odds._seen == 2 + len(asked)  # a search without speculation teaches nothing
+        speculate.learn(engine, (), chosen)
+        assert engine._odds._seen == 0
     made = speculate.row(pairs)
-    assert again == pairs and made["n"] == 6 and made["exposed_ms_off"] >= 80
+    assert made["n"] == 6 and made["exposed_ms_off"] >= 80
     assert made["less"] == made["exposed_ms_off"] / made["exposed_ms"]
     assert all(on["hit"] for _, on in pairs if on["exposed_ms"] < on["search_ms"])
     assert all(off["exposed_ms"] == off["search_ms"] and not off["hit"] + off["wrong"] for off, _ in pairs)

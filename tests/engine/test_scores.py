@@ -14,6 +14,8 @@ from ragjax.core import Kind as SegmentKind
 from ragjax.core import Prompt, RequestError, Segment
 from ragjax.engine import Engine
 from ragjax.reuse.full import Full
+from ragjax.schedule import decoding
+from ragjax.schedule.state import RequestState
 from tests.support import tiny
 
 FORCED = np.array([5, 17, 200, 3, 90], np.int32)
@@ -37,6 +39,19 @@ def test_scores_are_the_logits_that_predict_the_continuation(engine: Engine, str
     assert answer.scores is not None and answer.scores.shape == dense.shape
     np.testing.assert_allclose(answer.scores, dense, atol=2e-4)
     assert answer.tokens == plain.tokens, "what is forced leaves nothing behind"
+
+
+def test_scores_are_no_part_of_the_time_to_the_first_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[float] = []
+    take = decoding.take_scores
+
+    def noted(state: RequestState) -> None:
+        taken.append(state.times.first_token)
+        take(state)
+
+    monkeypatch.setattr(decoding, "take_scores", noted)
+    engine.answer_prompt(tiny.prompt(3), continuation=FORCED, max_tokens=1)
+    assert len(taken) == 1 and taken[0] > 0, "the first token could be chosen before they were computed"
 
 
 def test_scores_of_one_token_are_the_prompts_last_logits(engine: Engine) -> None:

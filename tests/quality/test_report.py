@@ -44,6 +44,7 @@ from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, 
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting, bounds, divergence
 from ragjax.reuse import PREPROCESSED, strategies
 from ragjax.reuse.base import Allocation, Strategy
+from ragjax.reuse.craft import Craft
 from ragjax.reuse.full import Full
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.prefix import Prefix
@@ -341,6 +342,18 @@ def test_what_replay_sees_of_other_chunks_is_not_held_against_preprocessed_ones(
     assert contract.setting_of(True) == contract.setting_of(False) == Setting("full")
 
 
+def test_requests_without_preprocessed_chunks_are_not_raised_to_a_setting_that_takes_them() -> None:
+    """The cheapest setting takes none, and serves both; what replaces it may."""
+    measurements = (measurement(NAIVE, 0.06, 10.0), measurement(RAGJAX, 0.02, 20.0), measurement(BLEND[2], 0.03, 25.0))
+    report = replace(REPORT, measurements=(*measurements, REPORT.measurements[0]))
+    contract = Contract(PREFIX, "float32", report=report, budget=Budget(0.1), preprocessed=PREPROCESSED)
+    contract.begin(False)
+    assert contract.setting_of(True) == contract.setting_of(False) == NAIVE and contract.notices == ()
+    for _ in range(LEAST):
+        contract.observe(NAIVE, False, Divergence(0.2, 0.5))
+    assert contract.setting_of(True) == RAGJAX and contract.setting_of(False) == BLEND[2]
+
+
 def test_what_replay_sees_of_requests_that_the_report_does_not_cover_moves_nothing() -> None:
     contract = Contract(PREFIX, "float32", report=FUSED, budget=Budget(0.1), preprocessed=PREPROCESSED)
     for _ in range(2 * LEAST):
@@ -512,6 +525,18 @@ def test_the_gate_measures_what_is_there(engine: Engine) -> None:
     assert naive.kl == own.kl == low.kl and 0.001 < naive.kl < naive.kl_hi and naive.share == 0.0
     assert high.kl < 1e-9 and high.share == 1.0
     assert all(one.ttft_ms > 0 for one in (prefix, naive, own, low, high))
+
+
+def test_no_setting_of_the_gate_profits_from_what_another_one_kept() -> None:
+    """Cache-Craft that recomputes a whole chunk keeps it as a variant that is exact behind this very prompt."""
+    at_0, at_15 = Setting("craft", 0.0), Setting("craft", 0.15)
+
+    def measured(*settings: Setting) -> list[float]:
+        with tiny.engine(extra=[Craft(alpha=2.0)]) as engine:
+            return [one.kl for one in gate.measure(engine, QUESTIONS[:2], settings, lambda: None)]
+
+    _, *others = measured(Setting("craft"), at_0, at_15)
+    assert others == pytest.approx([*measured(at_0), *measured(at_15)]) and min(others) > 1e-6
 
 
 def test_the_gate_finds_a_wrong_offset() -> None:

@@ -126,6 +126,10 @@ assert_alike(alone, many, "lora")
 layers = frozen["layers"]
 assert (width(layers["qkv"], 1), width(layers["qkv"], 4), width(layers["down"], 2)) == (1, 24, 32)
 assert (width(frozen["head"], 0), width(trained["down"]["a"], 2)) == (130, 32)
+model, trained, frozen = parts_of(config, mesh_of(2, 2, 2), t.LORA, None)
+state = Trainer(model, Recipe(lr=1e-2, batch=6, epochs=1), rows, 3, frozen).start(trained)
+# as a checkpoint is read, for a step takes no arrays of fewer devices besides
+assert {len(x.sharding.device_set) for x in jax.tree.leaves(state.arrays())} == {8}
 print("agree on", jax.device_count(), "devices")
 """
 

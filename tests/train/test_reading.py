@@ -30,7 +30,7 @@ from train.example import Closing, Coder, Example, hits_of
 from train.export import merge
 from train.model import Model, gradient_program, loss_program, rotation_of
 from train.reading import Question, Shape, from_questions, without
-from train.sample import Asked, Passage, Sample, read_samples, write_samples
+from train.sample import Asked, Passage, Sample, normal, read_samples, write_samples
 from train.trainer import Trainer
 
 CODER = Coder.of(byte_tokenizer())
@@ -308,3 +308,16 @@ def test_questions_are_put_aside_and_not_samples(tmp_path: Path, capsys: pytest.
     assert len(titles) == 5, "passages of the questions put aside are not learned either"
     assert data_main([*command, "--aside", "5"]) == 1
     assert "--aside 5 takes 10 of 9 questions" in capsys.readouterr().err
+
+
+def test_templates_do_not_ask_what_is_put_aside(tmp_path: Path) -> None:
+    """Paragraphs of an article have its title, so templates of two of them may ask the same."""
+    file, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
+    passages = [{"title": f"Article {i % 3}", "text": f"He was born in town {i} of the north."} for i in range(12)]
+    lines = [{"question": f"Q{i}?", "answers": ["A"], "passages": [p]} for i, p in enumerate(passages)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert data_main(["text", str(file), "--out", str(out), "--count", "20", "--asked", "6", "--aside", "2"]) == 0
+    found = (out, tmp_path / "out.aside.jsonl")
+    learned, held = ({normal(a.question) for s in read_samples([f]) for a in s.asked} for f in found)
+    assert any(question.startswith("what do the passages say") for question in held)
+    assert not learned & held

@@ -15,6 +15,7 @@ from benchmarks.load.measure import Bench, Plan, Results
 from benchmarks.load.metric import COLUMNS, details, percentile, row_of
 from benchmarks.load.record import Load, Record
 from benchmarks.load.workload import Ask, Workload
+from ragjax.core import ConfigError
 
 
 class Fake:
@@ -25,6 +26,7 @@ class Fake:
         self.served: Mapping[str, Any] = {"strategy": "prefix", "policy": "lru"}
         self.seconds, self.refuse = seconds, refuse
         self.opened, self.answered, self.at_once, self.most = 0, 0, 0, 0
+        self.asked: list[str] = []
 
     async def open(self) -> None:
         self.opened += 1
@@ -33,6 +35,7 @@ class Fake:
         self.opened -= 1
 
     async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
+        self.asked.append(ask.id)
         if ask.id in self.refuse:
             raise RivalError("refused")
         self.at_once += 1
@@ -116,6 +119,19 @@ def test_a_stopped_run_goes_on_with_the_points_that_it_has() -> None:
     more = Plan(requests=4, warm=2, clients=(1,), rates=(500.0, 600.0))
     asyncio.run(Bench(fake, workload(), more, Samples("load", {"a": 1})).measure(Results()))
     assert fake.answered == 2 + 4
+
+
+def test_no_point_asks_what_another_one_asked() -> None:
+    """Its KV would be known, and the system looks faster than it is."""
+    fake, plan = Fake(0.001), Plan(requests=3, warm=1, clients=(1, 2), search=True)
+    asyncio.run(Bench(fake, workload(plan.count), plan, Samples("load", {})).measure(Results()))
+    assert len(fake.asked) == len(set(fake.asked)) == fake.answered
+
+
+def test_a_workload_with_too_few_requests_is_refused_before_anything_is_measured() -> None:
+    plan = Plan(requests=4, warm=2, clients=(1, 2))
+    with pytest.raises(ConfigError, match="fake has 9 requests, and 10 are asked"):
+        Bench(Fake(), workload(9), plan, Samples("load", {}))
 
 
 def test_rates_up_to_the_capacity_and_the_throughput() -> None:

@@ -56,15 +56,20 @@ def test_the_prompt_that_stalls_is_new_to_the_cache() -> None:
 
 
 def test_the_rate_counts_the_time_alone_in_which_all_decode() -> None:
-    early = Record("a", 0, times=[1.0, 2.0, 3.0, 4.0])
-    late = Record("b", 0, times=[2.0, 3.0, 4.0, 5.0])
+    early = Record("a", 0, times=[1.0, 2.0, 3.0, 4.0], output_tokens=4)
+    late = Record("b", 0, times=[2.0, 3.0, 4.0, 5.0], output_tokens=4)
     assert part.decode_rate(Load([early, late])) == pytest.approx(4 / 2.0)
 
 
+def test_a_token_without_text_counts() -> None:
+    record = Record("a", 0, times=[1.0, 2.0, 3.0, 4.0], output_tokens=8)
+    assert part.decode_rate(Load([record])) == pytest.approx(6 / 3.0)
+
+
 def test_a_batchs_ratio_is_of_rates() -> None:
-    alone = Load([Record("a", 0, times=[1.0, 2.0, 3.0])])
-    together = Load([Record(name, 0, times=[1.0, 1.5, 2.0]) for name in "abcd"])
-    two = Load([Record(name, 0, times=[1.0, 1.5, 2.0]) for name in "ab"])
+    alone = Load([Record("a", 0, times=[1.0, 2.0, 3.0], output_tokens=3)])
+    together = Load([Record(name, 0, times=[1.0, 1.5, 2.0], output_tokens=3) for name in "abcd"])
+    two = Load([Record(name, 0, times=[1.0, 1.5, 2.0], output_tokens=3) for name in "ab"])
     found = part.verdict("batch", [("batch:alone", alone), ("batch:own", two), ("batch:one", together)])
     rates = (found["tokens_per_s_alone"], found["tokens_per_s_own"], found["tokens_per_s_one"])
     assert rates == (1.0, 4.0, 8.0) and (found["ratio_own"], found["ratio_one"]) == (4.0, 8.0)

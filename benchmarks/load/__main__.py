@@ -214,8 +214,10 @@ def rival_of(name: str, chosen: argparse.Namespace, model: Path, tokens: Prompts
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What the points of a run depend on besides system, workload and rate."""
-    kept = ("dtype", "context", "device_cache_gb", "requests", "warm", "seed", "arrivals", "engine", "clients")
-    kept += ("part", "part_context")
+    kept = (
+        *("dtype", "context", "device_cache_gb", "requests", "warm", "seed", "arrivals", "engine", "clients"),
+        *("part", "part_context"),
+    )
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 
 

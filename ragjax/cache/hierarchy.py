@@ -37,12 +37,14 @@ BACKLOG = 2**30
 class Storage:
     """The tiers below the device.
 
-    transfer: moves the bytes. host_bytes: room in host memory (0: none). disk_index: of the disk tier (None: none).
-    quota: bytes that a tenant may hold on the device, and in host memory (None: no limit). inquiry: of the shared tier,
-    whose entries the index names too (None: none); what is kept is put there as soon as there is time, for others.
+    transfer: moves the bytes. page_bytes: bytes of a page of the device. host_bytes: room in host memory (0: none).
+    disk_index: of the disk tier (None: none). quota: bytes that a tenant may hold on the device, in whole pages, and in
+    host memory (None: no limit). inquiry: of the shared tier, whose entries the index names too (None: none); what is
+    kept is put there as soon as there is time, for others.
     """
 
     transfer: TransferEngine
+    page_bytes: int
     host_bytes: int = 0
     disk_index: DiskIndex | None = None
     quota: Callable[[str], int | None] = lambda tenant: None
@@ -143,7 +145,7 @@ class Hierarchy:
         if storage.transfer.size(len(node)) != size:
             return self._keep(node)  # a sibling made room, and the node has taken in its parent
         assert node.run is not None and node.parent is not None
-        self.tree.store(node, self.ledger.save(node.run, size))
+        self.tree.store(node, self.ledger.save(node.run, size, node.tenant))
         self.host.discard(node.parent)
         return True
 
@@ -159,7 +161,7 @@ class Hierarchy:
             self._write(node, node.host)
             return
         assert node.run is not None
-        copy = self.ledger.save(node.run, 0)  # there only until it is written
+        copy = self.ledger.save(node.run, 0, node.tenant)  # there only until it is written
         self._write(node, copy)
         self.ledger.leave(copy)
 
@@ -201,17 +203,13 @@ class Hierarchy:
         quota = storage.quota(node.tenant)
         if size > storage.host_bytes or (quota is not None and size > quota):
             return False
-        while quota is not None and self._held(node.tenant, Tier.HOST) + size > quota:
+        while quota is not None and self.ledger.held[node.tenant] + size > quota:
             if not self._evict_host(self.host.pop(node.tenant)):
                 return False
         while self.ledger.used + size > storage.host_bytes:
             if not self._evict_host(self.host.pop()):
                 return False
         return True
-
-    def _held(self, tenant: str, tier: Tier) -> int:
-        assert self.storage is not None
-        return self.storage.transfer.size(self.tree.held[tier][tenant])
 
     def _evict_host(self, node: Node | None) -> bool:
         if node is None:
@@ -400,10 +398,12 @@ class Hierarchy:
 
     def enforce(self, tenant: str) -> None:
         """Evict the tenant's own nodes from the device until it is within its quota, or all it has is in use."""
-        quota = self.storage.quota(tenant) if self.storage is not None else None
-        if quota is None:
+        storage = self.storage
+        quota = storage.quota(tenant) if storage is not None else None
+        if storage is None or quota is None:
             return
-        while self._held(tenant, Tier.DEVICE) > quota and (node := self.device.pop(tenant)) is not None:
+        pages = self.tree.pages[tenant]
+        while len(pages) * storage.page_bytes > quota and (node := self.device.pop(tenant)) is not None:
             self._leave_device(node)
         self.ledger.dispatch()
 

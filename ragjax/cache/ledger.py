@@ -14,9 +14,10 @@ from ragjax.core.tiers import Copy, Record, Save, TransferEngine, Write
 
 @dataclass
 class Entry:
-    """A host entry: its size in bytes, and how many nodes lie in it (a split leaves two)."""
+    """A host entry: its size in bytes, whose it is, and how many nodes lie in it (a split leaves two)."""
 
     size: int
+    tenant: str
     nodes: int = 1
 
 
@@ -30,20 +31,23 @@ class _Orders:
 
 
 class HostLedger:
-    """Entries of host memory by number, and the bytes `used` by them. Without an engine there are none."""
+    """Entries of host memory by number, the bytes `used` by them, and those `held` by tenant. Without an engine there
+    are none.
+    """
 
     def __init__(self, engine: TransferEngine | None):
         self._engine = engine
         self.entries: dict[int, Entry] = {}
         self.used = 0
+        self.held = Counter[str]()
         self._number = 0
         self._orders = _Orders()
 
-    def save(self, run: Run, size: int) -> Copy:
+    def save(self, run: Run, size: int, tenant: str) -> Copy:
         """Order an entry of `size` bytes for a run of the device; it counts one node."""
         self._number += 1
-        self.entries[self._number] = Entry(size)
-        self.used += size
+        self.entries[self._number] = Entry(size, tenant)
+        self._count(tenant, size)
         self._orders.saves.append(Save(self._number, run))
         return Copy(self._number, 0, run.length)
 
@@ -62,7 +66,7 @@ class HostLedger:
         if not entry.nodes:
             assert isinstance(copy.entry, int)
             del self.entries[copy.entry]
-            self.used -= entry.size
+            self._count(entry.tenant, -entry.size)
             self._orders.forgotten.append(copy.entry)
 
     def dispatch(self) -> None:
@@ -85,8 +89,15 @@ class HostLedger:
 
     def audit_counts(self) -> None:
         """Check the bytes in use; O(entries)."""
-        if self.used != sum(entry.size for entry in self.entries.values()):
-            raise AuditError(f"{self.used} bytes of host memory are counted")
+        held = Counter[str]()
+        for entry in self.entries.values():
+            held[entry.tenant] += entry.size
+        if self.used != held.total() or self.held != held:
+            raise AuditError(f"{self.used} bytes of host memory are counted, and by tenant {dict(self.held)}")
+
+    def _count(self, tenant: str, size: int) -> None:
+        self.used += size
+        self.held[tenant] += size
 
     def _entry(self, copy: Copy) -> Entry:
         assert isinstance(copy.entry, int)

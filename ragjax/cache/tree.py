@@ -14,7 +14,7 @@ not how they are cut into nodes, so splitting an ancestor changes no key below.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator
 
 import numpy as np
@@ -34,7 +34,8 @@ class KnowledgeTree:
     """Nodes, their keys, and the pages they refer to. A node on the device holds one reference to each page of its run.
 
     `identity` covers all that KV depends on besides tokens and context. `held` counts tokens on the device and in host
-    memory, by tenant. `generation` changes whenever a node comes or goes.
+    memory, by tenant; `pages` the nodes that touch each page of the device, by tenant: two halves of a node share one.
+    `generation` changes whenever a node comes or goes.
     """
 
     def __init__(self, identity: bytes, pool: PagePool):
@@ -42,6 +43,7 @@ class KnowledgeTree:
         self._pool = pool
         self.root = Node(PUBLIC, b"", None, 0)
         self.held: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+        self.pages: defaultdict[str, Counter[int]] = defaultdict(Counter)
         self.generation = 0
         self._by_key: dict[bytes, Node] = {}
         self._by_content: dict[Hashable, Node | dict[Node, None]] = {}  # one node, or several in order of arrival
@@ -136,7 +138,7 @@ class KnowledgeTree:
     def land(self, node: Node, run: Run) -> None:
         """The node's KV lies on the device now, or will when its load is done."""
         assert node.run is None and node.parent is not None
-        self._pool.retain(run)
+        self._take(node, run)
         node.run = run
         node.parent.on_device += 1
         self.held[Tier.DEVICE][node.tenant] += len(node)
@@ -148,7 +150,7 @@ class KnowledgeTree:
         assert node.run is not None and node.parent is not None
         if node.pins:
             self._pool.unpin(node.run)
-        self._pool.release(node.run)
+        self._give(node, node.run)
         node.run = None
         node.parent.on_device -= not node.dead  # `detach` took it off the count
         self.held[Tier.DEVICE][node.tenant] -= len(node)
@@ -200,12 +202,26 @@ class KnowledgeTree:
         lower.run = run.slice(at, run.length, self._pool.page_size)
         upper.on_device = 1
         for part in (upper.run, lower.run):
-            self._pool.retain(part)
+            self._take(lower, part)
             if lower.pins:
                 self._pool.pin(part)
         if lower.pins:
             self._pool.unpin(run)
+        self._give(lower, run)
+
+    def _take(self, node: Node, run: Run) -> None:
+        """One more run of the node's tenant."""
+        self._pool.retain(run)
+        self.pages[node.tenant].update(run.pages)
+
+    def _give(self, node: Node, run: Run) -> None:
+        """One run of the node's tenant less."""
         self._pool.release(run)
+        pages = self.pages[node.tenant]
+        for page in run.pages:
+            pages[page] -= 1
+            if not pages[page]:
+                del pages[page]
 
     def merge(self, lower: Node) -> bool:
         """Undo a split: the node takes in its parent, if neither branches, is in use, or lies elsewhere.
@@ -223,9 +239,9 @@ class KnowledgeTree:
         parent = upper.parent
         assert parent.edges is not None
         if run is not None and upper.run is not None and lower.run is not None:
-            self._pool.retain(run)
-            self._pool.release(upper.run)
-            self._pool.release(lower.run)
+            self._take(lower, run)
+            self._give(upper, upper.run)
+            self._give(lower, lower.run)
         lower.run, lower.host, lower.parent = run, host, parent
         lower.raw = upper.raw + lower.raw
         lower.start, lower.local_start = upper.start, upper.local_start
@@ -318,6 +334,11 @@ class KnowledgeTree:
                 tokens[node.tenant] += len(node) if getattr(node, place) is not None else 0
             if any(tokens[t] > self.held[tier][t] for t in tokens):  # dead nodes are held besides
                 raise AuditError(f"{dict(self.held[tier])} tokens are counted on tier {tier.label}: {dict(tokens)}")
+        touched: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        for node in self.nodes():
+            touched[node.tenant].update(() if node.run is None else node.run.pages)
+        if not all(pages <= self.pages[tenant] for tenant, pages in touched.items()):
+            raise AuditError("a node's pages are not counted as its tenant's")
         contents = sum(len(n) if isinstance(n, dict) else 1 for n in self._by_content.values())
         if held != len(self._by_key) or held != contents:
             raise AuditError("an index holds a node that the root does not lead to")

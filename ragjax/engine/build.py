@@ -146,7 +146,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
     shared = _shared(storage, identity, disk)
     copies = copies_of(mesh.size, config)
-    pages = pool_pages(config, options.device_cache_gb, DTYPE_BYTES[dtype], context, copies)
+    page = page_bytes(config, DTYPE_BYTES[dtype], copies)
+    pages = pool_pages(page, options.device_cache_gb, context)
     grid = _grid(config, context, platform(), copies)
     _log.info("weights and KV are %s", numbers)
     whole = compression is not None and compression.method in BY_LAYER
@@ -163,7 +164,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     if options.compile:
         _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
-    tiers = Storage(transfer, int(storage.host_gb * 2**30), shared or disk, _quota(storage.quotas), shared)
+    tiers = Storage(transfer, page, int(storage.host_gb * 2**30), shared or disk, _quota(storage.quotas), shared)
     return Parts(
         **grounds(options, tokenizer),
         model_name=local.name,
@@ -374,17 +375,21 @@ def _quota(quotas: Mapping[str, float]) -> Callable[[str], int | None]:
     return limits.get
 
 
-def pool_pages(config: ModelConfig, gigabytes: float, itemsize: int, context: int, copies: int = 1) -> int:
-    """Pages that fit, the scratch page included. copies: of each KV head, on as many devices.
+def page_bytes(config: ModelConfig, itemsize: int, copies: int = 1) -> int:
+    """Bytes of a page of the device. copies: of each KV head, on as many devices."""
+    return config.kv_bytes_per_token(itemsize) * PAGE_SIZE * copies
+
+
+def pool_pages(page: int, gigabytes: float, context: int) -> int:
+    """Pages of `page` bytes that fit, the scratch page included.
 
     Raises:
         ConfigError: if not even one request of full context would fit.
     """
-    page_bytes = config.kv_bytes_per_token(itemsize) * PAGE_SIZE * copies
-    pages = int(gigabytes * 2**30) // page_bytes
+    pages = int(gigabytes * 2**30) // page
     least = context // PAGE_SIZE + 2
     if pages < least:
-        need = least * page_bytes / 2**30
+        need = least * page / 2**30
         raise ConfigError(
             f"a device cache of {gigabytes:g} GB holds {max(pages, 0) * PAGE_SIZE} tokens; the context of {context} "
             f"needs {need:.2f} GB: raise --device-cache-gb or lower --max-context"

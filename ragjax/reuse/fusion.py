@@ -2,7 +2,8 @@
 
 Offline, every chunk's KV is computed behind its most similar chunks (section 3.1) and kept as approximate under the
 method "fusion". A chunk that was not preprocessed takes the alternative path: it is looked for behind the chunks before
-it in the prompt, then without the first of them, and so on, down to the system prompt alone.
+it in the prompt (the last `LOOKED` of them), then without the first of these, and so on, down to the system prompt
+alone.
 
 Selection: the question is computed over the reused KV; its attention at the last layer, summed over the question's
 rows, heads averaged, scores the chunks' tokens, and the highest of all chunks together are recomputed. The paper does
@@ -25,6 +26,11 @@ from ragjax.reuse.stitch import Isolated, Stitched, alone
 
 METHOD = "fusion"
 
+LOOKED = 10
+"""Earlier chunks of the alternative path, as many as a chunk has neighbours: all of them would make the work of a
+prompt grow with the cube of its chunks.
+"""
+
 
 class Fused:
     """Preprocessed chunks, and the alternative path for others. A chunk that stands alone is isolated: exact."""
@@ -38,7 +44,7 @@ class Fused:
         if not alone(prompt):
             if segment.behind:
                 yield Candidate(Provenance.APPROXIMATE, METHOD, segment.behind)
-            earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i]
+            earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i][-LOOKED:]
             for begin in range(len(earlier)):
                 yield Candidate(Provenance.APPROXIMATE, METHOD, neighbours_digest(earlier[begin:]))
         yield Candidate(Provenance.ISOLATED, self.method)

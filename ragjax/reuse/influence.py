@@ -73,7 +73,8 @@ class Influence:
         total = float(inter_Z.sum())
         if total <= 0:
             return float(not before)
-        again = np.array([digest in set(before) for digest in self.before])
+        there = set(before)
+        again = np.array([digest in there for digest in self.before])
         return float(inter_Z[again].sum()) / total
 
     def novelty(self, before: Sequence[bytes]) -> float:
@@ -161,11 +162,11 @@ def digest(tokens: Tokens) -> bytes:
 def disorder(old: Sequence[bytes], new: Sequence[bytes]) -> float:
     """Order Penalty Score (eq. 7): Kendall's tau distance of what both have, over its maximum; 0 for fewer than two."""
     place = {name: i for i, name in reversed(list(enumerate(new)))}
-    common = [place[name] for name in dict.fromkeys(old) if name in place]
-    m = len(common)
+    common_M = np.array([place[name] for name in dict.fromkeys(old) if name in place], np.int64)
+    m = len(common_M)
     if m < 2:
         return 0.0
-    discordant = sum(common[i] > common[j] for i in range(m) for j in range(i + 1, m))
+    discordant = np.count_nonzero(np.triu(common_M[:, None] > common_M, 1))
     return discordant / (m * (m - 1) / 2)
 
 

@@ -530,6 +530,29 @@ def test_the_hand_is_round_when_all_that_stood_before_it_are_gone():
     assert victims.pop() is nodes["a"]
 
 
+def test_a_node_that_took_in_its_parent_has_one_place():
+    policy = SIEVE()
+    victims, lower, upper = Victims(policy), Node(b"lower"), Node(b"upper")
+    victims.push(lower)
+    upper.note = lower.note
+    policy.on_split(upper, lower, b"whole")
+    victims.push(upper)
+    victims.discard(upper)
+    policy.on_merge(upper, lower)
+    victims.discard(lower)
+    policy.on_evict(lower, DEVICE)
+    nodes = {name: Node(name.encode()) for name in "abcd"}
+    for name in "abc":
+        victims.push(nodes[name])
+    policy.on_access(nodes["a"], HIT)
+    assert victims.pop() is nodes["b"]  # a was spared
+    policy.on_evict(nodes["b"], DEVICE)
+    victims.discard(nodes["c"])
+    policy.on_evict(nodes["c"], DEVICE)
+    victims.push(nodes["d"])
+    assert victims.pop() is nodes["a"], "the hand is round"
+
+
 # --------------------------------------------------------------------------------------------- LACR
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from ragjax.commands import models as command
 from ragjax.commands.models import main
-from ragjax.engine.build import PAGE_SIZE, pool_pages
+from ragjax.engine.build import PAGE_SIZE, page_bytes, pool_pages
 from ragjax.models import hub, inventory
 from ragjax.models.huggingface import read_config
 from ragjax.models.memory import Memory, device_memory
@@ -124,7 +124,7 @@ def test_the_flags_are_those_that_the_server_starts_with(context: int, wanted: s
     flags = dict(zip(given[::2], given[1::2], strict=True))
     assert set(flags) == wanted
     size, most = float(flags.get("--device-cache-gb", 0.5)), int(flags.get("--max-context", context))
-    assert pool_pages(config, size, 2, most) * PAGE_SIZE >= most
+    assert pool_pages(page_bytes(config, 2), size, most) * PAGE_SIZE >= most
     assert command.PAGE_SIZE == PAGE_SIZE
 
 
@@ -138,6 +138,23 @@ def test_list_tells_what_is_here(said: Said, monkeypatch: pytest.MonkeyPatch, mo
     assert all(found[name] == "not on this machine" for name in (*hub.PACKAGED, *hub.ADAPTED))
     assert found["someone/here"].startswith("llama, F32, ")
     assert "tokenizer.json is missing" in found["someone/broken"]
+
+
+def test_list_leaves_out_repositories_that_cannot_be_named(
+    said: Said, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of old models, which have no owner, in the cache that programs share."""
+    for name in ("bert-base-uncased", "someone--here"):
+        snapshot = tmp_path / "hub" / f"models--{name}" / "snapshots" / ("a" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text("{}")
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    code, out, err = said("list")
+    found = dict(line.split(": ", 1) for line in out.splitlines())
+    assert (code, err) == (0, "")
+    assert set(found) - {*hub.PACKAGED, *hub.ADAPTED} == {"someone/here"}
 
 
 def test_check_downloads_nothing(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:

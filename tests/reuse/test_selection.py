@@ -17,7 +17,7 @@ from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segm
 from ragjax.reuse import prophet, setcache, strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
-from ragjax.reuse.fusion import Fused, QueryGuided
+from ragjax.reuse.fusion import LOOKED, Fused, QueryGuided
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.select import budgets, share, top, top_each
 from ragjax.reuse.stitch import Isolated
@@ -331,6 +331,12 @@ def test_alternative_path_drops_earlier_chunks_one_by_one():
     assert source_of(c, a, b) == "behind c, a", "the longest prefix first"
     assert source_of(a, replace(b, behind=mark)) == "behind c, a", "its own neighbours first of all"
     assert source_of(c, replace(b, behind=b"elsewhere")) == "isolated"
+
+
+def test_alternative_path_looks_behind_so_many_chunks_alone():
+    prompt = tiny.prompt(27, chunks=(4,) * 30)
+    found = [len(tuple(Fused().candidates(prompt, i))) for i in range(1, 31)]
+    assert found == [min(i, LOOKED) + 1 for i in range(30)], "and as an isolated one"
 
 
 @pytest.mark.parametrize("seed", range(2))

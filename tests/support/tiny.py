@@ -21,7 +21,7 @@ from ragjax.cache.profile import Profile
 from ragjax.core import Answer, AtRest, Compression, EngineOptions, Grid, Prompt, RowShape, Segment, StorageOptions
 from ragjax.core import Kind as SegmentKind
 from ragjax.engine import Engine
-from ragjax.engine.build import FrontParts, Parts
+from ragjax.engine.build import DTYPE_BYTES, FrontParts, Parts
 from ragjax.engine.registry import Registry
 from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
@@ -179,7 +179,8 @@ def engine(
     tokenizer = byte_tokenizer()
     transfer = KVTransfer(made, at_rest, disk=shared or disk)
     profile = Profile((0, 1000), (1, 1000), ((0.01, 1.0), (0.02, 2.0)))
-    storage = Storage(transfer, host_bytes, shared or disk, quota, shared)
+    page_bytes = CONFIG.kv_bytes_per_token(DTYPE_BYTES[made.dtype]) * PAGE
+    storage = Storage(transfer, page_bytes, host_bytes, shared or disk, quota, shared)
     tiers = StorageOptions(load_timeout=load_timeout, share_knowledge=share_knowledge)
     parts = Parts(
         model_name="tiny",

@@ -315,7 +315,7 @@ class Bench:
             self.transfer = FakeCarrier(
                 self.pool, self.slots, disk_index, host_bytes=host_bytes, lossy=lossy, lag=lag, overhead=overhead
             )
-            storage = Storage(self.transfer, host_bytes, disk_index, quota or (lambda tenant: None))
+            storage = Storage(self.transfer, PAGE * BYTES, host_bytes, disk_index, quota or (lambda tenant: None))
         self.cache = KnowledgeCache(identity, self.pool, policy or LRU(), storage, variants=variants)
 
     # ---- what requests do

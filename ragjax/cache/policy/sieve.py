@@ -80,6 +80,11 @@ class SIEVE(Policy):
                 self._here[tier] += 1
                 self._ahead[tier] += place.number > self._hand[tier]
 
+    def on_merge(self, upper: Node, lower: Node) -> None:
+        """The node stands where its lower half stood; the upper half's place is given up."""
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self.on_evict(upper, tier)
+
     def _place(self, node: Node, tier: Tier) -> Place:
         if node.note is None:
             node.note = [None, None]

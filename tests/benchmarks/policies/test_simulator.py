@@ -91,7 +91,7 @@ class Instant:
 def replay(work: Workload, policy: Policy, device: int, host: int, lookahead: int) -> tuple[list[int], int]:
     """The same requests through the real cache, a token a page: tokens hit by each, and tokens moved in all."""
     transfer = Instant()
-    cache = KnowledgeCache(b"x", PagePool(device + 1, 1), policy, Storage(transfer, host) if host else None)
+    cache = KnowledgeCache(b"x", PagePool(device + 1, 1), policy, Storage(transfer, 1, host) if host else None)
     hits, announced = [], 0
     prompts = []
     for request in work.requests:

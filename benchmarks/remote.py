@@ -4,7 +4,8 @@
 
 Every server is a process of its own with a fresh engine and no disk. The first one has no shared cache, the second one
 finds it empty and fills it, the third one finds what the second one left. Without `--url` a redis-server of its own is
-started; the address of a server that is used must hold nothing of the model.
+started for each strategy; the server of an address must hold nothing of the model, and the second strategy finds there
+what the first one left of the system prompt.
 """
 
 from __future__ import annotations

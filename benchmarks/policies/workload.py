@@ -48,8 +48,12 @@ class Workload:
         return tuple(sum(self.sizes[n] for n in r.nodes) + r.other for r in self.requests)
 
     def limited(self, count: int | None) -> Workload:
-        """The first `count` requests (None: all)."""
-        return replace(self, requests=self.requests[:count])
+        """The first `count` requests (None: all), whose distinct tokens are those that they have."""
+        served = self.requests[:count]
+        if len(served) == len(self.requests):
+            return self
+        nodes = {node for request in served for node in request.nodes}
+        return replace(self, requests=served, distinct=sum(self.sizes[node] for node in nodes))
 
 
 class Forest:

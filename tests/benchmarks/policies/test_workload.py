@@ -205,7 +205,8 @@ def test_mooncake_blocks_are_chains_with_a_partial_end(tmp_path: Path) -> None:
     assert work.sizes == (512, 512, 76, 88) and work.parents == (-1, 0, 1, 0)
     assert [r.nodes for r in work.requests] == [(0, 1, 2), (0, 1), (0, 3)]
     assert work.totals == (1100, 1024, 600)
-    assert work.limited(1).requests == work.requests[:1] and work.limited(None) == work
+    assert work.limited(1).requests == work.requests[:1] and work.limited(1).distinct == 1100
+    assert work.limited(None) == work
 
 
 def recorded(strategy: str, *chunks: str, tenant: str = "t") -> dict[str, Any]:

@@ -312,18 +312,25 @@ def _fit(identity: bytes, wanted: bool) -> Fit | None:
 
 
 def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
-    """The model's quality report, as far as it is of known strategies; None if there is none and no budget needs it.
+    """The model's quality report, as far as it is of known strategies; None if there is none and no budget needs it, and
+    with a warning if its file cannot be used.
 
     What Cache-Craft's strategies did by another alpha than they have now is left out, and what `fitted` did by another
     fit.
 
     Raises:
-        ConfigError: if it cannot be used, or tells nothing of so many chunks.
+        ConfigError: if a budget needs one that cannot be used, or that tells nothing of so many chunks.
     """
     path = report_path(identity)
     if budget is None and not path.exists():
         return None
-    report = Report.load(path, identity.hex())
+    try:
+        report = Report.load(path, identity.hex())
+    except ConfigError as error:
+        if budget is not None:
+            raise
+        _log.warning("answers predict no divergence: %s", error)
+        return None
     if budget is not None and top_k > report.top_k:
         raise ConfigError(
             f"the quality report was made with {report.top_k} chunks a question, and {top_k} are to be retrieved: "

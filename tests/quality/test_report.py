@@ -178,7 +178,7 @@ def ratio_of(row: dict[str, Any], ratio: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: {**data, "version": 0}, "not version 1"),
+        (lambda data: {**data, "version": 0}, "not version 2"),
         (lambda data: {**data, "identity": "ff"}, "of another model, tiny in float32"),
         (lambda data: {**data, "surplus": 1}, "no quality report"),
         (lambda data: {k: v for k, v in data.items() if k != "top_k"}, "no quality report"),
@@ -796,6 +796,18 @@ def test_the_report_that_a_start_finds(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="--top-k 4"):
         loading._report(identity, Budget(0.1), known, 4)
     assert loading._report(identity, None, known, 4) is not None
+
+
+def test_a_report_that_cannot_be_used_stops_those_alone_who_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
+    REPORT.save(path := loading.report_path(b"\xab\x12"))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
+    with pytest.raises(ConfigError, match="not version 2"):
+        loading._report(b"\xab\x12", Budget(0.1), {"prefix": Prefix()}, 3)
+    assert loading._report(b"\xab\x12", None, {"prefix": Prefix()}, 3) is None
+    assert "answers predict no divergence" in caplog.text and "python -m ragjax.reuse.gate" in caplog.text
 
 
 def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

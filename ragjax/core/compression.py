@@ -30,6 +30,9 @@ BY_LAYER = frozenset({"pyramidkv", "cake"})
 ROOM = 64
 """Room for kept tokens that a program has, at least. More room is its doubles: few programs serve all budgets."""
 
+MOST_WINDOW = 256
+"""Tokens of a window, at most: their queries and their attention to every token of the prompt are held at once."""
+
 MOST_NEIGHBOURS = 1024
 """Neighbours of a source, at most."""
 
@@ -112,7 +115,8 @@ class Compression:
     method: the scorer, one of `METHODS`. budget: tokens kept, as the mean over layers; a prompt that is not longer
     is left as it is. graph: what happens to the scores before the best tokens are kept (None: nothing).
     heads: "all" scores and keeps a token for all KV heads together, "each" for every KV head by itself.
-    window: the prompt's last tokens. They are always kept, count in the budget, and their queries score the others.
+    window: the prompt's last tokens, at most `MOST_WINDOW`. They are always kept, count in the budget, and their
+    queries score the others.
 
     Raises:
         RequestError: for a value out of its range.
@@ -127,6 +131,7 @@ class Compression:
     def __post_init__(self) -> None:
         _choice(self.method, "method", METHODS)
         _whole(self, "window", "window", 1)
+        _check(self.window <= MOST_WINDOW, "window", f"must be at most {MOST_WINDOW}", self.window)
         _whole(self, "budget", "budget", 1)
         _check(self.budget > self.window, "budget", f"must be above window ({self.window})", self.budget)
         _choice(self.heads, "heads", get_args(Heads))

@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from ragjax.core.layout import LayerTable
 from ragjax.core.passes import Measure
 
+PREFILL_ROWS = 8
+"""Least rows of a block that prefills: smaller blocks decode."""
+
 SHARING_ROWS = 16
 """Most rows of a block that look at shared keys together: the least rows that a GPU's matrix product takes."""
 
@@ -86,8 +89,11 @@ class Grid:
 
     @staticmethod
     def gpu_rows(group: int) -> tuple[RowShape, ...]:
-        """Row shapes for a GPU: larger ones, in blocks that with `group` query heads a KV head fill 128 rows."""
-        block = 128 // (1 << (min(group, 128) - 1).bit_length())
+        """Row shapes for a GPU: larger ones, in blocks that with `group` query heads a KV head fill 128 rows.
+
+        Blocks have at least `PREFILL_ROWS`, so those of a wider group fill several times 128.
+        """
+        block = max(PREFILL_ROWS, 128 // (1 << (min(group, 128) - 1).bit_length()))
         decode = (RowShape(8, 1), RowShape(64, 1), RowShape(256, 1))
         mixed = tuple(RowShape(64 + rows, block, 64) for rows in (512, 2048))
         return (*decode, *mixed, *(RowShape(rows, block) for rows in (128, 512, 2048, 8192)))

@@ -271,9 +271,9 @@ class Preparation:
         return None if asked is None else self.grammars.constraint(*asked)
 
     def _check_bias(self, request: Request) -> None:
-        unknown = [token for token in request.sampling.logit_bias if token >= self.tokenizer.vocab_size]
+        unknown = [token for token in request.sampling.logit_bias if not self.tokenizer.has_token(token)]
         if unknown:
-            reason = f"logit_bias names token {unknown[0]}; the model's tokens are 0 to {self.tokenizer.vocab_size - 1}"
+            reason = f"logit_bias: the model has no token {unknown[0]}; its highest is {self.tokenizer.vocab_size - 1}"
             raise RequestError(reason, param="logit_bias", code="invalid_value")
 
     def strategy_of(self, rag: Rag | None) -> str:

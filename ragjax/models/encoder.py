@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from ragjax.core import ConfigError, RequestError
+from ragjax.models.tokenizer_definition import vocab_size
 
 GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4)}
 """Compiled lengths, and the batch sizes of each: one text, or about a thousand tokens."""
@@ -79,7 +80,9 @@ class _Embeddings(nnx.Module):
         self.LayerNorm = _norm(config, rngs)
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
-        positions_T = jnp.arange(ids_BT.shape[1], dtype=jnp.int32)
+        # a bucket may be longer than the table, and beyond a table there is NaN; only padding stands there
+        last = self.position_embeddings.num_embeddings - 1
+        positions_T = jnp.minimum(jnp.arange(ids_BT.shape[1], dtype=jnp.int32), last)
         x_BTE = self.word_embeddings(ids_BT) + self.position_embeddings(positions_T)
         x_BTE = x_BTE + self.token_type_embeddings(jnp.zeros_like(positions_T))
         y_BTE: jax.Array = self.LayerNorm(x_BTE)
@@ -345,10 +348,10 @@ def _read_tokenizer(path: Path, config: EncoderConfig, max_tokens: int) -> Token
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"{path}: {error}") from error
-    if tokenizer.get_vocab_size() > config.vocab_size:
+    if vocab_size(tokenizer) > config.vocab_size:
         raise ConfigError(
-            f"{path}: {tokenizer.get_vocab_size()} tokens, but the weights hold {config.vocab_size}: "
-            "the two are of different models"
+            f"{path}: the highest token is {vocab_size(tokenizer) - 1}, but the weights hold {config.vocab_size} "
+            "tokens: the two are of different models"
         )
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_tokens)

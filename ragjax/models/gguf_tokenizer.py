@@ -14,6 +14,11 @@ from ragjax.models.tokenizer_definition import SPACE, TOKEN_FLAGS, TokenizerSett
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Letters of tekken.json and of tiktoken's o200k_base, whose words begin anew at a capital behind a small letter.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_REST_AND_SLASHES = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 # Each expression splits what the one before it left; the names are those of tokenizer.ggml.pre.
 _SPLITS: Mapping[str, tuple[str, ...]] = {
@@ -21,9 +26,15 @@ _SPLITS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _REST,),
+    "dbrx": (_WORDS + r"\p{N}{1,3}" + _REST,),
     "qwen2": (_WORDS + r"\p{N}" + _REST,),
+    "gpt-4o": ("|".join(words + _SUFFIX for words in _CASED) + r"|\p{N}{1,3}" + _REST_AND_SLASHES,),
+    "tekken": ("|".join(_CASED) + r"|\p{N}" + _REST_AND_SLASHES,),
 }
 _PRE_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+
+_WHOLE_WORDS = frozenset({"llama-bpe", "tekken"})
+"""Those that take a whole word that is in the vocabulary as it is, and begin a prompt with BOS by default."""
 
 # Many files name no `eot_token_id`: llama.cpp, too, knows these by name.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
@@ -67,7 +78,7 @@ def settings_of_gguf(metadata: Mapping[str, Any]) -> TokenizerSettings:
         definition={"version": "1.0", "added_tokens": added, "post_processor": None, **shape},
         special=special,
         eos_ids=tuple(dict.fromkeys(int(token) for token in ends if token is not None)),
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or pre == "llama-bpe")),
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", model == "llama" or pre in _WHOLE_WORDS)),
         chat_template=metadata.get("tokenizer.chat_template"),
     )
 
@@ -96,8 +107,7 @@ def _byte_level(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> dict[s
             **_BPE,
             "vocab": vocab,
             "merges": _required(metadata, "tokenizer.ggml.merges"),
-            # Llama 3 takes a whole word that is in the vocabulary as it is.
-            "ignore_merges": pre == "llama-bpe",
+            "ignore_merges": pre in _WHOLE_WORDS,
         },
     }
 

@@ -73,4 +73,5 @@ def _repositories() -> list[str]:
         found = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    return sorted(repo.repo_id for repo in found if repo.repo_type == "model")
+    # the cache may hold ids without an owner (gpt2), which are no name of a model here
+    return sorted(repo.repo_id for repo in found if repo.repo_type == "model" and is_repository(repo.repo_id))

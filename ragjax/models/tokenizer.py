@@ -24,7 +24,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.models.directory_tokenizer import settings_of_directory
 from ragjax.models.gguf import read_gguf
 from ragjax.models.gguf_tokenizer import settings_of_gguf
-from ragjax.models.tokenizer_definition import SPACE, ByteForm, build
+from ragjax.models.tokenizer_definition import SPACE, ByteForm, build, vocab_size
 
 
 def _is_blank(token: Mapping[str, Any]) -> bool:
@@ -90,10 +90,14 @@ class Tokenizer:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"GGUF metadata: the tokenizer cannot be read: {error}") from error
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of tokens, special ones included (the model may have more rows)."""
-        return int(self._parsing.get_vocab_size(with_added_tokens=True))
+        """One past the highest id of a token, special ones included. Ids may have gaps, and the model more rows."""
+        return vocab_size(self._parsing)
+
+    def has_token(self, token: int) -> bool:
+        """Whether an id is that of a token."""
+        return 0 <= token < self.vocab_size and self._parsing.id_to_token(token) is not None
 
     def checked(self, check: Callable[[], None]) -> Tokenizer:
         """The same tokenizer, which calls `check` before each text that it encodes; an error of it ends the work."""
@@ -103,10 +107,10 @@ class Tokenizer:
 
     def check(self, config: ModelConfig) -> None:
         """Raise ConfigError unless this tokenizer can belong to a model of this configuration."""
-        tokens = 1 + max(self._parsing.get_vocab(with_added_tokens=True).values(), default=-1)  # ids may have gaps
-        if tokens > config.vocab_size:
+        if self.vocab_size > config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {tokens} tokens and the model {config.vocab_size}; they do not belong together"
+                f"the tokenizer's highest token is {self.vocab_size - 1} and the model has {config.vocab_size} tokens; "
+                "they do not belong together"
             )
         if self.add_bos and config.bos_id not in (None, self.bos_id):
             raise ConfigError(f"BOS is token {self.bos_id} to the tokenizer and {config.bos_id} to the model")

@@ -39,6 +39,11 @@ def build(definition: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise ConfigError(f"the tokenizer's definition cannot be used: {error}") from error
 
 
+def vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
+    """One past the highest id of a token, added ones included; where ids have gaps there are fewer tokens."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
 def _byte_alphabet() -> dict[str, int]:
     """The printable character that byte-level BPE writes for each byte (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -89,8 +89,8 @@ def _file_digest(file: Path, memory: Path) -> bytes:
 def load_decoder(path: str | Path, dtype: DTypeLike, cache_dir: str | Path) -> Decoder:
     """Build the decoder of a checkpoint, with weights of `dtype`.
 
-    Dequantised weights are kept in cache_dir, under the SHA-256 of the weights and the dtype, so that the
-    next start need not dequantise; a damaged cache is rebuilt. Raises ConfigError as `open_checkpoint` does.
+    Dequantised weights are kept in cache_dir, under the SHA-256 of the weights, how they are read and the dtype, so
+    that the next start need not dequantise; a damaged cache is rebuilt. Raises ConfigError as `open_checkpoint` does.
     """
     from ragjax.models.decoder import Decoder
 
@@ -103,8 +103,8 @@ def load_decoder(path: str | Path, dtype: DTypeLike, cache_dir: str | Path) -> D
 
 def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache_dir: Path) -> Tensors:
     """Tensors from the cache, which is filled first where it has to be: both starts see the same numbers."""
-    parts = [weights_digest(path, cache_dir), checkpoint.config.to_json().encode(), dtype.name.encode()]
-    key = hashlib.sha256(b"\0".join([str(_CACHE_FORMAT).encode(), *parts])).hexdigest()[:32]
+    parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), _reading(checkpoint), dtype.name.encode()]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
     directory = cache_dir / "dequantized"
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / f"{key}.lock", f"dequantising {path}"):
@@ -112,6 +112,16 @@ def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache
         if file is None:
             file = _write_cache(checkpoint, dtype, directory, key)
         return open_safetensors([file])
+
+
+def _reading(checkpoint: Checkpoint) -> bytes:
+    """What decides on the tensors beside the bytes of their files: whose layout, by which heads, of what shapes.
+
+    Other fields of a configuration, such as tokens that end an answer or the length of the context, change no tensor.
+    """
+    config = checkpoint.config
+    shapes = sorted(checkpoint.tensors.shapes.items())
+    return json.dumps([config.family, config.num_heads, config.num_kv_heads, shapes]).encode()
 
 
 def _verified(directory: Path, key: str) -> Path | None:

@@ -176,9 +176,11 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Re
         if tokenizer.add_bos and tokenizer.bos_id is not None:
             tokens = np.concatenate([np.array([tokenizer.bos_id], np.int32), tokens])
     else:
-        unknown = next((token for token in text if not 0 <= token < tokenizer.vocab_size), None)
+        unknown = next((token for token in text if not tokenizer.has_token(token)), None)
         if unknown is not None:
-            reason = f"the prompt has token {unknown}; the model's tokens are 0 to {tokenizer.vocab_size - 1}"
+            reason = (
+                f"the model has no token {unknown}, which is in the prompt; its highest is {tokenizer.vocab_size - 1}"
+            )
             raise RequestError(reason, param="prompt", code="invalid_value")
         tokens = np.array(text, np.int32)
     if not len(tokens):

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ragjax.core import ConfigError, RequestError
-from ragjax.core.compression import METHODS, Compression, Graph
+from ragjax.core.compression import METHODS, MOST_WINDOW, Compression, Graph
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -68,6 +68,7 @@ GOOD = {"method": "snapkv", "budget": 64}
         ({**GOOD, "budget": 64.0}, "budget", "budget must be a whole number"),
         ({**GOOD, "budget": 8}, "budget", r"budget must be above window \(32\), not 8"),
         ({**GOOD, "window": 0}, "window", "window must be a whole number of at least 1, not 0"),
+        ({**GOOD, "budget": 8192, "window": 257}, "window", "window must be at most 256, not 257"),
         ({**GOOD, "heads": "some"}, "heads", "heads must be one of all, each"),
         ({**GOOD, "graph": True}, "graph", "graph must be an object"),
         ({**GOOD, "graph": {"sources": 0}}, "graph.sources", r"must lie in \(0, 1\]"),
@@ -87,6 +88,10 @@ def test_a_value_that_cannot_be_is_named(body: dict[str, object], param: str, me
     with pytest.raises(RequestError, match=message) as caught:
         Compression.of(body)
     assert (caught.value.param, caught.value.code) == (f"rag.compression.{param}", "invalid_value")
+
+
+def test_a_window_may_be_as_long_as_its_limit() -> None:
+    assert Compression.of({"method": "snapkv", "budget": 257, "window": 256}).window == MOST_WINDOW
 
 
 @pytest.mark.parametrize(("body", "path"), [({"size": 3}, "size"), ({"graph": {"edge": "kk"}}, "graph.edge")])

@@ -11,6 +11,7 @@ import pytest
 from ragjax.core import Answer, Grid, Kind, Prompt, RequestError, Sampling, Segment
 from ragjax.engine import Engine
 from ragjax.models.decoder import Decoder
+from ragjax.models.tokenizer import Tokenizer
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.matrix import few
@@ -163,3 +164,9 @@ def test_a_bias_on_an_unknown_token_is_refused(engines: tuple[Engine, Engine]) -
     with pytest.raises(RequestError) as caught:
         engines[0].answer("Hi", sampling=Sampling(logit_bias={10**8: 1.0}))
     assert caught.value.param == "logit_bias"
+
+
+def test_a_bias_on_an_id_in_a_gap_is_refused(engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "has_token", lambda _, token: token != 65)
+    with pytest.raises(RequestError, match="the model has no token 65; its highest is 258"):
+        engines[0].answer("Hi", sampling=Sampling(logit_bias={66: 1.0, 65: 1.0}))

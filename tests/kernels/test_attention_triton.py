@@ -48,8 +48,9 @@ SHAPES = {
     "d128-p64-g4-b32-bfloat16": Shape(128, 64, 2, 4, 32, 64, "bfloat16", max_offset=FAR),
     "d128-p32-g3-b2-float16": Shape(128, 32, 1, 3, 2, 24, "float16"),
     "d64-p16-g2-b128": Shape(64, 16, 1, 2, 128, 256),
+    "d64-p16-g20-b8": Shape(64, 16, 1, 20, 8, 16),
 }
-"""The last has blocks of two programs."""
+"""The last two have blocks of two programs."""
 
 CUTS: dict[str, Callable[[attention_triton.Tiling], attention_triton.Tiling]] = {
     "as chosen": lambda cut: cut,
@@ -208,8 +209,12 @@ def test_refusal_names_its_reason(shape: Shape, device: Device, reason: str | No
     assert (refusal is None) if reason is None else (refusal is not None and reason in refusal)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16])
-def test_row_buckets_for_gpus_fill_a_program(group: int) -> None:
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 9, 16, 17, 32, 71, 128, 129])
+def test_row_buckets_for_gpus_fill_programs(group: int) -> None:
+    """One program each, or several where a group is wider than a program's share of a block that prefills."""
     for rows, block in (part for shape in Grid.gpu_rows(group) for part in shape.parts):
         assert rows % block == 0
-        assert block == 1 or block * 2 ** (group - 1).bit_length() == attention_triton.MOST_ROWS
+        folded = block * 2 ** (group - 1).bit_length()
+        assert (
+            block == 1 or folded == attention_triton.MOST_ROWS or (block == 8 and folded > attention_triton.MOST_ROWS)
+        )

@@ -103,6 +103,15 @@ def test_padding_changes_nothing(encoder: Encoder, monkeypatch: pytest.MonkeyPat
     np.testing.assert_allclose(encoder.encode(texts), usual, atol=1e-6)
 
 
+def test_padding_beyond_the_positions_changes_nothing(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 positions and texts that are padded to 64 tokens: beyond its table an embedding is NaN."""
+    texts = ["river " * 33, "river " * 38, "a short one"]
+    padded = Encoder.load(tiny).encode(texts)
+    assert np.isfinite(padded).all()
+    monkeypatch.setattr(module, "GRID", {40: (1, 4)})
+    np.testing.assert_allclose(Encoder.load(tiny).encode(texts), padded, atol=1e-6)
+
+
 def test_texts_keep_their_order(tiny: Path) -> None:
     encoder = Encoder.load(tiny)
     texts = ["long " * 30, "a", "middling text of some words", "b", "long " * 29]
@@ -184,6 +193,16 @@ def test_every_config_field_matters(tiny: Path) -> None:
 def test_unsupported_config_is_refused(tiny: Path, change: dict, message: str) -> None:
     (tiny / "config.json").write_text(json.dumps(CONFIG | change))
     with pytest.raises(ConfigError, match=message):
+        Encoder.load(tiny)
+
+
+def test_a_tokenizer_with_ids_beyond_the_weights_is_refused(tiny: Path) -> None:
+    """As many tokens as rows, one of them with an id behind a gap."""
+    file = tiny / "tokenizer.json"
+    definition = json.loads(file.read_text("utf-8"))
+    definition["model"]["vocab"]["[unused5]"] = CONFIG["vocab_size"]
+    file.write_text(json.dumps(definition), "utf-8")
+    with pytest.raises(ConfigError, match="highest token is 30522, but the weights hold 30522 tokens"):
         Encoder.load(tiny)
 
 

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 from ragjax.core import ConfigError, Message, RequestError
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
+from ragjax.models.gguf_tokenizer import settings_of_gguf
 from ragjax.models.tokenizer import Stream, Tokenizer
+from ragjax.models.tokenizer_definition import build
 from tests.support.tiny import CONFIG
-from tests.support.vocabulary import CHATML, GOLDENS, tiny, user
+from tests.support.vocabulary import CHATML, GOLDENS, gapped, tiny, user
 
 # --------------------------------------------------------------------------------- against llama.cpp
 
@@ -167,7 +169,7 @@ def test_bad_definitions_are_refused(tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("tokenizer.ggml.model", "bert"),
-        ("tokenizer.ggml.pre", "tekken"),
+        ("tokenizer.ggml.pre", "deepseek-llm"),
         ("tokenizer.ggml.merges", None),
         ("tokenizer.ggml.tokens", None),
         ("tokenizer.ggml.tokens", ["a", "a"]),
@@ -193,6 +195,26 @@ def test_gguf_metadata_that_cannot_be_honoured_is_named(key: str, value: Any) ->
 def test_gguf_metadata_of_the_wrong_kind_is_one_error(name: str, key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match="GGUF metadata: the tokenizer cannot be read"):
         tiny(name, template=None, **{key: value})
+
+
+WORDS = "HelloWorld DON'T don't'S 12345 a//\n\nb/c  naïveÉté ǅ हिन्दी"
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces", "whole"),
+    [
+        ("dbrx", "HelloWorld| DON|'T| don|'t|'S| |123|45| a|//\n\n|b|/c| | naïveÉté| ǅ| ह|िन|्द|ी", False),
+        ("gpt-4o", "Hello|World| DON'T| don't|'S| |123|45| a|//\n\n|b|/c| | naïve|Été| ǅ| हिन्दी", False),
+        ("tekken", "Hello|World| DON|'T| don|'t|'S| |1|2|3|4|5| a|//\n\n|b|/c| | naïve|Été| ǅ| हिन्दी", True),
+    ],
+)
+def test_text_is_split_as_the_published_expressions_do(pre: str, pieces: str, whole: bool) -> None:
+    """Of Phi-4, Phi-4-mini (tiktoken's o200k_base) and Mistral (tekken.json); the last takes whole words, and BOS."""
+    metadata = GOLDENS["tiny"]["smollm"]["metadata"] | {"tokenizer.ggml.pre": pre}
+    found = settings_of_gguf(metadata)
+    splitter = build(found["definition"]).pre_tokenizer
+    assert [WORDS[begin:end] for _, (begin, end) in splitter.pre_tokenize_str(WORDS)] == pieces.split("|")
+    assert found["definition"]["model"]["ignore_merges"] is whole and found["add_bos"] is whole
 
 
 @pytest.mark.parametrize(("kind", "ends"), [(3, True), (4, True), (1, False)])
@@ -229,14 +251,21 @@ def test_check_refuses_the_tokenizer_of_another_model() -> None:
 
 
 def test_check_refuses_ids_beyond_a_gap_that_the_model_has_no_row_for() -> None:
-    model = {"type": "BPE", "vocab": {"a": 0, "b": 700}, "merges": []}
-    form = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    parts = {"normalizer": None, "pre_tokenizer": form, "post_processor": None, "decoder": form}
-    definition = {"version": "1.0", "added_tokens": [], **parts, "model": model}
-    tokenizer = Tokenizer(definition, special={}, eos_ids=(0,), add_bos=False, chat_template=None)
     for size, fits in ((700, False), (701, True)):
-        with nullcontext() if fits else pytest.raises(ConfigError, match="701 tokens and the model 700"):
-            tokenizer.check(replace(CONFIG, vocab_size=size))
+        with nullcontext() if fits else pytest.raises(ConfigError, match="token is 700 and the model has 700 tokens"):
+            gapped().check(replace(CONFIG, vocab_size=size))
+
+
+def test_an_id_in_a_gap_has_no_token_and_those_beyond_it_do() -> None:
+    tokenizer = gapped()
+    assert tokenizer.vocab_size == 701
+    assert [token for token in (-1, 0, 1, 2, 699, 700, 701, 2**40) if tokenizer.has_token(token)] == [0, 1, 700]
+
+
+def test_added_tokens_count_among_the_tokens_that_there_are(tmp_path: Path) -> None:
+    write_directory(tmp_path / "m", {"added_tokens_decoder": {"900": {"content": "<|a|>"}}})
+    tokenizer, size = Tokenizer.load(tmp_path / "m"), tiny().vocab_size
+    assert tokenizer.vocab_size == size + 1 and tokenizer.has_token(size) and not tokenizer.has_token(size + 1)
 
 
 # ------------------------------------------------------------------------------- plain text, decoding

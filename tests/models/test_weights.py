@@ -8,6 +8,7 @@ import logging
 import shutil
 import struct
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ragjax.models import weights
 from ragjax.models.config import Family, LongRope, ModelConfig, RopeScaling
 from ragjax.models.decoder import Decoder
 from ragjax.models.gguf import read_gguf, unpermute_rope_rows
-from ragjax.models.tensors import Checkpoint, expected_shapes
+from ragjax.models.tensors import Checkpoint, Tensors, expected_shapes
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 
 Array = NDArray[Any]
@@ -519,6 +520,34 @@ def test_cache_is_keyed_by_weights_and_dtype(tmp_path: Path, monkeypatch: pytest
     write_gguf(file, config, changed)
     decoder = load_decoder(file, "float32", tmp_path / "cache")
     np.testing.assert_array_equal(np.asarray(decoder.norm[...]), changed["model.norm.weight"])
+
+
+def quantized(config: ModelConfig) -> Checkpoint:
+    """A checkpoint whose weights are all zero, and said to be quantised."""
+    shapes = expected_shapes(config)
+    loaders = {name: partial(np.zeros, shape, np.float32) for name, shape in shapes.items()}
+    return Checkpoint(config, Tensors(loaders, shapes, dict.fromkeys(shapes, "F32")), quantized=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "files"),
+    [
+        ({"eos_ids": (2, 7)}, 1),
+        ({"context_length": 64, "rope_theta": 5e5}, 1),
+        ({"family": "mistral"}, 2),
+        ({"num_heads": 8, "num_kv_heads": 4, "head_dim": 16}, 2),
+        ({"num_layers": 1}, 2),
+    ],
+)
+def test_weights_are_dequantised_once_however_they_are_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], files: int
+) -> None:
+    """The same files; a configuration that reads other tensors from them has a cache of its own."""
+    (tmp_path / "m.gguf").write_bytes(b"the same")
+    for config in (tiny("llama"), dataclasses.replace(tiny("llama"), **change)):
+        monkeypatch.setattr(weights, "open_checkpoint", lambda path, config=config: quantized(config))
+        load_decoder(tmp_path / "m.gguf", "float32", tmp_path / "cache")
+    assert len(list((tmp_path / "cache" / "dequantized").glob("*.safetensors"))) == files
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "empty"])

@@ -10,6 +10,7 @@ from ragjax.models.chat_template import CONTEXT
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.chat import INSTRUCTION, chat_prompt, text_prompt
 from tests.support import tiny
+from tests.support.vocabulary import gapped
 
 TOKENIZER = tiny.byte_tokenizer()
 CONTROL = (256, 257, 258)
@@ -360,8 +361,14 @@ def test_token_ids_stand_as_they_are():
         TOKENIZER._definition, special={"bos_token": 256}, eos_ids=(257,), add_bos=True, chat_template=""
     )
     assert text_prompt(tokenizer, (256, 65, 257)).tokens.tolist() == [256, 65, 257]
-    with pytest.raises(RequestError, match="token 259; the model's tokens are 0 to 258") as refused:
+    with pytest.raises(RequestError, match=r"no token 259, .* its highest is 258") as refused:
         text_prompt(TOKENIZER, (65, 259))
     assert refused.value.param == "prompt"
     with pytest.raises(RequestError, match="empty"):
         text_prompt(TOKENIZER, ())
+
+
+def test_token_ids_beyond_a_gap_are_taken_and_those_within_it_are_not():
+    assert text_prompt(gapped(), (700, 0)).tokens.tolist() == [700, 0]
+    with pytest.raises(RequestError, match=r"no token 20, .* its highest is 700"):
+        text_prompt(gapped(), (0, 20))

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.schedule.grammar import Constraint
+from ragjax.schedule.grammar import Constraint, Grammars
+from tests.support.vocabulary import gapped
 
 EOS, VOCABULARY = 37, 40
 
@@ -42,8 +43,8 @@ class Matcher:
         return f"{self.how}\nfailed " + "x" * 500
 
 
-def allowed(mask: Any) -> list[int]:
-    return [token for token in range(64) if int(mask[token // 32]) >> token % 32 & 1]
+def allowed(mask: Any, tokens: int = 64) -> list[int]:
+    return [token for token in range(tokens) if int(mask[token // 32]) >> token % 32 & 1]
 
 
 @pytest.mark.parametrize("how", ["consume", "raise", "nothing", "error"])
@@ -82,3 +83,13 @@ def test_a_proposed_token_that_the_vocabulary_lacks_is_not_shown_to_the_matcher(
     matcher: Any = Matcher()
     masks = Constraint(matcher, {EOS}, VOCABULARY).masks([], [1, VOCABULARY, 3])
     assert [mask is None for mask in masks] == [False, False, True, True] and matcher.taken == []
+
+
+def test_tokens_beyond_a_gap_may_be_chosen_and_ids_within_it_may_not() -> None:
+    """After "a" comes "b" alone, which is token 700; 20 is an id without a token."""
+    constraint = Grammars(gapped(), {1}).constraint('start: "ab"', "grammar")
+    now, behind, in_gap = constraint.masks([], [0, 20])
+    assert [allowed(mask, 701) for mask in (now, behind)] == [[0], [700]]
+    assert in_gap is None and not constraint.failure
+    (mask,) = constraint.masks([0, 700], [])
+    assert allowed(mask, 701) == [1] and not constraint.failure

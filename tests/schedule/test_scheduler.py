@@ -479,6 +479,19 @@ def test_a_batch_never_mixes_requests_in_a_block(lefts):
     assert [computed[id(task)] for task in tasks] == [[*range(n)] for n in lefts], "each row once, in order"
 
 
+@pytest.mark.parametrize("group", [1, 7, 16, 17, 32, 128, 200])
+def test_prompts_are_computed_in_the_shapes_of_a_gpu(group):
+    """However many query heads share a KV head, a shape is left for prefill, alone and beside decoding tokens."""
+    grid = Grid(rows=Grid.gpu_rows(group), entries=(64, 256))
+    scheduler = Scheduler(grid, PAGE)
+    fixed_tasks(scheduler, [100])
+    alone = scheduler.next_batch()
+    fixed_tasks(scheduler, [1], decoding=True)
+    beside = scheduler.next_batch()
+    assert [grid.shape(len(batch.step.index_T)).mixed for batch in (alone, beside)] == [False, True]
+    assert all(piece.placed.end > piece.placed.begin for batch in (alone, beside) for piece in batch.parts)
+
+
 # -------------------------------------------------------------------------------------------- turns
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ragjax.core import Message
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.tokenizer_definition import TOKEN_FLAGS
 
 GOLDENS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "tokenizer_goldens.json").read_text("utf-8"))
 CHATML = (
@@ -25,6 +26,20 @@ LLAMA2 = """{{ bos_token }}{% for message in messages %}
 def tiny(name: str = "smollm", template: str | None = CHATML, **changes: Any) -> Tokenizer:
     metadata = GOLDENS["tiny"][name]["metadata"] | changes
     return Tokenizer.from_gguf(metadata if template is None else metadata | {"tokenizer.chat_template": template})
+
+
+def gapped() -> Tokenizer:
+    """Three tokens whose ids leave a gap, as those of Phi-4-mini do: "a" 0, the end 1, "b" 700."""
+    form = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    parts = {"normalizer": None, "pre_tokenizer": form, "post_processor": None, "decoder": form}
+    model = {"type": "BPE", "vocab": {"a": 0, "<|end|>": 1, "b": 700}, "merges": []}
+    definition = {
+        "version": "1.0",
+        "added_tokens": [{"id": 1, "content": "<|end|>", **TOKEN_FLAGS}],
+        **parts,
+        "model": model,
+    }
+    return Tokenizer(definition, special={}, eos_ids=(1,), add_bos=False, chat_template=None)
 
 
 def user(text: str) -> list[Message]:

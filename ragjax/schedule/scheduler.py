@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragjax.core import Grid, RowShape, StepLimits
+from ragjax.core.step import PREFILL_ROWS
 from ragjax.schedule.batch import Batch, pack, rows_of
 from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.preload import Preload
@@ -17,7 +18,7 @@ from ragjax.schedule.rows import PendingRows
 from ragjax.schedule.sharing import Group, find_groups
 from ragjax.schedule.state import RequestState
 
-FEW = 8
+FEW = PREFILL_ROWS
 """Decoding requests bring fewer rows than this to a step, in blocks smaller than this; more rows are prefilled."""
 
 STEP_ROWS = 35

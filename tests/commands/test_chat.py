@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from ragjax.commands.chat import main
 from ragjax.commands.chat.account import lines, strip
 from ragjax.commands.chat.session import Account
+from ragjax.commands.chat.terminal import Terminal
 from ragjax.core import RequestError, SegmentReport, Timings
 from tests.support.devices import ROOT
 from tests.support.fakes import FakeEngine
@@ -95,6 +97,38 @@ def test_comparing_leaves_the_conversation_as_it_is(chat: Chat, served: Served, 
     assert [request.rag.strategy for request in engine.requests] == [None, "full", None]
 
 
+@pytest.mark.parametrize("changed", ["/knowledge none", "/documents a b"])
+def test_comparing_asks_as_the_question_was_asked(chat: Chat, served: Served, engine: FakeEngine, changed: str) -> None:
+    said = f"/knowledge demo\nOne?\n{changed}\n/compare full\n"
+    assert chat("--url", served.url, "--top-k", "2", said=said) == 0
+    first, second = (request.rag for request in engine.requests)
+    assert (second.knowledge, second.top_k, second.documents) == (first.knowledge, first.top_k, first.documents)
+    assert (first.knowledge, first.top_k, second.strategy) == ("demo", 2, "full")
+
+
+def test_an_escape_sequence_does_not_reach_the_terminal(chat: Chat, engine: FakeEngine, capsys: Any) -> None:
+    engine.tokens, engine.model_name = ("a\x1b[2", "Jb\x9b31m\x7f\n", "c\td"), "fa\x1bke"
+    with serving(engine) as served:
+        assert chat("--url", served.url, said="One?\n") == 0
+        engine.error = RequestError("no\x1b]0;room\x07")
+        assert chat("--url", served.url, said="One?\n") == 1
+        assert chat("--url", served.url, "--model", "other") == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("a[2Jb31m\nc       d\n") and "\x1b" not in shown.out
+    assert shown.err.startswith("error: no]0;room\nragjax.chat: error: ") and "but fake" in shown.err
+    assert "\x1b" not in shown.err
+
+
+def test_the_terminal_gets_colours_and_nothing_else() -> None:
+    file = io.StringIO()
+    account = Account("na\x1b[2Jive", None, (), Timings(), ("no\x1b[2Jte",))
+    for line in (Text("re\x1b[2Jd", style="red"), *lines(account, 40)):
+        Terminal(file=file, force_terminal=True, color_system="standard", width=100).print(line)
+    shown = file.getvalue()
+    assert shown.startswith("\x1b[31mre[2Jd\x1b[0m\n") and "\x1b[2J" not in shown
+    assert "na[2Jive: " in shown and "note: no[2Jte" in shown
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [
@@ -114,6 +148,9 @@ def test_a_refused_question_is_forgotten(chat: Chat, served: Served, engine: Fak
     engine.error = RequestError("no\nroom")
     assert chat("--url", served.url, said="One?\n") == 1
     assert capsys.readouterr().err == "error: no room\n"
+    engine.error = RequestError("no room " * 20)
+    assert chat("--url", served.url, said="One?\n") == 1
+    assert capsys.readouterr().err.count("\n") == 1
     engine.error, engine.breakdown = None, RequestError("lost")
     assert chat("--url", served.url, said="One?\nTwo?\n") == 1
     assert capsys.readouterr().err.count("error: lost") == 2

@@ -8,12 +8,11 @@ import openai
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.utils import from_env, secret_from_env
 from langchain_openai import ChatOpenAI
-from pydantic import Field, SecretStr
+from pydantic import Field
 
+from langchain_ragjax import connection
 from langchain_ragjax.passage import passages
-from langchain_ragjax.retriever import URL
 
 
 class ChatRagjax(ChatOpenAI):
@@ -28,10 +27,8 @@ class ChatRagjax(ChatOpenAI):
     Streams, tools (`bind_tools`) and structured output (`with_structured_output`) are those of `ChatOpenAI`.
     """
 
-    openai_api_base: str | None = Field(default_factory=from_env("RAGJAX_BASE_URL", default=URL), alias="base_url")
-    openai_api_key: SecretStr = Field(
-        default_factory=secret_from_env("RAGJAX_API_KEY", default="none"), alias="api_key"
-    )
+    openai_api_base: connection.BaseUrl = Field(default_factory=connection.base_url, alias="base_url")
+    openai_api_key: connection.ApiKey = Field(default_factory=connection.api_key, alias="api_key")
     stream_usage: bool | None = True
     use_responses_api: bool | None = False
     rag: dict[str, Any] | None = None

@@ -16,19 +16,37 @@ def passages(documents: Iterable[str | Document]) -> list[str | dict[str, str]]:
 
 
 def found(results: Sequence[VectorStoreSearchResponse]) -> list[Document]:
-    """What a search found, best first; metadata has `file_id`, `filename`, `score`, and the file's attributes."""
+    """What a search found, best first.
+
+    Metadata has `file_id`, `filename`, `score`, `passage_id`, and the file's attributes.
+    """
     return [_document(result) for result in results]
 
 
 def _passage(document: Document) -> dict[str, str]:
     text = document.page_content
-    return {"id": document.id or _digest(text), "text": text, "title": str(document.metadata.get("title", ""))}
+    return {"id": document.id or _digest(text), "text": text, "title": _title(document)}
+
+
+def _title(document: Document) -> str:
+    """Of the metadata. What a search found has its title in its text, and an attribute `title` is not a second one."""
+    about = document.metadata
+    # Told by the metadata, not by the document's id, which some rerankers do not copy.
+    as_found = about.get("passage_id") == _name(about.get("file_id"), document.page_content)
+    title = about.get("title")
+    return "" if title is None or as_found else str(title)
 
 
 def _document(result: VectorStoreSearchResponse) -> Document:
     text = "\n".join(part.text for part in result.content)
+    name = _name(result.file_id, text)
     about: dict[str, Any] = {"file_id": result.file_id, "filename": result.filename, "score": result.score}
-    return Document(text, id=f"{result.file_id}-{_digest(text)}", metadata={**(result.attributes or {}), **about})
+    return Document(text, id=name, metadata={**(result.attributes or {}), **about, "passage_id": name})
+
+
+def _name(file: Any, text: str) -> str:
+    """The id of a text that a search found in a file."""
+    return f"{file}-{_digest(text)}"
 
 
 def _digest(text: str) -> str:

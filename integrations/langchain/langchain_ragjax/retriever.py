@@ -8,12 +8,10 @@ import openai
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.utils import from_env, secret_from_env
-from pydantic import Field, SecretStr
+from pydantic import Field
 
+from langchain_ragjax import connection
 from langchain_ragjax.passage import found
-
-URL = "http://127.0.0.1:8000/v1"
 
 
 class RagjaxRetriever(BaseRetriever):
@@ -29,8 +27,8 @@ class RagjaxRetriever(BaseRetriever):
     """Chunks to find, at most."""
     filters: dict[str, Any] | None = None
     """A filter over attributes, as OpenAI's API takes it: `{"type": "eq", "key": …, "value": …}`."""
-    base_url: str = Field(default_factory=from_env("RAGJAX_BASE_URL", default=URL))
-    api_key: SecretStr = Field(default_factory=secret_from_env("RAGJAX_API_KEY", default="none"))
+    base_url: connection.BaseUrl = Field(default_factory=connection.base_url)
+    api_key: connection.ApiKey = Field(default_factory=connection.api_key)
     timeout: float = Field(default=60.0, gt=0)
     """Seconds."""
 

@@ -89,3 +89,13 @@ def test_its_address_and_key_come_from_the_environment(monkeypatch: pytest.Monke
     monkeypatch.setenv("OPENAI_API_KEY", "never this")
     chat = ChatRagjax(model="tiny")
     assert chat.openai_api_base == "http://127.0.0.1:1/v1" and chat.openai_api_key.get_secret_value() == "sk-one"
+
+
+@pytest.mark.parametrize("given", [{}, {"base_url": "", "api_key": ""}, {"base_url": None, "api_key": None}])
+def test_an_empty_address_or_key_counts_as_unset(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    monkeypatch.setenv("RAGJAX_BASE_URL", "")
+    monkeypatch.setenv("RAGJAX_API_KEY", "")
+    monkeypatch.setenv("OPENAI_API_KEY", "never this")
+    monkeypatch.setenv("OPENAI_API_BASE", "http://127.0.0.1:1/v1")
+    client = ChatRagjax(model="tiny", **given).root_client
+    assert str(client.base_url) == "http://127.0.0.1:8000/v1/" and client.api_key == "none"

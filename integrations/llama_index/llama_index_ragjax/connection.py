@@ -1,4 +1,4 @@
-"""Where the server is, and the key it wants."""
+"""Where the server is, and the key it wants. A variable that is set but empty counts as unset."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ URL = "http://127.0.0.1:8000/v1"
 
 def base_url() -> str:
     """`RAGJAX_BASE_URL`, or a server on this machine."""
-    return os.environ.get("RAGJAX_BASE_URL", URL)
+    return os.environ.get("RAGJAX_BASE_URL") or URL
 
 
 def api_key() -> str:
     """`RAGJAX_API_KEY`, or a word for servers that want no key."""
-    return os.environ.get("RAGJAX_API_KEY", "none")
+    return os.environ.get("RAGJAX_API_KEY") or "none"

@@ -46,7 +46,17 @@ class RagjaxQueryEngine(BaseQueryEngine):
 
     def retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         """The nodes that a question gets."""
-        return self._processed(self._retriever.retrieve(query_bundle), query_bundle)
+        nodes = self._retriever.retrieve(query_bundle)
+        for postprocessor in self._postprocessors:
+            nodes = postprocessor.postprocess_nodes(nodes, query_bundle=query_bundle)
+        return nodes
+
+    async def aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        """The same without blocking."""
+        nodes = await self._retriever.aretrieve(query_bundle)
+        for postprocessor in self._postprocessors:
+            nodes = await postprocessor.apostprocess_nodes(nodes, query_bundle=query_bundle)
+        return nodes
 
     def synthesize(
         self,
@@ -80,16 +90,10 @@ class RagjaxQueryEngine(BaseQueryEngine):
         return self.synthesize(query_bundle, self.retrieve(query_bundle))
 
     async def _aquery(self, query_bundle: QueryBundle) -> RESPONSE_TYPE:
-        found = await self._retriever.aretrieve(query_bundle)
-        return await self.asynthesize(query_bundle, self._processed(found, query_bundle))
+        return await self.asynthesize(query_bundle, await self.aretrieve(query_bundle))
 
     def _get_prompt_modules(self) -> dict[str, Any]:
         return {}
-
-    def _processed(self, nodes: list[NodeWithScore], query_bundle: QueryBundle) -> list[NodeWithScore]:
-        for postprocessor in self._postprocessors:
-            nodes = postprocessor.postprocess_nodes(nodes, query_bundle=query_bundle)
-        return nodes
 
     def _messages(self, query_bundle: QueryBundle) -> list[ChatMessage]:
         system = [] if self._system is None else [ChatMessage(self._system, role="system")]

@@ -22,16 +22,23 @@ def found(results: Sequence[VectorStoreSearchResponse]) -> list[NodeWithScore]:
 
 def _passage(given: BaseNode | NodeWithScore) -> dict[str, str]:
     node = given.node if isinstance(given, NodeWithScore) else given
-    return {
-        "id": node.node_id,
-        "text": node.get_content(MetadataMode.NONE),
-        "title": str(node.metadata.get("title", "")),
-    }
+    text = node.get_content(MetadataMode.NONE)
+    return {"id": node.node_id, "text": text, "title": _title(node, text)}
+
+
+def _title(node: BaseNode, text: str) -> str:
+    """Of the metadata. What a search found has its title in its text, and an attribute `title` is not a second one."""
+    as_found = node.node_id == _name(node.metadata.get("file_id"), text)
+    title = node.metadata.get("title")
+    return "" if title is None or as_found else str(title)
 
 
 def _node(result: VectorStoreSearchResponse) -> TextNode:
     text = "\n".join(part.text for part in result.content)
     about: dict[str, Any] = {"file_id": result.file_id, "filename": result.filename}
-    # The same name whenever a text comes, so that accounts of reuse can be compared.
-    name = f"{result.file_id}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-    return TextNode(id_=name, text=text, metadata={**(result.attributes or {}), **about})
+    return TextNode(id_=_name(result.file_id, text), text=text, metadata={**(result.attributes or {}), **about})
+
+
+def _name(file: Any, text: str) -> str:
+    """The id of a text that a search found in a file: always the same, so that accounts of reuse can be compared."""
+    return f"{file}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -17,7 +17,7 @@ RESULTS = [
         "file_id": "north",
         "filename": "The north door",
         "score": 0.75,
-        "attributes": {"floor": 2},
+        "attributes": {"floor": 2, "title": "North"},
         "content": [{"type": "text", "text": "The north door is red."}],
     },
     {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import openai
@@ -10,10 +11,23 @@ import pytest
 from llama_index.core.base.response.schema import AsyncStreamingResponse, Response, StreamingResponse
 from llama_index.core.llms import ChatMessage
 from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index_ragjax import Ragjax, RagjaxQueryEngine, RagjaxRetriever
+from llama_index_ragjax.passage import passages
 
 ASK = "Which door is red?"
 FILES = ["north", "south"]
+
+
+class Elsewhere(BaseNodePostprocessor):
+    """Keeps the first node. It must not run in the thread of the event loop."""
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        assert threading.current_thread() is not threading.main_thread()
+        return nodes[:1]
 
 
 @pytest.fixture
@@ -34,9 +48,18 @@ def test_a_search_becomes_nodes(search: Any) -> None:
     assert asked["query"] == ASK and asked["max_num_results"] == 2 and asked["filters"] == {"type": "eq"}
     assert asked["key"] == "Bearer sk-one"
     assert first.text == "The north door is red." and first.score == 0.75 and second.score == 0.5
-    assert first.metadata == {"file_id": "north", "filename": "The north door", "floor": 2}
+    assert first.metadata == {"file_id": "north", "filename": "The north door", "floor": 2, "title": "North"}
+    assert passages([first]) == [{"id": first.node_id, "text": "The north door is red.", "title": ""}]
     assert second.text == "The south door\nis blue."
     assert [node.node_id for node in asyncio.run(retriever.aretrieve(ASK))] == [first.node_id, second.node_id]
+
+
+def test_an_empty_address_or_key_counts_as_unset(search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAGJAX_BASE_URL", "")
+    monkeypatch.setenv("RAGJAX_API_KEY", "")
+    monkeypatch.setattr("llama_index_ragjax.connection.URL", search.url)
+    RagjaxRetriever("doors").retrieve(ASK)
+    assert search.asked[0]["key"] == "Bearer none"
 
 
 def test_a_refusal_is_an_error(search: Any) -> None:
@@ -55,6 +78,13 @@ def test_an_answer_says_what_was_reused(parts: Any) -> None:
 def test_what_a_postprocessor_drops_is_not_sent(parts: Any) -> None:
     nearest = SimilarityPostprocessor(similarity_cutoff=0.6)
     assert sent(RagjaxQueryEngine(*parts, node_postprocessors=[nearest]).query(ASK)) == FILES[:1]
+
+
+def test_a_postprocessor_does_not_block_an_event_loop(parts: Any) -> None:
+    engine = RagjaxQueryEngine(*parts, node_postprocessors=[Elsewhere()])
+    assert sent(asyncio.run(engine.aquery(ASK))) == FILES[:1]
+    (node,) = asyncio.run(engine.aretrieve(QueryBundle(ASK)))
+    assert node.metadata["file_id"] == "north"
 
 
 def test_a_stream_has_the_account_at_its_end(parts: Any) -> None:

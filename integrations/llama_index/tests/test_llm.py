@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
+import pytest
 from llama_index.core.llms import ChatMessage
 from llama_index.core.program import FunctionCallingProgram
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_ragjax import Ragjax
+from llama_index_ragjax.passage import passages
 from pydantic import BaseModel, ConfigDict
 
 ASK = [ChatMessage("Which door is red?", role="user")]
@@ -71,3 +73,18 @@ def test_a_tool_is_called(url: str) -> None:
 def test_structured_output_is_an_instance(url: str) -> None:
     answer = made(url, max_tokens=200, rag={"top_k": 0}).as_structured_llm(Cat).chat(ASK)
     assert isinstance(answer.raw, Cat)
+
+
+def test_a_title_of_the_metadata_is_sent_unless_it_is_null() -> None:
+    about: list[dict[str, Any]] = [{"title": "North", "file_id": "north"}, {"title": 7}, {"title": None}, {}]
+    sent = passages(TextNode(text="It is red.", metadata=metadata) for metadata in about)
+    assert [passage["title"] for passage in sent] == ["North", "7", "", ""]
+
+
+@pytest.mark.parametrize("given", [{}, {"api_base": "", "api_key": ""}])
+def test_an_empty_address_or_key_counts_as_unset(monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    monkeypatch.setenv("RAGJAX_BASE_URL", "")
+    monkeypatch.setenv("RAGJAX_API_KEY", "")
+    monkeypatch.setenv("OPENAI_API_KEY", "never this")
+    llm = Ragjax(model="tiny", **given)
+    assert llm.api_base == "http://127.0.0.1:8000/v1" and llm.api_key == "none"

@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 
-from rich.console import Console
 from rich.text import Text
 
 from ragjax.commands.chat.remote import Remote
 from ragjax.commands.chat.session import Settings, Source
 from ragjax.commands.chat.talk import Talk
+from ragjax.commands.chat.terminal import Terminal
 from ragjax.commands.flags import command_line, integer, knowledge
 from ragjax.core import ConfigError, EngineOptions, RagjaxError
 
@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with closing(_source(options)) as source:
             return _talk(source, options)
     except RagjaxError as error:
-        print(f"ragjax.chat: error: {' '.join(str(error).split())}", file=sys.stderr)
+        said = f"ragjax.chat: error: {' '.join(str(error).split())}"
+        Terminal(stderr=True, highlight=False).print(Text(said), soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -89,7 +90,7 @@ def _settings(source: Source, options: argparse.Namespace) -> Settings:
 
 
 def _talk(source: Source, options: argparse.Namespace) -> int:
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = Terminal(highlight=False), Terminal(stderr=True, highlight=False)
     talk = Talk(source, _settings(source, options), console, errors, options.system)
     if not sys.stdin.isatty():
         talk.run(sys.stdin)

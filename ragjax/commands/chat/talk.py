@@ -7,11 +7,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from rich.console import Console
 from rich.text import Text
 
 from ragjax.commands.chat.account import lines
 from ragjax.commands.chat.session import Account, Settings, Source
+from ragjax.commands.chat.terminal import Terminal
 from ragjax.core import Message, RagjaxError, RequestError
 
 HELP = """\
@@ -26,9 +26,10 @@ HELP = """\
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question with what was said before it, and its answer."""
+    """A question with what was said before it and how it was asked, and its answer."""
 
     messages: tuple[Message, ...]
+    settings: Settings
     text: str
     account: Account
 
@@ -36,7 +37,7 @@ class _Asked:
 class Talk:
     """A conversation with a source. failed: whether any line could not be done as asked."""
 
-    def __init__(self, source: Source, settings: Settings, console: Console, errors: Console, system: str | None):
+    def __init__(self, source: Source, settings: Settings, console: Terminal, errors: Terminal, system: str | None):
         self._source = source
         self._settings = settings
         self._console = console
@@ -61,7 +62,7 @@ class Talk:
                 self._take(line)
             except RagjaxError as error:
                 self.failed = True
-                self._errors.print(Text(f"error: {' '.join(str(error).split())}", style="red"))
+                self._errors.print(Text(f"error: {' '.join(str(error).split())}", style="red"), soft_wrap=True)
             except KeyboardInterrupt:
                 self._console.print(Text("stopped", style="dim"))
 
@@ -79,7 +80,7 @@ class Talk:
     def _ask(self, line: str) -> None:
         asked = (*self._history, Message("user", line))
         text, account = self._answer(asked, self._settings)
-        self._last = _Asked(asked, text, account)
+        self._last = _Asked(asked, self._settings, text, account)
         self._history = (*asked, Message("assistant", text))
 
     def _answer(self, asked: tuple[Message, ...], settings: Settings) -> tuple[str, Account]:
@@ -107,7 +108,7 @@ class Talk:
         if not name:
             raise RequestError(f"/compare: name one of {', '.join(self._source.strategies)}")
         before = self._last
-        text, account = self._answer(before.messages, replace(self._settings, strategy=self._known_strategy(name)))
+        text, account = self._answer(before.messages, replace(before.settings, strategy=self._known_strategy(name)))
         same = "the same text" if text == before.text else "another text"
         was, took = before.account.timings.ttft, account.timings.ttft
         self._say(f"{same}; first token after {took:.0f} ms, with {before.account.strategy} after {was:.0f} ms")

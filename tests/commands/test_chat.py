@@ -233,6 +233,13 @@ def test_a_strip_is_as_wide_as_the_terminal_and_shows_every_segment() -> None:
     assert told[3] == "first token after 30 ms (search 4, load 1, prefill 20, other 5), all after 90 ms"
 
 
+def test_a_tier_that_a_later_server_names_is_shown_too() -> None:
+    segments = (SegmentReport("a", "A", 9, 9, 0, "attic"), SegmentReport("b", "B", 9, 0, 9))
+    assert strip(segments, 5).plain == "▉▉ ░░"
+    (_, told, *_) = lines(Account("naive", None, segments, Timings(5, 1, 20, 30, 90, 4)), 43)
+    assert told.plain == "9 of 18 tokens reused  ░ computed 9  ▉ attic 9"
+
+
 def test_in_a_terminal_it_prompts_and_colours(served: Served) -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}

@@ -21,6 +21,9 @@ STYLES = {
 }
 """Sign and colour of tokens: reused from a tier, computed, or dropped when their chunk was condensed."""
 
+OTHER = ("▉", "blue")
+"""Of a tier that a later server names."""
+
 EXACTNESS = {
     "full": "exact: the answer of full attention",
     "dependency": "exact to dependency attention over the graph's paths",
@@ -51,9 +54,9 @@ def legend(segments: Sequence[SegmentReport]) -> Text:
         sums.update(_kinds(segment))
     total, reused = sum(segment.tokens for segment in segments), sum(segment.reused for segment in segments)
     told = Text(f"{reused} of {total} tokens reused")
-    for kind in STYLES:
+    for kind in dict.fromkeys((*STYLES, *sums)):
         if sums[kind]:
-            sign, style = STYLES[kind]
+            sign, style = STYLES.get(kind, OTHER)
             told.append("  ").append(sign, style).append(f" {kind} {sums[kind]}")
     return told
 
@@ -92,6 +95,6 @@ def _cells(kinds: dict[str, int], width: int) -> Text:
     row = [next(kind for end, kind in bounds if (2 * i + 1) * total < 2 * width * end) for i in range(width)]
     made = Text()
     for kind, run in groupby(row):
-        sign, style = STYLES[kind]
+        sign, style = STYLES.get(kind, OTHER)
         made.append(sign * len(list(run)), style)
     return made

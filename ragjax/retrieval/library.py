@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import sqlite3
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,7 @@ class Library(Files):
         self._bases = bases
         self._directory = directory
         self._began = int(now())
+        self._attaching = threading.Lock()
 
     def open(self) -> None:
         """Open the stores that were kept, and go on with what was not finished."""
@@ -174,7 +176,8 @@ class Library(Files):
         made = Batch(f"vsfb_{hexadecimal()}", store.id, now) if batch else None
         rows = [replace(one, created=now, batch=None if made is None else made.id) for one in attachments]
         try:
-            self._catalog.attach(rows, made)
+            with self._attaching:
+                self._catalog.attach(rows, made)
         except sqlite3.IntegrityError:  # it was removed, or its time ran out, since it was looked up
             reason = "the vector store, or one of the files, was deleted just now"
             raise MissingError(reason, param="file_id", code="not_found") from None
@@ -224,6 +227,20 @@ class Library(Files):
         self.attachment(tenant, store, file)
         self._catalog.detach(store, file)
         self._intake.forget(store, file)
+
+    def discard(self, tenant: str, file: str) -> None:
+        """Delete a file that is in no store; an expired store does not count.
+
+        Raises:
+            MissingError: if it is not there.
+            RequestError: if a store has it. Nothing is done then.
+        """
+        found = self.file(tenant, file).id
+        with self._attaching:  # nobody puts it into a store between the look and the deletion
+            stores = self._catalog.attached(found)
+            if not all(self._expired(tenant, store) for store in stores):
+                raise RequestError(f"the file {file!r} is in a vector store", param="file_id", code="in_use")
+            self._remove(found)
 
     def batch(self, tenant: str, store: str, batch: str) -> Batch:
         """A batch.

@@ -141,9 +141,11 @@ class LibraryEndpoints:
         safe = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
         return Response(self._engine.library.content(_tenant(request), file_id), media_type=kind, headers=safe)
 
-    def remove(self, request: Request, file_id: str) -> Json:
-        """Delete a file, also from all stores."""
-        self._engine.library.remove(_tenant(request), file_id)
+    def remove(self, request: Request, file_id: str, unattached: bool = False) -> Json:
+        """Delete a file, also from all stores; `unattached`: only if no store has it."""
+        library = self._engine.library
+        delete = library.discard if unattached else library.remove
+        delete(_tenant(request), file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     # --------------------------------------------------------------------------------------------- stores

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,47 @@ def test_a_file_expires_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> No
     alarms[-1][1]()
     assert library._catalog.content(file.id) is None and len(alarms) == 2
     library.close()
+
+
+def test_a_file_is_discarded_that_no_store_has() -> None:
+    now = 1_000_000.0
+    library, shelf = open_library(now=lambda: now)
+    kept, brief = library.create("acme", "kept").id, library.create("acme", "brief", days=1).id
+    file = put(library, brief, "Bees make honey.", tenant="acme")
+    library.attach("acme", [Attachment(kept, file, 0)])
+    settled(library, kept, "acme")
+    with pytest.raises(MissingError):
+        library.discard("umbra", file)
+    with pytest.raises(RequestError, match="is in a vector store") as caught:
+        library.discard("acme", file)
+    assert caught.value.code == "in_use" and found(library, kept, "honey", "acme") == [file]
+    library.detach("acme", kept, file)
+    with pytest.raises(RequestError, match="is in a vector store"):
+        library.discard("acme", file)
+    now += 86_400  # an expired store cannot be used any more
+    library.discard("acme", file)
+    assert library.files("acme") == []
+    library.close()
+    shelf.close()
+
+
+def test_nothing_is_attached_while_a_file_is_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, shelf = open_library()
+    store, file = library.create("", "s").id, library.upload("", "a.txt", "assistants", b"honey").id
+    steps = set()
+
+    def noted(name: str, step: Callable[..., object], *given: object) -> object:
+        steps.add((name, library._attaching.locked()))
+        return step(*given)
+
+    for name in ("attach", "attached", "remove_file"):
+        monkeypatch.setattr(library._catalog, name, partial(noted, name, getattr(library._catalog, name)))
+    library.attach("", [Attachment(store, file, 0)])
+    library.detach("", store, file)
+    library.discard("", file)
+    assert steps == {("attach", True), ("attached", True), ("remove_file", True)}
+    library.close()
+    shelf.close()
 
 
 def test_a_tenant_has_a_quota_of_files() -> None:

@@ -1,13 +1,18 @@
-"""Servers that several tests of a module share."""
+"""Servers, and a browser, that several tests of a module share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.browser import browsing
 from tests.support.fakes import FakeEngine
 from tests.support.serving import Caught, Served, serving
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="module")
@@ -28,3 +33,9 @@ def caught() -> Iterator[Caught]:
     engine = FakeEngine(context_length=10**6)
     with serving(engine) as served:
         yield Caught(served, engine)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as browser:
+        yield browser

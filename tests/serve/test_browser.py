@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ragjax import core
-from tests.support.browser import browsing, visiting
+from tests.support.browser import visiting
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, serving, wait_for
 
@@ -29,6 +29,8 @@ SEGMENTS = (
     core.SegmentReport("question", "", 4, 0, 4, None, None, 0, ((0, 4),)),
 )
 TIMINGS = core.Timings(retrieve=7, load=1, prefill=57, ttft=66, total=1190, search_exposed=7)
+DROPPED, APART = "a part of a passage was dropped", "passages that were computed apart have not seen each other"
+PART, BITS = "the answer sees a part of the prompt", "the cache keeps it in fewer bits"
 FACTS = (
     core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "stands on", RUNS), 0.9),
     core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "colour", "red"), 0.8),
@@ -59,12 +61,6 @@ def engine(**options: Any) -> Telling:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
 def told() -> Iterator[Served]:
     with serving(engine()) as served:
         yield served
@@ -91,7 +87,7 @@ def ask(page: Page, question: str = "What colour is the lighthouse?", **fields: 
 def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
     ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9")
     assert page.inner_text("#ask-answer") == f"The lighthouse is blue. {RUNS}"
-    assert page.inner_text(".exactness").startswith("Approximate: reused passages have not seen each other")
+    assert page.inner_text(".exactness").startswith(f"Approximate: {DROPPED}, and {APART}. Measured")
     assert "0.250 nats" in page.inner_text(".exactness")
     assert re.search(r"naive 0.5.*15 of 25 reused\s+60 %", page.inner_text(".figures"), re.DOTALL)
     assert "attention not by triton: no such kernel" in page.inner_text(".notices")
@@ -100,6 +96,27 @@ def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
     assert [text.replace("\n", " ") for text in shown] == [
         *("retrieve 7.00 ms", "load 1.00 ms", "prefill 57 ms", "other 1.00 ms", "decode 1.12 s")
     ]
+
+
+@pytest.mark.parametrize(
+    ("rag", "dropped", "words"),
+    [
+        ({}, (0, 0), APART),
+        ({}, (0, 3), f"{DROPPED}, and {APART}"),
+        ({}, (3,), DROPPED),
+        ({}, (0,), BITS),
+        ({"strategy": "prefix"}, (0, 0), BITS),
+        ({"recompute_ratio": 1}, (0, 0), BITS),
+        ({"strategy": "prefix", "compression": {"kept": 9}}, (0, 0), PART),
+    ],
+)
+def test_why_an_answer_is_approximate(page: Page, rag: dict[str, Any], dropped: tuple[int, ...], words: str) -> None:
+    others = [{"score": None, "dropped": 0}] * 2  # the system prompt and the question
+    segments = [*others, *({"score": 0.5, "dropped": count} for count in dropped)]
+    account = {"strategy": "naive", "recompute_ratio": None, "compression": None, "segments": segments, **rag}
+    said = page.evaluate("async rag => (await import('/page/account.js')).exactness(rag).textContent", account)
+    reason = said.partition(". ")[0]
+    assert reason.endswith(words) and (words == BITS or reason == f"Approximate: {words}")
 
 
 def test_what_is_asked_is_what_the_form_says(browser: Browser) -> None:

@@ -52,6 +52,21 @@ def test_files_come_and_go(served: Served) -> None:
         assert error.value.code == "not_found"
 
 
+def test_a_file_is_deleted_only_if_it_is_in_no_store(served: Served) -> None:
+    client, file = served.client(), upload(served)["id"]
+    store = client.vector_stores.create(file_ids=[file])
+    with pytest.raises(openai.BadRequestError, match="is in a vector store") as refused:
+        client.files.delete(file, extra_query={"unattached": True})
+    assert (refused.value.code, refused.value.param) == ("in_use", "file_id")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.files.delete(file, extra_query={"unattached": "perhaps"})
+    assert refused.value.param == "unattached" and client.files.retrieve(file).id == file
+    client.vector_stores.files.delete(file, vector_store_id=store.id)
+    assert client.files.delete(file, extra_query={"unattached": True}).deleted is True
+    with pytest.raises(openai.NotFoundError):
+        client.files.delete(file, extra_query={"unattached": True})
+
+
 def test_a_damaged_file_is_an_error_of_the_server(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     good, bad = upload(served)["id"], upload(served, content=b"x")["id"]
     whole = Catalog._rows

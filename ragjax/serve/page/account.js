@@ -9,17 +9,32 @@ const EXACT = {
   packet: "what passages between their packets give, whatever was cached",
 };
 
+/** Strategies that compute each passage behind the passages before it. */
+const BEHIND = ["full", "prefix", "set-cache"];
+
+/** Why an answer is approximate. */
+function reasons(rag) {
+  const passages = rag.segments.filter((segment) => segment.score !== null);
+  const apart = passages.length > 1 && !BEHIND.includes(rag.strategy) && rag.recompute_ratio !== 1;
+  const found = [
+    rag.compression && "the answer sees a part of the prompt",
+    passages.some((passage) => passage.dropped) && "a part of a passage was dropped",
+    apart && "passages that were computed apart have not seen each other",
+  ].filter(Boolean);
+  if (found.length) return found.join(", and ");
+  return "some of the KV is not what full attention computes, for example because the cache keeps it in fewer bits";
+}
+
 /** A sentence: exact to what, or how approximate as far as it was measured. */
 export function exactness(rag) {
   if (rag.exact_to) {
     return h("p", { class: "exactness exact" }, h("strong", {}, "Exact: "), EXACT[rag.exact_to] ?? rag.exact_to, ".");
   }
-  const reason = rag.compression ? "the answer sees a part of the prompt" : "reused passages have not seen each other";
   const measured = rag.predicted
     ? ` Measured for this setting: ${rag.predicted.kl.toFixed(3)} nats a token from full attention, ` +
       `${percent(rag.predicted.top1, 1)} of the likeliest tokens equal.`
     : " How far it is from full attention was not measured for this setting.";
-  return h("p", { class: "exactness approximate" }, h("strong", {}, "Approximate: "), `${reason}.`, measured);
+  return h("p", { class: "exactness approximate" }, h("strong", {}, "Approximate: "), `${reasons(rag)}.`, measured);
 }
 
 function figure(value, label) {

@@ -1,6 +1,6 @@
 /* The cache, live: how full its tiers are, what its tree holds, what left, and what requests got of it. */
 
-import { json } from "./api.js";
+import { json, key } from "./api.js";
 import { count, counted, find, h, milliseconds, percent, roving, say, svg } from "./dom.js";
 
 /** Milliseconds between two looks, while the view is visible. */
@@ -95,6 +95,7 @@ function inWords(node) {
 export function initCache() {
   const [status, pause, tree, told] = ["status", "pause", "tree", "node"].map((name) => find(`cache-${name}`));
   let [timer, shown, paused, chosen] = [null, false, false, null];
+  let refused = null; // the key that the server refused: it is not asked with again by itself
 
   const tell = (node) => {
     chosen = node.id;
@@ -156,7 +157,8 @@ export function initCache() {
 
   const look = async () => {
     clearTimeout(timer);
-    if (!shown || paused || document.hidden) return;
+    const used = key.get();
+    if (!shown || paused || document.hidden || used === refused) return;
     try {
       const seen = await json("v1/cache");
       find("cache-tiers").replaceChildren(...tiers(seen).flat());
@@ -167,21 +169,27 @@ export function initCache() {
       drawDepartures(seen);
       if (status.textContent) say(status, "");
     } catch (error) {
+      if (error.status === 401) refused = used;
       if (status.textContent !== error.message) say(status, error.message, "error");
     }
     clearTimeout(timer);
     timer = setTimeout(look, EVERY);
   };
 
+  const lookAgain = () => {
+    refused = null;
+    look();
+  };
+
   pause.addEventListener("click", () => {
     paused = !paused;
     pause.setAttribute("aria-pressed", String(paused));
-    look();
+    lookAgain();
   });
   document.addEventListener("visibilitychange", look);
-  document.addEventListener("offered", look);
+  document.addEventListener("offered", lookAgain);
   document.addEventListener("view", ({ detail }) => {
     shown = detail === "cache";
-    look();
+    lookAgain();
   });
 }

@@ -39,22 +39,25 @@ export function initCompare() {
   const status = find("compare-status");
   const columns = SIDES.map((side) => find(`compare-${side}-result`));
 
-  const one = async (i, signal) => {
-    const asked = body("compare", `compare-${SIDES[i]}`);
-    if (find("compare-warm").checked) {
+  const one = async (asked, column, warm, signal) => {
+    if (warm) {
       say(status, `Warming the cache for ${asked.rag.strategy} …`);
       await ask({ ...asked, max_tokens: 1 }, () => {}, signal);
     }
     say(status, `Asking ${asked.rag.strategy} …`);
     const text = h("p", { class: "answer", "aria-busy": "true" });
-    columns[i].replaceChildren(h("h3", { class: "side" }, asked.rag.strategy), text);
+    column.replaceChildren(h("h3", { class: "side" }, asked.rag.strategy), text);
     return ask(asked, (piece) => text.append(piece), signal);
   };
 
   onSubmit("compare", async (signal) => {
+    // the form is read once: it may be changed while the first side answers
+    const asked = SIDES.map((side) => body("compare", `compare-${side}`));
+    const warm = find("compare-warm").checked;
     columns.forEach((column) => column.replaceChildren());
     find("compare-result").hidden = false;
-    const results = [await one(0, signal), await one(1, signal)];
+    const results = [];
+    for (const [i, column] of columns.entries()) results.push(await one(asked[i], column, warm, signal));
     diff(results[0].text, results[1].text).forEach((runs, i) => columns[i].replaceChildren(...answer(results[i], runs)));
     say(status, verdict(results));
   });

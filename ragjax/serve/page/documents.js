@@ -4,22 +4,24 @@ import { call, json, key, Refused } from "./api.js";
 import { bytes, count, counted, find, h, say } from "./dom.js";
 import { offerKnowledge, server } from "./form.js";
 
-/** Documents of a knowledge base that are listed, at most. */
+/** Documents of a knowledge base that are listed, and files that are looked at together for their names, at most. */
 const MOST = 500;
 /** Milliseconds between two looks at a file that is being read. */
 const EVERY = 700;
+/** Calls at the same time, at most, where many are made. */
+const ABREAST = 4;
 const STATES = { in_progress: "being read", completed: "ready", failed: "failed", cancelled: "cancelled" };
 
 const sleep = (time) => new Promise((done) => setTimeout(done, time));
 const path = (...parts) => ["v1", ...parts.map(encodeURIComponent)].join("/");
 
-/** Entries of a list that comes in pages, the oldest first; no more than MOST. */
-async function all(address) {
+/** Entries of a list that comes in pages, the oldest first; no more pages once there are `most`. */
+async function all(address, most = Infinity) {
   const found = [];
   for (let after = ""; ; ) {
     const page = await json(`${address}?limit=100&order=asc${after && `&after=${encodeURIComponent(after)}`}`);
     found.push(...page.data);
-    if (!page.has_more || found.length >= MOST) return found;
+    if (!page.has_more || found.length >= most) return found;
     after = page.last_id;
   }
 }
@@ -27,11 +29,23 @@ async function all(address) {
 /** Whether a knowledge base was made by a client; the server's own are filled from --knowledge alone. */
 const changeable = (store) => store?.id.startsWith("vs_");
 
-/** Delete a file that no knowledge base has any more. */
+/** Do `work` on each item, a few at a time; the errors. */
+async function each(items, work) {
+  const [left, errors] = [items.values(), []];
+  const run = async () => {
+    for (const item of left) await work(item).catch((error) => errors.push(error));
+  };
+  await Promise.all(Array.from({ length: ABREAST }, run));
+  return errors;
+}
+
+/** Delete a file that no knowledge base has any more. The server looks and deletes in one step. */
 async function discard(file) {
-  const there = (store) => json(path("vector_stores", store.id, "files", file)).then(() => true, () => false);
-  const held = await Promise.all(server.stores.filter(changeable).map(there));
-  if (!held.includes(true)) await call(path("files", file), { method: "DELETE" });
+  try {
+    await call(`${path("files", file)}?unattached=true`, { method: "DELETE" });
+  } catch (error) {
+    if (error.code !== "in_use" && error.status !== 404) throw error;
+  }
 }
 
 /** Send a file; `progress` is told the share that was sent. fetch cannot tell it. */
@@ -65,13 +79,38 @@ export function initDocuments() {
 
   const fail = (error) => say(status, error.message, "error");
 
-  const remove = async (file, name) => {
+  const deletion = find("documents-delete");
+  /** The knowledge base that the next click on the button deletes. A click need not give a button the focus. */
+  let doomed = null;
+  const doom = (store) => {
+    doomed = store;
+    deletion.textContent = store ? "Delete it with its documents?" : "Delete it";
+  };
+
+  /** Names of files by their ids, as far as they were learned. */
+  const names = new Map();
+  const learn = async (ids) => {
+    const unknown = () => ids.filter((id) => !names.has(id));
+    if (!unknown().length) return;
+    const newest = await json(`${path("files")}?limit=${MOST}`);
+    newest.data.forEach((file) => names.set(file.id, file.filename));
+    // one that cannot be had is shown by its id
+    await each(unknown(), async (id) => names.set(id, (await json(path("files", id))).filename));
+  };
+
+  /** Delete those of the files that no knowledge base has any more, show what is left, and say what was done. */
+  const tidy = async (files, done) => {
+    const errors = await each(files, discard);
+    await fill();
+    if (errors.length) say(status, `${done} ${counted(errors.length, "file")} could not be deleted: ${errors[0].message}`, "error");
+    else say(status, done);
+    choice.focus();
+  };
+
+  const remove = async (store, file, name) => {
     try {
-      await call(path("vector_stores", choice.value, "files", file), { method: "DELETE" });
-      await discard(file);
-      await fill();
-      say(status, `${name} was removed.`);
-      choice.focus();
+      await call(path("vector_stores", store, "files", file), { method: "DELETE" });
+      await tidy([file], `${name} was removed.`);
     } catch (error) {
       fail(error);
     }
@@ -84,17 +123,18 @@ export function initDocuments() {
       h("td", { class: "text" }, name),
       h("td", { class: "number" }, entry.usage_bytes ? bytes(entry.usage_bytes) : ""),
       h("td", { class: entry.status === "failed" ? "error" : "" }, STATES[entry.status] ?? entry.status, entry.last_error ? `: ${entry.last_error.message}` : ""),
-      h("td", {}, own ? null : h("button", { type: "button", class: "quiet", "aria-label": `Remove ${name}`, onclick: () => remove(entry.id, name) }, "Remove")),
+      h("td", {}, own ? null : h("button", { type: "button", class: "quiet", "aria-label": `Remove ${name}`, onclick: () => remove(entry.vector_store_id, entry.id, name) }, "Remove")),
     );
 
   const show = async () => {
     const store = chosen();
+    if (doomed !== choice.value) doom(null);
     find("documents-upload").hidden = find("documents-delete").hidden = !changeable(store);
     if (!store) return list.replaceChildren(h("p", { class: "facts" }, "There is no knowledge base yet: make one."));
-    const [entries, files] = await Promise.all([all(path("vector_stores", store.id, "files")), all(path("files"))]);
-    if (store.id !== choice.value) return;
-    const names = new Map(files.map((file) => [file.id, file.filename]));
     const own = !changeable(store);
+    const entries = await all(path("vector_stores", store.id, "files"), MOST);
+    if (!own) await learn(entries.map((entry) => entry.id));
+    if (store.id !== choice.value) return;
     const total = Math.max(entries.length, store.file_counts.total);
     const more = total > entries.length ? `, the first ${count(entries.length)} listed` : "";
     const head = ["Document", "Size", "State", ""].map((name) => h("th", { scope: "col", class: name === "Size" ? "number" : "" }, name || h("span", { class: "unseen" }, "Remove")));
@@ -121,6 +161,7 @@ export function initDocuments() {
     find("documents-progress").append(line);
     try {
       const kept = await upload(file, (share) => (bar.value = share));
+      names.set(kept.id, kept.filename);
       bar.removeAttribute("value");
       said.textContent = "being read";
       let entry = await json(path("vector_stores", store, "files"), { method: "POST", body: { file_id: kept.id } });
@@ -181,23 +222,16 @@ export function initDocuments() {
       fail(error);
     }
   });
-  const deletion = find("documents-delete");
-  const ask = (sure) => {
-    deletion.dataset.sure = sure ? "yes" : "";
-    deletion.textContent = sure ? "Delete it with its documents?" : "Delete it";
-  };
-  deletion.addEventListener("blur", () => ask(false));
+  deletion.addEventListener("blur", () => doom(null));
   deletion.addEventListener("click", async () => {
-    if (!deletion.dataset.sure) return ask(true);
-    ask(false);
+    if (doomed !== choice.value) return doom(choice.value);
+    doom(null);
     const store = chosen();
     try {
-      const entries = await all(path("vector_stores", store.id, "files"));
+      const files = (await all(path("vector_stores", store.id, "files"))).map((entry) => entry.id);
+      say(status, `Deleting ${counted(files.length, "document")} …`);
       await call(path("vector_stores", store.id), { method: "DELETE" });
-      await fill();
-      await Promise.all(entries.map((entry) => discard(entry.id)));
-      say(status, `The knowledge base “${store.name}” was deleted.`);
-      choice.focus();
+      await tidy(files, `The knowledge base “${store.name}” was deleted.`);
     } catch (error) {
       fail(error);
     }

@@ -7,16 +7,20 @@ export const server = { model: null, stores: [] };
 
 const options = (names, chosen) => names.map((name) => h("option", { value: name, selected: name === chosen }, name));
 
-/** Fill a list of strategies; one that takes a recompute ratio switches the field `ratio` on. */
-export function fillStrategies(select, ratio, chosen) {
+/**
+ * Fill a list of strategies; one that takes a recompute ratio switches the field `ratio` on. What was chosen stays so;
+ * `first`: what is chosen in a list that was empty.
+ */
+export function fillStrategies(select, ratio, first) {
   const { strategies, selective, default_strategy } = server.model.rag;
-  select.replaceChildren(...options(strategies, chosen ?? default_strategy));
+  const chosen = strategies.includes(select.value) ? select.value : first ?? default_strategy;
+  select.replaceChildren(...options(strategies, chosen));
   const settle = () => {
     ratio.disabled = !selective.includes(select.value);
     ratio.placeholder = ratio.disabled ? "none" : "its own";
     if (ratio.disabled) ratio.value = "";
   };
-  select.addEventListener("change", settle);
+  select.onchange = settle; // in place of the one of the list before
   settle();
 }
 

@@ -117,26 +117,37 @@ def _run(database: sqlite3.Connection, statements: str) -> None:
 
 
 def open_index(database: sqlite3.Connection, directory: Path | None, kind: IndexKind, dim: int) -> VectorIndex:
-    """The saved index if it is the one of this database, else a new one from the stored embeddings."""
+    """The saved index and the stored chunks that it lacks; a new one if it holds any that is not stored."""
     numbers = {number for (number,) in database.execute("select number from chunks")}
     path = None if directory is None else directory / "index.npz"
-    if path is not None and path.exists():
-        try:
-            index = VectorIndex.load(path)
-        except ConfigError as error:
-            _log.warning("%s", error)
-        else:
-            if index.kind is kind and index.dim == dim and index.ids == numbers:
-                return index
-    index = VectorIndex(kind, dim)
-    if numbers:
-        _log.info("building the %s index of %d chunks", kind, len(numbers))
-        rows = database.execute("select number, embedding from chunks order by number").fetchall()
+    index = None if path is None else _saved_index(path, kind, dim)
+    if index is None or not index.ids <= numbers:
+        index = VectorIndex(kind, dim)
+        if path is not None:
+            path.unlink(missing_ok=True)  # it must not fit later: the numbers of a transaction that was lost come again
+    new = numbers - index.ids
+    if new:
+        _log.info("adding %d chunks to the %s index of %d", len(new), kind, len(index))
+        rows = [
+            row for row in database.execute("select number, embedding from chunks order by number") if row[0] in new
+        ]
         vectors = np.frombuffer(b"".join(blob for _, blob in rows), np.float32).reshape(len(rows), dim)
         index.add(np.array([number for number, _ in rows], np.int64), vectors)
         if path is not None:
             index.save(path)
     return index
+
+
+def _saved_index(path: Path, kind: IndexKind, dim: int) -> VectorIndex | None:
+    """What the file holds, if it is an index of this kind."""
+    if not path.exists():
+        return None
+    try:
+        index = VectorIndex.load(path)
+    except ConfigError as error:
+        _log.warning("%s", error)
+        return None
+    return index if index.kind is kind and index.dim == dim else None
 
 
 def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.float32]) -> int:

@@ -118,6 +118,21 @@ class VectorIndex:
             scores_QK, ids_QK = self._search(queries_QE, k)
         return ids_QK, np.where(ids_QK == NONE, np.float32(-np.inf), scores_QK)
 
+    def search_among(self, query: Vectors, k: int, ids: Ids) -> tuple[Ids, Vectors]:
+        """As `search` of one query [dim], among the vectors of these ids alone, and exact whatever the kind is.
+
+        Ids that are absent are passed over.
+        """
+        query_1E = self._checked(query, k)
+        with self._lock, _one_thread():
+            ids_N = np.array([number for number in ids.tolist() if number in self._ids], np.int64)
+
+            def search(wide: int) -> Found:
+                return self._search_every(query_1E, wide, ids_N)
+
+            scores_K, ids_K = settle(search, k, len(ids_N))
+        return ids_K, scores_K
+
     def stages(self, query: Vectors, k: int, n: int) -> Iterator[Stage]:
         """The search of one query [dim] in at most n stages; the last one's results are those of `search`, bit for bit.
 
@@ -255,6 +270,22 @@ class VectorIndex:
         exact.add_with_ids(vectors_NE, ids_N)
         found = exact.search(queries_QE, k)
         return found
+
+    def _search_every(self, query_1E: Vectors, k: int, ids_N: Ids) -> Found:
+        """The k nearest of these vectors, all of which are compared; in any order among equals."""
+        if self._trained_on:
+            selector = faiss.IDSelectorBatch(ids_N)
+            lists = faiss.SearchParametersIVF(sel=selector, nprobe=self._faiss.nlist)  # type: ignore[call-arg]
+            scores_1K, ids_1K = self._faiss.search(query_1E, k, params=lists)
+            return scores_1K[0], ids_1K[0]
+        # a walk through a graph that passes over most of it finds little: the vectors that it stores are compared
+        inner: Any = faiss.downcast_index(self._faiss.index)
+        stored = faiss.downcast_index(inner.storage) if self.kind is IndexKind.HNSW else inner
+        numbers_M = faiss.vector_to_array(self._faiss.id_map)
+        selector = faiss.IDSelectorBatch(np.flatnonzero(np.isin(numbers_M, ids_N)))
+        chosen = faiss.SearchParameters(sel=selector)  # type: ignore[call-arg]
+        scores_1K, at_1K = stored.search(query_1E, k, params=chosen)
+        return scores_1K[0], np.where(at_1K[0] == NONE, NONE, numbers_M[np.maximum(at_1K[0], 0)])
 
     def _living(self) -> tuple[Ids, Vectors]:
         ids_N, vectors_NE = _contents(self._faiss)

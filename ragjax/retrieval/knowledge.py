@@ -1,8 +1,10 @@
 """A knowledge base: documents cut into chunks, their tokens and embeddings in SQLite, and a vector index over them.
 
-SQLite is the truth. The index file is a cache of it: chunk numbers are never used twice, so an index that holds
-exactly the stored numbers is the right one, and any other (the process was killed before it was saved, it is of
-another kind) is built again from the stored embeddings. Nothing is embedded twice.
+SQLite is the truth. The index file is a cache of it: chunk numbers are never used twice, so what an index holds under
+a stored number is right. It is saved when a tenth of it has changed, and at closing; so all writes together grow with
+the chunks, not with their square. A process that was killed may leave an index without the last chunks, which are added
+from the stored embeddings when it is opened. One that holds a chunk that is not stored, or is of another kind, is built
+again from these. When a chunk is deleted the file is deleted too, as it holds the embedding. Nothing is embedded twice.
 
 What is stored fits one tokenizer, one encoder and one chunk size. Opened with others it is refused, because the
 source documents may be gone: the user decides to delete the directory and to add them again.
@@ -15,6 +17,7 @@ a part is kept (docs/compression.md) bears the places of that part's tokens.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import sqlite3
 import threading
@@ -35,6 +38,10 @@ from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.neighbours import nearest
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost
+_WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
+_UNSAVED = 0.1  # share of the index that may have changed since it was saved
+
+_log = logging.getLogger(__name__)
 
 
 class TextEncoder(Protocol):
@@ -97,6 +104,7 @@ class KnowledgeBase:
         self._writing = threading.Lock()
         self._reading = threading.Lock()  # the connection, and the cache of chunks
         self._cache: dict[int, Chunk] = {}
+        self._unsaved = 0  # chunks that were added to the index, or taken out, since it was saved
         self._closed = False
 
     @classmethod
@@ -140,9 +148,11 @@ class KnowledgeBase:
 
     def close(self) -> None:
         """Release the directory. Whoever uses the knowledge base afterwards is told that it is gone."""
-        with self._writing, self._reading:
-            self._closed = True
-            self._database.close()
+        with self._writing:
+            self._save_index(share=0)
+            with self._reading:
+                self._closed = True
+                self._database.close()
 
     def __enter__(self) -> KnowledgeBase:
         return self
@@ -180,8 +190,7 @@ class KnowledgeBase:
                 done += len(batch)
                 if progress is not None:
                     progress(done, len(documents))
-            if changed:
-                self._save_index()
+            self._save_index()
         replaced = sum(document.id in known for document in changed)
         return AddReport(len(changed) - replaced, replaced, len(documents) - len(changed))
 
@@ -199,9 +208,8 @@ class KnowledgeBase:
                     raise self._unknown(document_id)
             with self._transaction() as database:
                 gone = self._forget(database, ids)
-            self._index.remove(gone)
-            if gone:
-                self._save_index()
+            self._update_index(gone)
+            self._save_index()
         return len(ids)
 
     def mark_fused(self, number: int, neighbours: Sequence[int], behind: bytes) -> bool:
@@ -244,7 +252,7 @@ class KnowledgeBase:
             rows = [(prepared.document.id, _digest(prepared.document, max_tokens)) for prepared in batch]
             database.executemany("insert into documents values (?, ?)", rows)
             numbers = [chunk_store.insert(database, chunk, row) for chunk, row in zip(chunks, embeddings, strict=True)]
-        self._index.update(gone, np.array(numbers, np.int64), embeddings)
+        self._update_index(gone, numbers, embeddings)
 
     def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
         """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
@@ -270,9 +278,24 @@ class KnowledgeBase:
             self._database.execute("begin immediate")
             yield self._database
 
-    def _save_index(self) -> None:
-        if self._index_path is not None:
+    def _update_index(
+        self, gone: Sequence[int], numbers: Sequence[int] = (), embeddings: Vectors | None = None
+    ) -> None:
+        if gone and self._index_path is not None:
+            self._index_path.unlink(missing_ok=True)
+        new = np.empty((0, self._encoder.dim), np.float32) if embeddings is None else embeddings
+        self._index.update(gone, np.array(numbers, np.int64), new)
+        self._unsaved += len(gone) + len(numbers)
+
+    def _save_index(self, share: float = _UNSAVED) -> None:
+        """Write the index file if more than this share of the index has changed."""
+        if self._index_path is None or not self._unsaved or self._unsaved < share * len(self._index):
+            return
+        try:
             self._index.save(self._index_path)
+            self._unsaved = 0
+        except OSError as error:
+            _log.warning("%s: not saved, and built again at the next start: %s", self._index_path, error)
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -281,7 +304,8 @@ class KnowledgeBase:
     ) -> tuple[Hit, ...]:
         """The k chunks nearest to the question, best first; fewer if there are fewer.
 
-        within: ids of the documents that may be found (None: all). min_score: the least cosine similarity.
+        within: ids of the documents that may be found (None: all). If few of the nearest chunks are theirs, all of
+        theirs are compared, whatever the index is. min_score: the least cosine similarity.
 
         Raises:
             RequestError: the knowledge base or the question is empty.
@@ -289,18 +313,17 @@ class KnowledgeBase:
         count = self._searchable(question, k)
         if not count:
             return ()
-        vector, looked, least = (
-            self._encoder.encode([question])[0],
-            count,
-            -math.inf if min_score is None else min_score,
-        )
-        while True:
-            hits = self._hits(*self._index.search(vector, looked))
-            fit = [hit for hit in hits if hit.score >= least and (within is None or hit.chunk.document_id in within)]
-            ended = looked >= len(self._index) or (hits and hits[-1].score < least)
-            if within is None or ended or len(fit) >= count:
-                return tuple(fit[:count])
-            looked = min(4 * looked, len(self._index))
+        vector, least = self._encoder.encode([question])[0], -math.inf if min_score is None else min_score
+        if within is None:
+            return _fitting(self._hits(*self._index.search(vector, count)), least)
+        for wide in _WIDTHS:
+            hits = self._hits(*self._index.search(vector, wide * count))
+            fit = _fitting(hits, least, within)
+            seen_all = wide * count >= len(self._index) or (hits and hits[-1].score < least)
+            if len(fit) >= count or (self._index.exact and seen_all):
+                return fit[:count]
+        numbers = self._numbers_of(within)
+        return _fitting(self._hits(*self._index.search_among(vector, count, numbers)), least) if len(numbers) else ()
 
     def stages(self, question: str, k: int, n: int) -> Iterator[SearchStage]:
         """The search in at most n stages (`VectorIndex.stages`); the last one finds what `search` does.
@@ -331,6 +354,12 @@ class KnowledgeBase:
         found = [(int(number), float(score)) for number, score in zip(numbers, scores, strict=True) if number != NONE]
         chunks = self._chunks([number for number, _ in found])
         return tuple(Hit(chunks[number], score) for number, score in found if number in chunks)
+
+    def _numbers_of(self, document_ids: Container[str]) -> Ids:
+        """Numbers of the chunks of these documents."""
+        wanted = [document_id for document_id in self.document_ids if document_id in document_ids]
+        with self._opened():
+            return np.array([n for one in wanted for n in chunk_store.numbers(self._database, one)], np.int64)
 
     @property
     def preprocessed(self) -> bool:
@@ -429,6 +458,11 @@ class KnowledgeBase:
             param="rag.documents",
             code="document_not_found",
         )
+
+
+def _fitting(hits: Iterable[Hit], least: float, within: Container[str] | None = None) -> tuple[Hit, ...]:
+    """Those of at least this score, and of these documents."""
+    return tuple(hit for hit in hits if hit.score >= least and (within is None or hit.chunk.document_id in within))
 
 
 # --------------------------------------------------------------------------------------------- documents

@@ -1,7 +1,7 @@
 """Finds names in a question: an entity's own or an alias, in any case, at the boundaries of words.
 
 Names are kept by their words, without case, punctuation and the variants of Unicode. The question's runs of words are
-looked up among them, so that the time does not grow with the number of names.
+looked up among them, so that the time does not grow with the number of names, nor beyond MAX_WORDS with their length.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ _WORD = re.compile(f"[{_UNSPACED}]|[^\\W_{_UNSPACED}]+")
 _SHORT = 3  # letters of a name that must be spelled as it is: "It" is a film, "it" is none
 
 How = Literal["exact", "alias"]
+
+MAX_WORDS = 64
+"""Words of the longest name that is found in a text. Longer ones are texts themselves, as a graph's literals may be."""
 
 
 class Mention(NamedTuple):
@@ -62,7 +65,7 @@ class Lexicon:
     def __init__(self) -> None:
         self._entities: dict[str, tuple[str, ...]] = {}
         self._aliases: dict[str, tuple[Alias, ...]] = {}
-        self._longest = 0
+        self._longest = 0  # words of a name, up to MAX_WORDS
 
     def add(self, entity: str) -> None:
         """Know an entity by its name. A name without letters and digits is never found in a text."""
@@ -95,13 +98,17 @@ class Lexicon:
 
         known: the entities that count; names of others hide none of theirs. Where names overlap the longest counts, and
         of equally long ones the first. Several entities that go by the same words are all found, unless some are
-        spelled in the text as they are.
+        spelled in the text as they are. Names of more than MAX_WORDS words are not looked for.
         """
         words = _Text.of(text)
         found: list[tuple[int, int, tuple[Mention, ...]]] = []
         for begin in range(len(words.words)):
-            for end in range(begin + 1, min(begin + self._longest, len(words.words)) + 1):
-                if mentions := self._at(words, begin, end, known):
+            key = ""
+            for end, word in enumerate(words.words[begin : begin + self._longest], begin + 1):
+                key = f"{key} {word}" if key else word
+                if (key in self._entities or key in self._aliases) and (
+                    mentions := self._at(words, key, begin, end, known)
+                ):
                     found.append((begin - end, begin, mentions))
         taken: set[int] = set()
         chosen: list[Mention] = []
@@ -114,11 +121,10 @@ class Lexicon:
 
     def _key(self, name: str) -> str:
         text = _Text.of(name)
-        self._longest = max(self._longest, len(text.words))
+        self._longest = max(self._longest, min(len(text.words), MAX_WORDS))
         return text.key
 
-    def _at(self, text: _Text, begin: int, end: int, known: Container[str]) -> tuple[Mention, ...]:
-        key = " ".join(text.words[begin:end])
+    def _at(self, text: _Text, key: str, begin: int, end: int, known: Container[str]) -> tuple[Mention, ...]:
         entities = (name for name in self._entities.get(key, ()) if name in known)
         written: list[tuple[str, str, How]] = [(name, name, "exact") for name in entities]
         if not written:

@@ -28,8 +28,9 @@ def read(path: str | Path) -> Iterator[Triple | Alias]:
     .jsonl: on each line {"head", "relation", "tail"}, or a list of these three, or {"triples": [[head, relation, tail],
         …]}, which may have other fields too.
     .nt: N-Triples. An IRI goes by its rdfs:label (the first that is English or of no language, else the first), or else
-        by its last part; other labels and every skos:altLabel become aliases. Where two IRIs have one label, all but
-        the first add their last part in brackets. Literals go by their text.
+        by its last part; other labels and every skos:altLabel become aliases. Where several IRIs have one label, all
+        but the first add their last part in brackets, or as many parts as make the name differ from those before.
+        Literals go by their text.
 
     Raises:
         ConfigError: the file is missing, or of another kind, or a line is broken; the message names file and line. What
@@ -167,9 +168,21 @@ def _distinct(labels: dict[str, str]) -> dict[str, str]:
     taken: set[str] = set()
     for iri, label in labels.items():
         if label:
-            names[iri] = label if label not in taken else f"{label} ({_local(iri)})"
+            names[iri] = _free_name(label, iri, taken)
             taken.add(names[iri])
     return names
+
+
+def _free_name(label: str, iri: str, taken: set[str]) -> str:
+    """The label, with as much of the IRI's end in brackets as makes it a name that is not taken."""
+    name = label
+    for ending in _endings(iri):
+        if name not in taken:
+            return name
+        name = f"{label} ({ending})"
+    while name in taken:  # a label may be written like a name with brackets
+        name = f"{name} ({iri})"
+    return name
 
 
 def _key(term: object) -> str:
@@ -189,6 +202,14 @@ def _name_of(key: str, names: dict[str, str]) -> str:
 
 def _local(iri: str) -> str:
     """The last part of an IRI, as words."""
+    return next(_endings(iri))
+
+
+def _endings(iri: str) -> Iterator[str]:
+    """The last part of an IRI, its last two, and so on, as words; all of it as it is."""
     rest = iri.rstrip("/#")
-    last = max(rest.rfind("/"), rest.rfind("#"), rest.rfind(":"))
-    return unquote(rest[last + 1 :]).replace("_", " ").strip() or iri
+    end = max(rest.rfind(mark) for mark in "/#:")
+    while end >= 0:
+        yield unquote(rest[end + 1 :]).replace("_", " ").strip() or iri
+        end = max(rest.rfind(mark, 0, end) for mark in "/#:")
+    yield iri

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from pypdf import PdfReader
@@ -121,15 +125,56 @@ def test_limits_leave_what_others_read_as_it_is(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- HTML
 
 
+def lines(function: Callable[[], object]) -> int:
+    """Number of lines of Python that a call of `function` runs."""
+    count = 0
+
+    def note(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
 def test_a_page_of_too_many_tags_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(html, "MAX_TAGS", 100)
     with pytest.raises(ConfigError, match=r"a\.html: 101 tags, more than the limit of 100 of a page; split the file"):
         load(written(tmp_path, "a.html", b"<p>x" * 101))
 
 
-def test_tags_without_an_end_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"a\.html: 100000 tags at the end have no '>'; mend the page"):
-        load(written(tmp_path, "a.html", b"<p>x</p>" + b"<a" * 100_000))
+@pytest.mark.parametrize(
+    "part",
+    ["<a", "</a", "<a b='>' ", '<a b=">" c', "<!--x>", "<!-- -- x>", "<![CDATA[x>", "<![if x]x>", "<?a", "<!DOCTYPE a"],
+)
+def test_markup_without_an_end_is_refused(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser looks for each end in all that is left of the page."""
+    monkeypatch.setattr(html, "MAX_REREAD", 10_000)
+    page = "<p>x</p>" + part + "y" * 10_000
+    with pytest.raises(ConfigError, match="page: not a readable page: too many of its tags, comments or sections have"):
+        read_html(page.encode(), PATH)
+
+
+def test_a_quote_without_an_end_is_passed_over() -> None:
+    assert read_html(b"<p>a <i>c</i> <b d='>e <p>f", PATH)[1] == "a c e\n\nf"
+
+
+def test_a_number_of_too_many_digits_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"page: not a readable page: Exceeds the limit .* mend it"):
+        read_html(b"<p>&#" + b"1" * 5_000 + b";", PATH)
+
+
+def test_a_charset_is_looked_for_at_the_begin_alone() -> None:
+    """The expression that looks for it takes the square of what it is given."""
+    declared = b'<meta charset="latin-1">'
+    assert read_html(b" " * 2_000 + declared + b"<p>\xe9", PATH)[1] == "\xe9"
+    assert read_html(b" " * 3_000 + declared + "<p>é".encode() + b" " * 10**5, PATH)[1] == "é"
 
 
 @pytest.mark.parametrize("charset", ["punycode", "idna", "utf-7", "unicode_escape", "zlib", "undefined"])
@@ -145,6 +190,23 @@ def test_codecs_that_no_page_is_written_in_are_refused(tmp_path: Path, charset: 
 def test_pages_are_read_in_linear_time(part: str) -> None:
     read_html(b"<p>", PATH)  # what is imported and compiled at first
     assert_linear(lambda size: calls(lambda: read_html(part.encode() * size, PATH)), 250)
+
+
+@pytest.mark.parametrize("parts", [("<div>", "<b></b>x"), ("<p>a <b>c</b> d",)])
+def test_depth_costs_nothing(parts: tuple[str, ...]) -> None:
+    read_html(b"<p>", PATH)
+    assert_linear(lambda size: lines(lambda: read_html("".join(part * size for part in parts).encode(), PATH)), 100)
+
+
+def test_attributes_take_no_memory() -> None:
+    page = ("<a " + "b " * 10**5 + ">x").encode()
+    read_html(b"<p>", PATH)
+    tracemalloc.start()
+    try:
+        assert read_html(page, PATH)[1] == "x"
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(page)
+    finally:
+        tracemalloc.stop()
 
 
 def test_deep_pages_are_read(tmp_path: Path) -> None:

@@ -163,6 +163,9 @@ def test_odd_html_is_read(tmp_path: Path) -> None:
     assert _html(tmp_path, '<?xml version="1.0"?><html><body>a &amp; b</body></html>').text == "a & b"
     assert _html(tmp_path, "name.txt").text == "name.txt"
     assert _html(tmp_path, "<div>" * 2000 + "deep").text == "deep"
+    for ended in ("</head><body>", "<body>", ""):  # the end tag of head may be left out
+        page = _html(tmp_path, f"<html><head><meta charset=utf-8><title>T</title><script>a</script>{ended}<p>b")
+        assert (page.title, page.text) == ("T", "b")
 
 
 # -------------------------------------------------------------------------------------------------- PDF

@@ -16,11 +16,12 @@ from ragjax.core import ConfigError, DamageError, RequestError
 from ragjax.retrieval import graph as module
 from ragjax.retrieval import register
 from ragjax.retrieval.graph import COMPARED, Entity, Imported, KnowledgeGraph
-from ragjax.retrieval.lexicon import Lexicon
+from ragjax.retrieval.lexicon import MAX_WORDS, Lexicon
 from ragjax.retrieval.path import INVERSE, Triple
 from ragjax.retrieval.register import Register
 from ragjax.retrieval.triples import Alias, OxigraphStore
 from tests.support.fakes import WordEncoder
+from tests.support.growth import calls
 
 FILMS = [
     Triple("Heat", "directed by", "Michael Mann"),
@@ -222,6 +223,30 @@ def test_linking_takes_any_text(names: list[str], text: str) -> None:
     for name in names:
         lexicon.remove(name)
     assert lexicon.mentions(" ".join(names), names) == ()
+
+
+def test_long_names_cost_a_question_little() -> None:
+    """A literal of a graph may be a text of many words."""
+    question = " ".join(f"word{n % 97}" for n in range(600)) + " Bourvil"
+    longest, literal = (" ".join(f"word{n}" for n in range(words)) for words in (MAX_WORDS, 2_000))
+
+    def cost(name: str) -> int:
+        lexicon = Lexicon()
+        lexicon.add("Bourvil")
+        lexicon.add(name)
+        assert [mention.entity for mention in lexicon.mentions(question, ["Bourvil"])] == ["Bourvil"]
+        assert lexicon.named(name) == (name,)
+        return calls(lambda: lexicon.mentions(question, ["Bourvil"]))
+
+    assert cost(literal) <= cost(longest)
+
+
+def test_the_longest_name_is_found() -> None:
+    lexicon, name = Lexicon(), " ".join(f"word{n}" for n in range(MAX_WORDS))
+    for entity in (name, f"{name} and", "word0"):
+        lexicon.add(entity)
+    found = lexicon.mentions(f"Who wrote {name} and when?", [name, f"{name} and", "word0"])
+    assert [mention.entity for mention in found] == [name]
 
 
 def test_a_question_that_names_none_is_linked_by_meaning(films: KnowledgeGraph) -> None:

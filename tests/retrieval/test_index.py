@@ -92,6 +92,26 @@ def test_fewer_than_k(kind: IndexKind) -> None:
     assert index.search(vectors[0], 1)[0] == [7]
 
 
+@KINDS
+def test_a_search_among_some_is_exact(kind: IndexKind) -> None:
+    vectors = np.concatenate([_vectors(1400), _vectors(100)])  # the last have their equals among the first
+    index = _filled(kind, vectors, first=10)
+    index.remove(range(10, 110, 2))
+    rng = np.random.default_rng(0)
+    for count in (1, 3, 700):
+        chosen = rng.permutation(np.arange(10, 1510))[:count]
+        alive = np.array(sorted(set(chosen.tolist()) & index.ids), np.int64)
+        for query in _vectors(5, seed=1):
+            ids, scores = index.search_among(query, 5, np.append(chosen, [0, 9_999]))
+            found = sorted(zip(alive.tolist(), vectors[alive - 10] @ query, strict=True), key=lambda x: (-x[1], x[0]))[
+                :5
+            ]
+            assert ids.dtype == np.int64 and scores.dtype == np.float32
+            assert ids.tolist() == [number for number, _ in found] + [NONE] * (5 - len(found))
+            np.testing.assert_allclose(scores[: len(found)], [score for _, score in found], atol=1e-5)
+    assert index.search_among(vectors[0], 2, np.empty(0, np.int64))[0].tolist() == [NONE, NONE]
+
+
 def test_hnsw_finds_the_living_among_many_dead() -> None:
     """The nearest are all dead, and the beam alone would come back with too few."""
     vectors = _vectors(600)

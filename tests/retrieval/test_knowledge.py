@@ -74,6 +74,20 @@ def test_hits_are_whole_chunks_with_their_similarity() -> None:
         assert base.search("copper", 1)[0].chunk is base.search("copper", 1)[0].chunk  # read from the store once
 
 
+@KINDS
+def test_a_filter_finds_what_the_index_would_not_visit(kind: IndexKind) -> None:
+    with open_base(index_kind=kind) as base:
+        base.add([Document(f"d{n}", f"word{n} and more") for n in range(TRAIN_AT + 100)])
+        for n in range(0, TRAIN_AT, 40):
+            (hit,) = base.search(f"word{n + 1}", 5, within={f"d{n}", "unknown"})
+            assert hit.chunk.document_id == f"d{n}"
+            assert base.search(f"word{n + 1}", 5, within={f"d{n}"}, min_score=hit.score - 1e-6) == (hit,)
+            assert base.search(f"word{n + 1}", 5, within={f"d{n}"}, min_score=hit.score + 1e-3) == ()
+        assert base.search("word3", 5, within=set()) == ()
+        assert {hit.chunk.document_id for hit in base.search("word3", 2, within={"d3", "d4", "d5"})} > {"d3"}
+        assert len(base.search("word3", 5, within=base.document_ids)) == 5
+
+
 def test_title_alone_makes_a_change() -> None:
     with open_base() as base:
         base.add([Document("d", "text", "old")])
@@ -427,6 +441,75 @@ def test_index_is_rebuilt_when_lost_broken_or_of_another_kind(tmp_path: Path) ->
             assert base._index.kind == kind and encoder.encoded == []
             assert _found(base, "copper") == ["isle/2"]
         assert VectorIndex.load(path).kind == kind
+
+
+def test_writes_of_the_index_do_not_grow_with_its_square(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = []
+    save = VectorIndex.save
+    monkeypatch.setattr(VectorIndex, "save", lambda self, path: (written.append(len(self)), save(self, path)))
+    with open_base(tmp_path) as base:
+        for n in range(300):
+            base.add([Document(f"d{n}", f"word{n}")])
+        assert sum(written) < 12 * 300
+        written.clear()
+        for n in range(290):
+            base.delete([f"d{n}"])
+        assert sum(written) < 12 * 300
+        base.add([Document(f"e{n}", f"word{n}") for n in range(300)])
+        assert VectorIndex.load(tmp_path / "index.npz").ids == base._index.ids
+        base.add([Document("last", "one")])
+        written.clear()
+    assert written == [311]
+    assert open_base(tmp_path)._index.ids == base._index.ids and len(written) == 1
+
+
+@KINDS
+def test_an_index_that_lacks_the_last_chunks_gets_them(
+    kind: IndexKind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = open_base(tmp_path / "base", index_kind=kind)
+    killed.add([Document(f"d{n}", f"word{n}") for n in range(100)])
+    killed.add([Document("late", "honey")])
+    killed._database.close()  # as a kill would
+    added = []
+    add = VectorIndex.add
+    monkeypatch.setattr(VectorIndex, "add", lambda self, ids, rows: (added.extend(ids.tolist()), add(self, ids, rows)))
+    encoder = WordEncoder()
+    with open_base(tmp_path / "base", index_kind=kind, encoder=encoder) as base:
+        assert added == [101] and encoder.encoded == []
+        assert _found(base, "honey") == ["late"] and len(base) == 101
+    assert VectorIndex.load(tmp_path / "base" / "index.npz").ids == base._index.ids
+
+
+@KINDS
+def test_an_index_that_holds_deleted_chunks_is_not_used(kind: IndexKind, tmp_path: Path) -> None:
+    with open_base(tmp_path, index_kind=kind) as base:
+        base.add([Document(f"d{n}", f"word{n}") for n in range(100)])
+        older = (tmp_path / "index.npz").read_bytes()
+        base.delete(["d7"])
+        assert not (tmp_path / "index.npz").exists()  # it held the embedding of what was deleted
+    assert 8 not in VectorIndex.load(tmp_path / "index.npz").ids
+    (tmp_path / "index.npz").write_bytes(older)
+    with open_base(tmp_path, index_kind=kind) as base:
+        assert len(base) == 99 and 8 not in base._index.ids
+        assert "d7" not in _found(base, "word7", 99)
+        base.delete([f"d{n}" for n in range(100) if n != 7])
+    (tmp_path / "index.npz").write_bytes(older)
+    with open_base(tmp_path, index_kind=kind) as base:
+        assert len(base) == 0
+        assert not (tmp_path / "index.npz").exists()
+
+
+def test_an_index_that_cannot_be_saved_is_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch, open_base(tmp_path) as base:
+        patch.setattr(VectorIndex, "save", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        assert base.add(ISLANDS).added == 4
+        base.close()
+    assert "index.npz: not saved, and built again at the next start: disk full" in caplog.text
+    with open_base(tmp_path) as base:
+        assert _found(base, "honey") == ["isle/1"]
 
 
 def test_failed_encoding_leaves_the_base_as_it_was(tmp_path: Path) -> None:

@@ -301,6 +301,29 @@ def test_ntriples_go_by_their_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("iris", "names"),
+    [
+        (["city/1", "person/2", "myth/2"], ["Paris", "Paris (2)", "Paris (myth/2)"]),
+        (["a/b/1", "b/1", "c/b/1", "a/c/b/1"], ["Paris", "Paris (1)", "Paris (b/1)", "Paris (c/b/1)"]),
+        (["2", "2/", "2#"], ["Paris", "Paris (2)", "Paris (x.org/2)"]),
+    ],
+)
+def test_iris_of_one_label_stay_apart(iris: list[str], names: list[str], tmp_path: Path) -> None:
+    label = "<http://www.w3.org/2000/01/rdf-schema#label>"
+    lines = [f'<http://x.org/{iri}> {label} "Paris" .\n<http://x.org/{iri}> <http://x.org/is> "a" .' for iri in iris]
+    items = read(_write(tmp_path / "g.nt", "\n".join(lines)))
+    assert [item.head for item in items if isinstance(item, Triple)] == names
+
+
+def test_a_label_like_a_name_in_brackets_stays_apart(tmp_path: Path) -> None:
+    label, iris = "<http://www.w3.org/2000/01/rdf-schema#label>", ("a/1", "b/1", "c/1", "d/1")
+    named = zip(iris, ("Paris", "Paris", "Paris (1)", "Paris"), strict=True)
+    lines = [f'<http://{iri}> {label} "{text}" .\n<http://{iri}> <http://is> "a" .' for iri, text in named]
+    heads = [item.head for item in read(_write(tmp_path / "g.nt", "\n".join(lines))) if isinstance(item, Triple)]
+    assert heads == ["Paris", "Paris (1)", "Paris (1) (1)", "Paris (d/1)"]
+
+
+@pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("g.tsv", "a\tr\tb\na b c\n", r"g\.tsv:2: 1 column.*tabs"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragjax.core import Document, RequestError
+from ragjax.retrieval.index import TRAIN_AT, IndexKind
 from ragjax.retrieval.union import Part, nearest
 from tests.support.islands import ISLANDS, open_base
 
@@ -37,6 +38,16 @@ def test_a_document_of_several_bases_is_found_in_the_first_that_may() -> None:
     parts = [Part(first, frozenset("b")), Part(second, frozenset("ac"))]
     assert sorted(found(parts, "honey", 9)) == [("a", 1), ("b", 0), ("c", 1)]
     assert len(found([Part(first), Part(second)], "honey", 3)) == 3, "what is left out makes room for others"
+
+
+@pytest.mark.parametrize("kind", list(IndexKind))
+def test_what_an_earlier_base_does_not_hold_is_found(kind: IndexKind) -> None:
+    """The second base has few documents of its own, far from the question."""
+    first, second = open_base(name="first"), open_base(name="second", index_kind=kind)
+    both = [Document(f"d{n}", f"word{n} and more") for n in range(TRAIN_AT)]
+    first.add(both)
+    second.add([*both, Document("own", "honey")])
+    assert sorted(found([Part(first), Part(second)], "word7", TRAIN_AT + 5))[-1] == ("own", 1)
 
 
 def test_empty_bases_are_passed_over() -> None:

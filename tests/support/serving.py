@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Served:
     url: str
     server: uvicorn.Server
     thread: threading.Thread
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     def post(self, path: str = "/v1/chat/completions", **kwargs: Any) -> httpx.Response:
         return httpx.post(self.url + path, timeout=20, **kwargs)
@@ -45,9 +46,14 @@ class Served:
         return httpx.get(self.url + path, timeout=20, **kwargs)
 
     def client(self, **kwargs: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url + "/v1", **{"api_key": "any", "max_retries": 0, "timeout": 20, **kwargs})
+        """A client that is closed when the server stops."""
+        given = {"api_key": "any", "max_retries": 0, "timeout": 20, **kwargs}
+        self.clients.append(openai.OpenAI(base_url=self.url + "/v1", **given))
+        return self.clients[-1]
 
     def stop(self) -> None:
+        for client in self.clients:
+            client.close()
         self.server.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -21,10 +22,9 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from ray.serve.schema import ReplicaState
 
-from ragjax.cluster.replica import Replica, needs, options_of
+from ragjax.cluster.replica import Replica, load, needs
 from ragjax.cluster.transport import Call, Item, Status
 from ragjax.core import EngineOptions, Inventory, LostError
-from ragjax.engine import Engine
 from ragjax.engine.card import Card
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Server:
         logging.getLogger("ragjax").setLevel(logging.INFO)
         context = serve.get_replica_context()
         rank = context.rank.rank
-        self._replica = Replica(Engine.load(options_of(options, rank)), context.replica_id.unique_id, rank)
+        self._replica = Replica(load(options, rank), context.replica_id.unique_id, rank)
 
     async def serve(self, call: Call) -> AsyncGenerator[Item, None]:
         """As `Replica.serve`."""
@@ -129,7 +129,8 @@ class RayTransport:
             raise LostError(f"a replica was lost: {error}") from error
         finally:
             if not ended:
-                response.cancel()
+                with suppress(Exception):  # of a call that reached no replica it raises that error again
+                    response.cancel()
 
     def card(self) -> Card:
         """As `Transport.card`."""

@@ -54,16 +54,22 @@ ROUTING = ("routed_total", "routing_seconds_total")
 RESENDS = 8
 """Times that a request is sent to another replica because one was lost."""
 
+FULL = Setting("full")
+"""What requests get that name no strategy, once kept KV was found wrong."""
+
 
 @dataclass
 class _Attempts:
     """What came of sending one request.
 
     seen: replicas that ran at the last attempt. routing_s: seconds that choosing one took since one had the request.
-    counted: the replica whose load it counts in ("": none), from when it is chosen on.
+    counted: the replica whose load it counts in ("": none), from when it is chosen on. losers: replicas that lost it.
+    ended: nobody waits for it any more, so no load is to count it.
     """
 
     lost: int = 0
+    losers: set[str] = field(default_factory=set)
+    ended: bool = False
     routing_s: float = 0.0
     counted: str = ""
     refusals: dict[str, OverloadError] = field(default_factory=dict)
@@ -98,6 +104,7 @@ class Fleet:
         self._observer: Callable[[str, Divergence], None] | None = None
         self._statuses: Sequence[Status] = ()
         self._count = Replicas(0, 0)
+        self._fault: str | None = None  # what a replica told of one; it holds for all of them, also for new ones
         self._closed = threading.Event()
         self.look()
         self._thread = threading.Thread(target=self._watch, name="ragjax-fleet", daemon=True)
@@ -132,9 +139,15 @@ class Fleet:
 
     @property
     def default_setting(self) -> Setting:
-        """What requests get that name no strategy; of replicas that shadow replay has changed, the last one's."""
-        own = self._front.parts.contract.setting
-        return next((one.setting for one in self._statuses if one.setting != own), own)
+        """What requests get that name no strategy; of replicas that shadow replay has changed, the first one's."""
+        return self._setting_of(self._front.parts.contract.begun_with)
+
+    def _setting_of(self, preprocessed: bool) -> Setting:
+        """The same of requests by whether all their chunks are preprocessed."""
+        if self._fault is not None:
+            return FULL
+        own = self._front.parts.contract.setting_of(preprocessed)
+        return next((one.changed[preprocessed] for one in self._statuses if preprocessed in one.changed), own)
 
     @property
     def default_strategy(self) -> str:
@@ -143,7 +156,8 @@ class Fleet:
 
     def strategy_of(self, rag: Rag | None) -> str:
         """Name of the strategy that serves a request, as it says or leaves open."""
-        return self._front.preparation.strategy_of(rag)
+        asked = self._after_fault(rag)
+        return self.default_strategy if _by_default(asked) else self._front.preparation.strategy_of(asked)
 
     def pieces(self, tokens: Tokens) -> list[str]:
         """As `Engine.pieces`."""
@@ -181,13 +195,22 @@ class Fleet:
         return merged(self._transport.inventories(tenant))
 
     def look(self) -> None:
-        """Ask the replicas how they are."""
+        """Ask the replicas how they are, and then how many there should be: that may fail when all are gone."""
         self._statuses = sorted(self._transport.statuses(), key=lambda one: one.rank)
-        self._count = Replicas(len(self._statuses), self._transport.wanted())
+        self._count = replace(self._count, up=len(self._statuses))
+        self._note_fault()
         observer = self._observer
         for strategy, seen in (shadow for one in self._statuses for shadow in one.shadows):
             if observer is not None:
                 observer(strategy, seen)
+        self._count = replace(self._count, wanted=self._transport.wanted())
+
+    def _note_fault(self) -> None:
+        """Once a replica has found kept KV wrong, nothing that any of them keeps is trusted."""
+        found = next((one for one in self._statuses if one.fault is not None), None)
+        if found is not None and self._fault is None:
+            self._fault = found.fault
+            _log.error("replica %d: %s", found.rank, found.fault)
 
     def _watch(self) -> None:
         while not self._closed.wait(PERIOD):
@@ -207,29 +230,59 @@ class Fleet:
         """
         arrival = time.perf_counter()
         made = await self._compose(request)
-        need = Need.of(made, self._front.preparation.serving(made).exact)
+        need = Need.of(made, self._is_exact(made))
         attempts, told = _Attempts(), False
-        while True:
-            try:
-                spent_ms = (time.perf_counter() - arrival) * 1e3
-                async with aclosing(self._send(replace(made, spent_ms=spent_ms), need, attempts)) as events:
-                    async for event in events:
-                        told = True
-                        yield event
-                return
-            except (LostError, ClosedError) as error:
-                if told:
-                    raise LostError("the replica that gave this answer was lost; send the request again") from error
-                attempts.lose(error)
+        try:
+            while True:
+                try:
+                    spent_ms = (time.perf_counter() - arrival) * 1e3
+                    async with aclosing(self._send(replace(made, spent_ms=spent_ms), need, attempts)) as events:
+                        async for event in events:
+                            told = True
+                            yield event
+                    return
+                except (LostError, ClosedError) as error:
+                    if told:
+                        raise LostError("the replica that gave this answer was lost; send the request again") from error
+                    attempts.lose(error)
+        finally:
+            with self._lock:  # the transport may still be choosing, in a thread of its own
+                attempts.ended = True
+                self._count_in(attempts, "")
 
     async def _compose(self, request: Request) -> Composed:
         if self._closed.is_set():
             raise ClosedError("the fleet is closed")
         cancellation = Cancellation()
+        rag = self._after_fault(request.rag)
+        asked = request if rag is request.rag else replace(request, rag=rag)
         try:
-            return await asyncio.to_thread(self._front.preparation.checked(cancellation.check).compose, request)
+            made = await asyncio.to_thread(self._front.preparation.checked(cancellation.check).compose, asked)
         finally:
             cancellation.cancel()  # of effect only if the thread is still at work
+        if asked is request or self._fault is None:
+            return made
+        return replace(made, notices=(*made.notices, self._fault))
+
+    def _after_fault(self, rag: Rag | None) -> Rag | None:
+        """What a request asks for: as it says, but full attention if it names no strategy and kept KV was found wrong.
+
+        It names the strategy to its replica, whose own shadow replay may have found nothing.
+        """
+        if self._fault is None or (rag is not None and rag.strategy is not None):
+            return rag
+        return replace(rag or Rag(top_k=0), strategy=FULL.strategy, kl=None)
+
+    def _is_exact(self, made: Composed) -> bool:
+        """As the strategy says that will serve a request, as far as it is known here.
+
+        Raises:
+            RequestError: if none can serve it as asked.
+        """
+        served = self._front.preparation.serving(made)
+        if _by_default(made.request.rag):
+            served = self._front.parts.strategies[self._setting_of(made.prompt.preprocessed).strategy]
+        return served.exact
 
     async def _send(self, made: Composed, need: Need, attempts: _Attempts) -> AsyncGenerator[Event, None]:
         """The events of one attempt; nothing, if a replica refused and another one is to be asked."""
@@ -249,6 +302,9 @@ class Fleet:
                             if isinstance(item, Answer):
                                 self._learn(learn, found_of(made.prompt, item.segments)[: len(need.pieces)])
                             yield item
+            except (LostError, ClosedError):
+                attempts.losers.add(attempts.counted)
+                raise
             finally:
                 with self._lock:
                     self._count_in(attempts, "")
@@ -256,7 +312,8 @@ class Fleet:
                 return
 
     def _order(self, need: Need, names: Collection[str], attempts: _Attempts) -> Sequence[str]:
-        """The replicas that run, as they are to be tried: those that refused come last. Any thread may call it.
+        """The replicas that run, as they are to be tried: those that lost it come late, and those that refused last.
+        Any thread may call it.
 
         The first of them counts the request from now on, so that requests which come at once see each other.
         """
@@ -264,8 +321,8 @@ class Fleet:
         with self._lock:
             self._count_in(attempts, "")
             order = self._router.order(need, {name: self._loads[name] for name in names})
-            order = sorted(order, key=lambda name: name in attempts.refusals)
-            self._count_in(attempts, order[0] if order else "")
+            order = sorted(order, key=lambda name: (name in attempts.refusals, name in attempts.losers))
+            self._count_in(attempts, order[0] if order and not attempts.ended else "")
             forget(self._routing, names)
         attempts.routing_s += time.perf_counter() - begin
         return order
@@ -299,6 +356,11 @@ class Fleet:
         self._closed.set()
         self._transport.close()
         self._front.close()
+
+
+def _by_default(rag: Rag | None) -> bool:
+    """Whether a request gets the default setting: one for a graph, or with a budget, has a default of its own."""
+    return rag is None or (rag.strategy is None and rag.graph is None and rag.kl is None)
 
 
 def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -14,6 +17,7 @@ from ragjax.cluster.transport import Begun, Call, Item, Status
 from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inventory, RagjaxError
 from ragjax.engine import Engine
 from ragjax.engine.card import Card
+from ragjax.quality.report import Setting
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +32,8 @@ class Replica:
         self.name = name
         self.rank = rank
         self._engine = engine
+        self._contract = engine.front.parts.contract
+        self._begun = {preprocessed: self._contract.setting_of(preprocessed) for preprocessed in (True, False)}
         self._shadows: deque[tuple[str, Divergence]] = deque(maxlen=SHADOWS)
         engine.observe_shadows(lambda strategy, seen: self._shadows.append((strategy, seen)))
 
@@ -48,7 +54,14 @@ class Replica:
     def status(self) -> Status:
         """As of now; the replays are told once."""
         shadows = tuple(self._shadows.popleft() for _ in range(len(self._shadows)))
-        return Status(self.name, self.rank, self._engine.stats(), self._engine.default_setting, shadows)
+        return Status(self.name, self.rank, self._engine.stats(), self._changed(), self._fault(), shadows)
+
+    def _changed(self) -> dict[bool, Setting]:
+        now = {preprocessed: self._contract.setting_of(preprocessed) for preprocessed in self._begun}
+        return {preprocessed: setting for preprocessed, setting in now.items() if setting != self._begun[preprocessed]}
+
+    def _fault(self) -> str | None:
+        return next(iter(self._contract.notices), None) if self._contract.faulted else None
 
     def inventory(self, tenant: str) -> tuple[int, Inventory]:
         """Its rank, and what its cache holds of a tenant's KV."""
@@ -94,6 +107,61 @@ def check_room(count: int, devices: int, resources: Mapping[str, float]) -> None
                 f"--replicas: {count}{each} take {wanted} {resource}s, and this machine has {there}: have fewer, or "
                 "give --ray-address of a cluster"
             )
+
+
+def load(options: EngineOptions, rank: int) -> Engine:
+    """The engine of a replica of this rank; on disk it has what the folder that all share holds by now.
+
+    Raises:
+        ConfigError: as `Engine.load`.
+    """
+    own = options_of(options, rank)
+    if options.storage.disk is not None and own.storage.disk is not None:
+        take_over(Path(options.storage.disk), Path(own.storage.disk))
+    return Engine.load(own)
+
+
+def take_over(shared: Path, own: Path) -> None:
+    """Put the entries of one disk cache into another, as links: those that `python -m ragjax.preprocess` made, or a
+    server without replicas.
+
+    An entry is never changed, and a store enters the files that its index lacks when it opens the folder
+    (`ragjax/store/disk.py`), so both may have the file. Folders of another format than the own one are left out.
+    """
+    try:
+        for manifest in sorted(shared.glob("*/manifest.json")):
+            folder = own / manifest.parent.name
+            _place(manifest, folder / manifest.name)
+            what = _what(manifest)
+            if what is not None and what == _what(folder / manifest.name):
+                for entry in manifest.parent.glob("entries/*/*.safetensors"):
+                    _place(entry, folder / entry.relative_to(manifest.parent))
+    except OSError as error:
+        _log.warning("%s: not all that %s holds can be used: %s", own, shared, error)
+
+
+def _what(manifest: Path) -> tuple[object, object] | None:
+    """Format and model of a folder; None if its manifest cannot be read."""
+    try:
+        fields = json.loads(manifest.read_bytes())
+        return fields["format"], fields["identity"]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+
+
+def _place(source: Path, path: Path) -> None:
+    """Have a file at a second place, if nothing is there: a link, or where there are no links a copy."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, path)
+    except FileNotFoundError:  # it left its cache meanwhile
+        return
+    except OSError:
+        copy = path.with_suffix(".copy")
+        shutil.copyfile(source, copy)
+        copy.replace(path)
 
 
 def options_of(options: EngineOptions, rank: int) -> EngineOptions:

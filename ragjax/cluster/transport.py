@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ragjax.core import Composed, Divergence, Event, Inventory, RagjaxError
@@ -42,13 +42,16 @@ class Status:
     """What a replica tells of itself now and then.
 
     name: of this process; one that takes its place has another. rank: from 0 on, which its successor has too.
-    setting: what requests get that name no strategy. shadows: strategies and divergences of replays since the last.
+    changed: what requests get now that name no strategy, by whether all their chunks are preprocessed, where shadow
+    replay has changed it. fault: what its answers say of one that was labelled exact and is not; None: it found none.
+    shadows: strategies and divergences of replays since the last.
     """
 
     name: str
     rank: int
     stats: Stats
-    setting: Setting
+    changed: Mapping[bool, Setting] = field(default_factory=dict)
+    fault: str | None = None
     shadows: tuple[tuple[str, Divergence], ...] = ()
 
 

@@ -417,8 +417,8 @@ class Loop:
             )
 
     def _fail(self, state: RequestState, error: Exception) -> None:
-        self.counters.errors += 1
-        if not isinstance(error, RequestError):
+        if not isinstance(error, RequestError):  # such a one is the client's
+            self.counters.errors += 1
             _log.error("request failed", exc_info=error)
         self._end(state, error)
 

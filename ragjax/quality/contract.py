@@ -189,6 +189,11 @@ class Contract:
         return self._budget is not None
 
     @property
+    def begun_with(self) -> bool:
+        """Whether all chunks of the knowledge were preprocessed at the start."""
+        return self._begun_with
+
+    @property
     def setting(self) -> Setting:
         """What requests get that name no strategy, if their chunks are as the knowledge was at the start."""
         return self.setting_of(self._begun_with)

@@ -43,7 +43,9 @@ class ApiError(HTTPException):
 
 
 def api_error(error: BaseException, scope: Scope) -> ApiError:
-    """What to tell the client; an error that is not the client's is logged here and told by its request id only."""
+    """What to tell the client. A request that failed inside the engine is logged here by its id; what was unforeseen
+    is told by this id alone.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, asyncio.CancelledError | core.ClosedError):
@@ -54,6 +56,7 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
             429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": seconds}
         )
     if isinstance(error, core.DeadlineError):
+        _log.error("request %s failed: %s", scope["state"]["request_id"], error)
         return ApiError(504, str(error), "server_error", code="timeout")
     if isinstance(error, core.LostError):
         return ApiError(503, str(error), "server_error", code="replica_lost", headers={"retry-after": "1"})

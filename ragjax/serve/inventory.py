@@ -32,14 +32,29 @@ class Looks:
         async with self._lock:
             at, body = self._seen.get(tenant, (-FRESH, {}))
             if not body or self._now() - at >= FRESH:
-                body = inventory(await asyncio.to_thread(self._look, tenant))
+                body = await asyncio.to_thread(self._body, tenant)
                 self._seen[tenant] = self._now(), body
             return body
 
+    def _body(self, tenant: str) -> Json:
+        return inventory(self._look(tenant))
+
 
 def inventory(seen: core.Inventory) -> Json:
-    """What one tenant may see of the cache; of each replica too, where there are several."""
-    replicas = {"replicas": {name: inventory(one) for name, one in seen.replicas.items()}} if seen.replicas else {}
+    """What one tenant may see of the cache; of each replica too, where there are several, but for what there is many
+    of: nodes, departures and requests are those of all together.
+    """
+    replicas = {"replicas": {name: _sums(one) for name, one in seen.replicas.items()}} if seen.replicas else {}
+    return {
+        **_sums(seen),
+        "holdings": [_short(asdict(one)) for one in seen.holdings],
+        "departures": [_short(asdict(one)) for one in seen.departures],
+        "requests": [_short(asdict(one)) for one in seen.requests],
+        **replicas,
+    }
+
+
+def _sums(seen: core.Inventory) -> Json:
     shared = {} if seen.shared is None else {"shared": asdict(seen.shared)}
     return {
         "object": "cache",
@@ -50,10 +65,6 @@ def inventory(seen: core.Inventory) -> Json:
         },
         "nodes": seen.nodes,
         "whole": seen.whole,
-        "holdings": [_short(asdict(one)) for one in seen.holdings],
-        "departures": [_short(asdict(one)) for one in seen.departures],
-        "requests": [_short(asdict(one)) for one in seen.requests],
-        **replicas,
         **shared,
     }
 

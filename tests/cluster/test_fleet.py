@@ -13,10 +13,12 @@ from ragjax.cluster.fleet import Fleet, _Attempts
 from ragjax.cluster.router.knowledge import Knowledge
 from ragjax.cluster.router.need import Need
 from ragjax.cluster.router.two_choices import TwoChoices
+from ragjax.cluster.transport import Call
 from ragjax.core import (
     Answer,
     Attachment,
     Delta,
+    Divergence,
     Document,
     Event,
     Graph,
@@ -27,7 +29,10 @@ from ragjax.core import (
     Request,
     RequestError,
 )
-from ragjax.reuse import strategies
+from ragjax.engine import Engine
+from ragjax.quality.contract import LEAST, Contract
+from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting
+from ragjax.reuse import PREPROCESSED, strategies
 from tests.support import tiny
 from tests.support.fleets import DOCUMENTS, QUESTION, answer, asked, events, fleet_of_two
 from tests.support.serving import serving, wait_for
@@ -82,6 +87,89 @@ def test_a_warm_request_for_a_graph_is_answered() -> None:
         assert len(set(transport.sent)) == 1
 
 
+# ------------------------------------------------------------------------------------- quality
+
+
+NAIVE = Setting("naive")
+FUSION = Setting("fusion", 0.15)
+PATHS = (("Ann", "likes", "Bob", "likes", "Cid"), ("Ann", "likes", "Dan"))
+
+
+def budgeted(settings: tuple[Setting, ...] = (FUSION, NAIVE)) -> Contract:
+    """Picks the first of these settings, and climbs to the next one that is slower and nearer."""
+    made = [
+        Measurement(setting, 10, 0.02 / (i + 1), 0.03, 0.95, 0.9, 10.0 + i, setting.ratio or 0.0)
+        for i, setting in enumerate(settings)
+    ]
+    exact = Measurement(PREFIX, 10, 0.0, 0.0, 1.0, 1.0, 100.0, 0.0)
+    report = Report("ab12", "tiny", "float32", "2026-01-01T00:00:00+00:00", "cd", 3, (*made, exact))
+    return Contract(PREFIX, "float32", report=report, budget=Budget(0.05), preprocessed=PREPROCESSED)
+
+
+def find_fault(engine: Engine) -> None:
+    """As shadow replay does."""
+    engine.front.parts.contract.observe(PREFIX, True, Divergence(0.5, 0.1))
+
+
+@pytest.mark.parametrize(
+    "rag",
+    [
+        None,
+        Rag(),
+        Rag(kl=0.1),
+        Rag(graph=Graph(relation_paths=PATHS)),
+    ],
+)
+def test_a_fault_that_one_replica_finds_has_all_run_full(rag: Rag | None) -> None:
+    request = replace(asked("Whom does Ann like?"), rag=rag)
+    with fleet_of_two() as (fleet, transport, engines):
+        find_fault(engines[1])
+        fleet.look()
+        found = [answer(fleet, request) for _ in engines]
+        assert transport.sent == ["replica 0", "replica 1"]
+        for one in found:
+            assert (one.strategy, one.exact_to) == ("full", "full")
+            assert len([n for n in one.notices if "labelled exact and is not" in n]) == 1 == len(one.notices)
+        assert fleet.default_setting == Setting("full") and fleet.strategy_of(rag) == "full"
+        named = answer(fleet, asked(strategy="prefix"))
+        assert (named.strategy, named.notices, fleet.strategy_of(Rag(strategy="prefix"))) == ("prefix", (), "prefix")
+        transport.dead.add("replica 1")  # what takes its place knows of nothing
+        fleet.look()
+        assert answer(fleet, request).strategy == "full"
+
+
+def test_facts_are_told_in_full_once_trees_are_not_served() -> None:
+    """A prompt of trees leaves out what two paths begin with; full attention gets every path."""
+    request = replace(asked("Whom does Ann like?"), rag=Rag(graph=Graph(relation_paths=PATHS), detail=True))
+    with fleet_of_two() as (fleet, _, engines):
+        find_fault(engines[0])
+        fleet.look()
+        made = answer(fleet, request)
+        assert made.prompt is not None and "".join(fleet.pieces(made.prompt)).count("Ann") == 3
+
+
+def test_the_default_setting_is_as_the_fronts_knowledge_is() -> None:
+    with fleet_of_two(contract=budgeted) as (fleet, _, _):
+        assert fleet.default_setting == NAIVE and fleet.strategy_of(None) == "naive"
+        assert answer(fleet, asked()).strategy == "naive"
+
+
+def test_a_setting_that_shadow_replay_changed_is_what_the_fleet_tells_and_routes_by() -> None:
+    with fleet_of_two(contract=lambda: budgeted((NAIVE,))) as (fleet, _, engines):
+        made = fleet._front.preparation.compose(asked())
+        assert fleet.default_setting == NAIVE and not fleet._is_exact(made)
+        for engine in engines:
+            for _ in range(LEAST):
+                engine.front.parts.contract.observe(NAIVE, False, Divergence(0.08, 0.5))
+        fleet.look()
+        assert fleet.default_setting == PREFIX and fleet.strategy_of(Rag()) == "prefix" and fleet._is_exact(made)
+        assert fleet.strategy_of(Rag(graph=Graph(relation_paths=PATHS))) == "dependency"
+        assert answer(fleet, asked()).strategy == "prefix"
+
+
+# ------------------------------------------------------------------------------------- placing and losing
+
+
 def test_requests_that_are_placed_at_once_see_each_other() -> None:
     with fleet_of_two(TwoChoices()) as (fleet, _, _):
         need, names = Need.of(fleet._front.preparation.compose(asked()), True), ("replica 0", "replica 1")
@@ -92,6 +180,30 @@ def test_requests_that_are_placed_at_once_see_each_other() -> None:
         assert sum(fleet._loads.values()) == 4, "each request counts once, however often it is placed"
         for one in tries:
             fleet._count_in(one, "")
+        assert not fleet._loads
+
+
+def test_a_replica_that_is_chosen_after_the_client_left_counts_nothing() -> None:
+    """The transport may choose in a thread of its own, which is told late."""
+    with fleet_of_two() as (fleet, transport, _):
+        calls: list[Call] = []
+
+        async def serve(call: Call) -> AsyncGenerator[Event, None]:
+            calls.append(call)
+            await asyncio.Event().wait()
+            yield Delta("never seen")
+
+        async def leave() -> None:
+            task = asyncio.create_task(events(fleet, asked()))
+            while not calls:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        transport.serve = serve  # type: ignore[method-assign, assignment]
+        asyncio.run(leave())
+        assert calls[0].choose is not None and calls[0].choose(list(transport.replicas))
         assert not fleet._loads
 
 
@@ -116,6 +228,29 @@ def test_a_request_without_text_goes_elsewhere_when_its_replica_is_lost() -> Non
         assert made.tokens and transport.sent == ["replica 0", "replica 1"]
         fleet.look()
         assert (fleet.replicas().up, fleet.replicas().wanted) == (1, 2)
+
+
+def test_a_replica_that_lost_a_request_is_asked_again_after_the_others() -> None:
+    """One whose engine has ended is listed until its next health check."""
+    with fleet_of_two(Knowledge()) as (fleet, transport, engines):
+        answer(fleet, asked())
+        (first,) = transport.sent
+        engines[int(first[-1])].close()
+        made = answer(fleet, asked())  # its KV lies where it cannot be served
+        assert made.tokens and transport.sent[1] == first != transport.sent[2] and len(transport.sent) == 3
+
+
+def test_replicas_that_are_gone_are_told_though_nobody_says_how_many_there_should_be() -> None:
+    def gone() -> int:
+        raise RuntimeError("the controller is gone")
+
+    with fleet_of_two() as (fleet, transport, _), serving(fleet) as served:
+        transport.dead |= {"replica 0", "replica 1"}
+        transport.wanted = gone  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="controller"):
+            fleet.look()
+        health = served.get("/health")
+        assert (health.status_code, health.json()["replicas"]) == (503, {"up": 0, "wanted": 2})
 
 
 def lost_at_once(name: str, dead: set[str]):  # type: ignore[no-untyped-def]

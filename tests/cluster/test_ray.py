@@ -139,6 +139,50 @@ def test_an_update_of_the_application_refuses_nothing(python: str, model: Path, 
         assert len({(who, text) for who, _, text, _ in found}) == 10, "equal questions have equal answers"
 
 
+UNAVAILABLE = """
+import asyncio
+from concurrent.futures import Future
+from ragjax.cluster.deployment import NAME, RayTransport
+from ragjax.core import LostError
+from ray.serve._private.common import DeploymentID, RequestMetadata
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentResponseGenerator
+
+
+class Handle:
+    def options(self, **_):
+        return self
+
+    @property
+    def serve(self):
+        return self
+
+    def remote(self, call):
+        found = Future()
+        found.set_exception(DeploymentUnavailableError(DeploymentID(NAME, "ragjax")))
+        return DeploymentResponseGenerator(found, RequestMetadata("1", "2"), True)
+
+
+async def ask():
+    try:
+        async for _ in RayTransport(Handle()).serve(None):
+            pass
+    except LostError as error:
+        print("lost:", error)
+
+
+asyncio.run(ask())
+"""
+
+
+def test_a_call_that_reached_no_replica_was_lost(python: str) -> None:
+    """Ray's response raises its error once more when it is cancelled."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [python, "-c", UNAVAILABLE]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("lost: a replica was lost"), done.stderr
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "ray://127.0.0.1:10001"])
 def test_an_address_without_a_cluster_is_one_line_and_code_2(python: str, address: str) -> None:
     command = [python, "-m", "ragjax.serve", "--port", "0", "--replicas", "2", "--ray-address", address]

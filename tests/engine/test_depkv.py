@@ -119,7 +119,8 @@ def test_an_answer_that_finds_no_entries_fails_alone() -> None:
         with engine.compute_depkv(DepPrompt((system, TreeNode("a", paths), task))) as kv:
             with pytest.raises(RequestError, match="in too many pieces"):
                 engine.generate_with_depkv(kv, max_tokens=400)
-            assert engine.stats()["errors_total"] == 1 and engine.stats()["queue_depth"] == 0
+            assert engine.stats()["errors_total"] == 0, "the client asked for too much"
+            assert engine.stats()["queue_depth"] == 0
             assert engine.generate_with_depkv(kv, max_tokens=2).tokens
         engine.audit()
 

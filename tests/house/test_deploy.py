@@ -42,6 +42,21 @@ def test_every_metric_exists(expression: str) -> None:
     assert named or "up{" in expression
 
 
+def test_an_alert_waits_once() -> None:
+    """A look back over minutes that are all bad, and minutes for which that holds, add up."""
+    rules = {rule["alert"]: rule for group in ALERTS["groups"] for rule in group["rules"]}
+    assert [name for name, rule in rules.items() if "for" in rule and "_over_time(" in rule["expr"]] == []
+    assert rules["RagjaxQueueGrows"]["for"] == "5m" and "five minutes" in str(rules["RagjaxQueueGrows"])
+
+
+def test_a_first_start_ends_before_it_is_given_up() -> None:
+    """It takes up to six minutes (README.md)."""
+    (pod,) = [d["spec"]["template"]["spec"] for d in documents("kubernetes.yaml") if d["kind"] == "Deployment"]
+    probe = pod["containers"][0]["startupProbe"]
+    (seconds,) = re.findall(r"--start-period=(\d+)s", (DEPLOY / "Dockerfile").read_text())
+    assert min(probe["periodSeconds"] * probe["failureThreshold"], int(seconds)) >= 1.5 * 6 * 60
+
+
 def arguments() -> dict[str, list[str]]:
     """Flags that the files start the server with."""
     (docker,) = re.findall(r"^CMD (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.M)
@@ -71,10 +86,19 @@ def test_the_application_of_ray_is_the_servers() -> None:
     module, _, name = application["import_path"].partition(":")
     source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text()
     assert f"def {name}(" in source
-    wanted = {d["name"]: d["num_replicas"] for d in application["deployments"]}
-    assert wanted == {"Replica": application["args"]["replicas"]}
-    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    deployed = {d["name"]: d for d in application["deployments"]}
+    wanted = {name: d["num_replicas"] for name, d in deployed.items()}
+    assert wanted == {"Ingress": 1, "Replica": application["args"]["replicas"]}
+    cluster = service["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
     assert workers["replicas"] == wanted["Replica"]
+    cpus = {name: d["ray_actor_options"]["num_cpus"] for name, d in deployed.items()}
+    offered = [int(group["rayStartParams"]["num-cpus"]) for group in (cluster["headGroupSpec"], workers)]
+    assert offered == [cpus["Ingress"], cpus["Replica"]] == [0, cpus["Replica"]], "a replica has a worker of its own"
+    # KubeRay wants JSON with quotes that a shell takes away
+    own = json.loads(json.loads(cluster["headGroupSpec"]["rayStartParams"]["resources"]))
+    assert own == deployed["Ingress"]["ray_actor_options"]["resources"]
+    assert "resources" not in workers["rayStartParams"]
 
 
 def test_every_mounted_file_exists() -> None:

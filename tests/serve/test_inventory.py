@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
 
 from ragjax import core
+from ragjax.serve import inventory as room
 from ragjax.serve.inventory import FRESH, TEXT_CHARS, Looks, inventory
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, serving
@@ -45,6 +50,23 @@ def test_the_engine_is_held_up_once_a_second_at_most_for_each_tenant() -> None:
 
     asyncio.run(run())
     assert asked == ["a", "b", "a"]
+
+
+def test_the_body_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by: list[threading.Thread] = []
+    monkeypatch.setattr(room, "inventory", lambda seen: made_by.append(threading.current_thread()) or inventory(seen))
+    body = asyncio.run(Looks(FakeEngine().inventory).of(""))
+    assert body == inventory(FakeEngine().inventory(""))
+    assert made_by and threading.main_thread() not in made_by
+
+
+def test_nodes_departures_and_requests_are_listed_of_all_replicas_together_alone() -> None:
+    one = FakeEngine().inventory("")
+    body = inventory(replace(one, replicas={"0": one, "1": one}))
+    lists = {"holdings", "departures", "requests"}
+    assert lists <= body.keys() and body["holdings"]
+    for name in "01":
+        assert body["replicas"][name] == {k: v for k, v in inventory(one).items() if k not in lists}
 
 
 def test_texts_are_one_short_line() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import cache
 
 from ragjax.cluster.fleet import Fleet
@@ -29,6 +30,8 @@ from ragjax.engine import Engine
 from ragjax.engine.card import Card
 from ragjax.engine.front import Front
 from ragjax.engine.service import Service
+from ragjax.quality.contract import Contract
+from ragjax.quality.report import Setting
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 
@@ -107,14 +110,24 @@ def second_runner() -> Runner:
     return Runner(tiny.decoder(), pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
 
 
+def prefix_contract() -> Contract:
+    return Contract(Setting("prefix"), "float32")
+
+
 @contextmanager
-def fleet_of_two(router: Router | None = None, **options: int) -> Iterator[tuple[Fleet, LocalTransport, list[Engine]]]:
-    """A fleet over two engines, which holds DOCUMENTS. options: fields of the engines' `EngineOptions`."""
-    engines = [tiny.engine(runner, **options) for runner in (tiny.runner(), second_runner())]
+def fleet_of_two(
+    router: Router | None = None, contract: Callable[[], Contract] = prefix_contract, **options: int
+) -> Iterator[tuple[Fleet, LocalTransport, list[Engine]]]:
+    """A fleet over two engines, which holds DOCUMENTS, of which none is preprocessed.
+
+    contract: makes one for each engine, and one for the front. options: fields of the engines' `EngineOptions`.
+    """
+    engines = [tiny.engine(runner, contract=contract(), **options) for runner in (tiny.runner(), second_runner())]
     try:
         transport = LocalTransport([Replica(engine, f"replica {i}", i) for i, engine in enumerate(engines)])
         # a third engine's parts, of which none needs a device
-        parts = tiny.front_parts()
+        parts = replace(tiny.front_parts(), contract=contract())
+        parts.contract.begin(preprocessed=False)
         front = Front.beside(parts, EngineOptions("tiny", top_k=2), transport.card())
         front.parts.knowledge.make("ferries").add(DOCUMENTS)
         fleet = Fleet(front, transport, router or RoundRobin())

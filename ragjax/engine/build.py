@@ -312,8 +312,9 @@ def _fit(identity: bytes, wanted: bool) -> Fit | None:
 
 
 def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
-    """The model's quality report, as far as it is of known strategies; None if there is none and no budget needs it, and
-    with a warning if its file cannot be used.
+    """The model's quality report, as far as it is of known strategies.
+
+    None if no budget needs one and there is none, or, with a warning, none that can be used.
 
     What Cache-Craft's strategies did by another alpha than they have now is left out, and what `fitted` did by another
     fit.

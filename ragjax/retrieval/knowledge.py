@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -39,6 +40,7 @@ from ragjax.retrieval.neighbours import nearest
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost
 _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
+_CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _UNSAVED = 0.1  # share of the index that may have changed since it was saved
 
 _log = logging.getLogger(__name__)
@@ -445,6 +447,8 @@ class KnowledgeBase:
             with self._opened():
                 fetched = self._read(absent)
                 self._cache.update(fetched)
+                for number in [*islice(self._cache, max(0, len(self._cache) - _CACHED))]:
+                    del self._cache[number]
             found.update(fetched)
         return found
 

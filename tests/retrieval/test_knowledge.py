@@ -74,6 +74,14 @@ def test_hits_are_whole_chunks_with_their_similarity() -> None:
         assert base.search("copper", 1)[0].chunk is base.search("copper", 1)[0].chunk  # read from the store once
 
 
+def test_so_many_chunks_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CACHED", 3)
+    with open_base() as base:
+        base.add(_some_documents(2, 20))
+        for k in (2, 5, 20):
+            assert len(base.search("copper", k)) == k and len(base._cache) <= 3
+
+
 @KINDS
 def test_a_filter_finds_what_the_index_would_not_visit(kind: IndexKind) -> None:
     with open_base(index_kind=kind) as base:

@@ -317,18 +317,27 @@ class KnowledgeCache:
 
     # --------------------------------------------------------------------------------- who waits, what moves
 
-    def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC) -> tuple[bytes, ...]:
-        """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add."""
-        return causal_keys(self.tree, raw_of(tokens), cuts, tenant)
+    def keys_of(self, tokens: Tokens, cuts: Sequence[int], tenant: str = PUBLIC, public: int = 0) -> tuple[bytes, ...]:
+        """Keys of the nodes that a causal prompt uses: of those that are kept, then of those it would add.
+
+        public: leading tokens that go to all tenants.
+        """
+        return causal_keys(self.tree, raw_of(tokens), cuts, tenant, public)
 
     def keys_of_path(
-        self, context: Tokens, path: Tokens, stops: Sequence[int], method: str, tenant: str = PUBLIC
+        self,
+        context: Tokens,
+        path: Tokens,
+        stops: Sequence[int],
+        method: str,
+        tenant: str = PUBLIC,
+        public: int = 0,
     ) -> tuple[bytes, ...]:
         """Keys of the nodes that a dependency path behind a causal context uses, kept or not, as `keys_of`.
 
-        stops: offsets in the path at which its branches end.
+        stops: offsets in the path at which its branches end. public: its leading tokens that go to all tenants.
         """
-        return path_keys(self.tree, raw_of(context), raw_of(path), stops, method, tenant)
+        return path_keys(self.tree, raw_of(context), raw_of(path), stops, method, tenant, public)
 
     def key_of(
         self,

@@ -260,9 +260,10 @@ class Hierarchy:
         child = next(node.children(), None)
         if child is None or child.provenance is not Provenance.DEPENDENCY or node.provenance is not child.provenance:
             return False
+        key = child.key
         if not self.tree.merge(child):
             return False
-        self._policy.on_merge(node, child)
+        self._policy.on_merge(node, child, key)
         self.host.discard(node)
         if child.host is not None:
             self.ledger.leave(child.host)

@@ -77,7 +77,7 @@ class Condense(Strategy):
         kind, method, behind, *_, raw = candidate(segment)
         owner = PUBLIC if segment.public else tenant
         kept = cache.key_of(head, np.frombuffer(raw, np.int32), kind, method, owner, behind)
-        return (*cache.keys_of(head, (), tenant), kept)
+        return (*cache.keys_of(head, (), tenant, min(prompt.public, len(head))), kept)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """At most two passes, what is missing and then the probe, and a move of what is kept to pages of its own."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Literal
 
 import numpy as np
@@ -123,10 +123,10 @@ class Dependency(Strategy):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and the nodes of every path behind it."""
         scene, head = self._scene(prompt), prompt.tokens[: system_length(prompt)]
-        found = list(cache.keys_of(head, (), tenant))
+        found = list(cache.keys_of(head, (), tenant, min(prompt.public, len(head))))
         for path in scene.leaves:
             tokens, stops = scene.spell(path)
-            found += cache.keys_of_path(head, tokens, stops, self.name, tenant)
+            found += cache.keys_of_path(head, tokens, stops, self.name, tenant, _public(prompt, path, stops))
         return tuple(dict.fromkeys(found))
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
@@ -135,8 +135,7 @@ class Dependency(Strategy):
         paths = []
         for path in scene.leaves:
             tokens, stops = scene.spell(path)
-            public = [stop for i, stop in zip(path, stops, strict=True) if prompt.segments[i].public]
-            paths.append((raw_of(tokens), stops, max(public, default=0)))
+            paths.append((raw_of(tokens), stops, _public(prompt, path, stops)))
         return Outlook((system_part(prompt, tenant), Paths(head, paths, self.name, tenant)))
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
@@ -238,6 +237,17 @@ class Dependency(Strategy):
                 public=prompt.segments[i].public,
                 totals=totals,
             )
+
+
+def _public(prompt: Prompt, path: Path, stops: Sequence[int]) -> int:
+    """How many of a path's first tokens go to all tenants: none, unless the system prompt does.
+
+    stops: where its segments end.
+    """
+    if prompt.public < system_length(prompt):
+        return 0
+    leading = takewhile(lambda pair: prompt.segments[pair[0]].public, zip(path, stops, strict=True))
+    return max((stop for _, stop in leading), default=0)
 
 
 def _cut(match: Match, begin: int, end: int, page_size: int) -> Iterator[tuple[Run, int]]:

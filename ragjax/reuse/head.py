@@ -133,7 +133,7 @@ def system_part(prompt: Prompt, tenant: str) -> Part:
 def head_keys(prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
     """Keys of the head's path, cut at its segments."""
     length = head_length(prompt)
-    return cache.keys_of(prompt.tokens[:length], _cuts(prompt, length), tenant)
+    return cache.keys_of(prompt.tokens[:length], _cuts(prompt, length), tenant, min(prompt.public, length))
 
 
 def _keep(

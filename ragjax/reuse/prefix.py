@@ -30,7 +30,7 @@ class Prefix(Strategy):
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of what may be kept of the prompt, cut at its segments."""
-        return cache.keys_of(prompt.tokens[: prompt.kept], _cuts(prompt), tenant)
+        return cache.keys_of(prompt.tokens[: prompt.kept], _cuts(prompt), tenant, prompt.public)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
         """What may be kept of the prompt, segment by segment."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
-from ragjax.cache.match import Match
+from ragjax.cache.match import Match, Totals
 from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, report, segments_of
@@ -51,7 +51,7 @@ class Fuse(Strategy):
         """The path of the system prompt, each chunk behind it, and as the last one what will be kept."""
         context = prompt.tokens[: _head(prompt)]
         return (
-            *cache.keys_of(context, (), tenant),
+            *cache.keys_of(context, (), tenant, min(prompt.public, len(context))),
             *(_key(cache, context, prompt.segments[i], b"", tenant) for i in _isolated(prompt)),
             _key(cache, context, prompt.segments[-1], _behind(prompt), tenant),
         )
@@ -96,7 +96,9 @@ class Fuse(Strategy):
             scored = yield Pass(rows, rows, spans, frozenset({Measure.SEGMENT_SCORE}))
             influence = record(prompt, last, rows, scored[Measure.SEGMENT_SCORE])
         meta = Notes(drift(results[Measure.DEVIATION][1]), influence).encode() if alone else b""
-        _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta)
+        known = system_hit + sum(len(prompt.segments[i]) for i in found if i != last)
+        totals = Totals(known, len(prompt) - known)
+        _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta, totals)
 
         reused, tiers = head_account(prompt, matched, system_hit)
         reused |= {i: len(prompt.segments[i]) for i in found if i != last}
@@ -150,10 +152,11 @@ def _keep(
     local_start: int,
     behind: bytes,
     meta: bytes = b"",
+    totals: Totals | None = None,
 ) -> None:
     if not context.complete:  # the system prompt itself could not be kept
         return
     tokens, public = segment.tokens, segment.public
     allocation.cache.admit_segment(
-        context, tokens, run, local_start, *_name(behind), behind=behind, meta=meta, public=public
+        context, tokens, run, local_start, *_name(behind), behind=behind, meta=meta, public=public, totals=totals
     )

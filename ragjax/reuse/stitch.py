@@ -244,8 +244,9 @@ def prepare(
     own = allocation.reserve_with_tail(len(queries))
     mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
 
-    new = fresh_head.length + sum(run.length for run in fresh.values()) + len(queries) + repaired
-    totals = Totals(len(prompt) - new, new)
+    missing_tokens = fresh_head.length + sum(run.length for run in fresh.values()) + len(queries)
+    # what is missing is computed, and may be recomputed behind the others as well
+    totals = Totals(len(prompt) - missing_tokens, missing_tokens + repaired)
     head = match_spans(matched, 0, runs=runs)
     if fresh_head.length:
         head = (*head, Span.consecutive(hit, fresh_head))

@@ -7,7 +7,8 @@ that it is expected to gain is more than the time that it is expected to lose:
     p min(left, compute) > (1 - p) max(compute - left, 0)
 
 p is the share of past searches whose documents after this stage were the final ones, `left` the mean time from this
-stage to the last one, and `compute` the time that the prompt takes. Every search counts, guessed or not.
+stage to the last one, and `compute` the time that the whole prompt takes, as what is kept of it is not known yet. Every
+search counts, guessed or not.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.match import Match
 from ragjax.cache.policy import POLICIES
+from ragjax.cache.policy.lacr import LACR
 from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import AuditError
 from ragjax.cache.profile import Profile
@@ -1082,7 +1083,7 @@ class Recorder(LRU):
     def on_split(self, upper, lower, key):
         self.calls.append(("split", upper.tokens.tolist(), lower.tokens.tolist()))
 
-    def on_merge(self, upper, lower):
+    def on_merge(self, upper, lower, key):
         self.calls.append(("merge", upper.tokens.tolist(), lower.tokens.tolist()))
 
 
@@ -1097,6 +1098,47 @@ def test_waiting_requests_are_announced_by_the_keys_they_will_use():
     assert [n.key for n in bench.cache.tree.nodes()] == list(keys) == list(bench.cache.keys_of(tokens(*A, *B, *C), ()))
     bench.cache.withdraw("r1")
     assert policy.calls[-1] == ("start", "r1")
+
+
+def test_what_is_to_be_public_is_named_as_the_publics():
+    bench = tiers(12)
+    keys = bench.cache.keys_of(tokens(*A, *B, *C), (4, 8), "a", 6)
+    bench.put([*A, *B, *C], cuts=(4, 8), tenant="a", public=6)
+    found = [(node.tenant, len(node)) for node in bench.cache.tree.nodes()]
+    assert found == [("", 4), ("", 2), ("a", 2), ("a", 4)] and [n.key for n in bench.cache.tree.nodes()] == list(keys)
+    assert (
+        bench.cache.keys_of(tokens(*A, *B, *C, 9), (), "a", 13)[-1]
+        != bench.cache.keys_of(tokens(*A, *B, *C, 9), (), "", 13)[-1]
+    ), "behind a tenant's own nothing is public"
+
+
+def test_paths_of_another_context_are_not_named():
+    bench = tiers(12)
+    bench.put([1, 2, 3])
+    bench.put_path([1, 2, 3], [7, 8])
+    (key,) = bench.cache.keys_of_path(tokens(1, 2), tokens(7, 8), (2,), "dep")
+    assert key == bench.cache.key_of(tokens(1, 2), tokens(7, 8), Provenance.DEPENDENCY, "dep")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["named before the cut", "named after it"])
+def test_who_waits_for_a_path_wants_it_though_it_is_merged(first):
+    policy = LACR()
+    bench = Bench(12, policy)
+    bench.put_path([], [1, 2, 3, 4])
+    path = (tokens(), tokens(1, 2, 3, 4), (4,), "dep")
+    if first:
+        bench.cache.announce("r", bench.cache.keys_of_path(*path))
+    bench.put_path([], [1, 2, 3, 9])
+    if not first:
+        bench.cache.announce("r", bench.cache.keys_of_path(*path))
+    (other,) = (node for node in bench.cache.tree.nodes() if node.tokens.tolist() == [9])
+    bench.cache._hierarchy.device.discard(other)
+    bench.cache._hierarchy.remove(other)
+    (node,) = bench.cache.tree.nodes()
+    wanted = policy.score(node, Tier.DEVICE)
+    bench.audit()
+    bench.cache.withdraw("r")
+    assert node.tokens.tolist() == [1, 2, 3, 4] and policy.score(node, Tier.DEVICE) < wanted and not policy._demands
 
 
 def test_a_node_whose_worth_falls_leaves_earlier():

@@ -406,7 +406,7 @@ def test_splits_and_merges_count_the_nodes_that_ghosts_are_bounded_by():
     upper.note = node.note
     policy.on_split(upper, node, b"whole")
     assert policy._kept == 2
-    policy.on_merge(upper, node)
+    policy.on_merge(upper, node, b"lower")
     assert policy._kept == 1
     policy.on_forget(node)
     assert policy._kept == 0
@@ -538,7 +538,7 @@ def test_a_node_that_took_in_its_parent_has_one_place():
     policy.on_split(upper, lower, b"whole")
     victims.push(upper)
     victims.discard(upper)
-    policy.on_merge(upper, lower)
+    policy.on_merge(upper, lower, b"lower")
     victims.discard(lower)
     policy.on_evict(lower, DEVICE)
     nodes = {name: Node(name.encode()) for name in "abcd"}

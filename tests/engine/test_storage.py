@@ -73,6 +73,15 @@ def test_eviction_storms_change_no_answer(policy: str, reference: dict[int, Answ
         assert "host" in seen or "disk" in seen
 
 
+@pytest.mark.parametrize("strategy", ["fusion", "blend", "craft"])
+def test_a_policy_that_counts_costs_serves_who_repairs_what_is_missing(strategy: str) -> None:
+    """What is computed for the first time and again as repaired is computed twice, and reused never."""
+    with tiny.engine(policy="pgdsf") as engine:
+        for chunks in ((40, 33, 57), (40, 33, 30)):
+            engine.answer_prompt(tiny.prompt(1, chunks=chunks), strategy=strategy, recompute_ratio=0.6, max_tokens=1)
+            engine.audit()
+
+
 def test_from_device_host_and_disk(reference: dict[int, Answer], tmp_path: Path) -> None:
     with tiny.engine(pages=PAGES, host_bytes=GIGA, disk=disk(tmp_path)) as engine:
         assert tiers(ask(engine, 0)) == set()

@@ -67,8 +67,8 @@ class Policy:
     def on_split(self, upper: Node, lower: Node, key: bytes) -> None:
         """The node with this key was cut in two; `upper`, new, is its first part and has the note of `lower`."""
 
-    def on_merge(self, upper: Node, lower: Node) -> None:
-        """`lower` has taken in its parent `upper`, which is no more."""
+    def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
+        """`lower`, which had this key, has taken in its parent `upper`, which is no more."""
 
     def queue_of(self, node: Node, tier: Tier) -> int:
         """The queue, of `queues`, that the node stands in now."""

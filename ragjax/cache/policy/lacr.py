@@ -34,6 +34,12 @@ class Demand:
     whole: Demand | None = None
     parts: list[Demand] = field(default_factory=list)
 
+    def line(self) -> Iterator[Demand]:
+        """It, what it is a part of, and so on."""
+        yield self
+        if self.whole is not None:
+            yield from self.whole.line()
+
     def names(self) -> Iterator[bytes]:
         """The keys of the nodes it is about."""
         yield self.key
@@ -208,6 +214,24 @@ class LACR(Policy):
             if part.whole is None:
                 part.whole = demand
                 demand.parts.append(part)
+
+    def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
+        """Who wants a half wants the whole. O(what all who wait want), and rare."""
+        halves = [demand for half in (upper.key, key) if (demand := self._demands.get(half)) is not None]
+        named = {demand for half in halves for demand in half.line()}
+        wanting = [request for request, waiting in self._waiting.items() if not named.isdisjoint(waiting.demands)]
+        if not wanting:
+            return
+        merged = self._demand(lower.key)
+        for request in wanting:
+            waiting = self._waiting[request]
+            if merged in waiting.demands:
+                continue
+            waiting.demands += (merged,)
+            merged.users += 1
+            if request not in self._beyond:
+                merged.count += 1
+                merged.slots += waiting.slot
 
     def _forget(self, demand: Demand) -> None:
         """Drop what nobody wants; parts of it stand on their own."""

@@ -44,7 +44,7 @@ class Lasting(Policy):
         """Two nodes have notes where one had."""
         self._kept += upper.note is not None
 
-    def on_merge(self, upper: Node, lower: Node) -> None:
+    def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
         """One node has a note where two had."""
         self._kept -= upper.note is not None
 

@@ -114,7 +114,7 @@ class S3FIFO(Policy):
         if lower.note is not None:
             upper.note = [place and replace(place) for place in lower.note]
 
-    def on_merge(self, upper: Node, lower: Node) -> None:
+    def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
         """The whole stands where the lower half stood."""
         for tier in (Tier.DEVICE, Tier.HOST):
             for node, tokens in ((upper, -len(upper)), (lower, len(upper))):

@@ -80,7 +80,7 @@ class SIEVE(Policy):
                 self._here[tier] += 1
                 self._ahead[tier] += place.number > self._hand[tier]
 
-    def on_merge(self, upper: Node, lower: Node) -> None:
+    def on_merge(self, upper: Node, lower: Node, key: bytes) -> None:
         """The node stands where its lower half stood; the upper half's place is given up."""
         for tier in (Tier.DEVICE, Tier.HOST):
             self.on_evict(upper, tier)

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from ragjax.cache.outlook import Look
 
 WINDOW = 32
-"""Later requests that may start before a request (RAGCache, section 6.4: a reordering window of 32)."""
+"""Later requests that may start before a request (RAGCache, section 7.3: a reordering window of 32)."""
 
 SIGHT = 2 * WINDOW
 """Waiting requests among which an order chooses, from the oldest on."""

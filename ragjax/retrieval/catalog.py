@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import Attachment, Batch, DamageError, File, Store
+from ragjax.core import Attachment, Batch, Counts, DamageError, File, Store
 from ragjax.retrieval.checksum import checksum
 from ragjax.retrieval.database import compare, exclusive, grow
 
@@ -206,11 +206,11 @@ class Catalog:
     def settle(self, attachment: Attachment) -> bool:
         """Note what became of an attachment; False: it was removed, or replaced, meanwhile."""
         values = (attachment.state, attachment.usage, *attachment.error)
-        key = (attachment.store, attachment.file, attachment.created, attachment.batch)
+        key = (attachment.store, attachment.file, attachment.created, attachment.batch, attachment.chunk_tokens)
         sql = "update attachments set state = ?, usage = ?, code = ?, message = ?"
         with self._changing() as database:
-            where = " where store = ? and file = ? and created = ? and batch is ? and state = 'in_progress'"
-            return database.execute(sql + where, (*values, *key)).rowcount == 1
+            where = " where store = ? and file = ? and created = ? and batch is ? and chunk_tokens is ?"
+            return database.execute(f"{sql}{where} and state = 'in_progress'", (*values, *key)).rowcount == 1
 
     def cancel(self, store: str, batch: str) -> list[str]:
         """Note of what came with a batch and is not read yet that it never will be; the files."""
@@ -235,6 +235,12 @@ class Catalog:
             return [_attachment(row) for row in self._rows(f"{_ATTACHMENT} where store = ? order by number", store)]
         rows = self._rows(f"{_ATTACHMENT} where store = ? and batch = ? order by number", store, batch)
         return [_attachment(row) for row in rows]
+
+    def counts(self, store: str, batch: str | None = None) -> tuple[Counts, int]:
+        """Of these attachments: how many are in each state, and the bytes that their chunks take."""
+        sql = "select state, count(*), sum(usage) from attachments where store = ? and (? is null or batch = ?)"
+        found = self._rows(f"{sql} group by state", store, batch, batch)
+        return Counts(**{state: number for state, number, _ in found}), sum(usage for *_, usage in found)
 
     def attachment(self, store: str, file: str) -> Attachment | None:
         """One of them."""

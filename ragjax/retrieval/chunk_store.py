@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,8 @@ create table if not exists condensed (
     places blob not null
 );
 """  # a directory that was made before there were marks gets these tables when it is opened
+_SIZES = "create temp table sizes (document_id text primary key, size integer not null) without rowid"
+_MEASURED = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"
 _CONTENT = "id, document_id, title, text, tokens, embedding"
 CHUNK = """
 select number, id, document_id, title, text, tokens, coalesce(behind, x''), coalesce(places, x'')
@@ -68,11 +71,14 @@ def connect(directory: Path | None, settings: dict[str, str]) -> sqlite3.Connect
 
     def prepare(database: sqlite3.Connection) -> None:
         database.execute("pragma foreign_keys = on")
+        database.execute("pragma temp_store = memory")
         database.execute("begin exclusive")
         _check_settings(database, place or ":memory:", settings)
         _run(database, _MARKS)
         compare(database, _SCHEMA + _MARKS)
         _verify(database)
+        database.execute(_SIZES)  # what can be counted again is not kept on disk
+        database.execute(f"insert into sizes {_MEASURED} group by document_id")
         database.execute("commit")
 
     return exclusive(place, prepare, f"delete {directory} and add the documents again", implicit=False)
@@ -157,6 +163,30 @@ def insert(database: sqlite3.Connection, chunk: Chunk, embedding: NDArray[np.flo
     assert number is not None
     database.execute("insert into checksums values (?, ?)", (number, checksum(values)))
     return number
+
+
+def measure(database: sqlite3.Connection, document_ids: Iterable[str]) -> None:
+    """Note the bytes of the text and tokens of these documents' chunks in the table `sizes`."""
+    sql = f"insert into sizes {_MEASURED} where document_id = ? group by document_id"
+    database.executemany(sql, [(document_id,) for document_id in document_ids])
+
+
+def remove(database: sqlite3.Connection, document_ids: Iterable[str]) -> None:
+    """Delete documents, their chunks and their sizes."""
+    ids = [(document_id,) for document_id in document_ids]
+    database.executemany("delete from documents where id = ?", ids)
+    database.executemany("delete from sizes where document_id = ?", ids)  # no key binds a table of another database
+
+
+def sizes(
+    database: sqlite3.Connection, count: int, after: str | None, before: str | None, last: bool
+) -> list[tuple[str, int]]:
+    """Documents and their sizes by id, as `KnowledgeBase.sizes` has it."""
+    bounds = [(sign, bound) for sign, bound in ((">", after), ("<", before)) if bound is not None]
+    where = " and ".join(f"document_id {sign} ?" for sign, _ in bounds) or "true"
+    sql = f"select document_id, size from sizes where {where} order by document_id {'desc' if last else 'asc'} limit ?"
+    found = database.execute(sql, (*(bound for _, bound in bounds), count)).fetchall()
+    return found[::-1] if last else found
 
 
 def numbers(database: sqlite3.Connection, document_id: str) -> list[int]:

@@ -42,7 +42,7 @@ class Intake:
         self._worker = ThreadPoolExecutor(1, "ragjax-intake")
 
     def start(self, attachment: Attachment) -> None:
-        """Have a file read into its store; the catalog is told what became of it."""
+        """Have a file read into its store, if it is in progress there; the catalog is told what became of it."""
         self._worker.submit(self._read, attachment)
 
     def close(self) -> None:
@@ -59,8 +59,12 @@ class Intake:
     def _read(self, attachment: Attachment) -> None:
         store, file = attachment.store, attachment.file
         try:
+            kept = self._catalog.attachment(store, file)
+            if kept is None or kept.state != "in_progress":  # removed, cancelled, or read for an earlier call
+                return
+            attachment = kept  # it may have been replaced since the call
             content = self._catalog.content(file)
-            if content is None or self._gone(store, file):
+            if content is None:
                 return
             settled = self._fill(attachment, content)
         except DamageError as error:
@@ -86,4 +90,4 @@ class Intake:
             raise ConfigError(f"{name}: there is no text in it")
         base = self._bases.get(attachment.store)
         base.add([document], max_tokens=attachment.chunk_tokens)
-        return replace(attachment, state="completed", usage=base.sizes(file).get(file, 0))
+        return replace(attachment, state="completed", usage=base.size(file) or 0)

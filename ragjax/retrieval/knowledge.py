@@ -106,6 +106,7 @@ class KnowledgeBase:
         self._writing = threading.Lock()
         self._reading = threading.Lock()  # the connection, and the cache of chunks
         self._cache: dict[int, Chunk] = {}
+        self._extent: tuple[int, int] | None = None  # counted when it is asked for; None again after a write
         self._unsaved = 0  # chunks that were added to the index, or taken out, since it was saved
         self._closed = False
 
@@ -254,13 +255,15 @@ class KnowledgeBase:
             rows = [(prepared.document.id, _digest(prepared.document, max_tokens)) for prepared in batch]
             database.executemany("insert into documents values (?, ?)", rows)
             numbers = [chunk_store.insert(database, chunk, row) for chunk, row in zip(chunks, embeddings, strict=True)]
+            chunk_store.measure(database, [prepared.document.id for prepared in batch])
         self._update_index(gone, numbers, embeddings)
 
     def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
         """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
         gone = [number for document_id in document_ids for number in chunk_store.numbers(database, document_id)]
         unmarked = [number for neighbour in gone for number in chunk_store.unmark(database, neighbour)]
-        database.executemany("delete from documents where id = ?", [(document_id,) for document_id in document_ids])
+        chunk_store.remove(database, document_ids)
+        self._extent = None
         for number in (*gone, *unmarked):
             self._cache.pop(number, None)
         return gone
@@ -417,14 +420,31 @@ class KnowledgeBase:
         with self._opened():
             return frozenset(row[0] for row in self._database.execute("select id from documents"))
 
-    def sizes(self, document_id: str | None = None) -> dict[str, int]:
-        """Bytes of the text and tokens of each document's chunks, or of this one's; none if it is not there."""
-        sql = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"
-        values: tuple[str, ...] = ()
-        if document_id is not None:
-            sql, values = f"{sql} where document_id = ?", (document_id,)
+    def sizes(
+        self, count: int = -1, *, after: str | None = None, before: str | None = None, last: bool = False
+    ) -> list[tuple[str, int]]:
+        """Documents by id, ascending, each with the bytes of the text and tokens of its chunks.
+
+        count: of documents, at most; -1: all. after, before: ids that they stand behind and before (None: no bound).
+        last: whether they are the last ones within these bounds, else the first.
+        """
         with self._opened():
-            return dict(self._database.execute(f"{sql} group by document_id order by document_id", values))
+            return chunk_store.sizes(self._database, count, after, before, last)
+
+    def size(self, document_id: str) -> int | None:
+        """Bytes of the text and tokens of a document's chunks; None: it is not there."""
+        with self._opened():
+            found = self._database.execute("select size from sizes where document_id = ?", (document_id,)).fetchone()
+        return None if found is None else int(found[0])
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The number of documents, and the bytes of the text and tokens of all chunks."""
+        with self._opened():
+            if self._extent is None:
+                sql = "select count(*), coalesce(sum(size), 0) from sizes"
+                self._extent = self._database.execute(sql).fetchone()
+            return self._extent
 
     def __len__(self) -> int:
         """Number of chunks."""

@@ -11,7 +11,6 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -190,8 +189,15 @@ class Library(Files):
         """What a store holds, or what came with a batch, the oldest first; raises as `store`."""
         self.expire()
         if self.store(tenant, store).own:
-            return [self._own_document(store, file, size) for file, size in self._bases.get(store).sizes().items()]
+            return self.documents(store)
         return self._catalog.attachments(store, batch)
+
+    def documents(
+        self, store: str, count: int = -1, *, after: str | None = None, before: str | None = None, last: bool = False
+    ) -> list[Attachment]:
+        """What one of the server's own stores holds, or a part of it, as `KnowledgeBase.sizes` has it."""
+        found = self._bases.get(store).sizes(count, after=after, before=before, last=last)
+        return [self._own_document(store, file, size) for file, size in found]
 
     def attachment(self, tenant: str, store: str, file: str) -> Attachment:
         """A file in a store.
@@ -202,8 +208,8 @@ class Library(Files):
         self.expire()
         found: Attachment | None
         if self.store(tenant, store).own:
-            sizes = self._bases.get(store).sizes(file)
-            found = self._own_document(store, file, sizes[file]) if sizes else None
+            size = self._bases.get(store).size(file)
+            found = None if size is None else self._own_document(store, file, size)
         else:
             found = self._catalog.attachment(store, file)
         if found is None:
@@ -263,21 +269,31 @@ class Library(Files):
 
     def counts(self, tenant: str, store: str, batch: str | None = None) -> tuple[Counts, int]:
         """The files of a store or batch by what became of them, and the bytes that their chunks take."""
-        found = self.attachments(tenant, store, batch)
-        states: Counter[str] = Counter(one.state for one in found)
-        return Counts(**states), sum(one.usage for one in found)
+        self.expire()
+        if self.store(tenant, store).own:
+            documents, size = self._bases.get(store).extent
+            return Counts(completed=documents), size
+        return self._catalog.counts(store, batch)
 
     # -------------------------------------------------------------------------------------------- searches
 
     def passages(self, tenant: str, store: str, file: str) -> tuple[Chunk, ...]:
-        """The chunks of a file in a store, in order; raises as `attachment`. One that is not read yet has none."""
+        """The chunks of a file in a store, in order. One that is not read yet has none.
+
+        Raises:
+            RequestError: if it is not there, or the store has expired.
+        """
+        self._check(self.store(tenant, store))
         found = self.attachment(tenant, store, file)
         return self._bases.get(store).document(file) if found.state == "completed" else ()
 
     def within(self, tenant: str, store: str, wanted: Filter | None) -> frozenset[str] | None:
-        """The ids of the files that a search with this filter may find; None: all."""
+        """The ids of the files that a search with this filter may find; None: all. Raises as `store`."""
+        own = self.store(tenant, store).own
         if wanted is None:
             return None
+        if own:  # its documents have no attributes: the filter holds for all of them or for none
+            return None if wanted.holds({}) else frozenset()
         found = self.attachments(tenant, store)
         return frozenset(one.file for one in found if wanted.holds(one.attributes))
 
@@ -296,6 +312,8 @@ class Library(Files):
             RequestError: if the store is not there, has expired, or a question is empty.
         """
         self._check(self.store(tenant, store))
+        if not all(question.strip() for question in questions):
+            raise RequestError("a query is empty: say what to search for", param="query", code="invalid_value")
         self.use(tenant, store)
         base = self._bases.get(store)
         if not len(base):

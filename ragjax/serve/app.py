@@ -22,7 +22,7 @@ from ragjax.serve import page
 from ragjax.serve.choices import merged
 from ragjax.serve.connection import Limits
 from ragjax.serve.description import describe
-from ragjax.serve.embedding import EmbeddingBody, embeddings
+from ragjax.serve.embedding import EmbeddingBody, embed, embeddings
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.inventory import Looks
 from ragjax.serve.library import LibraryEndpoints
@@ -228,8 +228,8 @@ class _Endpoints:
         name = self._engine.embedding_model
         if body.model != name:
             raise _no_model(body.model, name)
-        embedded = await asyncio.to_thread(self._engine.embed, body.input)
-        return JSONResponse(embeddings(body, embedded))
+        embedded = await asyncio.to_thread(embed, self._engine, body)
+        return JSONResponse(embeddings(body, embedded, request.state.notices))
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:
         asked = [replace(one, tenant=request.state.tenant) for one in self._asked(body)]

@@ -20,15 +20,18 @@ class Piece(NamedTuple):
 
 @dataclass
 class CallReader:
-    """Reads the text of one answer. name: of the tool that it calls; None: it calls none, or that is not known yet."""
+    """Reads the text of one answer.
+
+    name: of the tool that it calls; None: it calls none, or that is not known yet. ended: its arguments are complete.
+    """
 
     name: str | None = None
+    ended: bool = False
     _unread: str = ""
     _says: bool = False
     _depth: int = 0
     _quoted: bool = False
     _escaped: bool = False
-    _ended: bool = False
 
     def push(self, text: str) -> list[Piece]:
         """What is out with more text."""
@@ -70,10 +73,10 @@ class CallReader:
 
     def _arguments(self, text: str) -> list[Piece]:
         """The part of the text that belongs to the arguments: an object, up to the brace that closes it."""
-        end = len(text) if not self._ended else 0
+        end = len(text) if not self.ended else 0
         for i, character in enumerate(text[:end]):
             self._step(character)
-            if self._ended:
+            if self.ended:
                 end = i + 1
                 break
         return [Piece(arguments=text[:end])] if end else []
@@ -89,4 +92,4 @@ class CallReader:
             self._depth += 1
         elif character in "}]":
             self._depth -= 1
-            self._ended = self._depth == 0
+            self.ended = self._depth == 0

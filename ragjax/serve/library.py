@@ -6,7 +6,8 @@ import asyncio
 import mimetypes
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -36,15 +37,29 @@ FOUND = 10
 
 @dataclass(frozen=True)
 class Page:
-    """Which part of a list is asked for: entries behind one id, or before one; order by time of creation."""
+    """Which part of a list is asked for: the first entries behind one id, or else the last ones before one.
+
+    order: by time of creation.
+    """
 
     order: Order
     limit: int
     after: str | None
     before: str | None = None
 
-    def of(self, entries: Sequence[T], name: Callable[[T], str], shown: Callable[[T], Json]) -> Json:
-        """The list object. entries: the oldest first.
+    @property
+    def backward(self) -> bool:
+        """Whether the entries nearest to `before` are asked for."""
+        return self.after is None and self.before is not None
+
+    def of(
+        self,
+        entries: Sequence[T],
+        name: Callable[[T], str],
+        shown: Callable[[T], Json],
+        fits: Callable[[T], bool] = lambda entry: True,
+    ) -> Json:
+        """The list object. entries: the oldest first. fits: those that are listed; the given ids may be of others.
 
         Raises:
             core.MissingError: if there is no entry of a given id.
@@ -53,17 +68,25 @@ class Page:
         names = [name(entry) for entry in ordered]
         begin = 0 if self.after is None else _place(names, self.after, "after") + 1
         end = len(names) if self.before is None else _place(names, self.before, "before")
-        chosen = ordered[begin:end][: self.limit]
-        more = len(ordered[begin:end]) > len(chosen)
+        return self.listed([entry for entry in ordered[begin:end] if fits(entry)], name, shown)
+
+    def listed(self, between: Sequence[T], name: Callable[[T], str], shown: Callable[[T], Json]) -> Json:
+        """The list object of entries between the given ids, in its order; one more than it shows tells of others."""
+        chosen = between[-self.limit :] if self.backward else between[: self.limit]
         ids = [name(entry) for entry in chosen]
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
+        more = len(between) > len(chosen)
         return {"object": "list", "data": [shown(entry) for entry in chosen], **ends, "has_more": more}
 
 
 def _place(names: Sequence[str], name: str, param: str) -> int:
     if name not in names:
-        raise core.MissingError(f"{param}: there is no {name!r} in the list", param=param, code="not_found")
+        raise _unlisted(name, param)
     return names.index(name)
+
+
+def _unlisted(name: str, param: str) -> core.MissingError:
+    return core.MissingError(f"{param}: there is no {name!r} in the list", param=param, code="not_found")
 
 
 class LibraryEndpoints:
@@ -153,13 +176,17 @@ class LibraryEndpoints:
     def create(self, request: Request, body: StoreBody) -> Json:
         """Make a store, and put files into it."""
         tenant, days = _tenant(request), None if body.expires_after is None else body.expires_after.days
-        given = [AttachmentBody(file_id=file, chunking_strategy=body.chunking_strategy) for file in body.file_ids or ()]
+        given, library = body.to_core(""), self._engine.library
         for one in given:
-            self._engine.library.file(tenant, one.file_id)
-            one.to_core("")
-        store = self._engine.library.create(tenant, body.name or "", body.metadata, days, body.description)
-        if given:
-            self._engine.library.attach(tenant, [one.to_core(store.id) for one in given])
+            library.file(tenant, one.file)
+        store = library.create(tenant, body.name or "", body.metadata, days, body.description)
+        try:
+            if given:
+                library.attach(tenant, [replace(one, store=store.id) for one in given])
+        except BaseException:
+            with suppress(core.MissingError):
+                library.delete(tenant, store.id)
+            raise
         return self._store(tenant, store)
 
     def stores(
@@ -231,9 +258,10 @@ class LibraryEndpoints:
         before: str | None = None,
     ) -> Json:
         """List the files of a store."""
-        found = self._engine.library.attachments(_tenant(request), vector_store_id)
-        chosen = [one for one in found if filter in (None, one.state)]
-        return Page(order, limit, after, before).of(chosen, lambda one: one.file, _attachment)
+        tenant, page = _tenant(request), Page(order, limit, after, before)
+        if self._engine.library.store(tenant, vector_store_id).own:
+            return self._own_files(tenant, vector_store_id, filter, page)
+        return _attachments(self._engine.library.attachments(tenant, vector_store_id), filter, page)
 
     def attachment(self, request: Request, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""
@@ -286,8 +314,7 @@ class LibraryEndpoints:
         tenant = _tenant(request)
         self._engine.library.batch(tenant, vector_store_id, batch_id)
         found = self._engine.library.attachments(tenant, vector_store_id, batch_id)
-        chosen = [one for one in found if filter in (None, one.state)]
-        return Page(order, limit, after, before).of(chosen, lambda one: one.file, _attachment)
+        return _attachments(found, filter, Page(order, limit, after, before))
 
     # -------------------------------------------------------------------------------------------- objects
 
@@ -308,6 +335,21 @@ class LibraryEndpoints:
             "last_active_at": store.active,
             "metadata": dict(store.metadata),
         }
+
+    def _own_files(self, tenant: str, store: str, state: core.State | None, page: Page) -> Json:
+        """The files of one of the server's own stores, of which there may be very many: no more are read than shown."""
+        library = self._engine.library
+        for param, file in (("after", page.after), ("before", page.before)):
+            try:
+                if file is not None:
+                    library.attachment(tenant, store, file)
+            except core.MissingError:
+                raise _unlisted(file or "", param) from None
+        up = page.order == "asc"
+        low, high = (page.after, page.before) if up else (page.before, page.after)
+        count = page.limit + 1 if state in (None, "completed") else 0  # all of them are completed
+        found = library.documents(store, count, after=low, before=high, last=page.backward is up)
+        return page.listed(found if up else found[::-1], lambda one: one.file, _attachment)
 
     def _batch(self, tenant: str, batch: core.Batch) -> Json:
         counts, _ = self._engine.library.counts(tenant, batch.store, batch.id)
@@ -368,6 +410,10 @@ def _file(file: core.File) -> Json:
 def _counts(counts: core.Counts) -> Json:
     names = ("in_progress", "completed", "failed", "cancelled", "total")
     return {name: getattr(counts, name) for name in names}
+
+
+def _attachments(found: Sequence[core.Attachment], state: core.State | None, page: Page) -> Json:
+    return page.of(found, lambda one: one.file, _attachment, lambda one: state in (None, one.state))
 
 
 def _attachment(one: core.Attachment) -> Json:

@@ -17,14 +17,20 @@ from ragjax.serve.schema import (
     LOGPROBS,
     RESULTS,
     Body,
+    CalledFunction,
     CalledTool,
     ChatMessage,
     ChatTool,
+    Comparison,
+    Compound,
     FunctionTool,
     InputMessage,
     InputPart,
     JsonSchema,
+    NamedFunction,
+    Ranking,
     ResponseBody,
+    ResponseChoice,
     ResponseFormat,
     ResponseTool,
     SearchTool,
@@ -32,7 +38,9 @@ from ragjax.serve.schema import (
     TextConfig,
     TextFormat,
     TextPart,
+    ToolChoice,
 )
+from ragjax.serve.schema.filter import DEPTH
 
 KNOWN = frozenset(
     {
@@ -176,6 +184,10 @@ def _levels(body: object, form: type[Body]) -> Iterator[tuple[str, dict[str, Any
         yield "response_format.", wanted, ResponseFormat
         if isinstance(schema := wanted.get("json_schema"), dict):
             yield "response_format.json_schema.", schema, JsonSchema
+    if isinstance(choice := body.get("tool_choice"), dict):
+        yield "tool_choice.", choice, ToolChoice
+        if isinstance(named := choice.get("function"), dict):
+            yield "tool_choice.function.", named, NamedFunction
     for tool in _objects(body.get("tools")):
         yield "tools[].", tool, ChatTool
         if isinstance(function := tool.get("function"), dict):
@@ -184,6 +196,8 @@ def _levels(body: object, form: type[Body]) -> Iterator[tuple[str, dict[str, Any
         yield "messages[].", message, ChatMessage
         for call in _objects(message.get("tool_calls")):
             yield "messages[].tool_calls[].", call, CalledTool
+            if isinstance(function := call.get("function"), dict):
+                yield "messages[].tool_calls[].function.", function, CalledFunction
         for part in _objects(message.get("content")):
             yield "messages[].content[].", part, TextPart
 
@@ -197,12 +211,28 @@ def _response_levels(body: object) -> Iterator[tuple[str, dict[str, Any], type[B
         yield "text.", text, TextConfig
         if isinstance(wanted := text.get("format"), dict):
             yield "text.format.", wanted, TextFormat
+    if isinstance(choice := body.get("tool_choice"), dict):
+        yield "tool_choice.", choice, ResponseChoice
     for tool in _objects(body.get("tools")):
-        yield "tools[].", tool, SearchTool if tool.get("type") == "file_search" else ResponseTool
+        yield from _response_tool(tool)
     for item in _objects(body.get("input")):
         yield "input[].", item, ITEMS.get(str(item.get("type", "message")), InputMessage)
         for part in (*_objects(item.get("content")), *_objects(item.get("output"))):
             yield "input[].content[].", part, InputPart
+
+
+def _response_tool(tool: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], type[Body]]]:
+    if tool.get("type") != "file_search":
+        yield "tools[].", tool, ResponseTool
+        return
+    yield "tools[].", tool, SearchTool
+    if isinstance(ranking := tool.get("ranking_options"), dict):
+        yield "tools[].ranking_options.", ranking, Ranking
+    level = [filters] if isinstance(filters := tool.get("filters"), dict) else []
+    for _ in range(DEPTH + 1):  # what lies deeper is refused
+        for one in level:
+            yield "tools[].filters.", one, Compound if one.get("type") in ("and", "or") else Comparison
+        level = [part for one in level for part in _objects(one.get("filters"))]
 
 
 def _strings(value: object) -> list[str]:

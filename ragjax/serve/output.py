@@ -69,6 +69,12 @@ class Output:
         self.items[-1]["status"] = status
         yield self._event("output_item.done", len(self.items) - 1, item=dict(self.items[-1]))
 
+    def break_off(self) -> None:
+        """The answer has failed: what has not ended stays incomplete."""
+        for item in self.items:
+            if item["status"] == "in_progress":
+                item["status"] = "incomplete"
+
     def _begin_message(self) -> Iterator[Json]:
         item = {"id": number("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
         yield from self._add(item)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from ragjax import core
-from ragjax.serve.calls import CallReader
+from ragjax.serve.calls import CallReader, Piece
 from ragjax.serve.error import ApiError
 from ragjax.serve.library import cited
 from ragjax.serve.output import Output, number
@@ -25,6 +25,8 @@ PARAMS: Mapping[str, str] = {
     "response_format": "text.format",
 }
 """What fields are called here whose names in errors are those of chat."""
+CODES: Mapping[str, str] = {"invalid_request_error": "invalid_prompt", "rate_limit_error": "rate_limit_exceeded"}
+"""Codes that a failed response may have, by the type of the error; all others are errors of the server."""
 
 
 class Reply:
@@ -41,6 +43,7 @@ class Reply:
         self._notices = notices
         self._output = Output()
         self._reader = CallReader() if request.tools is not None else None
+        self._unsaid: list[Json] = []  # log-probabilities of tokens that the reader holds back
         self._number = 0
         self._head = {"id": number("resp"), "object": "response", "created_at": int(time.time())}
 
@@ -56,7 +59,8 @@ class Reply:
     def failed(self, error: ApiError) -> Json:
         """The event `response.failed`, which ends a stream that has begun."""
         body = error.body["error"]
-        failure = {"code": body["code"] or body["type"], "message": body["message"]}
+        failure = {"code": CODES.get(body["type"] or "", "server_error"), "message": body["message"]}
+        self._output.break_off()
         return self._numbered({"type": "response.failed", "response": self._response("failed", error=failure)})
 
     async def told(self, events: AsyncGenerator[core.Event, None]) -> AsyncGenerator[Json, None]:
@@ -91,13 +95,26 @@ class Reply:
         if self._reader is None:
             yield from self._output.say(delta.text, found)
             return
+        self._unsaid += found
         for piece in self._reader.push(delta.text):
-            yield from self._output.put(piece, found)
+            yield from self._put(piece)
+
+    def _put(self, piece: Piece) -> Iterator[Json]:
+        found, self._unsaid = self._unsaid, []
+        yield from self._output.put(piece, found)
+
+    def _left(self) -> Iterator[Json]:
+        """What was held back until the end."""
+        if self._reader is None:
+            return
+        for piece in self._reader.finish():
+            yield from self._put(piece)
+        if self._unsaid and self._reader.name is None:  # of tokens without a text of their own
+            yield from self._output.say("", self._unsaid)
 
     def _ending(self, answer: core.Answer, passages: Sequence[Json]) -> Iterator[Json]:
         cut = answer.finish_reason == "length"
-        for piece in () if self._reader is None else self._reader.finish():
-            yield from self._output.put(piece, ())
+        yield from self._left()
         yield from self._output.end("incomplete" if cut else "completed", self._annotations(passages))
         if self._body.search is not None and RESULTS in (self._body.include or ()):
             yield from self._output.found(passages)
@@ -180,7 +197,7 @@ def _usage(answer: core.Answer) -> Json:
     said = len(answer.tokens)
     return {
         "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": said,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": answer.prompt_tokens + said,

@@ -163,8 +163,8 @@ class ToolForm(ChatForm):
         return {"message": message}
 
     def _reason(self, number: int, answer: core.Answer) -> str:
-        called = self._readers[number].name is not None and answer.finish_reason == "stop"
-        return "tool_calls" if called else answer.finish_reason
+        whole = self._readers[number].ended and answer.finish_reason == "stop"  # else a stop string cut the call
+        return "tool_calls" if whole else answer.finish_reason
 
     def _deltas(self, number: int, text: str) -> list[Json]:
         return [self._put(number, piece) for piece in self._readers[number].push(text)]

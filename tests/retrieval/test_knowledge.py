@@ -600,6 +600,30 @@ def test_the_store_is_plain_sqlite(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.frombuffer(embedding, np.float32), WordEncoder().encode([chunk.text])[0])
 
 
+def test_sizes_follow_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def expected(base: KnowledgeBase) -> list[tuple[str, int]]:
+        chunks = {one: base.document(one) for one in sorted(base.document_ids)}
+        return [(one, sum(len(c.text.encode()) + c.tokens.nbytes for c in found)) for one, found in chunks.items()]
+
+    with open_base(tmp_path) as base:
+        assert base.extent == (0, 0) and base.sizes() == []
+        base.add(ISLANDS)
+        assert base.sizes() == expected(base) and len(base.sizes()) == 4
+        base.add([Document("isle/1", "other " * 200)])
+        base.delete(["isle/0"])
+        monkeypatch.setattr(chunk_store, "insert", _refuse)
+        with pytest.raises(AssertionError):
+            base.add([Document("isle/2", "lost")])
+        found = base.sizes()
+        assert found == expected(base) and base.extent == (3, sum(size for _, size in found))
+        assert base.size("isle/1") == found[0][1] and base.size("isle/0") is None
+        assert base.sizes(1) == found[:1] and base.sizes(2, last=True) == found[1:]
+        assert base.sizes(after="isle/1", before="isle/3") == found[1:2]
+        assert base.sizes(1, after="isle/1", last=True) == found[2:] and base.sizes(0) == []
+    with open_base(tmp_path) as base:
+        assert base.sizes() == found
+
+
 def test_chunks_are_compared_with_their_checksums(tmp_path: Path) -> None:
     with open_base(tmp_path) as base:
         base.add(ISLANDS)

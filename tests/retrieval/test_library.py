@@ -48,7 +48,7 @@ def test_a_file_in_a_store_is_found_until_it_leaves(stored: bool, tmp_path: Path
     store = library.create("", "harbour").id
     honey, salt = put(library, store, "Bees make honey."), put(library, store, "The sea holds salt.", "b.md")
     assert found(library, store, "honey") == [honey, salt]
-    assert library.counts("", store) == (Counts(completed=2), sum(shelf.get(store).sizes().values()))
+    assert library.counts("", store) == (Counts(completed=2), sum(size for _, size in shelf.get(store).sizes()))
     assert library.passages("", store, salt)[0].text == "b\nThe sea holds salt.\n\n"
     library.detach("", store, honey)
     assert found(library, store, "honey") == [salt] and library.file("", honey).name == "a.txt"
@@ -141,6 +141,43 @@ def test_the_servers_own_bases_are_read_only_stores() -> None:
     ):
         with pytest.raises(RequestError, match="server's own"):
             call()
+    library.close()
+
+
+def test_no_texts_are_read_to_tell_of_an_own_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, shelf = open_library(own=("isles",))
+    statements: list[str] = []
+    shelf.get("isles")._database.set_trace_callback(statements.append)
+    counts, size = library.counts("", "isles")
+    assert (counts, size) == (Counts(completed=4), sum(one.usage for one in library.attachments("", "isles")))
+    assert [one.file for one in library.documents("isles", 2, after="isle/0")] == ["isle/1", "isle/2"]
+    assert [one.file for one in library.documents("isles", 2, before="isle/3", last=True)] == ["isle/1", "isle/2"]
+    assert library.within("", "isles", Comparison("eq", "a", 1)) == frozenset()
+    assert library.within("", "isles", Comparison("ne", "a", 1)) is None
+    assert statements and not any("chunks" in statement for statement in statements)
+    del statements[:]
+    assert library.counts("", "isles") == (counts, size) and not statements
+    shelf.get("isles").delete(["isle/0"])
+    assert library.counts("", "isles")[0] == Counts(completed=3)
+    library.close()
+
+
+def test_errors_name_what_is_wrong_in_an_order_of_their_own() -> None:
+    now = 0.0
+    library, _ = open_library(now=lambda: now)
+    store = library.create("", "s", days=1).id
+    file = put(library, store, "honey")
+    for questions in ([" "], ["honey", "\u00a0"]):
+        for place in (store, library.create("", "empty").id):
+            with pytest.raises(RequestError, match="a query is empty") as caught:
+                library.search("", place, questions, 1)
+            assert caught.value.param == "query"
+    with pytest.raises(MissingError):
+        library.within("", "vs_0", None)
+    now = 200_000.0
+    with pytest.raises(RequestError, match="has expired") as caught:
+        library.passages("", store, file)
+    assert caught.value.code == "expired"
     library.close()
 
 
@@ -426,6 +463,28 @@ def test_a_batch_that_is_cancelled_is_read_no_further(held: Holding, tmp_path: P
         library.cancel("umbra", store, batch.id)
     library.close()
     shelf.close()
+
+
+def test_a_file_that_is_put_into_a_store_again_is_read_as_the_last_call_says(
+    held: Holding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, shelf = open_library()
+    store = library.create("", "s").id
+    begun, goes_on = held(shelf.get(store))
+    first, file = (library.upload("", "a.txt", "assistants", b"honey " * 300).id for _ in range(2))
+    library.attach("", [Attachment(store, first, 0)])
+    assert begun.wait(10)
+    read: list[str] = []
+    monkeypatch.setattr(library._catalog, "name", lambda file: read.append(file) or "a.txt")  # type: ignore[func-returns-value]
+    for size in (100, 200, 400):
+        library.attach("", [Attachment(store, file, 0, chunk_tokens=size)])
+    library.attach("", [Attachment(store, first, 0, chunk_tokens=100)])  # while it is read as it was asked for before
+    goes_on.set()
+    assert settled(library, store) == Counts(completed=2)
+    library.close()
+    assert read == [file, first], "each once"
+    sizes = {one: max(len(chunk.tokens) for chunk in shelf.get(store).document(one)) for one in (first, file)}
+    assert sizes[first] <= 100 and 200 < sizes[file] <= 400
 
 
 def test_batches_count_their_own_files() -> None:

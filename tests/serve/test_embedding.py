@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from tests.support import tiny
-from tests.support.serving import Served, error_of
+from tests.support.fakes import FakeEngine
+from tests.support.serving import Served, error_of, serving
 
 MODEL = "fake-encoder"
 
@@ -46,6 +47,22 @@ def test_what_cannot_be_embedded_is_refused(shared: Served, fields: Any, param: 
     response = shared.post("/v1/embeddings", json={"model": MODEL, **fields})
     error = error_of(response)
     assert response.status_code == 400 and error["param"] == param and word in error["message"]
+
+
+def test_fields_without_effect_are_named(shared: Served) -> None:
+    asked = {"model": MODEL, "input": "a", "user": "u", "input_type": "query"}
+    notices = shared.post("/v1/embeddings", json=asked).json()["rag"]["notices"]
+    assert notices == ["fields of the request, no effect here: user",
+                       "fields of the request, unknown and ignored: input_type"]  # fmt: skip
+    assert "rag" not in shared.post("/v1/embeddings", json={"model": MODEL, "input": "a"}).json()
+
+
+def test_other_dimensions_are_refused_before_all_texts_are_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, embedded = FakeEngine(), []
+    monkeypatch.setattr(engine, "embed", lambda texts, embed=engine.embed: embedded.extend(texts) or embed(texts))
+    with serving(engine) as served:
+        response = served.post("/v1/embeddings", json={"model": MODEL, "input": ["a"] * 9, "dimensions": 2})
+        assert error_of(response)["param"] == "dimensions" and len(embedded) == 1
 
 
 def test_the_chat_model_embeds_nothing(shared: Served) -> None:

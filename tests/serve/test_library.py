@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,10 +98,51 @@ def test_lists_have_pages(served: Served) -> None:
     path = f"/v1/vector_stores/{store.id}/files"
     before = served.get(path, params={"order": "asc", "before": ids[2]}).json()
     assert [file["id"] for file in before["data"]] == ids[:2] and not before["has_more"]
+    for order, shown in (("asc", ids[1:3]), ("desc", ids[-2:-4:-1])):
+        page = served.get(path, params={"order": order, "before": ids[3] if order == "asc" else ids[1], "limit": 2})
+        assert [file["id"] for file in page.json()["data"]] == shown and page.json()["has_more"]
+    between = served.get(path, params={"order": "asc", "after": ids[0], "before": ids[4], "limit": 2}).json()
+    assert [file["id"] for file in between["data"]] == ids[1:3] and between["has_more"]
     for query in ({"after": "file-0"}, {"limit": 0}, {"order": "up"}, {"limit": 101}):
         response = served.get(path, params=query)
         assert error_of(response)["param"] == next(iter(query))
         assert response.status_code == (404 if "after" in query else 400)
+
+
+def test_a_list_goes_on_behind_a_file_that_does_not_pass_its_filter_any_more(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Intake, "start", lambda self, attachment: None)  # nothing is ever read
+    client, ids = served.client(), [upload(served)["id"] for _ in range(2)]
+    store = client.vector_stores.create()
+    batch = client.vector_stores.file_batches.create(store.id, file_ids=ids[:1])
+    client.vector_stores.file_batches.cancel(batch.id, vector_store_id=store.id)
+    client.vector_stores.file_batches.create(store.id, file_ids=ids[1:])
+    asked: Any = {"filter": "in_progress", "after": ids[0], "order": "asc"}
+    page = served.get(f"/v1/vector_stores/{store.id}/files", params=asked).json()
+    assert [file["id"] for file in page["data"]] == ids[1:]
+    page = served.get(f"/v1/vector_stores/{store.id}/file_batches/{batch.id}/files", params=asked).json()
+    assert page["data"] == []
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_the_files_of_an_own_store_have_pages(shared: Served, order: str) -> None:
+    path, ids = "/v1/vector_stores/demo/files", [f"isle/{n}" for n in range(4)]
+    ids = ids if order == "asc" else ids[::-1]
+
+    def listed(**query: Any) -> tuple[list[str], bool]:
+        page = shared.get(path, params={"order": order, **query}).json()
+        return [file["id"] for file in page["data"]], page["has_more"]
+
+    assert listed() == (ids, False) and listed(limit=2) == (ids[:2], True)
+    assert listed(limit=2, after=ids[0]) == (ids[1:3], True) and listed(after=ids[1]) == (ids[2:], False)
+    assert listed(limit=2, before=ids[3]) == (ids[1:3], True) and listed(before=ids[2]) == (ids[:2], False)
+    assert listed(limit=1, before=ids[3]) == (ids[2:3], True) and listed(limit=1) == (ids[:1], True)
+    assert listed(after=ids[0], before=ids[3]) == (ids[1:3], False)
+    assert listed(filter="completed") == (ids, False) and listed(filter="failed") == ([], False)
+    for param in ("after", "before"):
+        response = shared.get(path, params={param: "isle/9"})
+        assert response.status_code == 404 and error_of(response)["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -246,6 +288,8 @@ def test_a_search(served: Served) -> None:
         ("demo/search", {"query": "a", "max_num_results": 51}, 400, "max_num_results"),
         ("demo/search", {"query": "a", "filters": {"type": "like", "key": "a", "value": 1}}, 400, "filters.type"),
         ("demo/files", {"file_id": "file-0"}, 400, "vector_store_id"),
+        ("demo/search", {"query": " "}, 400, "query"),
+        ("{store}/search", {"query": ["a", " "]}, 400, "query"),
         ("{store}/files", {"file_id": "file-0"}, 404, "file_id"),
         ("{store}/files", {"file_id": "f", "attributes": {"a": [1]}}, 400, "attributes.a"),
         ("{store}/file_batches", {}, 400, "file_ids"),
@@ -294,6 +338,20 @@ def test_chunks_do_not_overlap(shared: Served) -> None:
     assert "must be 0" in error_of(response)["message"] and shared.get("/v1/vector_stores").json()["data"] == before
 
 
+def test_a_store_is_made_with_all_its_files_or_not_at_all(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, before = upload(served)["id"], served.get("/v1/vector_stores").json()["data"]
+    response = served.post("/v1/vector_stores", json={"file_ids": [file, file]})
+    error = error_of(response)
+    assert (response.status_code, error["param"]) == (400, "file_ids") and "given twice" in error["message"]
+
+    def deleted_meanwhile(self: Catalog, attachments: list[core.Attachment], batch: core.Batch | None = None) -> None:
+        raise sqlite3.IntegrityError
+
+    monkeypatch.setattr(Catalog, "attach", deleted_meanwhile)
+    assert served.post("/v1/vector_stores", json={"file_ids": [file]}).status_code == 404
+    assert served.get("/v1/vector_stores").json()["data"] == before
+
+
 def test_keys_part_what_tenants_have() -> None:
     with serving(FakeEngine(), keys={"k1": "acme", "k2": "umbra"}) as served:
         one, two = served.client(api_key="k1"), served.client(api_key="k2")
@@ -334,12 +392,11 @@ def test_requests_reach_their_own_stores_alone() -> None:
             name="theirs", file_ids=[two.files.create(file=("b.txt", b"b"), purpose="assistants").id]
         )
         search: Any = {"type": "file_search", "vector_store_ids": [theirs.id, store.id]}
-        with pytest.raises(openai.BadRequestError) as refused:
-            two.responses.create(model="tiny", input="the secret is red", tools=[search])
-        assert refused.value.code == "not_found"
         filtered: Any = {**search, "filters": {"type": "eq", "key": "a", "value": 1}}
-        with pytest.raises(openai.NotFoundError):
-            two.responses.create(model="tiny", input="the secret is red", tools=[filtered])
+        for tool in (search, filtered):
+            with pytest.raises(openai.NotFoundError) as missing:
+                two.responses.create(model="tiny", input="the secret is red", tools=[tool])
+            assert (missing.value.code, missing.value.param) == ("not_found", "vector_store_id")
         assert all(s["score"] is None for s in ask(two).rag["segments"])
         models = served.get("/v1/models", headers={"authorization": "Bearer k1"}).json()["data"]
         assert models[0]["rag"]["knowledge"] == []

@@ -88,6 +88,15 @@ def test_an_unknown_field_is_ignored_with_a_notice_at_each_level(shared: Served)
     assert done == "[DONE]" and notices_of(last) == [f"fields of the request, unknown and ignored: {named}"]
 
 
+def test_an_unknown_field_of_a_choice_is_ignored(shared: Served) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    choice = {"type": "function", "x": 1, "function": {"name": "f", "y": 1}}
+    answer = shared.post(json={**CHAT, "tools": [tool], "tool_choice": choice})
+    assert notices_of(answer.json()) == [
+        "fields of the request, unknown and ignored: tool_choice.x, tool_choice.function.y"
+    ]
+
+
 def test_a_notice_is_short_whatever_is_sent(shared: Served) -> None:
     unknown = {f"{i}" + "x" * 10_000: 1 for i in range(100)}
     (notice,) = notices_of(shared.post(json={**CHAT, **unknown}).json())

@@ -6,6 +6,7 @@ import json
 from typing import Any, Literal
 
 import pytest
+from openai.types.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from ragjax import core
@@ -143,6 +144,24 @@ def test_what_has_no_effect_is_said(shared: Served) -> None:
     assert made["store"] is False and any("reasoning.encrypted_content" in notice for notice in made["rag"]["notices"])
 
 
+def test_unknown_fields_of_tools_and_of_their_choice_are_ignored(caught: Caught) -> None:
+    eq = {"type": "ne", "key": "a", "value": 1, "v": 1}
+    search = {
+        **{"type": "file_search", "vector_store_ids": ["demo"], "w": 1},
+        "ranking_options": {"score_threshold": 0.5, "hybrid_search": {}},
+        "filters": {"type": "and", "filters": [eq, {"type": "or", "filters": [eq], "u": 1}], "t": 1},
+    }
+    choice = {"type": "function", "name": "weather", "strict": True}
+    body = {**ASK, "tools": [WEATHER, search], "tool_choice": choice}
+    made = caught.served.post("/v1/responses", json=body).json()
+    (notice, *_) = made["rag"]["notices"]
+    paths = notice.removeprefix("fields of the request, unknown and ignored: ").split(", ")
+    tools = ["w", "ranking_options.hybrid_search", "filters.t", "filters.v", "filters.u"]
+    assert paths == ["tool_choice.strict", *(f"tools[].{name}" for name in tools)]
+    rag = caught.engine.requests[-1].rag
+    assert rag is not None and rag.sources == (core.Source("demo"),), "all of the server's own pass"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -218,7 +237,7 @@ def test_a_whole_response(shared: Served) -> None:
     )
     assert made["usage"] == {
         "input_tokens": 6,
-        "input_tokens_details": {"cached_tokens": 7},
+        "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 0},
         "output_tokens": 6,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 12,
@@ -241,6 +260,17 @@ def test_logprobs(shared: Served) -> None:
     assert part["logprobs"][0]["top_logprobs"][1] == {"token": "other", "logprob": -9999.0, "bytes": list(b"other")}
     deltas = [event for event in typed(shared, **fields) if event["type"].endswith("text.delta")]
     assert [event["logprobs"][0]["token"] for event in deltas] == list(FakeEngine().tokens)
+
+
+@pytest.mark.parametrize("tokens", [("{", '"na', "me", "!"), ("{", '"na', ""), ("a", "", "b", "")])
+def test_no_log_probabilities_are_lost_of_what_may_become_a_call(tokens: tuple[str, ...]) -> None:
+    with serving(FakeEngine(tokens=tokens)) as served:
+        events = typed(served, top_logprobs=0, tools=[WEATHER])
+    (item,) = events[-1]["response"]["output"]
+    (part,) = item["content"]
+    told = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+    assert [entry["token"] for entry in part["logprobs"]] == list(tokens)
+    assert told == part["logprobs"] and part["text"] == "".join(tokens)
 
 
 def test_the_events_of_a_text(shared: Served) -> None:
@@ -281,7 +311,9 @@ def test_a_stream_that_breaks_fails() -> None:
         events = typed(served)
     failed = events[-1]
     assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
-    assert failed["response"]["error"]["code"] == "internal_error" and "secret" not in json.dumps(failed)
+    assert failed["response"]["error"]["code"] == "server_error" and "secret" not in json.dumps(failed)
+    assert [item["status"] for item in failed["response"]["output"]] == ["incomplete"]
+    assert Response.model_validate(failed["response"], strict=True).error is not None
 
 
 def test_an_error_before_the_first_text_is_one_of_http() -> None:

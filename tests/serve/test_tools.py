@@ -88,6 +88,18 @@ def test_a_call_that_max_tokens_cut_says_so() -> None:
     assert ARGUMENTS.startswith(choice.message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_call_is_told_as_one_only_if_it_is_whole(whole: bool) -> None:
+    """A stop string may cut it: the engine's text then ends within it."""
+    tokens = SAID if whole else SAID[: SAID.index("}") - 2]
+    with serving(FakeEngine(tokens=tuple(tokens))) as served:
+        client = served.client()
+        choice = client.chat.completions.create(**CHAT, tools=[TOOL]).choices[0]
+        *_, last = client.chat.completions.create(**CHAT, tools=[TOOL], stream=True)
+    assert choice.finish_reason == last.choices[0].finish_reason == ("tool_calls" if whole else "stop")
+    assert choice.message.tool_calls[0].function.name == "weather"
+
+
 def test_several_choices_call_each_for_itself() -> None:
     with serving(FakeEngine(tokens=tuple(SAID))) as served:
         answer = served.client().chat.completions.create(**CHAT, tools=[TOOL], n=2)
@@ -105,6 +117,24 @@ def test_the_answer_of_a_tool_comes_back(caught: Caught) -> None:
     assert messages[1:] == (
         core.Message("assistant", "", (core.ToolCall(call.id, "weather", ARGUMENTS),)),
         core.Message("tool", "rain", (), call.id),
+    )
+
+
+def test_what_the_client_parsed_comes_back(caught: Caught) -> None:
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True, "parameters": {
+        **PARAMETERS, "additionalProperties": False}}}  # fmt: skip
+    with serving(FakeEngine(tokens=('{"name": "weather", "arguments": {"city": "Ghent"}}',))) as served:
+        said = served.client().chat.completions.parse(**CHAT, tools=[strict]).choices[0].message
+    call = said.tool_calls[0]
+    assert call.function.parsed_arguments == {"city": "Ghent"}
+    told = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    answer = caught.served.client().chat.completions.create(
+        model="fake", messages=[*MESSAGES, said, told], tools=[strict]
+    )
+    named = "messages[].tool_calls[].function.parsed_arguments"
+    assert any(notice.endswith(named) for notice in answer.rag["notices"])
+    assert caught.engine.requests[-1].messages[1].tool_calls == (
+        core.ToolCall(call.id, "weather", call.function.arguments),
     )
 
 

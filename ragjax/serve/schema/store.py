@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -90,9 +91,13 @@ class BatchBody(Body):
             AttachmentBody(file_id=file, attributes=self.attributes, chunking_strategy=self.chunking_strategy)
             for file in self.file_ids or ()
         ]
-        if len({one.file_id for one in given}) < len(given):
-            raise core.RequestError("a file is given twice", param="file_ids", code="invalid_value")
-        return [one.to_core(store) for one in given]
+        return _to_core(given, store)
+
+
+def _to_core(given: Sequence[AttachmentBody], store: str) -> list[core.Attachment]:
+    if len({one.file_id for one in given}) < len(given):
+        raise core.RequestError("a file is given twice", param="file_ids", code="invalid_value")
+    return [one.to_core(store) for one in given]
 
 
 class NoteBody(Body):
@@ -110,6 +115,15 @@ class StoreBody(Body):
     expires_after: Expiry | None = None
     chunking_strategy: Chunking | None = None
     metadata: Metadata | None = None
+
+    def to_core(self, store: str) -> list[core.Attachment]:
+        """The files for the engine.
+
+        Raises:
+            core.RequestError: for one that is given twice.
+        """
+        sizes = self.chunking_strategy
+        return _to_core([AttachmentBody(file_id=file, chunking_strategy=sizes) for file in self.file_ids or ()], store)
 
 
 class StoreChange(Body):

@@ -172,7 +172,10 @@ class KnowledgeCache:
 
     def listing(self, tenant: str, most: int) -> tuple[Listing, list[Left]]:
         """A tenant's nodes, `most` of them at most, and what of its KV left lately; in bounded time."""
-        return listing(self.tree.root, tenant, most), self._hierarchy.departures.of(tenant)
+        found = listing(self.tree.root, tenant, most)
+        for held in found.held:
+            self._hierarchy.on_disk(held.node)  # it may have left since
+        return found, self._hierarchy.departures.of(tenant)
 
     @property
     def used(self) -> dict[str, float]:

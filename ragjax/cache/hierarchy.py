@@ -12,8 +12,10 @@ matches on it are broken.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ragjax.cache.inventory import Departures
 from ragjax.cache.keys import context_of
@@ -65,8 +67,9 @@ class Hierarchy:
         self.ledger = HostLedger(storage.transfer if storage is not None else None)
         self.loads = Loads()
         self.departures = Departures()
-        self._hot: list[Node] = []
-        self._new: list[Node] = []
+        self._hot: dict[Node, None] = {}  # in order
+        self._new: dict[Node, None] = {}
+        self._writing: Counter[bytes] = Counter()  # keys of entries on their way to disk
         self._unflushed: list[Node] | None = None
         self._dead: dict[Node, None] = {}
 
@@ -107,7 +110,7 @@ class Hierarchy:
             self._metrics.evicted_tokens += len(node)
             self._drop(node)
         while (node := self.host.pop()) is not None:
-            self._unhost(node)
+            self._unhost(node, last=node.run is None)
             if node.run is None:
                 self._drop(node)
             else:
@@ -119,7 +122,7 @@ class Hierarchy:
         kept = node.host is not None or self._keep(node)
         self._metrics.evicted_tokens += len(node)
         if not kept:
-            self._shelve(node)
+            self._shelve(node, last=True)
         self.departures.add(node, Tier.DEVICE)
         if not kept:
             self._drop(node)
@@ -127,6 +130,19 @@ class Hierarchy:
         self._demote(node)  # only now: making room in host memory may have queued it again
         self.consider(node)
         self._consider_parent(node)
+
+    def put_back(self, nodes: Sequence[Node]) -> bool:
+        """Take nodes off the device that are to come no more, parents first; False if one is in use or only there."""
+        own = set(nodes)
+        if any(node.dead or node.host is None or node.pins for node in nodes):
+            return False
+        if any(child.run is not None and child not in own for node in nodes for child in node.children()):
+            return False
+        for node in reversed(nodes):
+            self._demote(node)
+            self.consider(node)
+        self._consider_parent(nodes[0])
+        return True
 
     def _demote(self, node: Node) -> None:
         """The node's pages are given back; it is not queued for them any more."""
@@ -149,13 +165,36 @@ class Hierarchy:
         self.host.discard(node.parent)
         return True
 
-    def _shelve(self, node: Node) -> None:
-        """Order a node to be put on disk, if it deserves it and is not there."""
+    def on_disk(self, node: Node) -> bool:
+        """Whether the node's KV is on disk, or on its way there: what was put there may have left since.
+
+        With a shared tier its word is taken for it: what left the disk is there, and a question would take time.
+        """
         storage = self.storage
-        if storage is None or storage.disk_index is None or node.shelved or not self._policy.admit(node, Tier.DISK):
+        if storage is None or storage.disk_index is None or not node.shelved:
+            return False
+        if storage.inquiry is None and node.key not in self._writing:
+            node.shelved = storage.disk_index.find(node.key) is not None
+        return node.shelved
+
+    def written(self, key: bytes, error: str | None) -> None:
+        """An entry is on disk, or could not be put there."""
+        self._writing[key] -= 1
+        if not self._writing[key]:
+            del self._writing[key]
+        node = self.tree.find(key)
+        if error is not None and node is not None:
+            node.shelved = False
+
+    def _shelve(self, node: Node, last: bool = False) -> None:
+        """Order a node to be put on disk, if it deserves it and is not there. last: it leaves memory."""
+        storage = self.storage
+        if storage is None or storage.disk_index is None or self.on_disk(node):
+            return
+        if not self._policy.admit(node, Tier.DISK):
             return
         if storage.transfer.backlog > BACKLOG:
-            self._metrics.unwritten_tokens += len(node)
+            self._metrics.unwritten_tokens += len(node) if last else 0
             return
         if node.host is not None:
             self._write(node, node.host)
@@ -174,25 +213,33 @@ class Hierarchy:
         lossy = node.lossy or self.storage.transfer.lossy
         record = Record(node.key, place, node.raw, node.provenance, node.method, node.local_start, lossy, node.meta)
         self.ledger.write(record, copy)
+        self._writing[node.key] += 1
         node.shelved = True
 
     def _drop(self, node: Node) -> None:
         """Take an unpinned node and all below it out of the tree; what host memory has of it may go to disk first."""
         below = list(node.subtree())
         for step in reversed(below):
-            self._unhost(step)
+            self._unhost(step, last=True)
             if step.run is not None:
                 self._demote(step)
-            self._policy.on_forget(step)
+            self._forget(step)
         parent = self.tree.detach(node)
         if not self._compress(parent):
             self.consider(parent)
 
     def remove(self, node: Node) -> None:
         """Take an unpinned leaf out of the tree, unkept."""
-        node.shelved = True  # what is not worth its place in memory is not worth one on disk
+        if node.host is not None:  # what is not worth its place in memory is not worth one on disk
+            self._lose_copy(node, node.host)
         self._drop(node)
         self.ledger.dispatch()
+
+    def _forget(self, node: Node) -> None:
+        """The node is out of the tree: nothing is planned for it any more."""
+        self._policy.on_forget(node)
+        self._hot.pop(node, None)
+        self._new.pop(node, None)
 
     # ----------------------------------------------------------------------------------- leaving host memory
 
@@ -214,7 +261,7 @@ class Hierarchy:
     def _evict_host(self, node: Node | None) -> bool:
         if node is None:
             return False
-        self._unhost(node)
+        self._unhost(node, last=node.run is None)
         self.departures.add(node, Tier.HOST)
         if node.run is None:
             self._drop(node)
@@ -222,12 +269,12 @@ class Hierarchy:
             self._consider_parent(node)
         return True
 
-    def _unhost(self, node: Node) -> None:
-        """The node leaves host memory, to disk if there is one that does not have it."""
+    def _unhost(self, node: Node, last: bool) -> None:
+        """The node leaves host memory, to disk if there is one that does not have it. last: it leaves memory."""
         copy = node.host
         if copy is None:
             return
-        self._shelve(node)
+        self._shelve(node, last)
         self._lose_copy(node, copy)
 
     def _lose_copy(self, node: Node, copy: Copy) -> None:
@@ -252,7 +299,7 @@ class Hierarchy:
             self.loads.split(upper, node)
         self._policy.on_split(upper, node, before)
         if upper.hits >= REPLICATE and self.storage is not None:
-            self._hot.append(upper)
+            self._hot[upper] = None
         return upper
 
     def _compress(self, node: Node) -> bool:
@@ -264,6 +311,8 @@ class Hierarchy:
         if not self.tree.merge(child):
             return False
         self._policy.on_merge(node, child, key)
+        self._hot.pop(node, None)
+        self._new.pop(node, None)
         self.host.discard(node)
         if child.host is not None:
             self.ledger.leave(child.host)
@@ -298,7 +347,7 @@ class Hierarchy:
             if step.host is not None:
                 self._lose_copy(step, step.host)
             self._dead[step] = None
-            self._policy.on_forget(step)
+            self._forget(step)
             if not step.pins:
                 self._free(step)
         self.loads.break_dead(error)
@@ -328,23 +377,26 @@ class Hierarchy:
         """A request matched the node; hot ones are noted for replication."""
         node.hits += 1
         if node.hits == REPLICATE and self.storage is not None:
-            self._hot.append(node)
+            self._hot[node] = None
 
     def admitted(self, nodes: Sequence[Node]) -> None:
         """Nodes are new; a shared tier is to have them soon, since others may be asked for the same."""
         if self.storage is not None and self.storage.inquiry is not None:
-            self._new += nodes
+            self._new.update(dict.fromkeys(nodes))
 
     def replicate(self, limit: int = 64) -> bool:
         """Copy hot nodes to host memory, and disk, while there is time (RAGCache, section 6); whether any was.
 
-        With a shared tier, new nodes go to disk too.
+        With a shared tier, new nodes go to disk too. While too much waits to be written, all of them wait.
         """
-        hot, self._hot = self._hot[:limit], self._hot[limit:]
-        new, self._new = self._new[:limit], self._new[limit:]
+        if self.storage is None or self.storage.transfer.backlog > BACKLOG:
+            return False
+        hot, new = list(islice(self._hot, limit)), list(islice(self._new, limit))
         for node in hot:
+            self._hot.pop(node, None)  # making room for another may have dropped it
             self._replicate(node)
         for node in new:
+            self._new.pop(node, None)
             if not node.dead and not node.loading and (node.run is not None or node.host is not None):
                 self._shelve(node)
         self.ledger.dispatch()
@@ -373,7 +425,7 @@ class Hierarchy:
         left = limit
         while self._unflushed and left:
             node = self._unflushed.pop()
-            if node.dead or node.shelved or node.loading:
+            if node.dead or node.loading or self.on_disk(node):
                 continue
             left -= 1
             self._shelve(node)

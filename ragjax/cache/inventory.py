@@ -55,7 +55,8 @@ class Departures:
 
     def add(self, node: Node, tier: Tier) -> None:
         """A node has left a tier; where it is now says who kept it."""
-        kept = Tier.HOST if node.host is not None and tier is Tier.DEVICE else Tier.DISK if node.shelved else None
+        memory = (Tier.HOST, node.host) if tier is Tier.DEVICE else (Tier.DEVICE, node.run)
+        kept = memory[0] if memory[1] is not None else Tier.DISK if node.shelved else None
         self._left.appendleft(Left(time.monotonic(), node.tenant, head(node), len(node), tier, kept))
 
     def of(self, tenant: str) -> list[Left]:

@@ -89,22 +89,23 @@ class Loader:
                 self._loaded(done.job.number, done.error, done.seconds)
             elif done.error is not None and isinstance(done.job, Save):
                 self._hierarchy.lose_entry(done.job.entry)
-            elif done.error is not None and isinstance(done.job, Write):
-                node = self._tree.find(done.job.record.key)
-                if node is not None:
-                    node.shelved = False
+            elif isinstance(done.job, Write):
+                self._hierarchy.written(done.job.record.key, done.error)
         self._loads.note(self._storage.transfer.arrived())
         self._hierarchy.ledger.dispatch()
         return bool(finished)
 
     def give_up(self) -> bool:
-        """End the loads that nobody waits for any more, for their pages' sake; whether there were any."""
-        idle = self._loads.idle()
+        """End the loads that nobody waits for any more, for their pages' sake; whether there were any.
+
+        What came from host memory is still there.
+        """
+        idle = sorted(self._loads.idle(), reverse=True)  # those behind others first
         for number in idle:
             if number in self._loads.under_way:  # the end of one may have been that of another
                 assert self._storage is not None
                 self._storage.transfer.give_up(number)
-                self._loaded(number, "nobody waits for it any more")
+                self._loaded(number, "nobody waits for it any more", given_up=True)
         self._hierarchy.ledger.dispatch()
         return bool(idle)
 
@@ -116,7 +117,7 @@ class Loader:
         self._metrics.failures[kind] += done.error is not None
         self._metrics.loss_max = max(self._metrics.loss_max, done.loss)
 
-    def _loaded(self, number: int, error: str | None, seconds: float = 0.0) -> None:
+    def _loaded(self, number: int, error: str | None, seconds: float = 0.0, given_up: bool = False) -> None:
         loading = self._loads.end(number, seconds if error is None else None)
         deepest = loading.nodes[-1]
         for node in loading.nodes:
@@ -125,9 +126,12 @@ class Loader:
             match.waits.pop(number, None)
             if error is not None:
                 match.broken = error
-        if error is not None and not loading.nodes[0].dead:
+        intact = given_up and loading.tier is Tier.HOST
+        if error is not None and not intact and not loading.nodes[0].dead:
             self._hierarchy.invalidate(loading.nodes[0], error)
         self._hierarchy.let_go(deepest)
+        if error is not None and intact and not loading.nodes[0].dead and not self._hierarchy.put_back(loading.nodes):
+            self._hierarchy.invalidate(loading.nodes[0], error)
         if not deepest.dead:
             for node in loading.nodes[:-1]:
                 self._hierarchy.consider(node)

@@ -41,7 +41,7 @@ class Node:
     behind: digest of neighbours that the KV was computed behind, besides the path (b"": none). meta: a strategy's own.
     run: where the KV lies on the device; host: where in host memory; a root has neither.
     lossy: whether its bytes, or those it was computed on, lost precision at rest.
-    shelved: whether it is known to be on disk.
+    shelved: whether it was put on disk, from where it may have left since (`Hierarchy.on_disk`).
     edges: children by their edge, None if there are none. on_device, on_host: how many children are there.
     pins: matches and loads on this node or below it. loading: number of the load that brings it (0: it is here).
     hits: requests that matched it. note: what the replacement policy remembers of it.

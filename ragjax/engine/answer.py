@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from ragjax.core import Answer, Divergence, Plan, SegmentReport, Timings
+from ragjax.core import Answer, Divergence, Plan, Timings
 from ragjax.quality.contract import Contract
 from ragjax.reuse.budget import EXPECTED, RATIO
 from ragjax.schedule.state import RequestState
@@ -14,29 +14,22 @@ AS_FITTED = "the KV of preprocessed chunks at full precision, and not all of it"
 """What quality was measured with, and what a prompt lacks of it."""
 
 
-def reports_of(state: RequestState) -> tuple[SegmentReport, ...]:
-    """The account of every segment of the prompt as it was asked."""
-    assert state.plan is not None
-    added = len(state.reader.prompt.segments) - len(state.prompt.segments)  # what it said before a restart
-    return state.plan.reports[: len(state.plan.reports) - added]
-
-
 def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str]) -> Answer:
     """The answer of a request whose generation has ended.
 
     fallbacks: why attention did not run by the preferred backends.
     """
-    plan, generation, reports = state.plan, state.generation, reports_of(state)
+    plan, generation = state.plan, state.generation
     assert plan is not None and generation is not None and generation.finish_reason is not None
     return Answer(
         text=generation.text,
         finish_reason=generation.finish_reason,
         tokens=tuple(generation.tokens),
         prompt_tokens=len(state.prompt),
-        cached_tokens=sum(report.reused for report in reports),
+        cached_tokens=sum(report.reused for report in state.reports),
         strategy=state.strategy.name,
         exact_to=state.exact_to,
-        segments=reports,
+        segments=state.reports,
         timings=_timings(state),
         logprobs=tuple(generation.logprobs),
         logits=state.logits if state.request.want_logits else None,
@@ -73,9 +66,12 @@ def _missed(state: RequestState, plan: Plan) -> tuple[str, ...]:
 
 
 def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[str, ...]:
-    """What an answer has to say if its setting was measured with KV that its chunks should have, and do not."""
+    """What an answer has to say if its setting was measured with other KV than was found."""
     if not _by_setting(state, contract) or not contract.budgeted or state.exact_to == "full":
         return ()
+    if state.lossy:
+        rounded = "some that was found lost precision at rest (--at-rest raw keeps it)"
+        return (f"the quality budget was measured with KV at full precision, and {rounded}",)
     if plan.fused or not contract.takes_preprocessed(state.setting):
         return ()
     return (f"the quality budget was measured with {AS_FITTED} was found (python -m ragjax.preprocess computes it)",)
@@ -84,10 +80,10 @@ def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[st
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
     """Divergence to expect; none but 0 of a request with a budget, whose figures have what is forecast.
 
-    Of recognised passages nothing was measured.
+    Of recognised passages, and of KV that lost precision at rest, nothing was measured.
     """
     exact = state.exact_to == "full"
-    if (RATIO in plan.figures or state.prompt.recognised) and not exact:
+    if (RATIO in plan.figures or state.prompt.recognised or state.lossy) and not exact:
         return None
     return contract.predicted(state.setting, exact, state.chunks, state.prompt.preprocessed and plan.fused)
 
@@ -104,8 +100,8 @@ def _timings(state: RequestState) -> Timings:
         retrieve=times.retrieve_ms,
         search_exposed=times.retrieve_ms,
         load=times.load_ms,
-        prefill=(times.first_token - times.admitted) * 1e3 - times.load_ms,
-        ttft=(times.first_token - times.arrival) * 1e3,
+        prefill=times.prefill_ms,
+        ttft=times.ttft_ms,
         total=(time.perf_counter() - times.arrival) * 1e3,
     )
 

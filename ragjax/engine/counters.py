@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ragjax.core import SegmentReport
 from ragjax.reuse.budget import EXPECTED, RATIO
 from ragjax.schedule.state import RequestState
 
@@ -42,10 +40,11 @@ class Counters:
     lookup_tokens: Counter[str] = field(default_factory=Counter)
     budgets: Counter[str] = field(default_factory=Counter)
 
-    def add(self, state: RequestState, reports: Sequence[SegmentReport]) -> None:
+    def add(self, state: RequestState) -> None:
         """Count a request that was answered; those in the background are left out."""
         if state.background:
             return
+        reports = state.reports
         self.requests[state.strategy.name] += 1
         self.prompt_tokens += len(state.prompt)
         self.reused_tokens += sum(report.reused for report in reports)

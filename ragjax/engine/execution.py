@@ -293,8 +293,9 @@ class Execution:
     def _note_first_token(self, state: RequestState) -> None:
         times = state.times
         times.first_token = time.perf_counter()
-        ttft_ms = (times.first_token - times.arrival) * 1e3
-        self._counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
+        if not state.background:  # such a one waits for all others
+            ttft_ms = (times.first_token - times.arrival) * 1e3
+            self._counters.overhead_ms_last = ttft_ms - times.retrieve_ms - times.compute_ms
 
 
 def _last_logits(state: RequestState) -> NDArray[np.float32]:

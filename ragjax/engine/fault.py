@@ -37,6 +37,7 @@ class Faults:
         self.steps = 0
         self.timeouts: Counter[str] = Counter()
         self._timeout = timeout
+        self._waited_s = 0.0
         self._restart = restart
         self._fail = fail
 
@@ -53,6 +54,17 @@ class Faults:
             else:
                 state.suspect = True
                 self._restart(state, "a step failed; the request was computed again")
+
+    def excuse(self, states: Callable[[], Iterable[RequestState]], waited_s: float) -> None:
+        """Time in which programs were compiled is nobody's lack of progress.
+
+        waited_s: seconds of it since the start.
+        """
+        lost, self._waited_s = waited_s - self._waited_s, waited_s
+        if not lost or not self._timeout:
+            return
+        for state in states():
+            state.times.progress += lost
 
     def check(self, states: Callable[[], Iterable[RequestState]], now: float) -> None:
         """Look for requests without progress: none of their rows was computed, or they wait to be started."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.core import Answer, ClosedError, Event, RequestError, StepLimits
-from ragjax.engine.answer import reports_of
 from ragjax.engine.counters import Counters
 from ragjax.engine.depkv import DepKV
 from ragjax.engine.execution import Execution
@@ -204,6 +203,7 @@ class Loop:
             self._check_open()
             if not state.ended:
                 self._queue.add(state)
+            state.times.confirmed = time.perf_counter()
             self._inbox.put(lambda: self._guesses.confirm(state))
 
     def note_unlikely(self) -> None:
@@ -304,12 +304,13 @@ class Loop:
     def _look_after(self) -> bool:
         """Whatever needs no result of the step that runs: cancel, look after loads, admit; whether KV was moved."""
         for state in [state for state in self.states() if state.cancelled]:
-            self.counters.cancelled += not state.speculative  # nobody had asked for it yet
+            self.counters.cancelled += not (state.speculative or state.background)  # no client asked for it
             self._end(state, None)
         moved = self._cache.poll()
         if moved:
             self._admission.blocked = False
         self._loads.check(self._scheduler.running)
+        self.faults.excuse(self.states, self._runner.waited_s)
         self.faults.check(self.states, time.perf_counter())
         if self._loads.check_stall(bool(self._scheduler.running), bool(self.states())):
             self._admission.blocked = False
@@ -350,6 +351,7 @@ class Loop:
             _log.exception("not everything was put on disk")
 
     def _arrive(self, state: RequestState) -> None:
+        state.times.progress = time.perf_counter()  # its search, which another thread does, is no waiting here
         try:
             self._admission.add(state)
         except Exception as error:
@@ -410,7 +412,7 @@ class Loop:
             self._arrive(again)
 
     def _count(self, state: RequestState) -> None:
-        self.counters.add(state, reports_of(state))
+        self.counters.add(state)
         if self._recorder is not None and not state.background:
             self._recorder.add(
                 state.times.arrival, state.request.tenant, state.strategy.name, state.prompt, len(state.generated)
@@ -418,7 +420,7 @@ class Loop:
 
     def _fail(self, state: RequestState, error: Exception) -> None:
         if not isinstance(error, RequestError):  # such a one is the client's
-            self.counters.errors += 1
+            self.counters.errors += not (state.speculative or state.background)
             _log.error("request failed", exc_info=error)
         self._end(state, error)
 

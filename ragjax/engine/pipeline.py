@@ -184,13 +184,12 @@ class Pipeline:
         assert self._state is not None
         searched = (self._ended - self._began) * 1e3
         begun = (self._state.times.admitted - self._began) * 1e3
-        confirmed = (self._ended - self._arrival) * 1e3
         timings = replace(
             answer.timings,
             retrieve=searched,
             search_exposed=min(begun, searched),
-            ttft=max(answer.timings.ttft, confirmed),
-            total=max(answer.timings.total, confirmed),
+            ttft=self._state.times.ttft_ms,
+            total=max(answer.timings.total, self._state.times.ttft_ms),
         )
         return replace(answer, timings=timings)
 

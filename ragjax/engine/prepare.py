@@ -36,6 +36,7 @@ from ragjax.reuse.budget import UNFITTED, Fitted
 from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.reuse.full import Full
 from ragjax.reuse.packet import NAME as PACKET
+from ragjax.reuse.prefix import Prefix
 from ragjax.schedule.generation import Generation
 from ragjax.schedule.grammar import Constraint, Grammars
 from ragjax.schedule.lookup import Lookup
@@ -313,10 +314,14 @@ class Preparation:
         Raises:
             RequestError: if none can serve it as asked.
         """
-        if rag.kl is None or self.contract.faulted:
-            return *self._resolve(rag, prompt.preprocessed), None
-        strategy, notice = self._within(rag, prompt)
-        return strategy, None, notice
+        if rag.kl is not None and not self.contract.faulted:
+            strategy, notice = self._within(rag, prompt)
+            return strategy, None, notice
+        strategy, ratio = self._resolve(rag, prompt.preprocessed)
+        exceeded = None if rag.strategy is not None or strategy.exact else self.contract.exceeded(_chunks(prompt))
+        if exceeded is None:
+            return strategy, ratio, None
+        return Prefix(), None, f"{exceeded}: the request ran prefix, which is exact"
 
     def _within(self, rag: Rag, prompt: Prompt) -> tuple[Strategy, str | None]:
         """What serves a request with a budget, and what its answer has to say of that.
@@ -328,7 +333,7 @@ class Preparation:
         fitted = self.strategies.get(FITTED)
         if not isinstance(fitted, Fitted):
             raise RequestError(f"quality needs {UNFITTED}", param="rag.quality", code="invalid_value")
-        chunks = sum(segment.kind is Kind.CHUNK for segment in prompt.segments)
+        chunks = _chunks(prompt)
         within = fitted.within(rag.kl)
         if chunks > fitted.top_k:
             return Full(), f"quality was measured with up to {fitted.top_k} chunks, and here are {chunks}: {FULLY}"
@@ -409,6 +414,10 @@ class Preparation:
                 "than attention can read at a time. Give or retrieve fewer passages, or lower max_tokens",
                 param,
             )
+
+
+def _chunks(prompt: Prompt) -> int:
+    return sum(segment.kind is Kind.CHUNK for segment in prompt.segments)
 
 
 def _too_long(message: str, param: str) -> RequestError:

@@ -23,7 +23,8 @@ class Recent:
         """A request was answered."""
         if state.background:
             return
-        served = Served(0.0, answer.strategy, answer.prompt_tokens, answer.cached_tokens, answer.timings.ttft)
+        ttft = state.times.ttft_ms  # the answer may have been made before its documents were final
+        served = Served(0.0, answer.strategy, answer.prompt_tokens, answer.cached_tokens, ttft)
         self._entries.appendleft((time.monotonic(), state.request.tenant, served))
 
     def of(self, tenant: str) -> tuple[Served, ...]:

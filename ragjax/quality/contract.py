@@ -224,6 +224,12 @@ class Contract:
         notice = self._courses[preprocessed].notice
         return () if notice is None else (notice,)
 
+    def exceeded(self, chunks: int) -> str | None:
+        """Why the budget is not known to hold for a prompt of so many chunks; None if it is, or there is none."""
+        if self._budget is None or self._report is None or chunks <= self._report.top_k:
+            return None
+        return f"the quality budget was measured with up to {self._report.top_k} chunks, and here are {chunks}"
+
     def takes_preprocessed(self, setting: Setting) -> bool:
         """Whether its figures were measured with preprocessed chunks."""
         return setting.strategy in self._preprocessed

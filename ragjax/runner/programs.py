@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ class Programs:
         attention: backend of attention to try first.
 
     Attributes:
-        compiled: programs by name.
+        compiled: programs by name. waited_s: seconds that steps waited for programs compiled at their first use.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Programs:
         self._everywhere = NamedSharding(spec.mesh, P())
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
         self.compiled: dict[Name, Any] = {}
+        self.waited_s = 0.0
 
     def names(
         self, measures: Collection[Measure] = (), ends: Collection[int] = (), by_layer: bool = False
@@ -118,7 +120,9 @@ class Programs:
         """The program of this name."""
         if name not in self.compiled:
             log.info("compiling %s at its first use", " ".join(map(str, name)))
+            begin = time.perf_counter()
             self.compiled[name] = self._compile(*name)
+            self.waited_s += time.perf_counter() - begin
         return self.compiled[name]
 
     def padding(self, names: Collection[str], rows: int, entries: int) -> dict[str, NDArray[np.int32]]:

@@ -153,6 +153,11 @@ class Runner(PagePool):
         programs = Programs(config, spec, weights, jitted.eval_shape(), rotation, self.grid, attention)
         super().__init__(jitted, len(weights.stages), config.num_layers // reach, programs, rotation)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that steps waited for programs that were compiled at their first use."""
+        return self._programs.waited_s
+
     def compile(
         self,
         measures: Collection[Measure] = (),

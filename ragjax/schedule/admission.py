@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -74,6 +75,7 @@ class Admission:
         self._max_running = max_running
         self._prefetch = Prefetch(cache, self._preview)
         self._presence = None if cache.inquiry is None else Presence(cache.inquiry, self._prefetch.again)
+        self._tried: set[str] = set()  # requests that were matched, counted, and found no room
         self._foreseen = (0, 0)  # changes of queue and tree at the last look ahead
 
     @property
@@ -109,6 +111,7 @@ class Admission:
 
     def remove(self, state: RequestState) -> None:
         """Let a request wait no longer; nothing happens if it does not."""
+        self._tried.discard(state.id)
         if state in self.background:
             self.background.remove(state)
         entry = self._entries.pop(state, None)
@@ -188,11 +191,17 @@ class Admission:
         return bool(len(self._queue) or self._scheduler.in_front)
 
     def _try(self, state: RequestState) -> tuple[bool, Exception | None]:
+        """Whether it started, or why it never will. A request counts as one look-up, however often it is tried."""
+        tried = state.id in self._tried
         try:
-            return self._start(state), None
+            with self._cache.looking_ahead(self._cache.pool.capacity) if tried else nullcontext():
+                started = self._start(state)
         except Exception as error:
+            self._tried.discard(state.id)
             state.stop()
             return False, error
+        (self._tried.discard if started else self._tried.add)(state.id)
+        return started, None
 
     def _start(self, state: RequestState) -> bool:
         """Match and reserve for a request; False if it has to wait for others to end.

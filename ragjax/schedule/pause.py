@@ -8,6 +8,7 @@ order; its preempted requests are computed again, or swapped out as here: Kwon e
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from ragjax.cache.cache import KnowledgeCache
@@ -17,6 +18,8 @@ from ragjax.schedule.admission import Admission
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 from ragjax.schedule.suspension import Copier
+
+_log = logging.getLogger(__name__)
 
 RECOMPUTED = "its KV made room for older requests and was computed again"
 """Notice of a request that was stopped while the copies of paused requests had no room."""
@@ -89,18 +92,36 @@ class Pauses:
         elif self.pages >= self._cache.pool.capacity:
             self._stop(state, RECOMPUTED)
         else:
+            self._pause(state)
+
+    def _pause(self, state: RequestState) -> None:
+        try:
             suspension.pause(state, self._copier)
-            self._scheduler.remove(state)
-            self.waiting = sorted([*self.waiting, state], key=age)
-            self.paused += 1
+        except Exception as error:
+            self._not_copied(error)
+            self._stop(state, RECOMPUTED)
+            return
+        self._scheduler.remove(state)
+        self.waiting = sorted([*self.waiting, state], key=age)
+        self.paused += 1
+
+    def _not_copied(self, error: Exception) -> None:
+        """A request's KV could not be copied, for want of memory as a rule: it is nobody else's affair."""
+        if self._copier.lost:
+            raise error
+        _log.error("the KV of a request was not copied, and is computed again", exc_info=error)
 
     def _stop(self, state: RequestState, notice: str) -> None:
+        self._start_again(state, notice)
+        if not state.background:
+            self._admission.blocked = True  # until somebody ends: it would be stopped again
+
+    def _start_again(self, state: RequestState, notice: str) -> None:
         self._scheduler.remove(state)
         state.restart("")
         if notice and notice not in state.notices:
             state.notices.append(notice)
         self._admission.put_back(state)
-        self._admission.blocked = True  # until somebody ends: it would be stopped again
 
     # ------------------------------------------------------------------------------------------ resume
 
@@ -117,6 +138,11 @@ class Pauses:
                     return
                 yield state, self._refusal(state)
                 self.remove(state)
+                continue
+            except Exception as error:
+                self._not_copied(error)
+                self.remove(state)
+                self._start_again(state, RECOMPUTED)
                 continue
             self.waiting.remove(state)
             self._scheduler.add(state)

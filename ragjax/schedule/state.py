@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from ragjax.core import (
     Prompt,
     Request,
     Results,
+    SegmentReport,
     Tokens,
 )
 from ragjax.quality.contract import STEPS
@@ -58,17 +60,23 @@ class Paused:
 class Times:
     """When things happened to a request, `time.perf_counter()` seconds (0: not yet), and milliseconds by kind.
 
+    admitted: when it was started first. stopped: when it last gave back what it held, to be started again.
     progress: when rows of it were last computed, or it came. pauses: how often it gave its pages to others.
-    waits_since: when it began to wait for a load of KV; None while it does not.
+    waits_since: when it began to wait for a load of KV; None while it does not. confirmed: when its documents were
+    final, if it began before. again_ms: between being stopped and being started again. load_ms includes what it waited
+    in vain.
     """
 
     arrival: float = 0.0
     admitted: float = 0.0
+    stopped: float = 0.0
+    confirmed: float = 0.0
     first_token: float = 0.0
     progress: float = 0.0
     pauses: int = 0
     waits_since: float | None = None
     retrieve_ms: float = 0.0
+    again_ms: float = 0.0
     load_ms: float = 0.0
     compute_ms: float = 0.0
 
@@ -78,8 +86,9 @@ class Times:
     def start(self, began: float, ready: float | None) -> None:
         """Admission began to match its KV; `ready`: when all of it was on the device, if it is."""
         self.waits_since = began
-        if not self.first_token:
-            self.admitted = began
+        self.admitted = self.admitted or began
+        if self.stopped and not self.first_token:
+            self.again_ms += (began - self.stopped) * 1e3
         if ready is not None:
             self.stop_waiting(ready)
 
@@ -88,6 +97,21 @@ class Times:
         if self.waits_since is not None and not self.first_token:
             self.load_ms += (now - self.waits_since) * 1e3
         self.waits_since = None
+
+    def stop(self, now: float) -> None:
+        """It gave back what it held, to be started again."""
+        self.stop_waiting(now)
+        self.stopped = now
+
+    @property
+    def prefill_ms(self) -> float:
+        """From its first start to its first token, without loads and without waiting to be started again."""
+        return (self.first_token - self.admitted) * 1e3 - self.again_ms - self.load_ms
+
+    @property
+    def ttft_ms(self) -> float:
+        """From its arrival to its first token; its client had none before its documents were final."""
+        return (max(self.first_token, self.confirmed) - self.arrival) * 1e3
 
 
 @dataclass(eq=False)
@@ -100,7 +124,9 @@ class RequestState:
 
     What came of it: logits (of the prompt's last token, float32 [V]), scores (logits that predict each token of the
     request's continuation, float32 [n, V]), shadowed (logits [V] of its first steps, if it is to be replayed), notices,
-    facts (relation paths of the prompt).
+    facts (relation paths of the prompt), reports (the account of every segment of the prompt as it was asked, by the
+    first start that computed all of it: later ones find what that one kept), lossy (whether KV that it found lost
+    precision at rest).
 
     What it holds while it runs: allocation, known (logits of the prompt's last token, [V], if the prefill told them
     early), first (the token chosen by them), plan (once the prompt is computed), rows or move (what waits for a step),
@@ -130,6 +156,8 @@ class RequestState:
     shadowed: list[NDArray[np.float32]] | None = None
     notices: list[str] = field(default_factory=list)
     facts: tuple[FactReport, ...] = ()
+    reports: tuple[SegmentReport, ...] = ()
+    lossy: bool = False
 
     cancelled: bool = False
     speculative: bool = False
@@ -315,6 +343,7 @@ class RequestState:
         prompt = self.whole_prompt
         self.allocation, self._reader = allocation, PassReader(prompt, allocation, self.strategy.name)
         self.plan, self.first, self.decoded, self.tail_N = None, None, [], None
+        self.lossy = self.lossy and len(self.generated) > 0  # of what went out already it stays true
         self._prefill = self.strategy.prefill(prompt, allocation, self.ratio)
         if self.compresses and self.compression is not None:
             self._prefill = compressed(self._prefill, prompt, allocation, self.compression)
@@ -357,6 +386,7 @@ class RequestState:
     def _go_on(self, results: Results | None) -> None:
         """Hand the prefill what it waits for (None: it begins), and take what it asks for next, or the plan."""
         assert self._prefill is not None
+        self._note_loss()  # before the prefill may give back what it found
         try:
             asked = next(self._prefill) if results is None else self._prefill.send(results)
             while isinstance(asked, Known):
@@ -364,8 +394,18 @@ class RequestState:
         except StopIteration as stop:
             self.plan = stop.value
             self.rows = self.move = self._before = None
+            self._note_loss()
+            self._note_account(stop.value)
             return
         self._take(asked)
+
+    def _note_loss(self) -> None:
+        self.lossy = self.lossy or self.reader.allocation.lossy
+
+    def _note_account(self, plan: Plan) -> None:
+        if not self.reports:
+            said = len(self.reader.prompt.segments) - len(self.prompt.segments)  # before it was started again
+            self.reports = plan.reports[: len(plan.reports) - said]
 
     def _take(self, asked: Pass | Move | Compaction) -> None:
         if isinstance(asked, Move):
@@ -402,9 +442,10 @@ class RequestState:
         notice: why; empty if it only makes room for others, which may happen any number of times.
         """
         self.stop()
+        self.times.stop(time.perf_counter())
         if (self.plan is not None or self.first is not None) and len(self.generated):
             self._exact_before.add(None if self.plan is None else self.plan.exact_to)
-        self.plan = self.first = self.times.waits_since = None
+        self.plan = self.first = None
         if notice:
             self.restarts += 1
             self.notices.append(notice)

@@ -15,7 +15,13 @@ from ragjax.schedule.state import Paused, RequestState
 
 
 class Copier(Protocol):
-    """Whoever owns the pool's arrays: it copies pages, int32 [P], to host memory, and puts copies into pages."""
+    """Whoever owns the pool's arrays: it copies pages, int32 [P], to host memory, and puts copies into pages.
+
+    lost: whether the arrays are gone.
+    """
+
+    @property
+    def lost(self) -> bool: ...  # noqa: D102
 
     def download(self, pages: NDArray[np.int32]) -> object: ...  # noqa: D102
 

@@ -244,15 +244,18 @@ class _Endpoints:
         return JSONResponse(await while_connected(whole(form, events), request.receive))
 
     async def _events(self, request: core.Request, arrived: float) -> AsyncGenerator[core.Event, None]:
-        """The engine's events, their times observed; nothing is submitted before the first is asked for."""
-        strategy = self._engine.strategy_of(request.rag)
-        last: float | None = None
+        """The engine's events, their times observed; nothing is submitted before the first is asked for.
+
+        Which strategy ran is known once there is an answer: a request without one is left out of the first texts.
+        """
+        first = last = None
         async with aclosing(self._engine.submit(request)) as events:
             async for event in events:
                 now = time.perf_counter()
-                if last is None:
-                    self._metrics.ttft_seconds.labels(strategy).observe(now - arrived)
-                elif isinstance(event, core.Delta):
+                first = first or now
+                if isinstance(event, core.Answer):
+                    self._metrics.ttft_seconds.labels(event.strategy).observe(first - arrived)
+                elif last is not None:
                     self._metrics.inter_token_seconds.observe(now - last)
                 last = now
                 yield event

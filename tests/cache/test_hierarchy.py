@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from ragjax.cache.cache import neighbours_digest
+from ragjax.cache.hierarchy import BACKLOG
 from ragjax.cache.match import Match
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.lacr import LACR
@@ -483,6 +484,24 @@ def test_pages_of_a_failed_load_are_given_back_when_nobody_needs_them():
     bench.audit()
 
 
+def test_what_host_memory_has_stays_there_when_its_load_is_given_up():
+    bench = tiers(lag=True)
+    bench.put([*A, *B], cuts=(4,))
+    bench.squeeze()
+    bench.settle()
+    bench.cache.match_prefix(tokens(*A)).release()
+    bench.cache.match_prefix(tokens(*A, *B)).release()  # another load, behind the first one
+    assert bench.cache.loading == 2 and bench.cache.give_up()
+    assert bench.cache.loading == 0 and bench.pool.free_pages == bench.pool.capacity
+    assert [where(bench, ids) for ids in (A, [*A, *B])] == ["H", "H"]
+    bench.audit()
+    match = bench.cache.match_prefix(tokens(*A, *B))
+    bench.settle()
+    assert match.ready and match.broken is None and match.length == 8
+    match.release()
+    bench.audit()
+
+
 def test_after_a_failure_everybody_recomputes():
     bench = tiers(lag=True)
     bench.put(A)
@@ -633,6 +652,25 @@ def test_a_failed_write_is_tried_again_at_the_next_occasion():
     bench.audit()
 
 
+def test_what_has_left_the_disk_is_not_said_to_be_there_and_is_written_again():
+    bench = tiers(host=0, disk_index=FakeDiskIndex(), lag=True)
+    bench.put(A)
+    bench.cache.flush()
+    assert bench.cache.listing("", 9)[0].held[0].node.shelved, "it is on its way"
+    bench.settle()
+    [key] = bench.disk_index.entries
+    assert bench.node(A).shelved and bench.transfer.calls["write"] == 1
+    bench.disk_index.entries.clear()  # the disk made room
+    [held] = bench.cache.listing("", 9)[0].held
+    assert held.node is bench.node(A) and not held.node.shelved
+    held.node.shelved = True
+    bench.squeeze()
+    assert bench.cache.listing("", 9)[1][0].kept is Tier.DISK
+    bench.settle()
+    assert list(bench.disk_index.entries) == [key] and bench.transfer.calls["write"] == 2
+    bench.audit()
+
+
 @pytest.mark.parametrize("how", ["vanished", "damaged"])
 def test_an_entry_that_cannot_be_read_is_computed_anew(how):
     bench = tiers(disk_index=FakeDiskIndex(), lag=True)
@@ -684,6 +722,35 @@ def test_both_halves_of_a_hot_node_are_copied():
     bench.put([0, 1, 2, 77])
     assert bench.cache.replicate()
     assert [where(bench, range(n)) for n in (3, 8)] == ["DH", "DH"]
+    bench.audit()
+
+
+def test_copies_ahead_of_need_wait_while_too_much_is_to_be_written():
+    bench = tiers(8, host=0, disk_index=FakeDiskIndex())
+    bench.put(A)
+    for _ in range(2):
+        bench.length(A)
+    bench.transfer.backlog = BACKLOG + 1
+    assert not bench.cache.replicate() and bench.cache.metrics.unwritten_tokens == 0
+    bench.transfer.backlog = 0
+    assert bench.cache.replicate() and bench.transfer.calls["write"] == 1
+    bench.put(B)
+    bench.transfer.backlog = BACKLOG + 1
+    bench.squeeze()  # A is written, B is not
+    assert bench.cache.metrics.unwritten_tokens == 4
+    bench.audit()
+
+
+def test_a_copy_that_leaves_host_memory_while_its_node_stays_is_kept_on_the_device():
+    bench = tiers(8, host=4)
+    for ids in (A, B):
+        bench.put(ids)
+        for _ in range(2):
+            bench.length(ids)
+        bench.cache.replicate()
+    assert [where(bench, ids) for ids in (A, B)] == ["D", "DH"]
+    [left] = bench.cache.listing("", 9)[1]
+    assert (left.tier, left.kept) == (Tier.HOST, Tier.DEVICE)
     bench.audit()
 
 

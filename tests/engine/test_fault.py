@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ import pytest
 from ragjax.core import DeadlineError, OverloadError, Prompt, Request, Sampling, Step
 from ragjax.engine import Engine
 from ragjax.engine.depkv import Resumed
+from ragjax.engine.fault import Faults
 from ragjax.engine.overload import Overload
 from ragjax.engine.prepare import Preparation
 from ragjax.schedule.batch import Batch
-from ragjax.schedule.state import RequestState
+from ragjax.schedule.state import RequestState, Times
 from tests.support import tiny
 
 NAMES = ("full", "prefix", "naive", "blend", "craft")
@@ -97,6 +99,43 @@ def test_requests_that_fail_once_go_on_where_they_were() -> None:
     assert failed == 3
 
 
+def test_what_a_request_kept_before_it_was_started_again_is_not_reused_from_others() -> None:
+    prompt, count = tiny.prompt(), 0
+
+    def once(run: Callable[[Step], Any], step: Step) -> Any:
+        nonlocal count
+        count += 1
+        if count == 8:  # some tokens are out
+            raise RuntimeError("once")
+        return run(step)
+
+    with tiny.engine() as engine, steps(engine, once):
+        answer = engine.answer_prompt(prompt, strategy="prefix", max_tokens=12)
+        stats = engine.stats()
+    assert answer.notices and answer.cached_tokens == 0
+    assert [(one.id, one.recomputed) for one in answer.segments] == [(s.id, len(s)) for s in prompt.segments]
+    assert (stats["reused_tokens_total"], stats["recomputed_tokens_total"]) == (0, len(prompt))
+
+
+def test_what_is_in_the_background_is_in_no_figure_of_requests() -> None:
+    with tiny.engine() as engine:
+        engine.answer_prompt(tiny.prompt(), max_tokens=2)
+        overhead = engine.stats()["overhead_ms_last"]
+        engine.answer_prompt(tiny.prompt(1), max_tokens=2, background=True)
+        with steps(engine, failing_on_poison), pytest.raises(RuntimeError, match="the step failed"):
+            engine.answer_prompt(poisoned(tiny.prompt(2)), strategy="full", max_tokens=2, background=True)
+        engine.begin_prompt(tiny.prompt(3), strategy="full", max_tokens=500, background=True)
+        while not engine._loop.running:
+            time.sleep(0.001)
+        engine._loop.call(lambda: engine._loop.cancel(engine._loop.states()[0]))
+        while engine._loop.running:
+            time.sleep(0.001)
+        stats = engine.stats()
+        assert stats["step_failures_total"] and stats["overhead_ms_last"] == overhead
+        assert (stats["errors_total"], stats["cancelled_total"]) == (0, 0)
+        engine.audit()
+
+
 def test_what_is_generated_from_kept_kv_goes_on_after_a_fault() -> None:
     with tiny.engine() as engine, engine.compute_depkv(tiny.prompt(3)) as kv:
         alone = engine.generate_with_depkv(kv, max_tokens=30)
@@ -116,6 +155,20 @@ def test_what_is_generated_from_kept_kv_goes_on_after_a_fault() -> None:
 
 
 # ---------------------------------------------------------------------------------------- deadlines
+
+
+def test_time_in_which_a_program_is_compiled_is_nobodys_lack_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = tiny.runner()._programs
+    monkeypatch.setattr(programs, "compiled", {})
+    monkeypatch.setattr(programs, "_compile", lambda *name: time.sleep(0.01) or name)
+    before = programs.waited_s
+    assert programs.get("any", 1) == programs.get("any", 1) == ("any", 1)
+    assert programs.waited_s - before >= 0.01
+    waiting = SimpleNamespace(times=Times(arrival=5.0))
+    faults = Faults(3.0, lambda *_: None, lambda *_: None)
+    for waited_s, progress in ((0.0, 5.0), (4.0, 9.0), (4.0, 9.0), (6.0, 11.0)):
+        faults.excuse(lambda: [waiting], waited_s)  # type: ignore[list-item,return-value]
+        assert waiting.times.progress == progress
 
 
 def test_one_without_progress_is_started_again_once_and_then_ends() -> None:

@@ -99,3 +99,19 @@ def test_one_whose_answer_never_has_room_says_what_to_change() -> None:
         assert refused.value.code == "context_length_exceeded"
         assert len(engine.answer_prompt(tiny.prompt(1, 5, (), 9), max_tokens=30).tokens) == 30
         engine.audit()
+
+
+def test_a_request_is_one_look_up_however_often_there_is_no_room_for_it() -> None:
+    with tiny.engine(pages=40, strategy="prefix", lookup=0) as engine:
+        known = engine.answer_prompt(tiny.prompt(1), max_tokens=1).prompt_tokens
+        before = engine.stats()
+        long = engine.begin_prompt(
+            tiny.prompt(2, chunks=(120,)), max_tokens=150, logit_bias={257: -100.0}, background=True
+        )
+        late = engine.begin_prompt(tiny.prompt(1, chunks=(40, 33, 57, 200)), max_tokens=1, background=True)
+        answers = [future.result(60) for future in (long, late)]
+        after = engine.stats()
+        engine.audit()
+    assert after["lookups_total"] - before["lookups_total"] == 2  # type: ignore[operator]
+    found = after["exact_hit_tokens_total"] - before["exact_hit_tokens_total"]  # type: ignore[operator]
+    assert 0 < found == sum(answer.cached_tokens for answer in answers) <= known

@@ -249,6 +249,7 @@ def test_nothing_is_out_before_the_documents_are_confirmed(scripted: Callable[..
         asyncio.run(client())
         assert [type(event) for event in seen[:-1]] == [Delta] * (len(seen) - 1) and isinstance(seen[-1], Answer)
         timings = seen[-1].timings
+        assert engine.inventory().requests[0].ttft == timings.ttft
         assert min(timings.retrieve, timings.ttft, timings.total) >= 50 > timings.search_exposed > 0
         assert _counted(engine) == (1, 0, 0)
         _until(lambda: engine.stats()["requests_total"] == {"prefix": 1})
@@ -302,10 +303,11 @@ def test_a_guess_that_fails_in_the_engine_is_computed_anew(
     with _engine() as engine:
         step = engine._runner.step
 
-        failures = iter([True, True])  # it is started again once
+        failures = [True, True]  # it is started again once
 
         def fail_twice(*args: Any) -> Any:
-            if next(failures, False):
+            if failures:
+                failures.pop()
                 raise RuntimeError("a defect")
             return step(*args)
 
@@ -313,12 +315,13 @@ def test_a_guess_that_fails_in_the_engine_is_computed_anew(
 
         def failed(number: int) -> None:
             if number:
-                _until(lambda: engine._loop.counters.errors)
-                engine._loop.call(lambda: None)  # it is counted before the guess is told
+                _until(lambda: not failures and not engine._loop.states())
+                engine._loop.call(lambda: None)  # the guess is told
 
         scripted(TWO, TWO, gate=failed)
         assert engine.answer("Which?", max_tokens=2).tokens
         assert _counted(engine)[0] == 0 and _is_clean(engine)
+        assert engine.stats()["errors_total"] == 0, "the request was answered"
 
 
 # --------------------------------------------------------------------------------------- the pool, the queue

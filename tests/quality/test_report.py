@@ -374,7 +374,9 @@ def test_strategies_that_take_preprocessed_chunks_are_named() -> None:
 
 
 def test_a_request_gets_what_holds_for_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    contract = Contract(PREFIX, "float32", report=FUSED, budget=Budget(0.1), preprocessed=PREPROCESSED)
+    contract = Contract(
+        PREFIX, "float32", report=replace(FUSED, top_k=5), budget=Budget(0.1), preprocessed=PREPROCESSED
+    )
     with tiny.engine(contract=contract) as engine:
         engine.add_documents([Document(f"d{n}", f"Island number {n} trades in copper and silk.") for n in range(4)])
         base = engine.knowledge_base()
@@ -718,6 +720,33 @@ def test_replays_wait_for_others_and_not_without_end() -> None:
         engine.audit()
     assert isinstance(stats, dict) and stats["failed"] == 0
     assert stats["replayed"] >= QUEUE and stats["replayed"] + stats["dropped"] == len(futures)
+
+
+def test_kv_that_lost_precision_was_not_measured() -> None:
+    with tiny.engine(contract=shadowed(), at_rest="int4", host_bytes=2**24) as engine:
+        for _ in range(2):
+            fresh = live(engine, 1, PROMPTS[:1])
+        assert fresh.cached_tokens and fresh.predicted == Divergence(SOUND, 0.9) and fresh.notices == ()
+        engine._loop.call(engine._cache.vacate)
+        before = engine._contract._courses[True].monitor._seen.copy()  # type: ignore[union-attr]
+        rounded = live(engine, 1, PROMPTS[:1])
+        named = live(engine, 1, PROMPTS[:1], strategy="prefix")
+        after = engine._contract._courses[True].monitor._seen  # type: ignore[union-attr]
+        assert {segment.tier for segment in rounded.segments} == {"host", None}
+        assert rounded.strategy == "naive" and (rounded.exact_to, rounded.predicted) == (None, None)
+        assert "lost precision at rest" in rounded.notices[0]
+        assert (named.exact_to, named.predicted, named.notices) == (None, None, ())
+        assert after == before, "what replay sees of it is not held against the budget"
+
+
+def test_with_more_chunks_than_were_measured_a_budget_runs_prefix() -> None:
+    many = tiny.prompt(chunks=(20,) * 4)
+    with tiny.engine(contract=shadowed()) as engine:
+        answer = engine.answer_prompt(many, max_tokens=2)
+        named = engine.answer_prompt(many, max_tokens=2, strategy="naive")
+        assert (answer.strategy, answer.exact_to, answer.predicted) == ("prefix", "full", Divergence(0.0, 1.0))
+        assert "up to 3 chunks, and here are 4" in answer.notices[0]
+        assert (named.strategy, named.predicted, named.notices) == ("naive", None, ())
 
 
 def test_a_replay_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

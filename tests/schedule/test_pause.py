@@ -23,6 +23,8 @@ from tests.support.states import Asked
 class Copies:
     """Copies the slots of the simulated device; those given back hold garbage, so that whoever reads them notices."""
 
+    lost = False
+
     def __init__(self, device):
         self.device = device
 
@@ -99,6 +101,38 @@ def test_a_request_takes_pages_as_it_decodes():
         needed = bench.cache.pool.pages_for(6 + len(state.decoded))
         assert needed <= bench.cache.metrics.pages_used <= needed + 1
     assert bench.ended == {state.id: 60}
+
+
+@pytest.mark.parametrize("broken", ["download", "restore"])
+def test_a_request_whose_kv_cannot_be_copied_is_computed_again_and_others_go_on(monkeypatch, broken):
+    bench, refused = Serving(13), []
+
+    def refuse(*_):
+        refused.append(broken)
+        raise MemoryError("no room for copies")
+
+    copies = bench.pauses._copier
+    monkeypatch.setattr(copies, broken, refuse)
+    asked = [bench.ask(simple(6), Full(), limit=30) for _ in range(2)]
+    while bench.iterate():
+        pass
+    assert refused and not bench.failed and set(bench.ended) == {state.id for state in asked}
+    assert RECOMPUTED in asked[1].notices
+    copies.lost = True  # then it is everybody's affair
+    for _ in range(2):
+        bench.ask(simple(6), Full(), limit=30)
+    with pytest.raises(MemoryError):
+        while bench.iterate():
+            pass
+
+
+def test_a_background_request_that_made_room_keeps_nobody_waiting():
+    bench = Serving(17)
+    states = [bench.ask(simple(6), Full(), limit=9, background=background) for background in (False, True)]
+    bench.iterate()
+    for state, blocked in ((states[1], False), (states[0], True)):
+        bench.pauses._stop(state, "")
+        assert bench.admission.blocked == blocked
 
 
 def test_the_first_page_of_the_tail_is_there_when_a_prompt_fills_its_pages():

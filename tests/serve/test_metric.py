@@ -52,6 +52,23 @@ def test_metrics() -> None:
     assert samples["ragjax_inter_token_seconds_count", ()] == 10, "five gaps between six tokens, twice"
 
 
+def test_first_texts_are_counted_for_the_strategy_that_ran() -> None:
+    class Choosy(FakeEngine):
+        """What it runs by default, other than the prompt lets it."""
+
+        def strategy_of(self, rag: core.Rag | None) -> str:
+            return "naive"
+
+    engine = Choosy()
+    with serving(engine) as served:
+        served.post(json=CHAT)
+        engine.breakdown = core.RequestError("a stage was lost")
+        served.post(json={**CHAT, "stream": True})
+        samples = _samples(served)
+    assert samples["ragjax_ttft_seconds_count", (("strategy", "prefix"),)] == 1
+    assert ("ragjax_ttft_seconds_count", (("strategy", "naive"),)) not in samples
+
+
 def test_every_engine_number_is_exposed() -> None:
     engine = FakeEngine()
     with serving(engine) as served:

@@ -163,12 +163,22 @@ class KnowledgeCache:
 
         pages: that what they load may take. Yields what says, within, how many it has taken.
         """
-        loader, matcher = self._loader, self._matcher
-        loader.allowance, matcher.quiet = pages, True
+        loader = self._loader
+        with self.uncounted():
+            loader.allowance = pages
+            try:
+                yield lambda: pages - int(loader.allowance)
+            finally:
+                loader.allowance = inf
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Within it look-ups count for nothing, and no policy hears of them."""
+        self._matcher.quiet = True
         try:
-            yield lambda: pages - int(loader.allowance)
+            yield
         finally:
-            loader.allowance, matcher.quiet = inf, False
+            self._matcher.quiet = False
 
     def listing(self, tenant: str, most: int) -> tuple[Listing, list[Left]]:
         """A tenant's nodes, `most` of them at most, and what of its KV left lately; in bounded time."""

@@ -236,8 +236,12 @@ class Hierarchy:
         self.ledger.dispatch()
 
     def _forget(self, node: Node) -> None:
-        """The node is out of the tree: nothing is planned for it any more."""
+        """The node is out of the tree."""
         self._policy.on_forget(node)
+        self._unplan(node)
+
+    def _unplan(self, node: Node) -> None:
+        """No copy of the node is to be made ahead of need."""
         self._hot.pop(node, None)
         self._new.pop(node, None)
 
@@ -311,8 +315,7 @@ class Hierarchy:
         if not self.tree.merge(child):
             return False
         self._policy.on_merge(node, child, key)
-        self._hot.pop(node, None)
-        self._new.pop(node, None)
+        self._unplan(node)
         self.host.discard(node)
         if child.host is not None:
             self.ledger.leave(child.host)

@@ -126,12 +126,11 @@ class Loader:
             match.waits.pop(number, None)
             if error is not None:
                 match.broken = error
-        intact = given_up and loading.tier is Tier.HOST
-        if error is not None and not intact and not loading.nodes[0].dead:
-            self._hierarchy.invalidate(loading.nodes[0], error)
         self._hierarchy.let_go(deepest)
-        if error is not None and intact and not loading.nodes[0].dead and not self._hierarchy.put_back(loading.nodes):
-            self._hierarchy.invalidate(loading.nodes[0], error)
+        if error is not None and not loading.nodes[0].dead:
+            kept = given_up and loading.tier is Tier.HOST and self._hierarchy.put_back(loading.nodes)
+            if not kept:
+                self._hierarchy.invalidate(loading.nodes[0], error)
         if not deepest.dead:
             for node in loading.nodes[:-1]:
                 self._hierarchy.consider(node)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import shutil
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -18,6 +15,7 @@ from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inv
 from ragjax.engine import Engine
 from ragjax.engine.card import Card
 from ragjax.quality.report import Setting
+from ragjax.store.link import link
 
 _log = logging.getLogger(__name__)
 
@@ -116,52 +114,13 @@ def load(options: EngineOptions, rank: int) -> Engine:
         ConfigError: as `Engine.load`.
     """
     own = options_of(options, rank)
-    if options.storage.disk is not None and own.storage.disk is not None:
-        take_over(Path(options.storage.disk), Path(own.storage.disk))
+    shared, disk = options.storage.disk, own.storage.disk
+    if shared is not None and disk is not None:
+        try:
+            link(Path(shared), Path(disk))
+        except OSError as error:
+            _log.warning("%s: not all that %s holds can be used: %s", disk, shared, error)
     return Engine.load(own)
-
-
-def take_over(shared: Path, own: Path) -> None:
-    """Put the entries of one disk cache into another, as links: those that `python -m ragjax.preprocess` made, or a
-    server without replicas.
-
-    An entry is never changed, and a store enters the files that its index lacks when it opens the folder
-    (`ragjax/store/disk.py`), so both may have the file. Folders of another format than the own one are left out.
-    """
-    try:
-        for manifest in sorted(shared.glob("*/manifest.json")):
-            folder = own / manifest.parent.name
-            _place(manifest, folder / manifest.name)
-            what = _what(manifest)
-            if what is not None and what == _what(folder / manifest.name):
-                for entry in manifest.parent.glob("entries/*/*.safetensors"):
-                    _place(entry, folder / entry.relative_to(manifest.parent))
-    except OSError as error:
-        _log.warning("%s: not all that %s holds can be used: %s", own, shared, error)
-
-
-def _what(manifest: Path) -> tuple[object, object] | None:
-    """Format and model of a folder; None if its manifest cannot be read."""
-    try:
-        fields = json.loads(manifest.read_bytes())
-        return fields["format"], fields["identity"]
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return None
-
-
-def _place(source: Path, path: Path) -> None:
-    """Have a file at a second place, if nothing is there: a link, or where there are no links a copy."""
-    if path.exists():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, path)
-    except FileNotFoundError:  # it left its cache meanwhile
-        return
-    except OSError:
-        copy = path.with_suffix(".copy")
-        shutil.copyfile(source, copy)
-        copy.replace(path)
 
 
 def options_of(options: EngineOptions, rank: int) -> EngineOptions:

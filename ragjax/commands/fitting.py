@@ -164,7 +164,7 @@ def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], 
     Raises:
         ConfigError: if there are too few questions, or none over two chunks.
     """
-    usable = [asked for asked in questions if _chunks(asked) > 1 and len(asked.reference)]
+    usable = [asked for asked in questions if asked.prompt.chunks > 1 and len(asked.reference)]
     if len(usable) < LEAST:
         raise ConfigError(f"a fit takes {LEAST} questions over two chunks or more, and there are {len(usable)}")
     random = np.random.default_rng(seed)
@@ -258,7 +258,3 @@ def _seen(tried: Sequence[Tried], weights_S: NDArray[np.float64]) -> list[Rung]:
         found.append(Rung(0.0, one.mass, one.entropy, one.kl))
         found += [Rung(float(weights_S @ trial.covered_S), one.mass, one.entropy, trial.kl) for trial in one.trials]
     return found
-
-
-def _chunks(asked: Asked) -> int:
-    return sum(segment.kind is Kind.CHUNK for segment in asked.prompt.segments)

@@ -18,7 +18,8 @@ from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.engine import Engine
 from ragjax.engine.condensing import CondenseReport, Probe, condense
-from ragjax.engine.preprocessing import NEIGHBOURS, PreprocessReport, fuse, preprocess
+from ragjax.engine.preprocessing import PreprocessReport, fuse, preprocess
+from ragjax.reuse.fusion import NEIGHBOURS
 
 __all__ = ["condense", "fuse", "main", "preprocess"]
 

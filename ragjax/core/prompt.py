@@ -133,6 +133,11 @@ class Prompt:
         return tuple(found)
 
     @cached_property
+    def chunks(self) -> int:
+        """Number of segments that are chunks."""
+        return sum(segment.kind is Kind.CHUNK for segment in self.segments)
+
+    @cached_property
     def public(self) -> int:
         """Number of leading tokens whose KV may serve every tenant."""
         private = (i for i, segment in enumerate(self.segments) if not segment.public)

@@ -85,7 +85,7 @@ def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergenc
     exact = state.exact_to == "full"
     if (RATIO in plan.figures or state.prompt.recognised or state.lossy) and not exact:
         return None
-    return contract.predicted(state.setting, exact, state.chunks, state.prompt.preprocessed and plan.fused)
+    return contract.predicted(state.setting, exact, state.prompt.chunks, state.prompt.preprocessed and plan.fused)
 
 
 def _kept(state: RequestState, plan: Plan) -> int | None:

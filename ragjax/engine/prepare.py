@@ -318,7 +318,7 @@ class Preparation:
             strategy, notice = self._within(rag, prompt)
             return strategy, None, notice
         strategy, ratio = self._resolve(rag, prompt.preprocessed)
-        exceeded = None if rag.strategy is not None or strategy.exact else self.contract.exceeded(_chunks(prompt))
+        exceeded = None if rag.strategy is not None or strategy.exact else self.contract.exceeded(prompt.chunks)
         if exceeded is None:
             return strategy, ratio, None
         return Prefix(), None, f"{exceeded}: the request ran prefix, which is exact"
@@ -333,10 +333,12 @@ class Preparation:
         fitted = self.strategies.get(FITTED)
         if not isinstance(fitted, Fitted):
             raise RequestError(f"quality needs {UNFITTED}", param="rag.quality", code="invalid_value")
-        chunks = _chunks(prompt)
         within = fitted.within(rag.kl)
-        if chunks > fitted.top_k:
-            return Full(), f"quality was measured with up to {fitted.top_k} chunks, and here are {chunks}: {FULLY}"
+        if prompt.chunks > fitted.top_k:
+            return (
+                Full(),
+                f"quality was measured with up to {fitted.top_k} chunks, and here are {prompt.chunks}: {FULLY}",
+            )
         if not prompt.preprocessed:
             return Full(), f"quality was measured with preprocessed chunks, and these are not: {FULLY}"
         return within, None
@@ -414,10 +416,6 @@ class Preparation:
                 "than attention can read at a time. Give or retrieve fewer passages, or lower max_tokens",
                 param,
             )
-
-
-def _chunks(prompt: Prompt) -> int:
-    return sum(segment.kind is Kind.CHUNK for segment in prompt.segments)
 
 
 def _too_long(message: str, param: str) -> RequestError:

@@ -25,10 +25,8 @@ from ragjax.engine import Engine
 from ragjax.prompting.chat import chat_prompt, chunk_segment
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Strategy
+from ragjax.reuse.fusion import NEIGHBOURS
 from ragjax.reuse.preprocessing import Fuse
-
-NEIGHBOURS = 10
-"""Neighbours of a chunk (FusionRAG, section 5)."""
 
 _GROUP = 8  # jobs in flight together, as many as the engine runs in background; a kill can cost their marks
 

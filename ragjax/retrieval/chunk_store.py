@@ -134,9 +134,8 @@ def open_index(database: sqlite3.Connection, directory: Path | None, kind: Index
     new = numbers - index.ids
     if new:
         _log.info("adding %d chunks to the %s index of %d", len(new), kind, len(index))
-        rows = [
-            row for row in database.execute("select number, embedding from chunks order by number") if row[0] in new
-        ]
+        sql = "select number, embedding from chunks where number = ?"
+        rows = [row for number in sorted(new) for row in database.execute(sql, (number,))]
         vectors = np.frombuffer(b"".join(blob for _, blob in rows), np.float32).reshape(len(rows), dim)
         index.add(np.array([number for number, _ in rows], np.int64), vectors)
         if path is not None:

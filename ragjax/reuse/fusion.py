@@ -2,7 +2,7 @@
 
 Offline, every chunk's KV is computed behind its most similar chunks (section 3.1) and kept as approximate under the
 method "fusion". A chunk that was not preprocessed takes the alternative path: it is looked for behind the chunks before
-it in the prompt (the last `LOOKED` of them), then without the first of these, and so on, down to the system prompt
+it in the prompt (the last `NEIGHBOURS` of them), then without the first of these, and so on, down to the system prompt
 alone.
 
 Selection: the question is computed over the reused KV; its attention at the last layer, summed over the question's
@@ -26,9 +26,9 @@ from ragjax.reuse.stitch import Isolated, Stitched, alone
 
 METHOD = "fusion"
 
-LOOKED = 10
-"""Earlier chunks of the alternative path, as many as a chunk has neighbours: all of them would make the work of a
-prompt grow with the cube of its chunks.
+NEIGHBOURS = 10
+"""Similar chunks that a chunk is preprocessed behind (top-n of Figure 17), unless another number is asked for; and
+earlier chunks of the alternative path: with all of them the work would grow with the cube of the prompt's chunks.
 """
 
 
@@ -44,7 +44,7 @@ class Fused:
         if not alone(prompt):
             if segment.behind:
                 yield Candidate(Provenance.APPROXIMATE, METHOD, segment.behind)
-            earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i][-LOOKED:]
+            earlier = [prompt.segments[j].tokens for j in segments_of(prompt, Kind.CHUNK) if j < i][-NEIGHBOURS:]
             for begin in range(len(earlier)):
                 yield Candidate(Provenance.APPROXIMATE, METHOD, neighbours_digest(earlier[begin:]))
         yield Candidate(Provenance.ISOLATED, self.method)

@@ -192,15 +192,16 @@ class Admission:
 
     def _try(self, state: RequestState) -> tuple[bool, Exception | None]:
         """Whether it started, or why it never will. A request counts as one look-up, however often it is tried."""
-        tried = state.id in self._tried
+        again = state.id in self._tried
+        self._tried.discard(state.id)
         try:
-            with self._cache.looking_ahead(self._cache.pool.capacity) if tried else nullcontext():
+            with self._cache.uncounted() if again else nullcontext():
                 started = self._start(state)
         except Exception as error:
-            self._tried.discard(state.id)
             state.stop()
             return False, error
-        (self._tried.discard if started else self._tried.add)(state.id)
+        if not started:
+            self._tried.add(state.id)
         return started, None
 
     def _start(self, state: RequestState) -> bool:

@@ -18,7 +18,6 @@ from ragjax.core import (
     Event,
     Exactness,
     FactReport,
-    Kind,
     Known,
     Measure,
     Move,
@@ -200,11 +199,6 @@ class RequestState:
             return Setting(self.strategy.name, self.ratio, "recognised" if kept is None else f"recognised {kept}")
         condensed = "condensed" if self.strategy.condensed and self.prompt.condensed else None
         return Setting(self.strategy.name, self.ratio, condensed if kept is None else kept)
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of its prompt."""
-        return sum(segment.kind is Kind.CHUNK for segment in self.prompt.segments)
 
     @property
     def by_default(self) -> bool:

@@ -1721,7 +1721,7 @@ def run_machine(examples, steps, policies):
     """
     Tiers.operations, Tiers.seen = 0, Counter()
     run_state_machine_as_test(Tiers, settings=settings(max_examples=examples, stateful_step_count=steps))
-    assert min(Tiers.seen[what] for what in ("save", "write", "load", "lossy", "exact")) > examples / 2
+    assert min(Tiers.seen[what] for what in ("save", "write", "load", "lossy", "exact")) > examples / 4
     assert min(Tiers.seen[f"{what} failed"] for what in ("save", "write", "load")) > 0
     assert sum(Tiers.seen[f"{policy} host"] + Tiers.seen[f"{policy} disk"] > 0 for policy in POLICIES) >= policies
     return Tiers.operations

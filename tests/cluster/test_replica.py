@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from ragjax.cluster import replica
-from ragjax.cluster.replica import check_room, load, needs, take_over
+from ragjax.cluster.replica import check_room, load, needs
 from ragjax.core import ConfigError, EngineOptions, StorageOptions
 from ragjax.engine import Engine
 from tests.support.disks import arrays_of, digest, open_store, path_of, put, same
@@ -55,46 +53,12 @@ def test_a_replica_has_on_disk_what_was_computed_ahead(tmp_path: Path, monkeypat
     load(EngineOptions("tiny"), 0)  # without a disk there is nothing to do
 
 
-def test_what_a_replica_has_stays_when_it_takes_over_more(tmp_path: Path) -> None:
-    with open_store(tmp_path) as alone, open_store(tmp_path / "replica-0") as own:
-        put(alone, "both", "new")
-        put(own, "both", "own")
-    before = path_of(own, "both").stat().st_ino
-    take_over(tmp_path, tmp_path / "replica-0")
-    with open_store(tmp_path / "replica-0") as own:
-        assert all(own.find(digest(name)) for name in ("both", "new", "own"))
-        assert path_of(own, "both").stat().st_ino == before
-
-
-def test_entries_of_another_format_are_left_out(tmp_path: Path) -> None:
-    with open_store(tmp_path) as alone, open_store(tmp_path / "replica-0") as own:
-        put(alone, "old")
-    manifest = alone.folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": ', '"format": 1'))
-    take_over(tmp_path, tmp_path / "replica-0")
-    assert not path_of(own, "old").exists()
-
-
-def test_where_there_are_no_links_it_has_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: Path, path: Path) -> None:
-        raise PermissionError("the file system has no links")
-
-    with open_store(tmp_path) as alone:
-        put(alone, "fused")
-    monkeypatch.setattr(os, "link", refuse)
-    take_over(tmp_path, tmp_path / "replica-0")
-    with open_store(tmp_path / "replica-0") as own:
-        assert same(own.read(digest("fused")), arrays_of(digest("fused"))) and not own.stats().set_aside
-
-
 def test_a_folder_that_cannot_be_written_costs_hits_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(source: Path, path: Path) -> None:
-        raise OSError("no space left")
-
     with open_store(tmp_path) as alone:
         put(alone, "fused")
-    monkeypatch.setattr(replica, "_place", refuse)
-    take_over(tmp_path, tmp_path / "replica-0")
-    assert "no space left" in caplog.text
+    (tmp_path / "replica-0").write_text("a file stands where the folder is to be")
+    monkeypatch.setattr(Engine, "load", lambda options: options)
+    load(EngineOptions("tiny", storage=StorageOptions(disk=tmp_path)), 0)
+    assert f"not all that {tmp_path} holds can be used" in caplog.text

@@ -31,7 +31,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
         {*("core", "cache", "models", "prompting", "quality", "retrieval", "reuse", "runner", "schedule", "store")}
     ),
     "commands": frozenset({"core", "cache", "engine", "models", "prompting", "quality", "retrieval", "reuse", "store"}),
-    "cluster": frozenset({"core", "cache", "engine", "quality", "retrieval"}),
+    "cluster": frozenset({"core", "cache", "engine", "quality", "retrieval", "store"}),
     "serve": frozenset({"core", "cluster", "commands", "engine"}),
     "ragjax": frozenset({"core", "engine"}),  # the package itself and its modules: public names
     "entry": frozenset({"commands", "serve"}),

@@ -17,7 +17,7 @@ from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segm
 from ragjax.reuse import prophet, setcache, strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
-from ragjax.reuse.fusion import LOOKED, Fused, QueryGuided
+from ragjax.reuse.fusion import NEIGHBOURS, Fused, QueryGuided
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.select import budgets, share, top, top_each
 from ragjax.reuse.stitch import Isolated
@@ -336,7 +336,7 @@ def test_alternative_path_drops_earlier_chunks_one_by_one():
 def test_alternative_path_looks_behind_so_many_chunks_alone():
     prompt = tiny.prompt(27, chunks=(4,) * 30)
     found = [len(tuple(Fused().candidates(prompt, i))) for i in range(1, 31)]
-    assert found == [min(i, LOOKED) + 1 for i in range(30)], "and as an isolated one"
+    assert found == [min(i, NEIGHBOURS) + 1 for i in range(30)], "and as an isolated one"
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -237,7 +237,7 @@ def test_a_whole_response(shared: Served) -> None:
     )
     assert made["usage"] == {
         "input_tokens": 6,
-        "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 7},
         "output_tokens": 6,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": 12,

@@ -215,9 +215,9 @@ def rival_of(name: str, chosen: argparse.Namespace, model: Path, tokens: Prompts
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What the points of a run depend on besides system, workload and rate."""
     kept = (
-        *("dtype", "context", "device_cache_gb", "requests", "warm", "seed", "arrivals", "engine", "clients"),
-        *("part", "part_context"),
-    )
+        "dtype", "context", "device_cache_gb", "requests", "warm", "seed", "part", "part_context", "arrivals", "engine",
+        "clients",
+    )  # fmt: skip
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 
 

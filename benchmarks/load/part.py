@@ -47,8 +47,10 @@ async def batch(target: Target, context: int) -> list[tuple[str, Load]]:
 
 
 def decode_rate(load: Load) -> float:
-    """Tokens a second while all requests decode. A token without text comes with the next delivery, so a delivery
-    counts as many tokens as the answer has a delivery.
+    """Tokens a second while all requests decode.
+
+    A token without text comes with the next delivery, so a delivery counts as the mean number of tokens that a delivery
+    of its answer has.
     """
     begin = max(record.times[0] for record in load.records)
     end = min(record.times[-1] for record in load.records)

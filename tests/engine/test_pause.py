@@ -102,14 +102,15 @@ def test_one_whose_answer_never_has_room_says_what_to_change() -> None:
 
 
 def test_a_request_is_one_look_up_however_often_there_is_no_room_for_it() -> None:
+    bias = {257: -100.0}  # no end
     with tiny.engine(pages=40, strategy="prefix", lookup=0) as engine:
-        known = engine.answer_prompt(tiny.prompt(1), max_tokens=1).prompt_tokens
+        known = engine.answer_prompt(tiny.prompt(1), max_tokens=3).prompt_tokens
         before = engine.stats()
-        long = engine.begin_prompt(
-            tiny.prompt(2, chunks=(120,)), max_tokens=150, logit_bias={257: -100.0}, background=True
-        )
-        late = engine.begin_prompt(tiny.prompt(1, chunks=(40, 33, 57, 200)), max_tokens=1, background=True)
-        answers = [future.result(60) for future in (long, late)]
+        asked = ((tiny.prompt(2, chunks=(120,)), 250), (tiny.prompt(1, chunks=(40, 33, 57, 200)), 100))
+        futures = [
+            engine.begin_prompt(prompt, max_tokens=most, logit_bias=bias, background=True) for prompt, most in asked
+        ]
+        answers = [future.result(60) for future in futures]
         after = engine.stats()
         engine.audit()
     assert after["lookups_total"] - before["lookups_total"] == 2  # type: ignore[operator]

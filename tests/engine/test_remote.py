@@ -48,11 +48,13 @@ def test_engines_find_each_other_s_kv(strategy: str) -> None:
         warm = ask(first, 0, strategy)
     with tiny.engine(shared=tier(remote)) as second:
         found = ask(second, 0, strategy)
-        assert tiers(found) == {"remote"} and found.cached_tokens == warm.cached_tokens > 90
+        # a fresh engine has all of it from the shared tier; some may be on the device when the request starts
+        assert {"remote"} <= tiers(found) <= {"remote", "device"} and found.cached_tokens == warm.cached_tokens > 90
         assert same(found, warm)
         stats = second.stats()
         assert stats["remote_late_total"] == 0 and stats["remote_damaged_total"] == 0
-        assert stats["tier_hit_tokens_total"]["remote"] >= found.cached_tokens
+        hits = stats["tier_hit_tokens_total"]
+        assert hits["remote"] > 0 and hits["remote"] + hits["device"] >= found.cached_tokens
         second.audit()
 
 

@@ -50,34 +50,39 @@ PATH_CHARS = 64
 MOST_COMPRESSIONS = 32
 """Compressions that an engine compiles programs for, at most: each new one makes all requests wait."""
 
+MOST_OF_TENANT = 8
+"""Of these, what one tenant may bring, so that no tenant uses up what there is for all."""
+
 
 FULLY = "the request ran full attention"
 
 
 class Compressions:
-    """What an engine has compiled, or will. Any thread may call it."""
+    """What an engine has compiled, or will, and the tenant that asked for it first. Any thread may call it."""
 
     def __init__(self) -> None:
-        self._known: dict[Compression, None] = {}
+        self._known: dict[Compression, str] = {}
         self._lock = threading.Lock()
 
-    def take(self, compression: Compression) -> None:
+    def take(self, compression: Compression, tenant: str) -> None:
         """Note that this one is asked for.
 
         Raises:
-            RequestError: if it is one too many.
+            RequestError: if it is one too many for the engine or the tenant. It names the tenant's own ones alone.
         """
         with self._lock:
-            if len(self._known) < MOST_COMPRESSIONS:
-                self._known[compression.program] = None
-                return
             if compression.program in self._known:
                 return
-            known = ", ".join(dict.fromkeys(map(str, self._known)))
+            own = [str(known) for known, owner in self._known.items() if owner == tenant]
+            most = MOST_OF_TENANT if tenant else MOST_COMPRESSIONS
+            if len(own) < most and len(self._known) < MOST_COMPRESSIONS:
+                self._known[compression.program] = tenant
+                return
+        known = ", ".join(dict.fromkeys(own)) or "none"
         raise RequestError(
-            f"compression: {compression} takes a program of its own, and this server has compiled as many as it may "
-            f"({MOST_COMPRESSIONS}); these serve budgets from half of theirs on, with the windows and graphs that were "
-            f"asked for: {known}",
+            f"compression: {compression} takes a program of its own, and this server has compiled as many as it may: "
+            f"{MOST_COMPRESSIONS} for all, {MOST_OF_TENANT} for a tenant. What you asked for before serves budgets from "
+            f"half of its own on, with its window and graph: {known}",
             param="rag.compression",
             code="invalid_value",
         )
@@ -247,7 +252,7 @@ class Preparation:
             state.lookup = Lookup(self.lookup)
         self._check_length(state)
         if compression is not None and state.compresses and compression != self.compression:
-            self.compressions.take(compression)  # last: a request that is refused compiles none
+            self.compressions.take(compression, request.tenant)  # last: a request that is refused compiles none
         if not request.background and self.contract.draws():
             state.shadowed = []
         return state

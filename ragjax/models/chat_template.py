@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ragjax.core import ConfigError, Message, RequestError
-from ragjax.models.alignment import Pieces, align, sentinel
+from ragjax.models.alignment import Frame, Pieces, sentinel
 
 CONTEXT = "\U000f8ff0context\U000f8ff1"
 """Stands in a message's content for the retrieved chunks; `ChatTemplate.pieces` cuts there. Text that users send must
@@ -56,9 +56,11 @@ class ChatTemplate:
         messages, head = self._seated(messages)
         content = [message.content for message in messages]
         whole = self._render(messages, content, generation_prompt, variables)
-        frame = self._render(messages, list(map(sentinel, range(len(messages)))), generation_prompt, variables)
+        hidden = list(map(sentinel, range(len(messages))))
+        frame = Frame.of(self._render(messages, hidden, generation_prompt, variables), len(messages))
+        even, odd = (self._render(messages, frame.half(content, i), generation_prompt, variables) for i in (0, 1))
         pieces: Pieces = []
-        for text, is_template in align(whole, frame, content):
+        for text, is_template in frame.align(whole, (even, odd), content):
             if is_template:
                 pieces.append((text, True))
                 continue

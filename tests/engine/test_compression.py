@@ -284,6 +284,24 @@ def test_a_client_cannot_have_any_number_of_programs_compiled(monkeypatch: pytes
         assert engine.answer_prompt(tiny.prompt(), compression="knorm:50", max_tokens=1).kept == 50
 
 
+def test_a_tenant_cannot_use_up_the_programs_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MOST_COMPRESSIONS", 3)
+    monkeypatch.setattr(prepare, "MOST_OF_TENANT", 1)
+    with tiny.engine() as engine:
+
+        def ask(given: str, tenant: str) -> None:
+            engine.answer_prompt(tiny.prompt(), compression=given, tenant=tenant, max_tokens=1)
+
+        ask("knorm:40", "one")
+        with pytest.raises(RequestError, match="with its window and graph: knorm:64"):
+            ask("streaming:40", "one")
+        ask("streaming:40", "other")
+        ask("knorm:40", "other")
+        ask("keydiff:40", "third")
+        with pytest.raises(RequestError, match="with its window and graph: none"):
+            ask("snapkv:40", "fourth")
+
+
 def test_a_request_that_is_refused_compiles_no_compression(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "MOST_COMPRESSIONS", 1)
     with tiny.engine() as engine:

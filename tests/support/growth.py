@@ -41,10 +41,10 @@ class Scanned(str):
         self.scanned += len(prefix)
         return super().startswith(prefix, start)
 
-    def rfind(self, part: str, start: int, end: int) -> int:  # type: ignore[override]
-        """As `str.rfind`; it searches from the end."""
-        found = super().rfind(part, start, end)
-        self.scanned += min(end, len(self)) - max(found, start)
+    def find(self, part: str, start: int) -> int:  # type: ignore[override]
+        """As `str.find`."""
+        found = super().find(part, start)
+        self.scanned += (len(self) if found < 0 else found + len(part)) - start
         return found
 
     def __getitem__(self, key: slice) -> str:  # type: ignore[override]

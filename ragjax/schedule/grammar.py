@@ -8,7 +8,9 @@ grammars are in a dialect of Lark, in which a rule may be a JSON Schema.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +18,16 @@ from numpy.typing import NDArray
 
 from ragjax.core import RequestError
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.schedule import sandbox
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+STACK = 2 * sandbox.STACK
+"""Bytes of stack with which a grammar is read; what a thread has otherwise depends on the machine."""
+
+KEPT = 256
+"""Grammars that are known to be readable, at most."""
 
 Bits = NDArray[np.uint32]
 """A set of tokens, [W]: token t by bit t % 32 of word t // 32."""
@@ -103,12 +112,15 @@ class Grammars:
         self._eos = sorted(eos_ids)
         self._table: LLTokenizer | None = None
         self._lock = threading.Lock()
+        self._checking = threading.Lock()
+        self._readable: OrderedDict[str, None] = OrderedDict()
 
     def constraint(self, grammar: str, param: str) -> Constraint:
-        """The constraint of one answer. grammar: in Lark; param: the field it comes from.
+        """The constraint of one answer. grammar: in Lark, its schemas checked; param: the field it comes from.
 
         Raises:
-            RequestError: if the grammar cannot be followed, naming why; or llguidance is not installed.
+            RequestError: if the grammar cannot be followed, naming why, or takes too much to be read; or llguidance is
+                not installed.
         """
         try:
             from llguidance import LLMatcher
@@ -119,11 +131,29 @@ class Grammars:
             if self._table is None:
                 self._table = _table(self._tokenizer, self._eos)
             table = self._table
-        matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+        self._check(grammar, param)
+        with ThreadPoolExecutor(1, "ragjax-grammar") as reader:
+            with self._lock:  # the size is the whole process's
+                usual = threading.stack_size(STACK)
+                try:
+                    reading = reader.submit(LLMatcher, table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+                finally:
+                    threading.stack_size(usual)
+            matcher = reading.result()
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:500]
             raise RequestError(f"the schema cannot be followed: {reason}", param=param, code="invalid_schema")
         return Constraint(matcher, self._eos, table.vocab_size)
+
+    def _check(self, grammar: str, param: str) -> None:
+        """Have a grammar read elsewhere that was not read lately; one at a time, so that few cores are enough."""
+        with self._checking:
+            if grammar not in self._readable:
+                sandbox.check(grammar, param)
+                self._readable[grammar] = None
+            self._readable.move_to_end(grammar)
+            if len(self._readable) > KEPT:
+                self._readable.popitem(last=False)
 
 
 class _Vocabulary:

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ragjax.core import RequestError
+from ragjax.serve.choices import MOST
+from ragjax.serve.schema.filter import ALL, filters_in
+from ragjax.serve.schema.response import MOST_INCLUDED
 
 TOKENS = 2**14
 """Tokens of the context that count, at most: each message takes about 25 microseconds to validate."""
@@ -18,6 +21,13 @@ STOPS = 4
 
 TOOLS = 128
 """Tools of a request."""
+
+CALLS = 2**12
+"""Calls of tools in all messages: each takes about 50 microseconds to validate. With their answers, so many fill a
+context of 120,000 tokens."""
+
+BIASES = 2**10
+"""Entries of logit_bias; OpenAI's clients send at most 300."""
 
 ENTITIES = 32
 """Entities of a graph: up to 512 paths of each are compared with the question."""
@@ -39,10 +49,15 @@ class Limit(NamedTuple):
 LIMITS = (
     Limit("messages", "messages", 1, True, "Send fewer messages"),
     Limit("messages[].content", "text parts in all messages", 1, True, "Join parts"),
+    Limit("messages[].tool_calls", "calls in all messages", CALLS, False, "Leave out earlier calls and their answers"),
+    Limit("prompt", "prompts", MOST, False, "Send fewer prompts"),
     Limit("input", "items", 1, True, "Send fewer items"),
     Limit("input[].content", "text parts in all items", 1, True, "Join parts"),
     Limit("stop", "strings", STOPS, False, "Send fewer stop strings"),
+    Limit("logit_bias", "entries", BIASES, False, "Name fewer tokens"),
     Limit("tools", "tools", TOOLS, False, "Send fewer tools"),
+    Limit("tools[].filters", "filters and values of all levels", ALL, False, "Compare less"),
+    Limit("include", "values", MOST_INCLUDED, False, "Name fewer"),
     Limit("rag.documents", "documents", 1, True, "Send fewer documents"),
     Limit("rag.graph.entities", "entities", ENTITIES, False, "Name fewer entities"),
     Limit("rag.graph.relation_paths", "paths", 1, True, "Send fewer paths"),
@@ -72,22 +87,33 @@ def check_sizes(body: object, context_length: int) -> None:
 def _sizes(body: object) -> dict[str, int]:
     """Entries of each field with a limit; a value of another type has none, and is refused later."""
     items = _items(body)
-    messages, stop = _list(body, "messages"), _list(body, "stop")
+    messages, stop, tools = _list(body, "messages"), _list(body, "stop"), _list(body, "tools")
     rag = _get(body, "rag")
     graph = _get(rag, "graph")
     paths = _list(graph, "relation_paths")
     return {
         "messages": len(messages),
         "messages[].content": _total(_list(message, "content") for message in messages),
+        "messages[].tool_calls": _total(_list(message, "tool_calls") for message in messages),
+        "prompt": _prompts(body),
         "input": len(items),
         "input[].content": _total([*_list(item, "content"), *_list(item, "output")] for item in items),
         "stop": len(stop),
-        "tools": len(_list(body, "tools")),
+        "logit_bias": len(bias) if isinstance(bias := _get(body, "logit_bias"), dict) else 0,
+        "tools": len(tools),
+        "tools[].filters": sum(filters_in(_get(tool, "filters")) for tool in tools),
+        "include": len(_list(body, "include")),
         "rag.documents": len(_list(rag, "documents")),
         "rag.graph.entities": len(_list(graph, "entities")),
         "rag.graph.relation_paths": len(paths),
         "rag.graph.relation_paths[]": _total(path for path in paths if isinstance(path, list)),
     }
+
+
+def _prompts(body: object) -> int:
+    """Prompts of a text completion; a list of token ids is one."""
+    prompts = _list(body, "prompt")
+    return 1 if prompts and isinstance(prompts[0], int) else len(prompts)
 
 
 def _items(body: object) -> list[Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ragjax.core import RequestError
+from ragjax.schedule import sandbox
 from ragjax.schedule.grammar import Constraint, Grammars
 from tests.support.vocabulary import gapped
 
@@ -93,3 +97,61 @@ def test_tokens_beyond_a_gap_may_be_chosen_and_ids_within_it_may_not() -> None:
     assert in_gap is None and not constraint.failure
     (mask,) = constraint.masks([0, 700], [])
     assert allowed(mask, 701) == [1] and not constraint.failure
+
+
+def lark(schema: object) -> str:
+    return f"start: %json {json.dumps(schema)}\n"
+
+
+def chained(links: int) -> str:
+    """Definitions that each name the one before: every link takes the reader deeper."""
+    made = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i - 1}"}]} for i in range(1, links + 1)}
+    return lark({"$defs": {"d0": {"type": "string"}, **made}, "$ref": f"#/$defs/d{links}"})
+
+
+def doubled(levels: int) -> str:
+    """Every level copies the one before twice."""
+    schema: dict[str, Any] = {"d0": {"type": "string"}}
+    for i in range(1, levels + 1):
+        merged = {"allOf": [{"$ref": f"#/$defs/d{i - 1}"}, {"minProperties": 0}]}
+        schema[f"d{i}"] = {"type": "object", "properties": {"x": merged, "y": merged}}
+    return lark({"$defs": schema, "$ref": f"#/$defs/d{levels}"})
+
+
+def crossed(patterns: int) -> str:
+    """Patterns of one text: their product has as many states as there are subsets."""
+    return lark({"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(patterns)]})
+
+
+@pytest.mark.parametrize("grammar", [chained(30_000), doubled(24), crossed(26)], ids=["chained", "doubled", "crossed"])
+def test_a_schema_that_takes_too_much_is_refused(grammar: str) -> None:
+    with pytest.raises(RequestError, match="nest less, and use fewer references and patterns") as refused:
+        sandbox.check(grammar, "response_format")
+    assert refused.value.param == "response_format" and refused.value.code == "invalid_schema"
+
+
+@pytest.mark.parametrize("grammar", [chained(300), doubled(8), lark({"type": "object"})])
+def test_an_ordinary_schema_is_read(grammar: str) -> None:
+    Grammars(gapped(), {1}).constraint(grammar, "response_format")
+
+
+def test_a_grammar_is_checked_before_it_is_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(sandbox, "check", lambda grammar, param: checked.append(grammar))
+    monkeypatch.setattr("ragjax.schedule.grammar.KEPT", 2)
+    grammars = Grammars(gapped(), {1})
+    for text in ("a", "b", "a", "c", "a", "b"):
+        grammars.constraint(f'start: "{text}"', "tools")
+    assert checked == [f'start: "{text}"' for text in "abcb"]
+
+
+def test_a_process_that_cannot_start_is_no_fault_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_READ", "import nothing_of_that_name")
+    with pytest.raises(RuntimeError, match="nothing_of_that_name"):
+        sandbox.check('start: "a"', "tools")
+
+
+def test_other_threads_keep_their_stack() -> None:
+    before = threading.stack_size()
+    Grammars(gapped(), {1}).constraint('start: "ab"', "grammar")
+    assert threading.stack_size() == before

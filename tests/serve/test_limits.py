@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from ragjax.core import RequestError
+from ragjax.schedule import sandbox
 from ragjax.serve.limits import ENTITIES, LIMITS, STEPS, STOPS, TOKENS, check_sizes
 from ragjax.serve.schema import NAME_CHARS, ChatBody
 from tests.support.growth import assert_linear, calls
@@ -22,16 +23,30 @@ CONTEXT = 64
 """The fake engine's."""
 
 
+PATHS = {"prompt": "/v1/completions", "include": "/v1/responses", "tools[].filters": "/v1/responses"}
+
+
+def searching(count: int) -> dict[str, Any]:
+    """A search with so many filters, on two levels, one of them with several values."""
+    filters: list[Any] = [{}] * (count - 4) + [{"type": "in", "key": "a", "value": [1, 2, 3]}]
+    return {"type": "file_search", "vector_store_ids": ["demo"], "filters": {"type": "and", "filters": filters}}
+
+
 def body(field: str, count: int) -> dict[str, Any]:
     """A chat with so many entries in a field, none of them valid: the check comes before validation."""
     wrong = [0] * count
     return {
         "messages": {**CHAT, "messages": wrong},
         "messages[].content": {**CHAT, "messages": [{"role": "user", "content": wrong[:2]}, {"content": wrong[2:]}]},
+        "messages[].tool_calls": {**CHAT, "messages": [{"tool_calls": wrong[:2]}, {"tool_calls": wrong[2:]}]},
+        "prompt": {"model": "fake", "prompt": [{}] * count},
         "input": {"model": "fake", "input": [{}] * count},
         "input[].content": {"model": "fake", "input": [{"content": wrong[:2]}, {"output": wrong[2:]}]},
         "stop": {**CHAT, "stop": wrong},
+        "logit_bias": {**CHAT, "logit_bias": {f"token {i}": 0 for i in range(count)}},
         "tools": {**CHAT, "tools": wrong},
+        "tools[].filters": {"model": "fake", "input": "x", "tools": [searching(count)]},
+        "include": {"model": "fake", "input": "x", "include": wrong},
         "rag.documents": {**CHAT, "rag": {"documents": wrong}},
         "rag.graph.entities": {**CHAT, "rag": {"graph": {"entities": wrong}}},
         "rag.graph.relation_paths": {**CHAT, "rag": {"graph": {"relation_paths": wrong}}},
@@ -42,7 +57,8 @@ def body(field: str, count: int) -> dict[str, Any]:
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.field)
 def test_a_list_over_its_limit_is_one_error_that_says_what_to_do(shared: Served, limit: Any) -> None:
     most = limit.most * (CONTEXT if limit.per_token else 1)
-    path = "/v1/responses" if limit.field.startswith("input") else "/v1/chat/completions"
+    usual = "/v1/responses" if limit.field.startswith("input") else "/v1/chat/completions"
+    path = PATHS.get(limit.field, usual)
     response = shared.post(path, json=body(limit.field, most + 1))
     error = error_of(response)
     assert response.status_code == 400 and error["type"] == "invalid_request_error"
@@ -56,6 +72,27 @@ def test_a_list_over_its_limit_is_one_error_that_says_what_to_do(shared: Served,
 
 def test_a_list_within_its_limit_is_taken(shared: Served) -> None:
     assert shared.post(json={**CHAT, "messages": MESSAGES * CONTEXT}).status_code == 200
+
+
+def test_token_ids_are_one_prompt(shared: Served) -> None:
+    assert shared.post("/v1/completions", json={"model": "fake", "prompt": [1] * 60}).status_code == 200
+    check_sizes({"prompt": [1] * 1000}, CONTEXT)
+
+
+def test_the_filters_of_a_search_are_counted_in_all(shared: Served) -> None:
+    one = {"type": "eq", "key": "a", "value": 1}
+    within = [{"type": "or", "filters": [one] * 62}] * 4 + [one] * 3
+    for filters, status in ((within, 200), ([*within, one], 400)):
+        asked = {"query": "x", "filters": {"type": "and", "filters": filters}}
+        response = shared.post("/v1/vector_stores/demo/search", json=asked)
+        assert response.status_code == status, response.text
+    error = error_of(response)
+    assert error["param"] == "filters" and "there are 257 filters of all levels" in error["message"]
+
+
+def test_a_stores_description_is_as_short_as_a_name(shared: Served) -> None:
+    error = error_of(shared.post("/v1/vector_stores", json={"description": "x" * (NAME_CHARS + 1)}))
+    assert error["param"] == "description" and f"at most {NAME_CHARS} characters" in error["message"]
 
 
 def test_a_huge_context_does_not_make_huge_lists() -> None:
@@ -73,9 +110,10 @@ def test_the_page_lists_every_limit() -> None:
     page = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     rows = {name: row for row in page.splitlines() for name in re.findall(r"^\| `([^`]+)` \| .*at most", row)}
     for limit in LIMITS:
-        expected = f"{limit.most}" if not limit.per_token or limit.most > 1 else "one"
+        expected = f"{limit.most:,}" if not limit.per_token or limit.most > 1 else "one"
         assert expected in rows[limit.field], limit
     assert f"{TOKENS:,}" in page and f"{NAME_CHARS:,}" in page
+    assert f"at most {sandbox.SECONDS} s of processor time and {sandbox.MEMORY} MiB" in page
     assert (STOPS, ENTITIES, STEPS) == (4, 32, 8)
 
 

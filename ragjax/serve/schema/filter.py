@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
 from ragjax.serve.schema.body import Body
@@ -14,6 +14,8 @@ MOST = 64
 """Filters in an `and` or `or`, and values of `in` and `nin`, at most."""
 DEPTH = 8
 """Levels of `and` and `or`, at most."""
+ALL = 256
+"""Filters of all levels, at most, each value of `in` and `nin` counted: all are compared with each file of a store."""
 
 
 class Comparison(Body):
@@ -49,6 +51,26 @@ class Compound(Body):
         return core.Compound(self.type, tuple(part.to_core(depth + 1) for part in self.filters))
 
 
+def filters_in(given: object) -> int:
+    """Filters of all levels, as parsed from JSON and not yet validated; one with several values counts as so many."""
+    found, left = 0, [given]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            value, parts = one.get("value"), one.get("filters")
+            found += len(value) if isinstance(value, list) and value else 1
+            left += parts if isinstance(parts, list) else []
+    return found
+
+
+def _few(given: object) -> object:
+    if (count := filters_in(given)) > ALL:
+        raise ValueError(
+            f"there are {count} filters of all levels, values of in and nin counted; at most {ALL} are taken"
+        )
+    return given
+
+
 def _kind(given: object) -> str:
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
     return "<compound>" if kind in ("and", "or") else "<comparison>"
@@ -58,3 +80,5 @@ Filter = Annotated[
     Annotated[Comparison, Tag("<comparison>")] | Annotated[Compound, Tag("<compound>")], Discriminator(_kind)
 ]
 Compound.model_rebuild()
+Filters = Annotated[Filter, BeforeValidator(_few, json_schema_input_type=Filter)]
+"""The filter of a search, as a whole."""

@@ -111,6 +111,7 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> tuple
     instructions: what the system says first.
     """
     found: list[core.Message] = [] if instructions is None else [core.Message("system", instructions)]
+    calls: dict[int, list[core.ToolCall]] = {}  # of each message, by its place
     for item in items:
         if isinstance(item, InputMessage):
             found.append(core.Message("system" if item.role == "developer" else item.role, _text(item.content)))
@@ -120,7 +121,9 @@ def messages_of(items: Sequence[Item], instructions: str | None = None) -> tuple
             call = core.ToolCall(item.call_id, item.name, item.arguments)
             if not found or found[-1].role != "assistant":
                 found.append(core.Message("assistant", ""))
-            found[-1] = replace(found[-1], tool_calls=(*found[-1].tool_calls, call))
+            calls.setdefault(len(found) - 1, []).append(call)
+    for place, made in calls.items():
+        found[place] = replace(found[place], tool_calls=tuple(made))
     return tuple(found)
 
 

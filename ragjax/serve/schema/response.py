@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ragjax import core
 from ragjax.serve.schema.body import Body, Count, FilledName, FunctionName, Name, Text, as_json, refuse_beside, tag_of
-from ragjax.serve.schema.filter import Filter
+from ragjax.serve.schema.filter import Filters
 from ragjax.serve.schema.format import SCHEMA_OF_OBJECTS
 from ragjax.serve.schema.item import Item, messages_of
 from ragjax.serve.schema.metadata import Metadata
@@ -20,6 +20,8 @@ RESULTS = "file_search_call.results"
 LOGPROBS = "message.output_text.logprobs"
 MOST_STORES = 16
 """Vector stores of a search, at most."""
+MOST_INCLUDED = 16
+"""Values of `include`, at most."""
 MOST_RESULTS = 50
 """Passages of a search, at most, as in OpenAI's API."""
 
@@ -66,7 +68,7 @@ class SearchTool(Body):
     type: Literal["file_search"]
     vector_store_ids: Annotated[list[FilledName], Field(min_length=1, max_length=MOST_STORES)]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
-    filters: Filter | None = None
+    filters: Filters | None = None
     ranking_options: Ranking | None = None
 
 
@@ -116,7 +118,7 @@ class ResponseBody(Body):
     tool_choice: (
         Annotated[ResponseChoice, BeforeValidator(typed, json_schema_input_type=str | ResponseChoice)] | None
     ) = None
-    include: Annotated[list[Name], Field(max_length=16)] | None = None
+    include: Annotated[list[Name], Field(max_length=MOST_INCLUDED)] | None = None
     metadata: Metadata | None = None
     rag: ChatRag | None = Field(default_factory=ChatRag)
 

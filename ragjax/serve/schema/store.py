@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ragjax import core
-from ragjax.serve.schema.body import Body, FilledName, Name, Text, refuse_beside
-from ragjax.serve.schema.filter import Filter
+from ragjax.serve.schema.body import Body, FilledName, Name, refuse_beside
+from ragjax.serve.schema.filter import Filters
 from ragjax.serve.schema.metadata import Attributes, Metadata
 from ragjax.serve.schema.response import MOST_RESULTS, Ranking
 
@@ -110,7 +110,7 @@ class StoreBody(Body):
     """Body of POST /v1/vector_stores."""
 
     name: Name | None = None
-    description: Text | None = None
+    description: Name | None = None
     file_ids: FileIds | None = None
     expires_after: Expiry | None = None
     chunking_strategy: Chunking | None = None
@@ -150,6 +150,6 @@ class SearchBody(Body):
         BeforeValidator(_queries, json_schema_input_type=str | list[str]),
     ]
     max_num_results: Annotated[int, Field(ge=1, le=MOST_RESULTS)] | None = None
-    filters: Filter | None = None
+    filters: Filters | None = None
     ranking_options: Ranking | None = None
     rewrite_query: Literal[False] | None = None

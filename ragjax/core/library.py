@@ -95,6 +95,24 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Which part of a list is meant: so many of its entries, at most, between two of them; -1: all.
+
+    after, before: ids that they stand behind and before (None: no bound). last: whether they are the last ones within
+    these bounds, else the first.
+    """
+
+    count: int = -1
+    after: str | None = None
+    before: str | None = None
+    last: bool = False
+
+
+WHOLE = Slice()
+"""The part that is the whole list."""
+
+
+@dataclass(frozen=True)
 class Passage:
     """A chunk that a search found: of which file, its name and attributes, and the cosine similarity."""
 

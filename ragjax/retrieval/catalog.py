@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ragjax.core import Attachment, Batch, Counts, DamageError, File, Store
+from ragjax.core import WHOLE, Attachment, Batch, Counts, DamageError, File, Slice, State, Store
 from ragjax.retrieval.checksum import checksum
 from ragjax.retrieval.database import compare, exclusive, grow
 
@@ -39,6 +39,12 @@ create table if not exists attachments (
     usage integer not null, code text not null, message text not null, attributes text not null, chunk_tokens integer,
     batch text, unique (store, file)
 );
+create index if not exists files_by_tenant on files (tenant);
+create index if not exists stores_by_tenant on stores (tenant);
+create index if not exists batches_by_store on batches (store);
+create index if not exists attachments_by_store on attachments (store);
+create index if not exists attachments_by_file on attachments (file);
+create index if not exists attachments_by_batch on attachments (batch);
 """
 _ODD = (
     "select 1 from files where typeof(size) <> 'integer' or typeof(created) <> 'integer' or typeof(content) <> 'blob'"
@@ -54,6 +60,19 @@ _STORE = "select id, name, created, active, days, metadata, description, expired
 _ATTACHMENT = (
     "select store, file, created, state, usage, code, message, attributes, chunk_tokens, batch from attachments"
 )
+
+_COPIES = (
+    "select coalesce(sum(max(files.size, ?)), 0) from stores join attachments on attachments.store = stores.id"
+    " join files on files.id = attachments.file"
+    " where stores.tenant = (select tenant from stores where id = ?) and not stores.expired"
+)
+"""The bytes of all files in the stores of one's tenant, each as often as it is in a store."""
+_OLD = (
+    "delete from batches where store = ?"
+    " and rowid <= (select rowid from batches where store = ? order by rowid desc limit 1 offset ?)"
+    " and not exists (select 1 from attachments where batch = batches.id and state = 'in_progress')"
+)
+"""The batches of a store without the latest ones, and without those that are being read."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +111,11 @@ class Catalog:
                 database.execute(sql, (*values, checksum(values), least, tenant, file.size, least, quota)).rowcount == 1
             )
 
-    def files(self, tenant: str) -> list[File]:
-        """A tenant's files, the oldest first."""
-        return [File(*row) for row in self._rows(f"{_FILE} where tenant = ? order by number", tenant)]
+    def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
+        """A tenant's files, the oldest first. purpose: those of it alone."""
+        values = {"tenant": tenant, "purpose": purpose}
+        sql = f"{_FILE} where tenant = :tenant and (:purpose is null or purpose = :purpose)"
+        return [File(*row) for row in self._part(sql, "files where id = :id", values, part)]
 
     def file(self, tenant: str, file: str) -> File | None:
         """One of a tenant's files."""
@@ -137,22 +158,24 @@ class Catalog:
         rows: list[tuple[int | None]] = self._rows("select min(expires) from files")
         return rows[0][0]
 
-    def remove_file(self, file: str) -> None:
-        """Forget a file, and where it was attached."""
+    def remove_file(self, file: str) -> list[str]:
+        """Forget a file, and where it was attached: the stores."""
         with self._changing() as database:
+            stores = [store for (store,) in database.execute("select store from attachments where file = ?", (file,))]
             database.execute("delete from files where id = ?", (file,))
+        return stores
 
     # --------------------------------------------------------------------------------------------- stores
 
-    def add_store(self, tenant: str, store: Store) -> None:
-        """Keep a new store."""
+    def add_store(self, tenant: str, store: Store, most: int) -> bool:
+        """Keep a new store; False: the tenant has as many as it may."""
         values = (store.name, store.active, store.days, json.dumps(store.metadata), store.description, store.expired)
         sql = (
             "insert into stores (name, active, days, metadata, description, expired, id, tenant, created)"
-            " values (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+            " select ?, ?, ?, ?, ?, ?, ?, ?, ? where (select count(*) from stores where tenant = ?) < ?"
         )
         with self._changing() as database:
-            database.execute(sql, (*values, store.id, tenant, store.created))
+            return database.execute(sql, (*values, store.id, tenant, store.created, tenant, most)).rowcount == 1
 
     def change_store(self, store: Store) -> bool:
         """Keep the name, days, metadata and description of a store; False: it is gone."""
@@ -166,9 +189,10 @@ class Catalog:
         with self._changing() as database:
             database.execute("update stores set expired = 1 where id = ?", (store,))
 
-    def stores(self, tenant: str) -> list[Store]:
+    def stores(self, tenant: str, part: Slice = WHOLE) -> list[Store]:
         """A tenant's stores, the oldest first."""
-        return [_store(row) for row in self._rows(f"{_STORE} where tenant = ? order by number", tenant)]
+        sql = f"{_STORE} where tenant = :tenant"
+        return [_store(row) for row in self._part(sql, "stores where id = :id", {"tenant": tenant}, part)]
 
     def owners(self) -> dict[str, str]:
         """The tenant of each store."""
@@ -190,8 +214,19 @@ class Catalog:
 
     # ---------------------------------------------------------------------------------------- attachments
 
-    def attach(self, attachments: list[Attachment], batch: Batch | None = None) -> None:
-        """Keep attachments, all or none; one that was there is replaced."""
+    def attach(
+        self, attachments: list[Attachment], quota: int, least: int, batch: Batch | None = None, batches: int = 0
+    ) -> bool:
+        """Keep attachments to a store, all or none; one that was there is replaced.
+
+        batch: that they come with. batches: of a store that are kept; older ones leave when they have been read.
+
+        False: the files in all stores of its tenant would have more bytes than the quota, where one counts for each
+        store that it is in. least: a file counts as.
+
+        Raises:
+            sqlite3.IntegrityError: the store, a file or the batch is gone.
+        """
         sql = (
             "insert or replace into attachments (store, file, created, state, usage, code, message, attributes,"
             " chunk_tokens, batch) values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -202,6 +237,12 @@ class Catalog:
             for one in attachments:
                 values = (one.store, one.file, one.created, one.state, one.usage, *one.error)
                 database.execute(sql, (*values, json.dumps(one.attributes), one.chunk_tokens, one.batch))
+            if batch is not None:
+                database.execute(_OLD, (batch.store, batch.store, batches))
+            size: int = database.execute(_COPIES, (least, attachments[0].store)).fetchone()[0]
+            if size > quota:
+                database.rollback()
+        return size <= quota
 
     def settle(self, attachment: Attachment) -> bool:
         """Note what became of an attachment; False: it was removed, or replaced, meanwhile."""
@@ -229,12 +270,15 @@ class Catalog:
             sql = "update attachments set attributes = ? where store = ? and file = ?"
             database.execute(sql, (json.dumps(attributes), store, file))
 
-    def attachments(self, store: str, batch: str | None = None) -> list[Attachment]:
-        """A store's attachments, or those that came with a batch, the oldest first."""
-        if batch is None:
-            return [_attachment(row) for row in self._rows(f"{_ATTACHMENT} where store = ? order by number", store)]
-        rows = self._rows(f"{_ATTACHMENT} where store = ? and batch = ? order by number", store, batch)
-        return [_attachment(row) for row in rows]
+    def attachments(
+        self, store: str, batch: str | None = None, state: State | None = None, part: Slice = WHOLE
+    ) -> list[Attachment]:
+        """A store's attachments, the oldest first. batch, state: those that came with it, and are in it, alone."""
+        values = {"store": store, "batch": batch, "state": state}
+        given = "".join(f" and {name} = :{name}" for name in ("batch", "state") if values[name] is not None)
+        sql = f"{_ATTACHMENT} where store = :store{given}"
+        place = "attachments where store = :store and file = :id"
+        return [_attachment(row) for row in self._part(sql, place, values, part)]
 
     def counts(self, store: str, batch: str | None = None) -> tuple[Counts, int]:
         """Of these attachments: how many are in each state, and the bytes that their chunks take."""
@@ -242,9 +286,10 @@ class Catalog:
         found = self._rows(f"{sql} group by state", store, batch, batch)
         return Counts(**{state: number for state, number, _ in found}), sum(usage for *_, usage in found)
 
-    def attachment(self, store: str, file: str) -> Attachment | None:
+    def attachment(self, store: str, file: str, batch: str | None = None) -> Attachment | None:
         """One of them."""
-        rows = self._rows(f"{_ATTACHMENT} where store = ? and file = ?", store, file)
+        sql = f"{_ATTACHMENT} where store = ? and file = ? and (? is null or batch = ?)"
+        rows = self._rows(sql, store, file, batch, batch)
         return next(map(_attachment, rows), None)
 
     def attached(self, file: str) -> list[str]:
@@ -266,9 +311,21 @@ class Catalog:
         with self._lock, self._database:
             yield self._database
 
-    def _rows(self, sql: str, *values: object) -> list[Any]:
+    def _rows(self, sql: str, *values: object, **named: object) -> list[Any]:
         with self._lock:
-            return self._database.execute(sql, values).fetchall()
+            return self._database.execute(sql, named or values).fetchall()
+
+    def _part(self, sql: str, place: str, values: Mapping[str, object], part: Slice) -> list[Any]:
+        """Rows by number, or a part of them.
+
+        sql: selects them, and ends with its condition. place: table and condition of the row that `:id` names.
+        """
+        for sign, bound in ((">", "after"), ("<", "before")):
+            if getattr(part, bound) is not None:
+                sql += f" and number {sign} (select number from {place.replace(':id', f':{bound}')})"
+        sql += f" order by number {'desc' if part.last else 'asc'} limit :count"
+        found = self._rows(sql, **values, count=part.count, after=part.after, before=part.before)
+        return found[::-1] if part.last else found
 
 
 def _prepare(database: sqlite3.Connection) -> None:

@@ -32,7 +32,8 @@ def exclusive(
         raise ConfigError(f"{place}: cannot be opened: {error}") from error
     try:
         database.execute("pragma locking_mode = exclusive")
-        database.execute("pragma secure_delete = on")  # what is deleted is overwritten
+        database.execute("pragma secure_delete = on")  # what is deleted is overwritten,
+        database.execute("pragma journal_size_limit = 0")  # and the journal, which has a copy of it, cut to nothing
         if database.execute("pragma integrity_check(1)").fetchall() != [("ok",)]:  # finds wrong indexes too
             raise sqlite3.DatabaseError("its pages do not fit together")
         prepare(database)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ragjax.core import File, MissingError, RequestError, has_controls, is_unicode
+from ragjax.core import WHOLE, File, MissingError, RequestError, Slice, has_controls, is_unicode
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.document import suffixes
 from ragjax.retrieval.intake import Intake
@@ -27,7 +27,8 @@ LONGEST_WAIT = 3600.0
 class Files:
     """Files of tenants ("": of nobody). Any thread may call it; whatever is not the tenant's is not there.
 
-    now: the time in seconds since 1970. quota: most bytes of files of a tenant, each of at least `LEAST_BYTES`.
+    now: the time in seconds since 1970. quota: most bytes of files of a tenant, each of at least `LEAST_BYTES`; and of
+    the files in its stores, where one counts for each store that it is in.
     """
 
     def __init__(self, catalog: Catalog, intake: Intake, now: Callable[[], float] = time.time, quota: int = QUOTA):
@@ -73,10 +74,10 @@ class Files:
                 self._look_ahead()
         return file
 
-    def files(self, tenant: str) -> list[File]:
-        """All files, the oldest first."""
+    def files(self, tenant: str, purpose: str | None = None, part: Slice = WHOLE) -> list[File]:
+        """All files, the oldest first, or a part of them. purpose: those of it alone."""
         self.expire()
-        return self._catalog.files(tenant)
+        return self._catalog.files(tenant, purpose, part)
 
     def file(self, tenant: str, file: str) -> File:
         """One file.
@@ -117,7 +118,7 @@ class Files:
                 return
             gone = [(store, file) for file in self._catalog.expired(int(self._now())) for store in self._remove(file)]
             self._look_ahead()
-        for store, file in gone:  # waits for a file that is being read into the store: others need not
+        for store, file in gone:
             self._intake.forget(store, file)
 
     def _discard(self, file: str) -> None:
@@ -126,9 +127,7 @@ class Files:
 
     def _remove(self, file: str) -> list[str]:
         """Forget a file; the stores that had it."""
-        stores = self._catalog.attached(file)
-        self._catalog.remove_file(file)
-        return stores
+        return self._catalog.remove_file(file)
 
     def _begin(self) -> None:
         """Have files expire from now on, those that should have meanwhile at once."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,40 +35,96 @@ class Bases(Protocol):
         """Close one."""
 
 
+class _Left(Exception):
+    """A file is not in its store any more."""
+
+
+class _Back(Exception):
+    """A file is in its store again."""
+
+
 class Intake:
-    """Reads one file after another. Any thread may call it."""
+    """Reads files: of each tenant one after another, and the tenants take turns. Any thread may call it."""
 
     def __init__(self, catalog: Catalog, bases: Bases):
         self._catalog = catalog
         self._bases = bases
         self._worker = ThreadPoolExecutor(1, "ragjax-intake")
+        self._lock = threading.Lock()
+        self._waiting: dict[str, dict[tuple[str, str], None]] = {}  # of each tenant, the next first: store, file
+        self._reading: dict[str, Iterator[None]] = {}  # what is left of the file that is read for a tenant
+        self._running = False
+        self._closed = False
 
-    def start(self, attachment: Attachment) -> None:
+    def start(self, tenant: str, store: str, file: str) -> None:
         """Have a file read into its store, if it is in progress there; the catalog is told what became of it."""
-        self._worker.submit(self._read, attachment)
+        with self._lock:
+            self._waiting.setdefault(tenant, {})[store, file] = None
+            if not self._running:
+                self._worker.submit(self._run)
+                self._running = True
 
     def close(self) -> None:
-        """End with the file that is being read. What was not begun stays in progress."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """End with the chunks that are being embedded. What was not finished stays in progress."""
+        with self._lock:
+            self._closed = True
+        self._worker.shutdown()
 
     def forget(self, store: str, file: str) -> None:
-        """Take a document out of a knowledge base, if it is there."""
+        """Take a document that left its store out of the knowledge base, if it is there. No later search finds it.
+
+        The catalog has said so before: what is being read just now is not stored any more.
+        """
+
+        def check() -> None:
+            if not self._gone(store, file):
+                raise _Back
+
         try:
-            self._bases.get(store).delete([file])
+            self._bases.get(store).delete([file], check)
+        except _Back:
+            _log.debug("%s has the document %s again", store, file)
         except RequestError:  # it never came so far, or the store is gone too
             _log.debug("%s held no document %s", store, file)
 
-    def _read(self, attachment: Attachment) -> None:
-        store, file = attachment.store, attachment.file
+    def _run(self) -> None:
+        while (tenant := self._turn()) is not None:
+            try:
+                next(self._reading[tenant])
+            except StopIteration:
+                del self._reading[tenant]
+            except Exception:
+                _log.exception("a file could not be read; the next start tries again")
+                del self._reading[tenant]
+
+    def _turn(self) -> str | None:
+        """Whose turn it is, who is then behind the others; None: nobody's."""
+        with self._lock:
+            idle = [tenant for tenant, waiting in self._waiting.items() if not waiting and tenant not in self._reading]
+            for tenant in idle:
+                del self._waiting[tenant]
+            if self._closed or not self._waiting:
+                self._running = False
+                return None
+            tenant = next(iter(self._waiting))
+            waiting = self._waiting[tenant] = self._waiting.pop(tenant)
+            if tenant not in self._reading:
+                store, file = next(iter(waiting))
+                del waiting[store, file]
+                self._reading[tenant] = self._read(store, file)
+        return tenant
+
+    def _read(self, store: str, file: str) -> Iterator[None]:
+        attachment = self._catalog.attachment(store, file)
+        if attachment is None or attachment.state != "in_progress":  # removed, cancelled, or read for an earlier call
+            return
         try:
-            kept = self._catalog.attachment(store, file)
-            if kept is None or kept.state != "in_progress":  # removed, cancelled, or read for an earlier call
-                return
-            attachment = kept  # it may have been replaced since the call
             content = self._catalog.content(file)
             if content is None:
                 return
-            settled = self._fill(attachment, content)
+            settled = yield from self._fill(attachment, content)
+        except _Left:
+            return
         except DamageError as error:
             settled = replace(attachment, state="failed", error=("server_error", str(error)))
         except RagjaxError as error:
@@ -74,20 +132,25 @@ class Intake:
         except Exception:
             _log.exception("the file %s could not be read", file)
             settled = replace(attachment, state="failed", error=("server_error", "the file could not be read"))
-        noted = self._catalog.settle(settled)
-        if not noted and self._gone(store, file):  # while it was read
-            self.forget(store, file)
+        self._catalog.settle(settled)
 
     def _gone(self, store: str, file: str) -> bool:
-        """Whether an attachment was removed or cancelled meanwhile."""
+        """Whether an attachment was removed or cancelled."""
         attachment = self._catalog.attachment(store, file)
         return attachment is None or attachment.state == "cancelled"
 
-    def _fill(self, attachment: Attachment, content: bytes) -> Attachment:
+    def _fill(self, attachment: Attachment, content: bytes) -> Generator[None, None, Attachment]:
         name, file = self._catalog.name(attachment.file), attachment.file
         document = parse(content, Path(name), file)
         if not document.text:
             raise ConfigError(f"{name}: there is no text in it")
         base = self._bases.get(attachment.store)
-        base.add([document], max_tokens=attachment.chunk_tokens)
+
+        def check() -> None:
+            if self._gone(attachment.store, file):
+                raise _Left
+
+        for _ in base.adding([document], max_tokens=attachment.chunk_tokens, check=check):
+            yield
+            check()
         return replace(attachment, state="completed", usage=base.size(file) or 0)

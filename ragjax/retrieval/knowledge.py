@@ -21,7 +21,7 @@ import logging
 import math
 import sqlite3
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -39,6 +39,7 @@ from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.neighbours import nearest
 
 _BATCH_CHUNKS = 256  # committed together: what a kill can cost
+_STEP_CHUNKS = 32  # embedded in a step: a few seconds at most, and batches of the encoder are full
 _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
 _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
 _UNSAVED = 0.1  # share of the index that may have changed since it was saved
@@ -85,7 +86,10 @@ class _Prepared:
 
 
 class KnowledgeBase:
-    """Documents that can be searched by meaning. One thread at a time may write; any number may read meanwhile."""
+    """Documents that can be searched by meaning. Any thread may read and write.
+
+    A write waits until others have stored what they have embedded, not while they embed.
+    """
 
     def __init__(
         self,
@@ -181,30 +185,54 @@ class KnowledgeBase:
         Raises:
             RequestError: a document without id or text, or the same id twice. Nothing is stored then.
         """
+        steps = self.adding(documents, progress, max_tokens=max_tokens)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                report: AddReport = end.value
+                return report
+
+    def adding(
+        self,
+        documents: Iterable[Document],
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        max_tokens: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> Generator[None, None, AddReport]:
+        """As `add`, in steps, each embedding some chunks. Not all need be taken: what was stored before stays.
+
+        check: called before documents are stored, when nothing is written by others until they are. What it raises ends
+        this, and nothing more is stored.
+        """
         documents = tuple(documents)
         _check(documents)
         chunker = self._chunker if max_tokens is None else replace(self._chunker, max_tokens=max_tokens)
+        known = self._digests(document.id for document in documents)
+        changed = [document for document in documents if known.get(document.id) != _digest(document, max_tokens)]
+        done = len(documents) - len(changed)
+        for batch in _batches(changed, chunker):
+            yield from self._store(batch, max_tokens, check)
+            done += len(batch)
+            if progress is not None:
+                progress(done, len(documents))
         with self._writing:
-            known = self._digests(document.id for document in documents)
-            changed = [document for document in documents if known.get(document.id) != _digest(document, max_tokens)]
-            done = len(documents) - len(changed)
-            for batch in _batches(changed, chunker):
-                self._store(batch, max_tokens)
-                done += len(batch)
-                if progress is not None:
-                    progress(done, len(documents))
             self._save_index()
         replaced = sum(document.id in known for document in changed)
         return AddReport(len(changed) - replaced, replaced, len(documents) - len(changed))
 
-    def delete(self, document_ids: Iterable[str]) -> int:
+    def delete(self, document_ids: Iterable[str], check: Callable[[], None] = lambda: None) -> int:
         """Remove documents, and say how many.
+
+        check: called when nothing is written by others until they are removed. What it raises keeps them.
 
         Raises:
             RequestError: an id is unknown. Nothing is removed then.
         """
         ids = list(dict.fromkeys(document_ids))
         with self._writing:
+            check()
             known = self._digests(ids)
             for document_id in ids:
                 if document_id not in known:
@@ -247,16 +275,32 @@ class KnowledgeBase:
             self._cache.pop(number, None)
         return True
 
-    def _store(self, batch: Sequence[_Prepared], max_tokens: int | None) -> None:
+    def _store(
+        self, batch: Sequence[_Prepared], max_tokens: int | None, check: Callable[[], None]
+    ) -> Generator[None, None, None]:
         chunks = [chunk for prepared in batch for chunk in prepared.chunks]
-        embeddings = self._encoder.encode([chunk.text for chunk in chunks])
-        with self._transaction() as database:
-            gone = self._forget(database, [prepared.document.id for prepared in batch])
-            rows = [(prepared.document.id, _digest(prepared.document, max_tokens)) for prepared in batch]
-            database.executemany("insert into documents values (?, ?)", rows)
-            numbers = [chunk_store.insert(database, chunk, row) for chunk, row in zip(chunks, embeddings, strict=True)]
-            chunk_store.measure(database, [prepared.document.id for prepared in batch])
-        self._update_index(gone, numbers, embeddings)
+        embeddings = yield from self._embeddings([chunk.text for chunk in chunks])
+        rows = [(prepared.document.id, _digest(prepared.document, max_tokens)) for prepared in batch]
+        with self._writing:
+            check()
+            with self._transaction() as database:
+                gone = self._forget(database, [document_id for document_id, _ in rows])
+                database.executemany("insert into documents values (?, ?)", rows)
+                pairs = zip(chunks, embeddings, strict=True)
+                numbers = [chunk_store.insert(database, chunk, row) for chunk, row in pairs]
+                chunk_store.measure(database, [document_id for document_id, _ in rows])
+            self._update_index(gone, numbers, embeddings)
+
+    def _embeddings(self, texts: Sequence[str]) -> Generator[None, None, Vectors]:
+        """Of all texts, float32 [len(texts), dim]; those of like length together, as the encoder pads less then."""
+        embeddings = np.empty((len(texts), self._encoder.dim), np.float32)
+        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        for start in range(0, len(texts), _STEP_CHUNKS):
+            if start:
+                yield
+            some = by_length[start : start + _STEP_CHUNKS]
+            embeddings[some] = self._encoder.encode([texts[i] for i in some])
+        return embeddings
 
     def _forget(self, database: sqlite3.Connection, document_ids: Sequence[str]) -> list[int]:
         """Delete what is stored of these documents, and marks that rest on it; returns the numbers of their chunks."""
@@ -294,7 +338,7 @@ class KnowledgeBase:
 
     def _save_index(self, share: float = _UNSAVED) -> None:
         """Write the index file if more than this share of the index has changed."""
-        if self._index_path is None or not self._unsaved or self._unsaved < share * len(self._index):
+        if self._closed or self._index_path is None or not self._unsaved or self._unsaved < share * len(self._index):
             return
         try:
             self._index.save(self._index_path)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragjax.core import (
+    WHOLE,
     Attachment,
     Batch,
     Chunk,
@@ -26,10 +27,12 @@ from ragjax.core import (
     Passage,
     RequestError,
     Scalar,
+    Slice,
+    State,
     Store,
 )
 from ragjax.retrieval.catalog import Catalog
-from ragjax.retrieval.files import QUOTA, Files, hexadecimal
+from ragjax.retrieval.files import LEAST_BYTES, QUOTA, Files, hexadecimal
 from ragjax.retrieval.intake import Bases, Intake
 
 FOLDER = ".library"
@@ -38,6 +41,8 @@ FEWEST_TOKENS, MOST_TOKENS = 100, 4096
 """Tokens of a chunk that a client may ask for, as in OpenAI's API."""
 STORES_OF_TENANT = 1000
 """Stores that a tenant may have; each keeps two files open."""
+BATCHES_OF_STORE = 1000
+"""The latest batches of a store are kept, and those that are in progress."""
 _ID = re.compile(r"vs_[0-9a-f]{24}")
 
 
@@ -73,7 +78,7 @@ class Library(Files):
             for one in wanted.values():
                 if one.state == "in_progress" or (one.state == "completed" and one.file not in base.document_ids):
                     self._catalog.reopen(store, one.file)
-                    self._intake.start(replace(one, state="in_progress"))
+                    self._intake.start(tenant, store, one.file)
 
     def close(self) -> None:
         """Stop reading files. What was not finished goes on when the library is opened again."""
@@ -97,12 +102,11 @@ class Library(Files):
             RequestError: if the tenant has as many as it may.
             ConfigError: if it cannot be made; nothing of it is left then.
         """
-        if len(self._catalog.stores(tenant)) >= STORES_OF_TENANT:
-            reason = f"you have {STORES_OF_TENANT} vector stores, as many as a server keeps for one client: delete some"
-            raise RequestError(reason, code="quota_exceeded")
         now = int(self._now())
         store = Store(f"vs_{hexadecimal()}", name, now, now, days, metadata or {}, description)
-        self._catalog.add_store(tenant, store)
+        if not self._catalog.add_store(tenant, store, STORES_OF_TENANT):
+            reason = f"you have {STORES_OF_TENANT} vector stores, as many as a server keeps for one client: delete some"
+            raise RequestError(reason, code="quota_exceeded")
         try:
             self._bases.make(store.id, tenant)
         except BaseException:
@@ -111,11 +115,18 @@ class Library(Files):
             raise
         return store
 
-    def stores(self, tenant: str) -> list[Store]:
-        """All stores, the server's own first, then the oldest first."""
-        own = [self._own(name) for name in self._bases.names]
-        kept = self._catalog.stores(tenant)
-        return [*own, *(self._looked_at(store) for store in kept)]
+    def stores(self, tenant: str, part: Slice = WHOLE) -> list[Store]:
+        """All stores, the server's own first, then the oldest first; or a part of them."""
+        names = list(self._bases.names)
+        begin, end = (names.index(one) if one in names else None for one in (part.after, part.before))
+        own = [] if part.after is not None and begin is None else names[0 if begin is None else begin + 1 : end]
+        kept = []
+        if end is None:  # the rest of the list are those of the catalog
+            kept = self._catalog.stores(tenant, part if begin is None else replace(part, after=None))
+        found = [*map(self._own, own), *map(self._looked_at, kept)]
+        if part.count < 0:
+            return found
+        return found[max(0, len(found) - part.count) :] if part.last else found[: part.count]
 
     def store(self, tenant: str, store: str) -> Store:
         """One store.
@@ -165,7 +176,8 @@ class Library(Files):
         """Put files into a store, all of the same; they are read and embedded one behind another, later.
 
         Raises:
-            RequestError: if the store or a file is not there, or the store cannot be changed. Nothing is done then.
+            RequestError: if the store or a file is not there, the store cannot be changed, or the files in all stores
+                are beyond the quota. Nothing is done then.
         """
         now = int(self._now())
         store = self._changeable(tenant, attachments[0].store)
@@ -176,31 +188,38 @@ class Library(Files):
         rows = [replace(one, created=now, batch=None if made is None else made.id) for one in attachments]
         try:
             with self._attaching:
-                self._catalog.attach(rows, made)
+                kept = self._catalog.attach(rows, self._quota, LEAST_BYTES, made, BATCHES_OF_STORE)
         except sqlite3.IntegrityError:  # it was removed, or its time ran out, since it was looked up
             reason = "the vector store, or one of the files, was deleted just now"
             raise MissingError(reason, param="file_id", code="not_found") from None
+        if not kept:
+            reason = (
+                f"the files in all your vector stores may have {self._quota / 2**20:g} MiB, each counted for every"
+                " store that it is in: take some out"
+            )
+            raise RequestError(reason, param="file_id", code="quota_exceeded")
         self._catalog.touch(store.id, now)
         for row in rows:
-            self._intake.start(row)
+            self._intake.start(tenant, row.store, row.file)
         return made
 
-    def attachments(self, tenant: str, store: str, batch: str | None = None) -> list[Attachment]:
-        """What a store holds, or what came with a batch, the oldest first; raises as `store`."""
-        self.expire()
-        if self.store(tenant, store).own:
-            return self.documents(store)
-        return self._catalog.attachments(store, batch)
-
-    def documents(
-        self, store: str, count: int = -1, *, after: str | None = None, before: str | None = None, last: bool = False
+    def attachments(
+        self, tenant: str, store: str, batch: str | None = None, state: State | None = None, part: Slice = WHOLE
     ) -> list[Attachment]:
-        """What one of the server's own stores holds, or a part of it, as `KnowledgeBase.sizes` has it."""
-        found = self._bases.get(store).sizes(count, after=after, before=before, last=last)
+        """What a store holds, the oldest first, of the server's own by id; or a part of it. Raises as `store`.
+
+        batch, state: what came with it, and is in it, alone.
+        """
+        self.expire()
+        if not self.store(tenant, store).own:
+            return self._catalog.attachments(store, batch, state, part)
+        if state not in (None, "completed"):
+            return []
+        found = self._bases.get(store).sizes(part.count, after=part.after, before=part.before, last=part.last)
         return [self._own_document(store, file, size) for file, size in found]
 
-    def attachment(self, tenant: str, store: str, file: str) -> Attachment:
-        """A file in a store.
+    def attachment(self, tenant: str, store: str, file: str, batch: str | None = None) -> Attachment:
+        """A file in a store, or of a batch.
 
         Raises:
             MissingError: if it is not there.
@@ -211,7 +230,7 @@ class Library(Files):
             size = self._bases.get(store).size(file)
             found = None if size is None else self._own_document(store, file, size)
         else:
-            found = self._catalog.attachment(store, file)
+            found = self._catalog.attachment(store, file, batch)
         if found is None:
             raise MissingError(f"no file {file!r} in vector store {store!r}", param="file_id", code="not_found")
         return found

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -54,35 +55,32 @@ class Page:
 
     def of(
         self,
-        entries: Sequence[T],
+        read: Callable[[core.Slice], Sequence[T]],
+        look: Callable[[str], object],
         name: Callable[[T], str],
         shown: Callable[[T], Json],
-        fits: Callable[[T], bool] = lambda entry: True,
     ) -> Json:
-        """The list object. entries: the oldest first. fits: those that are listed; the given ids may be of others.
+        """The list object. read: a part of the entries, the oldest first. look: raises MissingError for an unknown id.
 
         Raises:
             core.MissingError: if there is no entry of a given id.
         """
-        ordered = list(entries) if self.order == "asc" else list(reversed(entries))
-        names = [name(entry) for entry in ordered]
-        begin = 0 if self.after is None else _place(names, self.after, "after") + 1
-        end = len(names) if self.before is None else _place(names, self.before, "before")
-        return self.listed([entry for entry in ordered[begin:end] if fits(entry)], name, shown)
-
-    def listed(self, between: Sequence[T], name: Callable[[T], str], shown: Callable[[T], Json]) -> Json:
-        """The list object of entries between the given ids, in its order; one more than it shows tells of others."""
+        for param, given in (("after", self.after), ("before", self.before)):
+            try:
+                if given is not None:
+                    look(given)
+            except core.MissingError:
+                raise _unlisted(given or "", param) from None
+        up = self.order == "asc"
+        low, high = (self.after, self.before) if up else (self.before, self.after)
+        # one more than is shown tells whether there are others
+        found = read(core.Slice(self.limit + 1, low, high, last=self.backward is up))
+        between = found if up else found[::-1]
         chosen = between[-self.limit :] if self.backward else between[: self.limit]
         ids = [name(entry) for entry in chosen]
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
         more = len(between) > len(chosen)
         return {"object": "list", "data": [shown(entry) for entry in chosen], **ends, "has_more": more}
-
-
-def _place(names: Sequence[str], name: str, param: str) -> int:
-    if name not in names:
-        raise _unlisted(name, param)
-    return names.index(name)
 
 
 def _unlisted(name: str, param: str) -> core.MissingError:
@@ -150,8 +148,10 @@ class LibraryEndpoints:
         after: str | None = None,
     ) -> Json:
         """List files."""
-        found = [file for file in self._engine.library.files(_tenant(request)) if purpose in (None, file.purpose)]
-        return Page(order, limit, after).of(found, lambda file: file.id, _file)
+        tenant, library = _tenant(request), self._engine.library
+        return Page(order, limit, after).of(
+            partial(library.files, tenant, purpose), partial(library.file, tenant), lambda file: file.id, _file
+        )
 
     def file(self, request: Request, file_id: str) -> Json:
         """One file."""
@@ -198,10 +198,12 @@ class LibraryEndpoints:
         before: str | None = None,
     ) -> Json:
         """List stores."""
-        tenant = _tenant(request)
-        page = Page(order, limit, after, before)
-        return page.of(
-            self._engine.library.stores(tenant), lambda store: store.id, lambda store: self._store(tenant, store)
+        tenant, library = _tenant(request), self._engine.library
+        return Page(order, limit, after, before).of(
+            partial(library.stores, tenant),
+            partial(library.store, tenant),
+            lambda store: store.id,
+            partial(self._store, tenant),
         )
 
     def store(self, request: Request, vector_store_id: str) -> Json:
@@ -259,9 +261,8 @@ class LibraryEndpoints:
     ) -> Json:
         """List the files of a store."""
         tenant, page = _tenant(request), Page(order, limit, after, before)
-        if self._engine.library.store(tenant, vector_store_id).own:
-            return self._own_files(tenant, vector_store_id, filter, page)
-        return _attachments(self._engine.library.attachments(tenant, vector_store_id), filter, page)
+        self._engine.library.store(tenant, vector_store_id)
+        return self._listed(page, tenant, vector_store_id, None, filter)
 
     def attachment(self, request: Request, vector_store_id: str, file_id: str) -> Json:
         """One file of a store."""
@@ -313,8 +314,7 @@ class LibraryEndpoints:
         """List the files of a batch."""
         tenant = _tenant(request)
         self._engine.library.batch(tenant, vector_store_id, batch_id)
-        found = self._engine.library.attachments(tenant, vector_store_id, batch_id)
-        return _attachments(found, filter, Page(order, limit, after, before))
+        return self._listed(Page(order, limit, after, before), tenant, vector_store_id, batch_id, filter)
 
     # -------------------------------------------------------------------------------------------- objects
 
@@ -336,20 +336,15 @@ class LibraryEndpoints:
             "metadata": dict(store.metadata),
         }
 
-    def _own_files(self, tenant: str, store: str, state: core.State | None, page: Page) -> Json:
-        """The files of one of the server's own stores, of which there may be very many: no more are read than shown."""
+    def _listed(self, page: Page, tenant: str, store: str, batch: str | None, state: core.State | None) -> Json:
+        """Files of a store; the given ids may be of files in other states."""
         library = self._engine.library
-        for param, file in (("after", page.after), ("before", page.before)):
-            try:
-                if file is not None:
-                    library.attachment(tenant, store, file)
-            except core.MissingError:
-                raise _unlisted(file or "", param) from None
-        up = page.order == "asc"
-        low, high = (page.after, page.before) if up else (page.before, page.after)
-        count = page.limit + 1 if state in (None, "completed") else 0  # all of them are completed
-        found = library.documents(store, count, after=low, before=high, last=page.backward is up)
-        return page.listed(found if up else found[::-1], lambda one: one.file, _attachment)
+        return page.of(
+            partial(library.attachments, tenant, store, batch, state),
+            partial(library.attachment, tenant, store, batch=batch),
+            lambda one: one.file,
+            _attachment,
+        )
 
     def _batch(self, tenant: str, batch: core.Batch) -> Json:
         counts, _ = self._engine.library.counts(tenant, batch.store, batch.id)
@@ -410,10 +405,6 @@ def _file(file: core.File) -> Json:
 def _counts(counts: core.Counts) -> Json:
     names = ("in_progress", "completed", "failed", "cancelled", "total")
     return {name: getattr(counts, name) for name in names}
-
-
-def _attachments(found: Sequence[core.Attachment], state: core.State | None, page: Page) -> Json:
-    return page.of(found, lambda one: one.file, _attachment, lambda one: state in (None, one.state))
 
 
 def _attachment(one: core.Attachment) -> Json:

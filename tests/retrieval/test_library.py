@@ -5,15 +5,31 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from reportlab.pdfgen.canvas import Canvas
 
-from ragjax.core import Attachment, Comparison, ConfigError, Counts, DamageError, File, MissingError, RequestError
+from ragjax.core import (
+    Attachment,
+    Chunk,
+    Comparison,
+    ConfigError,
+    Counts,
+    DamageError,
+    File,
+    MissingError,
+    RequestError,
+    Slice,
+)
+from ragjax.retrieval import chunk_store
 from ragjax.retrieval.catalog import Catalog
+from ragjax.retrieval.files import LEAST_BYTES, QUOTA
+from ragjax.retrieval.intake import Intake
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.library import FOLDER, Library
 from tests.support.shelf import Shelf, open_library
@@ -71,7 +87,7 @@ def test_a_restart_finds_all_and_goes_on_with_what_was_not_read(tmp_path: Path) 
     shelf.close()
 
     catalog = Catalog(tmp_path / FOLDER / "catalog.sqlite")  # as if the process had been killed just then
-    catalog.attach([Attachment(store, salt, 5)])
+    catalog.attach([Attachment(store, salt, 5)], QUOTA, LEAST_BYTES)
     catalog.close()
     library, shelf = open_library(tmp_path)
     assert settled(library, store, "acme") == Counts(completed=2)
@@ -150,8 +166,9 @@ def test_no_texts_are_read_to_tell_of_an_own_store(monkeypatch: pytest.MonkeyPat
     shelf.get("isles")._database.set_trace_callback(statements.append)
     counts, size = library.counts("", "isles")
     assert (counts, size) == (Counts(completed=4), sum(one.usage for one in library.attachments("", "isles")))
-    assert [one.file for one in library.documents("isles", 2, after="isle/0")] == ["isle/1", "isle/2"]
-    assert [one.file for one in library.documents("isles", 2, before="isle/3", last=True)] == ["isle/1", "isle/2"]
+    assert [one.file for one in library.attachments("", "isles", part=Slice(2, "isle/0"))] == ["isle/1", "isle/2"]
+    part = Slice(2, before="isle/3", last=True)
+    assert [one.file for one in library.attachments("", "isles", part=part)] == ["isle/1", "isle/2"]
     assert library.within("", "isles", Comparison("eq", "a", 1)) == frozenset()
     assert library.within("", "isles", Comparison("ne", "a", 1)) is None
     assert statements and not any("chunks" in statement for statement in statements)
@@ -329,6 +346,87 @@ def test_a_tenant_has_a_quota_of_files() -> None:
     library.close()
 
 
+def test_copies_in_stores_have_the_same_quota() -> None:
+    now = 1_000_000.0
+    library, _ = open_library(now=lambda: now, quota=10_000)
+    first, second = library.create("acme", "a", days=1).id, library.create("acme", "b").id
+    file = library.upload("acme", "a.txt", "assistants", b"x" * 5000).id
+    small = library.upload("acme", "b.txt", "assistants", b"x").id  # counts as 4096
+    for store in (first, second):
+        library.attach("acme", [Attachment(store, file, 0)])
+        library.attach("acme", [Attachment(store, file, 0)])  # replaced, and counted once
+    with pytest.raises(RequestError, match="take some out") as refused:
+        library.attach("acme", [Attachment(second, small, 0)], batch=True)
+    assert refused.value.code == "quota_exceeded"
+    assert [one.file for one in library.attachments("acme", second)] == [file]
+    assert library._catalog._rows("select * from batches") == []
+    other = library.create("umbra", "c").id
+    library.attach("umbra", [Attachment(other, library.upload("umbra", "a.txt", "assistants", b"x").id, 0)])
+    now += 86_400  # what has expired holds nothing
+    assert library.store("acme", first).expired
+    library.attach("acme", [Attachment(second, small, 0)])
+    library.close()
+
+
+def test_a_store_keeps_its_latest_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragjax.retrieval.library.BATCHES_OF_STORE", 2)
+    library, _ = open_library()
+    store = library.create("", "s").id
+    files = [library.upload("", "a.txt", "assistants", b"x").id for _ in range(5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Intake, "start", lambda *_: None)  # never read
+        waits = library.attach("", [Attachment(store, files[0], 0)], batch=True)
+    made = []
+    for file in files[1:]:
+        made.append(library.attach("", [Attachment(store, file, 0)], batch=True))
+        while library.attachment("", store, file).state == "in_progress":
+            time.sleep(0.002)
+    assert waits is not None and library.batch("", store, waits.id) == waits
+    for batch in made[:2]:
+        assert batch is not None
+        with pytest.raises(MissingError):
+            library.batch("", store, batch.id)
+    assert [library.batch("", store, batch.id) for batch in made[2:] if batch is not None] == made[2:]
+    library.close()
+
+
+def test_a_part_of_a_list_is_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, _ = open_library(own=("isles", "seas"))
+    made = ["isles", "seas", *(library.create("", str(n)).id for n in range(4))]
+    files = [library.upload("", "a.txt", "assistants" if n % 2 else "user_data", b"x").id for n in range(4)]
+    library.attach("", [Attachment(made[2], file, 0) for file in files])
+    settled(library, made[2])
+    read: list[str] = []
+    rows = library._catalog._rows
+
+    def noted(sql: str, *values: object, **named: object) -> list[Any]:
+        found = rows(sql, *values, **named)
+        read.extend(row[0] for row in found)
+        return found
+
+    monkeypatch.setattr(library._catalog, "_rows", noted)
+
+    def stores(count: int, **bounds: Any) -> list[str]:
+        del read[:]
+        found = [one.id for one in library.stores("", Slice(count, **bounds))]
+        assert len(read) <= count
+        return found
+
+    assert [one.id for one in library.stores("")] == made
+    for low in (None, *range(6)):
+        for high in (None, *range(6)):
+            bounds = {"after": None if low is None else made[low], "before": None if high is None else made[high]}
+            between = made[0 if low is None else low + 1 : high]
+            assert stores(2, **bounds) == between[:2] and stores(2, **bounds, last=True) == between[-2:]
+    del read[:]
+    assert [one.id for one in library.files("", "assistants", Slice(1, files[0]))] == files[1:2]
+    part = Slice(1, before=files[2], last=True)
+    assert [one.file for one in library.attachments("", made[2], part=part)] == files[1:2]
+    assert library.attachments("", made[2], state="failed", part=Slice(1)) == []
+    assert len(read) <= 4, "the store is looked up for each list of what is in it"
+    library.close()
+
+
 def test_a_catalog_of_an_older_version_is_read(tmp_path: Path) -> None:
     place = tmp_path / "catalog.sqlite"
     Catalog(place).close()
@@ -409,17 +507,202 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Holding:
     """Have a knowledge base add nothing before it is told to: when it has begun to, and that it may."""
 
     def hold(base: KnowledgeBase) -> tuple[threading.Event, threading.Event]:
-        begun, goes_on, add = threading.Event(), threading.Event(), base.add
+        begun, goes_on, adding = threading.Event(), threading.Event(), base.adding
 
-        def slow(*args: object, **options: object) -> object:
+        def slow(*args: object, **options: object) -> Iterator[None]:
             begun.set()
             assert goes_on.wait(10)
-            return add(*args, **options)  # type: ignore[arg-type]
+            yield from adding(*args, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(base, "add", slow)
+        monkeypatch.setattr(base, "adding", slow)
         return begun, goes_on
 
     return hold
+
+
+@pytest.fixture
+def embedding(monkeypatch: pytest.MonkeyPatch) -> Holding:
+    """Have a knowledge base embed no chunk with the word "slow" before it is told to, as `held` does."""
+
+    def hold(base: KnowledgeBase) -> tuple[threading.Event, threading.Event]:
+        begun, goes_on, encode = threading.Event(), threading.Event(), base._encoder.encode
+
+        def slow(texts: Sequence[str]) -> object:
+            if any("slow" in text for text in texts):
+                begun.set()
+                assert goes_on.wait(10)
+            return encode(texts)
+
+        monkeypatch.setattr(base._encoder, "encode", slow)
+        return begun, goes_on
+
+    return hold
+
+
+def waited_for(call: Callable[[], object]) -> bool:
+    """Whether a call ends soon."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+def test_nobody_waits_for_a_file_that_is_read(embedding: Holding) -> None:
+    library, shelf = open_library()
+    store, other = library.create("acme", "s").id, library.create("acme", "t", days=1).id
+    old, older = (put(library, store, f"honey {n}", tenant="acme") for n in range(2))
+    begun, goes_on = embedding(shelf.get(store))
+    file = library.upload("acme", "a.txt", "assistants", b"slow honey").id
+    library.attach("acme", [Attachment(store, file, 0)])
+    assert begun.wait(10)
+    assert waited_for(lambda: library.detach("acme", store, old)) and found(library, store, "honey", "acme") == [older]
+    assert waited_for(lambda: library.remove("acme", older)) and found(library, store, "honey", "acme") == []
+    assert waited_for(lambda: library.delete("acme", store)) and store not in shelf.held
+    goes_on.set()
+    put(library, other, "salt", tenant="acme")
+    library.close()
+
+
+@pytest.mark.parametrize("leave", ["detach", "remove", "cancel"])
+def test_a_file_that_leaves_while_it_is_embedded_is_never_found(
+    embedding: Holding, leave: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, shelf = open_library()
+    store = library.create("", "s").id
+    base, stored = shelf.get(store), []
+    begun, goes_on = embedding(base)
+    insert = chunk_store.insert
+
+    def noted(database: sqlite3.Connection, chunk: Chunk, row: object) -> int:
+        stored.append(chunk.document_id)
+        return insert(database, chunk, row)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(chunk_store, "insert", noted)
+    file = library.upload("", "a.txt", "assistants", b"slow honey").id
+    batch = library.attach("", [Attachment(store, file, 0)], batch=True)
+    assert batch is not None and begun.wait(10)
+    if leave == "cancel":
+        library.cancel("", store, batch.id)
+    else:
+        library.remove("", file) if leave == "remove" else library.detach("", store, file)
+    goes_on.set()
+    library.close()
+    assert stored == [] and base.document_ids == frozenset()
+
+
+def test_a_file_that_leaves_and_comes_back_is_there(embedding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, shelf = open_library()
+    store = library.create("", "s").id
+    base = shelf.get(store)
+    file = put(library, store, "honey")
+    delete = base.delete
+
+    def late(*ids: object, **options: object) -> int:
+        library.attach("", [Attachment(store, file, 0)])
+        settled(library, store)
+        return delete(*ids, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(base, "delete", late)
+    library.detach("", store, file)
+    assert library.attachment("", store, file).state == "completed" and found(library, store, "honey") == [file]
+    library.close()
+
+
+def test_a_long_file_that_leaves_is_embedded_no_further(embedding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragjax.retrieval.knowledge._STEP_CHUNKS", 2)
+    library, shelf = open_library()
+    store = library.create("", "s").id
+    base = shelf.get(store)
+    begun, goes_on = embedding(base)
+    embedded, encode = [], base._encoder.encode
+    monkeypatch.setattr(base._encoder, "encode", lambda texts: embedded.append(len(texts)) or encode(texts))
+    file = library.upload("", "a.txt", "assistants", b"slow honey " * 300).id
+    library.attach("", [Attachment(store, file, 0)])
+    assert begun.wait(10)
+    library.remove("", file)
+    goes_on.set()
+    library.close()
+    assert embedded == [2]
+
+
+def test_tenants_take_turns(embedding: Holding, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, shelf = open_library()
+    stores = {tenant: library.create(tenant, "s").id for tenant in ("acme", "umbra", "")}
+    begun, goes_on = embedding(shelf.get(stores["acme"]))
+    read: list[str] = []
+    settle = library._catalog.settle
+    monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
+    for text in (b"slow", b"1", b"2", b"3"):
+        file = library.upload("acme", "a.txt", "assistants", text).id
+        library.attach("acme", [Attachment(stores["acme"], file, 0)])
+    assert begun.wait(10)
+    for tenant in ("umbra", "umbra", ""):
+        file = library.upload(tenant, "a.txt", "assistants", b"x").id
+        library.attach(tenant, [Attachment(stores[tenant], file, 0)])
+    goes_on.set()
+    for tenant, store in stores.items():
+        settled(library, store, tenant)
+    library.close()
+    names = {store: tenant for tenant, store in stores.items()}
+    assert [names[store] for store in read] == ["acme", "acme", "umbra", "", "acme", "umbra", "acme"]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_long_file_gives_way_to_other_tenants(
+    embedding: Holding, closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ragjax.retrieval.knowledge._STEP_CHUNKS", 2)
+    library, shelf = open_library(tmp_path)
+    stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
+    begun, goes_on = embedding(shelf.get(stores[0]))
+    read: list[str] = []
+    settle = library._catalog.settle
+    monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
+    for tenant, store, text in zip(("acme", "umbra"), stores, (b"slow honey " * 300, b"salt"), strict=True):
+        file = library.upload(tenant, "a.txt", "assistants", text).id
+        library.attach(tenant, [Attachment(store, file, 0)])
+        assert begun.wait(10)
+    if closed:  # it does not wait for the rest of the file
+        closing = threading.Thread(target=library.close)
+        closing.start()
+        while not library._intake._closed:
+            time.sleep(0.002)
+        goes_on.set()
+        closing.join(10)
+        shelf.close()
+        assert read == []
+        library, shelf = open_library(tmp_path)
+    goes_on.set()
+    for tenant, store in zip(("acme", "umbra"), stores, strict=True):
+        assert settled(library, store, tenant) == Counts(completed=1)
+    assert closed or read == stores[::-1]
+    library.close()
+    shelf.close()
+
+
+@pytest.mark.parametrize("way", ["remove", "detach", "store"])
+def test_nothing_on_the_disk_holds_what_was_deleted(way: str, tmp_path: Path) -> None:
+    library, shelf = open_library(tmp_path)
+    store = library.create("", "s").id
+    kept = put(library, store, "The sea holds salt. " * 50)
+    file = put(library, store, "\n\n".join(f"SECRET-{n:05} of Mrs Example" for n in range(60)), "a.md")
+    secret = (b"SECRET-", np.frombuffer(b"SECRET-", np.uint8).astype(np.int32).tobytes())
+
+    def holders() -> set[str]:
+        files = (path for path in tmp_path.rglob("*") if path.is_file())
+        return {path.name for path in files if any(text in path.read_bytes() for text in secret)}
+
+    assert {"catalog.sqlite", "chunks.sqlite"} <= holders()
+    if way == "detach":
+        library.detach("", store, file)
+        assert holders() == {"catalog.sqlite"}
+    if way == "store":
+        library.delete("", store)
+    library.remove("", file)
+    assert holders() == set()
+    assert library.content("", kept)
+    library.close()
+    shelf.close()
 
 
 def test_a_file_that_leaves_while_it_is_read_leaves_nothing(held: Holding) -> None:
@@ -541,6 +824,7 @@ def test_a_store_that_expires_while_nobody_serves_leaves_the_disk(deleted: bool,
 def test_stores_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragjax.retrieval.library.STORES_OF_TENANT", 2)
     library, _ = open_library()
+    monkeypatch.setattr(library._catalog, "stores", None)  # they are counted, not read
     first, _ = library.create("acme", "a"), library.create("acme", "b")
     with pytest.raises(RequestError, match="you have 2 vector stores") as caught:
         library.create("acme", "c")

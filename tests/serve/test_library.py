@@ -112,7 +112,7 @@ def test_lists_have_pages(served: Served) -> None:
 def test_a_list_goes_on_behind_a_file_that_does_not_pass_its_filter_any_more(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Intake, "start", lambda self, attachment: None)  # nothing is ever read
+    monkeypatch.setattr(Intake, "start", lambda *_: None)  # nothing is ever read
     client, ids = served.client(), [upload(served)["id"] for _ in range(2)]
     store = client.vector_stores.create()
     batch = client.vector_stores.file_batches.create(store.id, file_ids=ids[:1])
@@ -255,7 +255,7 @@ def test_batches(served: Served) -> None:
 
 
 def test_a_batch_is_cancelled(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Intake, "start", lambda self, attachment: None)  # nothing is ever read
+    monkeypatch.setattr(Intake, "start", lambda *_: None)  # nothing is ever read
     client, file = served.client(), upload(served)["id"]
     store = client.vector_stores.create(name="s")
     batch = client.vector_stores.file_batches.create(store.id, file_ids=[file])
@@ -344,7 +344,7 @@ def test_a_store_is_made_with_all_its_files_or_not_at_all(served: Served, monkey
     error = error_of(response)
     assert (response.status_code, error["param"]) == (400, "file_ids") and "given twice" in error["message"]
 
-    def deleted_meanwhile(self: Catalog, attachments: list[core.Attachment], batch: core.Batch | None = None) -> None:
+    def deleted_meanwhile(*_: object) -> None:
         raise sqlite3.IntegrityError
 
     monkeypatch.setattr(Catalog, "attach", deleted_meanwhile)

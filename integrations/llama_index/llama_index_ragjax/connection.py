@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 
-URL = "http://127.0.0.1:8000/v1"
+URL = "http://127.0.0.1:8000"
 
 
 def base_url() -> str:
-    """`RAGJAX_BASE_URL`, or a server on this machine."""
-    return os.environ.get("RAGJAX_BASE_URL") or URL
+    """`RAGJAX_BASE_URL`, with its `/v1` or without, or a server on this machine."""
+    given = os.environ.get("RAGJAX_BASE_URL") or URL
+    return given.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def api_key() -> str:

@@ -83,8 +83,9 @@ def test_structured_output_is_an_instance(url: str) -> None:
     assert isinstance(chat.with_structured_output(Cat).invoke(ASK, documents=DOORS), Cat)
 
 
-def test_its_address_and_key_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAGJAX_BASE_URL", "http://127.0.0.1:1/v1")
+@pytest.mark.parametrize("given", ["http://127.0.0.1:1/v1", "http://127.0.0.1:1/v1/", "http://127.0.0.1:1"])
+def test_its_address_and_key_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv("RAGJAX_BASE_URL", given)
     monkeypatch.setenv("RAGJAX_API_KEY", "sk-one")
     monkeypatch.setenv("OPENAI_API_KEY", "never this")
     chat = ChatRagjax(model="tiny")

@@ -120,9 +120,11 @@ class StoreBody(Body):
         """The files for the engine.
 
         Raises:
-            core.RequestError: for one that is given twice.
+            core.RequestError: for one that is given twice, and for chunks that cannot be, also without files.
         """
         sizes = self.chunking_strategy
+        if sizes is not None:
+            sizes.to_core()
         return _to_core([AttachmentBody(file_id=file, chunking_strategy=sizes) for file in self.file_ids or ()], store)
 
 

@@ -163,9 +163,9 @@ class Fleet:
         """As `Engine.pieces`."""
         return self._front.parts.tokenizer.pieces(tokens)
 
-    def embed(self, texts: Sequence[str]) -> Embedded:
+    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """As `Engine.embed`."""
-        return self._front.embed(texts)
+        return self._front.embed(texts, check)
 
     # --------------------------------------------------------------------------------- its replicas
 

@@ -14,9 +14,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,6 +107,7 @@ class Engine:
         self.front = Front(parts, options, self._loop.limits, parts.cache.pool, eos_ids)
         self.library = self.front.library
         self._preparation = self.front.preparation
+        self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
 
     @classmethod
     def load(
@@ -256,13 +258,15 @@ class Engine:
         """Name of the sentence encoder."""
         return ENCODER
 
-    def embed(self, texts: Sequence[str]) -> Embedded:
+    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """Vectors of texts, by the encoder of the knowledge bases, which is loaded first if need be.
+
+        check: called before each batch of texts; an error of it ends the work.
 
         Raises:
             RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
         """
-        return self.front.embed(texts)
+        return self.front.embed(texts, check)
 
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
         """Remove documents by id; the number removed."""
@@ -315,17 +319,18 @@ class Engine:
             RequestError: before the first event, if the request cannot be served as asked.
             OverloadError: before the first event, if the queue is full.
         """
-        self._loop.check_room()  # before the work of a request that would be refused
+        place = self._loop.hold_place()  # before the work of a request that would be refused
         arrival, cancellation = time.perf_counter(), Cancellation()
         sink, events = _queue()
-        pipeline = self._pipeline(request, sink, arrival, cancellation.check)
+        pipeline = self._pipeline(request, sink, arrival, cancellation.check, place)
         try:
-            await asyncio.to_thread(pipeline.run)
+            await asyncio.get_running_loop().run_in_executor(self._preparers, pipeline.run)
             async for event in _until_answered(events):
                 yield event
         finally:
             cancellation.cancel()  # of effect only if the thread is still at work
             pipeline.close()
+            self._loop.give_back(place)
 
     async def submit_composed(self, made: Composed) -> AsyncGenerator[Event, None]:
         """As `submit`, of a request whose prompt was made elsewhere (`ragjax/engine/front.py`).
@@ -333,12 +338,16 @@ class Engine:
         Raises:
             RequestError, OverloadError: as `submit`.
         """
-        self._loop.check_room()
+        place = self._loop.hold_place()
         arrival = time.perf_counter() - made.spent_ms / 1e3
         sink, events = _queue()
-        state = await asyncio.to_thread(self._preparation.admit, made, sink, arrival)
+        admit = partial(self._preparation.admit, made, sink, arrival)
         try:
-            self._loop.enqueue(state)
+            state = await asyncio.get_running_loop().run_in_executor(self._preparers, admit)
+            self._loop.enqueue(state, place)
+        finally:
+            self._loop.give_back(place)
+        try:
             async for event in _until_answered(events):
                 yield event
         finally:
@@ -553,6 +562,7 @@ class Engine:
         if self._loop.closed:
             return
         self._loop.close()
+        self._preparers.shutdown(wait=False, cancel_futures=True)
         parts = self._parts
         for part in (parts.transfer, parts.shared, parts.disk, parts.recorder):
             if part is not None:
@@ -573,10 +583,15 @@ class Engine:
         return future
 
     def _pipeline(
-        self, request: Request, sink: Sink, arrival: float, check: Callable[[], None] | None = None
+        self,
+        request: Request,
+        sink: Sink,
+        arrival: float,
+        check: Callable[[], None] | None = None,
+        place: object = None,
     ) -> Pipeline:
         preparation = self._preparation if check is None else self._preparation.checked(check)
-        return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate, self._odds)
+        return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate, self._odds, place)
 
     def _shadow(self, prompt: Prompt, request: Request, sink: Sink) -> RequestState:
         return self._preparation.state(prompt, request, sink, Times(time.perf_counter()), Full())

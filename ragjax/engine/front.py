@@ -6,8 +6,11 @@ the knowledge of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragjax.cache.pool import PagePool
 from ragjax.core import Embedded, EngineOptions, StepLimits
@@ -31,6 +34,9 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.passage import Cutter
 from ragjax.retrieval.library import Library
 from ragjax.schedule.grammar import Grammars
+
+BATCH = 32
+"""Texts that are embedded between two looks at whether that is to end."""
 
 
 class Front:
@@ -64,6 +70,7 @@ class Front:
             limits=limits,
             pool=pool,
             context_length=parts.context_length,
+            vocabulary=parts.tokenizer.vocab_size if parts.vocabulary is None else parts.vocabulary,
             eos_ids=eos_ids,
             grammars=Grammars(parts.tokenizer, eos_ids),
             keep_top=options.keep_top,
@@ -126,11 +133,15 @@ class Front:
         """Name of the sentence encoder."""
         return ENCODER
 
-    def embed(self, texts: Sequence[str]) -> Embedded:
+    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> Embedded:
         """As `Engine.embed`."""
         assert self.parts.encoder is not None
-        encoder = self.parts.encoder()
-        return Embedded(tokens=encoder.count(texts), vectors=encoder.encode(texts))
+        encoder, vectors = self.parts.encoder(), list[NDArray[np.float32]]()
+        tokens = encoder.count(texts)  # all of them are checked before any is embedded
+        for begin in range(0, max(len(texts), 1), BATCH):
+            check()
+            vectors.append(encoder.encode(texts[begin : begin + BATCH]))
+        return Embedded(np.concatenate(vectors), tokens)
 
     def close(self) -> None:
         """Give back what it holds."""

@@ -155,8 +155,8 @@ class Loop:
         """Labels under which requests, and what outlives them, hold KV."""
         return {state.id for state in self._scheduler.running} | set(self.kept)
 
-    def enqueue(self, state: RequestState) -> None:
-        """Have a request served.
+    def enqueue(self, state: RequestState, place: object = None) -> None:
+        """Have a request served. place: that was held for it.
 
         Raises:
             OverloadError: if the queue is full.
@@ -164,6 +164,7 @@ class Loop:
         """
         with self._lock:
             self._check_open()
+            self._queue.give_back(place)
             if not state.background:
                 self._queue.add(state)
             self._inbox.put(lambda: self._arrive(state))
@@ -179,6 +180,21 @@ class Loop:
             self._check_open()
             self._queue.check()
 
+    def hold_place(self) -> object:
+        """As `check_room`, and hold a place in the queue for the request, until it is enqueued or gone.
+
+        Raises:
+            OverloadError, ClosedError: as `check_room`.
+        """
+        with self._lock:
+            self._check_open()
+            return self._queue.hold()
+
+    def give_back(self, place: object) -> None:
+        """A request is gone for which a place was held; nothing happens if it was enqueued."""
+        with self._lock:
+            self._queue.give_back(place)
+
     def speculate(self, state: RequestState) -> None:
         """Have a request begun whose documents may turn out wrong, when there is room; it is in no queue until then.
 
@@ -192,8 +208,10 @@ class Loop:
             state.speculative = True
             self._inbox.put(lambda: self._guesses.add(state))
 
-    def confirm(self, state: RequestState) -> None:
+    def confirm(self, state: RequestState, place: object = None) -> None:
         """The documents of a speculation are right: it is a request like any other, and starts if it has not.
+
+        place: that was held for it.
 
         Raises:
             OverloadError: if it waits, and the queue is full.
@@ -201,6 +219,7 @@ class Loop:
         """
         with self._lock:
             self._check_open()
+            self._queue.give_back(place)
             if not state.ended:
                 self._queue.add(state)
             state.times.confirmed = time.perf_counter()

@@ -64,7 +64,7 @@ class Pipeline:
     """One request between its arrival and its place in the engine's queue.
 
     arrival: `time.perf_counter()` seconds. stages: of a search in a knowledge base; 0: no generation begins before the
-    search has ended. odds: what past searches tell of this one.
+    search has ended. odds: what past searches tell of this one. place: in the queue, that is held for it.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class Pipeline:
         arrival: float,
         stages: int,
         odds: Odds,
+        place: object = None,
     ):
         self._loop = loop
         self._preparation = preparation
@@ -84,6 +85,7 @@ class Pipeline:
         self._arrival = arrival
         self._stages = stages
         self._odds = odds
+        self._place = place
         self._known: list[tuple[tuple[Hashable, ...], float]] = []  # documents of each stage so far, and when it ended
         self._speculation = Speculation()
         self._state: RequestState | None = None
@@ -103,7 +105,7 @@ class Pipeline:
         self._began = time.perf_counter()
         stages = self._preparation.search(self._request, self._stages) if self._stages else None
         if stages is None:
-            self._put(self._preparation.prepare(self._request, self._sink, self._arrival), self._loop.enqueue)
+            self._put(self._preparation.prepare(self._request, self._sink, self._arrival), self._enqueue)
         else:
             self._follow(stages)
 
@@ -138,10 +140,10 @@ class Pipeline:
         if decision.offer:
             self._offer(hits)
         if decision.start:
-            self._put(self._state_of(hits, self._sink), self._loop.enqueue)
+            self._put(self._state_of(hits, self._sink), self._enqueue)
         if decision.release:
             assert self._held is not None
-            self._put(self._state, self._loop.confirm)
+            self._put(self._state, self._confirm)
             self._held.release()
 
     def _refute(self) -> None:
@@ -174,6 +176,12 @@ class Pipeline:
                 raise CancelledError
             how(state)
             self._state = state
+
+    def _enqueue(self, state: RequestState) -> None:
+        self._loop.enqueue(state, self._place)
+
+    def _confirm(self, state: RequestState) -> None:
+        self._loop.confirm(state, self._place)
 
     def _state_of(self, hits: tuple[Hit, ...], sink: Sink) -> RequestState:
         times = Times(self._arrival, retrieve_ms=(time.perf_counter() - self._began) * 1e3)

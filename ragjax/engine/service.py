@@ -76,8 +76,8 @@ class Service(Protocol):
         """Deltas, then one answer; closing the iterator cancels."""
         ...
 
-    def embed(self, texts: Sequence[str]) -> Embedded:
-        """Vectors of texts."""
+    def embed(self, texts: Sequence[str], check: Callable[[], None] = ...) -> Embedded:
+        """Vectors of texts. check: called before each batch of them."""
         ...
 
     def pieces(self, tokens: Tokens) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from ragjax.serve import page
 from ragjax.serve.choices import merged
 from ragjax.serve.connection import Limits
 from ragjax.serve.description import describe
-from ragjax.serve.embedding import EmbeddingBody, embed, embeddings
+from ragjax.serve.embedding import Embedder, EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
 from ragjax.serve.inventory import Looks
 from ragjax.serve.library import LibraryEndpoints
@@ -31,6 +31,7 @@ from ragjax.serve.metric import Metrics
 from ragjax.serve.middleware import Door
 from ragjax.serve.model import grounded, knowledge_of, names
 from ragjax.serve.neutral import settle
+from ragjax.serve.origin import Callers
 from ragjax.serve.reply import Reply
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
 from ragjax.serve.schema import Body, ChatBody, CompletionBody, ResponseBody
@@ -58,6 +59,7 @@ def create_app(
     drain: Drain | None = None,
     strict: bool = False,
     cors_origins: Sequence[str] = (),
+    hosts: Collection[str] | None = None,
     proxied: bool = False,
 ) -> FastAPI:
     """The HTTP application over `engine`, which the caller closes once the app has stopped.
@@ -73,12 +75,21 @@ def create_app(
         drain: shared with the server, which says by it that it stops.
         strict: refuse fields that have no effect, rather than name them in a notice.
         cors_origins: where pages of a browser may come from that call this server; "*": anywhere.
+        hosts: names that the server may be called by if there are no keys, in lower case; None: any.
         proxied: as `Door` has it.
     """
     metrics = Metrics(engine)
-    endpoints = _Endpoints(engine, metrics, strict)
+    embedder = Embedder(engine)
+    endpoints = _Endpoints(engine, embedder, metrics, strict)
     # No /docs and /redoc: their pages load scripts from elsewhere. A missing content-type counts as JSON.
-    app = FastAPI(title="ragjax", docs_url=None, redoc_url=None, redirect_slashes=False, strict_content_type=False)
+    app = FastAPI(
+        title="ragjax",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        strict_content_type=False,
+        lifespan=lambda _: _closing(embedder),
+    )
     app.state.metrics = metrics
     app.add_api_route("/health", endpoints.health, response_model=None)
     app.add_api_route("/health", endpoints.health, methods=["HEAD"], response_model=None, include_in_schema=False)
@@ -104,6 +115,7 @@ def create_app(
         Door,
         metrics=metrics,
         keys=keys,
+        callers=Callers(cors_origins, hosts),
         limits={"/v1/files": max_file_bytes},
         max_body_bytes=max_body_bytes,
         timeout=timeout,
@@ -124,6 +136,13 @@ def create_app(
     return app
 
 
+@asynccontextmanager
+async def _closing(embedder: Embedder) -> AsyncGenerator[None, None]:
+    """The time in which the application serves."""
+    with closing(embedder):
+        yield
+
+
 async def _answer_error(request: Request, error: Exception) -> Response:
     return api_error(error, request.scope).response()
 
@@ -136,8 +155,9 @@ def _no_model(name: str, own: str) -> ApiError:
 class _Endpoints:
     """The endpoints over one engine."""
 
-    def __init__(self, engine: Service, metrics: Metrics, strict: bool):
+    def __init__(self, engine: Service, embedder: Embedder, metrics: Metrics, strict: bool):
         self._engine = engine
+        self._embedder = embedder
         self._metrics = metrics
         self._strict = strict
         self._looks = Looks(engine.inventory)
@@ -228,7 +248,7 @@ class _Endpoints:
         name = self._engine.embedding_model
         if body.model != name:
             raise _no_model(body.model, name)
-        embedded = await asyncio.to_thread(embed, self._engine, body)
+        embedded = await while_connected(self._embedder.embed(body), request.receive)
         return JSONResponse(embeddings(body, embedded, request.state.notices))
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import ipaddress
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import socket
@@ -25,6 +27,7 @@ from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
 from ragjax.serve.connection import Limits, limited
+from ragjax.serve.origin import LOOPBACK, is_loopback
 from ragjax.serve.stop import Drain, Server, Watchdog
 
 if TYPE_CHECKING:
@@ -85,6 +88,14 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
     flag("--strict", action="store_true", help="refuse fields of requests that have no effect, instead of a notice")
     flag("--cors-origin", action="append", default=[], metavar="ORIGIN", help="whose pages may call; repeatable")
+    flag(
+        "--allow-host",
+        action="append",
+        default=[],
+        type=_host,
+        metavar="NAME",
+        help="without API keys: a name that the server goes by, besides localhost and --host; repeatable",
+    )
     flag("--grace", type=integer(0), default=30, help="seconds that running requests get at a stop (%(default)s)")
     flag("--log-level", choices=("debug", "info", "warning", "error"), default="info", help="(%(default)s)")
     options = parser.parse_args(argv)
@@ -182,6 +193,15 @@ def _key(given: str | None, flag: str, variable: str) -> str | None:
     return key
 
 
+def _host(text: str) -> str:
+    """Reads a name or an IP address."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(text))
+    if not re.fullmatch(r"[\w.-]+", text):
+        raise argparse.ArgumentTypeError(f"must be a name without scheme and port, not {text!r}")
+    return text.lower()
+
+
 def _listener(host: str, port: int) -> socket.socket:
     """A bound socket. It is taken before the model is loaded: an occupied port should not cost a minute."""
     try:
@@ -212,6 +232,8 @@ def _cannot_listen(host: str, port: int, error: Exception) -> core.ConfigError:
 
 
 def _load(options: argparse.Namespace) -> Service:
+    for place in (options.engine.index_dir, options.engine.graph_dir, options.engine.storage.disk):
+        _make_private(place)
     # Imported late: a wrong flag should not wait for JAX.
     if options.replicas is not None:
         return _start(options)
@@ -228,6 +250,14 @@ def _start(options: argparse.Namespace) -> Service:
     return start(options.engine, options.replicas, options.ray_address, options.grace, options.router)
 
 
+def _make_private(place: str | Path | None) -> None:
+    """Make a folder of state for this user alone. One that is there keeps its mode: the operator may share it."""
+    if place is None:
+        return
+    with suppress(OSError):  # who opens it says what is wrong
+        Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def _open_many() -> None:
     """Let the process open as many files as the system allows it: connections and vector stores take them."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -235,8 +265,8 @@ def _open_many() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def app_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What `create_app` takes of the command's options."""
+def app_options(options: argparse.Namespace, address: str | None = None) -> dict[str, Any]:
+    """What `create_app` takes of the command's options. address: that the server listens on; None: Ray Serve's."""
     return {
         "keys": _keys(options),
         "metrics_key": options.metrics_key,
@@ -245,14 +275,23 @@ def app_options(options: argparse.Namespace) -> dict[str, Any]:
         "timeout": options.receive_timeout,
         "strict": options.strict,
         "cors_origins": options.cors_origin,
+        "hosts": _hosts(options, address),
     }
+
+
+def _hosts(options: argparse.Namespace, address: str | None) -> frozenset[str] | None:
+    """Names that the server may be called by. Without --allow-host any will do where other machines reach it."""
+    if not options.allow_host and (address is None or not is_loopback(address)):
+        return None
+    listened = set() if address is None else {options.host.lower()}
+    return LOOPBACK | listened | frozenset(options.allow_host)
 
 
 def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) -> None:
     """Serves until SIGTERM or SIGINT; running requests then get the grace time, and after it are cancelled."""
     drain = Drain()
     limits = Limits(options.receive_timeout, options.max_connections)
-    app = create_app(engine, drain=drain, **app_options(options))
+    app = create_app(engine, drain=drain, **app_options(options, listener.getsockname()[0]))
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -260,7 +299,7 @@ def _run(engine: Service, listener: socket.socket, options: argparse.Namespace) 
         timeout_graceful_shutdown=options.grace,
         http=limited(limits, app.state.metrics.count_ended),  # over h11, which bounds the head of a request: 64 KiB
         ws="none",
-        lifespan="off",
+        lifespan="on",
     )
     _listen(listener)
     with Watchdog(options.grace) as watchdog:

@@ -10,6 +10,7 @@ from ragjax.serve.response import Json
 ERRORS = {
     400: "the request cannot be served as asked; `param` names the field",
     401: "the API key is missing or wrong",
+    403: "a page elsewhere may not call a server without API keys",
     404: "there is no such thing, or not for this key",
     413: "the body is too large",
     429: "the queue is full; see retry-after",
@@ -98,7 +99,7 @@ def _sent(path: str, method: str, route: Json) -> set[int]:
     """The statuses of errors that a route sends."""
     if path == "/health":
         return {503}
-    found = {401, 500} if path == "/metrics" else {401, 500, 503}
+    found = {401, 403, 500} if path == "/metrics" else {401, 403, 500, 503}
     asks = any(parameter["in"] == "query" for parameter in route.get("parameters", ()))
     if method != "get" or asks:
         found.add(400)
@@ -106,4 +107,6 @@ def _sent(path: str, method: str, route: Json) -> set[int]:
         found.add(413)
     if "{" in path or path in NAMING or asks:  # a list's `after` names an entry
         found.add(404)
+    if path == "/v1/embeddings":
+        found.add(429)
     return found | {429, 504} if path in GENERATING else found

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ragjax import core
+from ragjax.core.cancellation import Cancellation
 from ragjax.serve.response import Json
 from ragjax.serve.schema import Body, Count, Filled, Name, Text
 
@@ -17,6 +22,9 @@ if TYPE_CHECKING:
 
 TEXTS = 2048
 """Texts of a request, at most."""
+
+WAITING = 16
+"""Requests that may wait, behind the one at work: each may take minutes."""
 
 
 def _texts(given: object) -> object:
@@ -41,18 +49,58 @@ class EmbeddingBody(Body):
     user: Text | None = None
 
 
-def embed(engine: Service, body: EmbeddingBody) -> core.Embedded:
-    """The vectors. The first text alone tells how long they are, before all are embedded.
+class Embedder:
+    """Embeds the texts of requests, one request after another, in a thread of its own.
 
-    Raises:
-        core.RequestError: if vectors of another length were asked for, or a text cannot be embedded.
+    So embeddings take no thread that chats need. most: requests that may wait for the one at work.
     """
-    if body.dimensions is not None:
-        dim = engine.embed(body.input[:1]).vectors.shape[1]
+
+    def __init__(self, engine: Service, most: int = WAITING):
+        self._engine = engine
+        self._most = most
+        self._thread = ThreadPoolExecutor(1, "ragjax-embed")
+        self._present = 0
+        self._last_s = 0.0  # what the last request took
+
+    async def embed(self, body: EmbeddingBody) -> core.Embedded:
+        """The vectors. Cancelled while it waits it never begins, and later it ends at the next batch of texts.
+
+        Raises:
+            core.OverloadError: if too many requests wait.
+            core.RequestError: if vectors of another length were asked for, or a text cannot be embedded.
+        """
+        if self._present > self._most:
+            message = f"{self._most} requests of embeddings wait; try again later"
+            raise core.OverloadError(message, retry_after=self._last_s)
+        cancellation = Cancellation()
+        self._present += 1
+        try:
+            work = partial(self._embed, body, cancellation.check)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            cancellation.cancel()  # of effect only if the thread is still at work
+            self._present -= 1
+
+    def _embed(self, body: EmbeddingBody, check: Callable[[], None]) -> core.Embedded:
+        begun = time.perf_counter()
+        try:
+            self._check_dimensions(body, check)
+            return self._engine.embed(body.input, check)
+        finally:
+            self._last_s = time.perf_counter() - begun
+
+    def _check_dimensions(self, body: EmbeddingBody, check: Callable[[], None]) -> None:
+        """The first text alone tells how long vectors are, before all are embedded."""
+        if body.dimensions is None:
+            return
+        dim = self._engine.embed(body.input[:1], check).vectors.shape[1]
         if body.dimensions != dim:
             reason = f"the model's vectors have {dim} dimensions, and cannot be cut: leave dimensions out"
             raise core.RequestError(reason, param="dimensions", code="invalid_value")
-    return engine.embed(body.input)
+
+    def close(self) -> None:
+        """End the thread, after the batch at hand; what waits is cancelled."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 def embeddings(body: EmbeddingBody, embedded: core.Embedded, notices: Sequence[str]) -> Json:

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragjax.serve.error import ApiError, api_error, late, stopping
 from ragjax.serve.metric import Metrics
+from ragjax.serve.origin import Callers
 from ragjax.serve.stop import Drain
 
 _log = logging.getLogger(__name__)
@@ -21,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 class Door:
     """Gives a request its id, arrival time and tenant, checks its key and size, counts it, and answers what nobody
-    caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter. `public` are paths
-    that need none, `own` those with keys of their own, which open nothing else. `limits`: of bodies on paths that
-    have one of their own. `proxied`: whether a proxy in front has given the request its id, by the header x-request-id,
-    and sets this header of the response itself.
+    caught. `keys` are the API keys and the tenant behind each; without any, everybody may enter, but of the pages that
+    a browser shows `callers` alone. `public` are paths that need none, `own` those with keys of their own, which open
+    nothing else. `limits`: of bodies on paths that have one of their own. `proxied`: whether a proxy in front has given
+    the request its id, by the header x-request-id, and sets this header of the response itself.
 
     A body over the limit is refused by its declared length before it is read, and by what arrives. uvicorn
     reads the rest away, so that a client that is still writing gets to read the answer. `timeout`: seconds in
@@ -36,6 +37,7 @@ class Door:
         app: ASGIApp,
         metrics: Metrics,
         keys: Mapping[str, str],
+        callers: Callers,
         max_body_bytes: int,
         timeout: float,
         drain: Drain,
@@ -48,6 +50,7 @@ class Door:
         self._drain = drain
         self._metrics = metrics
         self._tenants = _as_sent(keys)
+        self._callers = callers
         self._own = {path: _as_sent(keys) for path, keys in own.items()}
         self._limit, self._limits = max_body_bytes, limits
         self._timeout = timeout
@@ -94,10 +97,15 @@ class Door:
         if self._drain.stopping and scope["path"] != "/metrics":
             raise stopping()
         headers = dict(scope["headers"])
-        tenants = self._own.get(scope["path"], self._tenants)
-        if tenants and scope["path"] not in self._public:
-            scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
+        if scope["path"] not in self._public:
+            self._admit(scope, headers)
         _check_size(int(headers.get(b"content-length", b"0")), self._most(scope))
+
+    def _admit(self, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        tenants = self._own.get(scope["path"], self._tenants)
+        if not tenants:
+            return self._callers.check(headers)
+        scope["state"]["tenant"] = _tenant_of(headers.get(b"authorization", b""), tenants)
 
     def _most(self, scope: Scope) -> int:
         """Bytes of a request's body."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -59,7 +60,8 @@ async def leave(engine: Engine, request: Request, gate: Gate) -> None:
     with pytest.raises(asyncio.CancelledError):
         await first
     gate.open.set()
-    await asyncio.get_running_loop().shutdown_default_executor()
+    engine._preparers.shutdown()
+    engine._preparers = ThreadPoolExecutor()
 
 
 @pytest.mark.parametrize("name", REQUESTS)

@@ -6,14 +6,15 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ragjax.core import DeadlineError, OverloadError, Prompt, Request, Sampling, Step
+from ragjax.core import Answer, DeadlineError, OverloadError, Prompt, Request, Sampling, Step
 from ragjax.engine import Engine
 from ragjax.engine.depkv import Resumed
 from ragjax.engine.fault import Faults
@@ -299,6 +300,76 @@ def test_a_full_queue_refuses_before_anything_is_prepared(monkeypatch: pytest.Mo
         assert refused.value.retry_after is not None and refused.value.retry_after > 0
         for future in futures:
             future.cancel()
+
+
+async def _answer_of(engine: Engine) -> Answer:
+    async with aclosing(engine.submit(Request(prompt="Hello", sampling=Sampling(max_tokens=2)))) as events:
+        return [event async for event in events][-1]  # type: ignore[return-value]
+
+
+def _count(wanted: int, test: Callable[[], int]) -> Any:
+    async def wait() -> None:
+        async with asyncio.timeout(20):
+            while test() != wanted:
+                await asyncio.sleep(0.001)
+
+    return wait()
+
+
+def test_requests_in_preparation_take_places_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that leaves gives its place back at once, also while a thread still prepares its request."""
+    released, begun, prepare = threading.Event(), list[int](), Preparation.prepare
+
+    def held(*arguments: Any) -> RequestState:
+        begun.append(1)
+        released.wait(20)
+        return prepare(*arguments)
+
+    monkeypatch.setattr(Preparation, "prepare", held)
+
+    async def run(engine: Engine) -> None:
+        first, second = (asyncio.create_task(_answer_of(engine)) for _ in range(2))
+        await _count(2, lambda: len(begun))
+        with pytest.raises(OverloadError, match="1 requests wait"):
+            await _answer_of(engine)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        third = asyncio.create_task(_answer_of(engine))
+        await _count(3, lambda: len(begun))
+        released.set()
+        assert all(len(answer.tokens) for answer in await asyncio.gather(second, third))
+        assert (await _answer_of(engine)).tokens
+
+    with tiny.engine(max_queue=1) as engine:
+        asyncio.run(run(engine))
+        assert engine.stats()["errors_total"] == 0
+
+
+def test_requests_are_prepared_by_threads_of_their_own() -> None:
+    """Others that do not end hold up no request."""
+    held = threading.Event()
+
+    async def run(engine: Engine) -> Answer:
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))
+        other = loop.run_in_executor(None, held.wait, 60)
+        try:
+            async with asyncio.timeout(30):
+                return await _answer_of(engine)
+        finally:
+            held.set()
+            await other
+
+    with tiny.engine() as engine:
+        assert asyncio.run(run(engine)).tokens
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("ragjax-prepare") and _lives(thread)
+    ]
+
+
+def _lives(thread: threading.Thread) -> bool:
+    thread.join(20)
+    return thread.is_alive()
 
 
 class Simulated:

@@ -128,7 +128,7 @@ class Books:
         """Count what goes to the owners of requests."""
         enqueue = engine._loop.enqueue
 
-        def counted(state: RequestState) -> None:
+        def counted(state: RequestState, place: object = None) -> None:
             sink = state.sink
 
             def counting(event: Any) -> None:
@@ -137,7 +137,7 @@ class Books:
                 sink(event)
 
             state.sink = counting
-            enqueue(state)
+            enqueue(state, place)
             self.finals.setdefault(state.id, 0)
 
         engine._loop.enqueue = counted  # type: ignore[method-assign]

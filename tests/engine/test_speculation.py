@@ -423,9 +423,9 @@ def test_client_that_leaves_during_a_stage(number: int, running: bool, scripted:
             with pytest.raises(asyncio.CancelledError):
                 await first
             gone.set()
-            await asyncio.get_running_loop().shutdown_default_executor()
 
         asyncio.run(client())
+        engine._preparers.shutdown()  # the search's thread has ended
         assert script.asked[-1] == number, "the search goes on"
         assert _is_clean(engine) and engine.stats()["requests_total"] == {}
 
@@ -438,8 +438,8 @@ def test_client_that_leaves_when_its_documents_are_confirmed(
         gone, reached = threading.Event(), threading.Event()
         confirm = engine._loop.confirm
 
-        def confirmed(state: Any) -> None:
-            confirm(state)
+        def confirmed(state: Any, place: object) -> None:
+            confirm(state, place)
             reached.set()
             assert gone.wait(20)
 
@@ -453,9 +453,9 @@ def test_client_that_leaves_when_its_documents_are_confirmed(
             threading.Timer(0.05, gone.set).start()
             with pytest.raises(asyncio.CancelledError):
                 await first
-            await asyncio.get_running_loop().shutdown_default_executor()
 
         asyncio.run(client())
+        engine._preparers.shutdown()  # the search's thread has ended
         assert _is_clean(engine) and engine.stats()["cancelled_total"] == 1
 
 

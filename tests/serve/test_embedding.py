@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import base64
+import json
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
+from numpy.typing import NDArray
 
+from ragjax import core
+from ragjax.core.cancellation import Cancellation
+from ragjax.engine.front import BATCH
+from ragjax.serve.embedding import WAITING
+from ragjax.serve.stop import Drain
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
-from tests.support.serving import Served, error_of, serving
+from tests.support.serving import CHAT, Served, error_of, serving, wait_for
 
 MODEL = "fake-encoder"
 
@@ -59,10 +74,134 @@ def test_fields_without_effect_are_named(shared: Served) -> None:
 
 def test_other_dimensions_are_refused_before_all_texts_are_embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, embedded = FakeEngine(), []
-    monkeypatch.setattr(engine, "embed", lambda texts, embed=engine.embed: embedded.extend(texts) or embed(texts))
+    monkeypatch.setattr(engine, "embed", lambda texts, _, embed=engine.embed: embedded.extend(texts) or embed(texts))
     with serving(engine) as served:
         response = served.post("/v1/embeddings", json={"model": MODEL, "input": ["a"] * 9, "dimensions": 2})
         assert error_of(response)["param"] == "dimensions" and len(embedded) == 1
+
+
+class Held(FakeEngine):
+    """A fake whose embeddings wait until they are let go."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.going, self.ended = threading.Event(), list[str]()
+        self.at_work: Counter[str] = Counter()
+
+    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> core.Embedded:
+        self.at_work[texts[0]] += 1
+        assert self.going.wait(60)
+        try:
+            check()
+        except CancelledError:
+            self.ended.append(texts[0])
+            raise
+        return super().embed(texts, check)
+
+
+@contextmanager
+def held(embeddings: int) -> Iterator[tuple[Held, Served, list[Future[httpx.Response]]]]:
+    """A server that has so many requests of embeddings, none of which ends."""
+    engine, drain = Held(), Drain()
+    with serving(engine, drain=drain) as served, ThreadPoolExecutor(embeddings) as clients:
+        asked = {"model": MODEL, "input": "a"}
+        asked_of = [clients.submit(served.post, "/v1/embeddings", json=asked) for _ in range(embeddings)]
+        try:
+            wait_for(lambda: drain.serving == embeddings)
+            wait_for(lambda: engine.at_work["a"] > 0)
+            yield engine, served, asked_of
+        finally:
+            engine.going.set()
+
+
+def test_chats_are_answered_while_embeddings_wait() -> None:
+    """Both a chat that only the engine serves, and one whose store is looked up in a thread."""
+    with held(WAITING) as (engine, served, futures):
+        store = {"type": "file_search", "vector_store_ids": ["demo"]}
+        asked = {"model": "fake", "input": "What colour?", "tools": [store]}
+        assert served.post(json=CHAT).status_code == 200
+        assert served.post("/v1/responses", json=asked).status_code == 200
+        assert engine.at_work["a"] == 1 and not any(future.done() for future in futures)
+        engine.going.set()
+        assert {future.result(20).status_code for future in futures} == {200}
+
+
+def test_embeddings_beyond_the_bound_are_refused() -> None:
+    with held(1 + WAITING) as (engine, served, futures):
+        response = served.post("/v1/embeddings", json={"model": MODEL, "input": "b"})
+        error = error_of(response)
+        assert response.status_code == 429 and error["code"] == "rate_limit_exceeded"
+        assert (
+            f"{WAITING} requests of embeddings wait" in error["message"] and int(response.headers["retry-after"]) >= 1
+        )
+        assert served.post(json=CHAT).status_code == 200
+        engine.going.set()
+        assert {future.result(20).status_code for future in futures} == {200}
+        assert served.post("/v1/embeddings", json={"model": MODEL, "input": "b"}).status_code == 200
+
+
+def test_a_client_that_leaves_ends_its_embedding() -> None:
+    """One that is at work ends at its next batch, and one that waits never begins."""
+    engine, drain = Held(), Drain()
+    with serving(engine, drain=drain) as served:
+        at_work = sent(served, "at work")
+        wait_for(lambda: engine.at_work["at work"] == 1)
+        waiting = sent(served, "waiting")
+        wait_for(lambda: drain.serving == 2)
+        at_work.close()
+        waiting.close()
+        wait_for(lambda: drain.serving == 0)
+        engine.going.set()
+        assert served.post("/v1/embeddings", json={"model": MODEL, "input": "last"}).status_code == 200
+        assert engine.at_work == {"at work": 1, "last": 1} and engine.ended == ["at work"]
+
+
+def sent(served: Served, text: str) -> socket.socket:
+    """A connection on which a request of an embedding was sent."""
+    host, port = served.url.removeprefix("http://").split(":")
+    body = json.dumps({"model": MODEL, "input": text})
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(
+        f"POST /v1/embeddings HTTP/1.1\r\nhost: {host}:{port}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    return connection
+
+
+def test_texts_are_embedded_in_batches_until_the_client_left() -> None:
+    encoder, cancellation = Batches(), Cancellation()
+    texts = ["a"] * (2 * BATCH + 1)
+    with tiny.engine() as engine:
+        engine.front.parts = replace(engine.front.parts, encoder=lambda: encoder)
+        embedded = engine.embed(texts, cancellation.check)
+        assert embedded.vectors.shape == (len(texts), encoder.dim) and embedded.tokens == len(texts)
+        assert encoder.sizes == [BATCH, BATCH, 1]
+        encoder.then = cancellation.cancel
+        with pytest.raises(CancelledError):
+            engine.embed(texts, cancellation.check)
+        assert encoder.sizes == [BATCH, BATCH, 1, BATCH]
+        assert engine.embed([]).vectors.shape == (0, encoder.dim)
+
+
+class Batches(tiny.HashedEncoder):
+    """Notes how many texts it gets at a time; then: called after each time."""
+
+    def __init__(self) -> None:
+        self.sizes = list[int]()
+        self.then: Callable[[], None] = lambda: None
+
+    def encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.sizes.append(len(texts))
+        self.then()
+        return super().encode(texts)
+
+
+def test_the_thread_of_embeddings_ends_with_the_app() -> None:
+    before = set(threading.enumerate())
+    with serving(FakeEngine()) as served:
+        assert served.post("/v1/embeddings", json={"model": MODEL, "input": "a"}).status_code == 200
+        (thread,) = (one for one in set(threading.enumerate()) - before if one.name.startswith("ragjax-embed"))
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_the_chat_model_embeds_nothing(shared: Served) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import resource
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,28 @@ def test_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAGJAX_API_KEY", "")
     with pytest.raises(core.ConfigError, match="empty"):
         parse_options([])
+
+
+def test_folders_of_state_are_made_for_the_servers_user_alone(tmp_path: Path) -> None:
+    """What was there keeps its mode: the operator may share it."""
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    shared.chmod(0o755)
+    for name in ("--index-dir", "--graph-dir", "--disk-cache"):
+        made = tmp_path / "state" / name
+        for folder, mode in ((made, 0o700), (shared, 0o755)):
+            flags = [name, str(folder), "--model", "missing", "--knowledge", "none", "--port", "0"]
+            process = program(*flags)
+            assert process.wait(60) == 2 and process.stderr is not None
+            assert "missing" in process.stderr.read()
+            assert stat.S_IMODE(folder.stat().st_mode) == mode
+
+
+def test_a_folder_that_cannot_be_made_is_its_owners_to_tell(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command._make_private(str(tmp_path / "file"))
+    command._make_private(str(tmp_path / "file" / "below"))
+    command._make_private(None)
 
 
 def test_a_server_may_open_as_many_files_as_the_system_allows(monkeypatch: pytest.MonkeyPatch) -> None:

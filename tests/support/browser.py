@@ -28,14 +28,14 @@ def chromium() -> str | None:
 
 
 @contextmanager
-def browsing() -> Iterator[Browser]:
-    """A headless browser."""
+def browsing(*flags: str) -> Iterator[Browser]:
+    """A headless browser. flags: of Chromium, besides those of all tests."""
     path = chromium()
     if path is None:
         pytest.skip("there is no Chromium (Debian: apt-get install chromium)")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
     with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=FLAGS, headless=True)
+        browser = driver.chromium.launch(executable_path=path, args=[*FLAGS, *flags], headless=True)
         try:
             yield browser
         finally:

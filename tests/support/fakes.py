@@ -97,7 +97,7 @@ class FakeEngine:
 
     embedding_model: str = "fake-encoder"
 
-    def embed(self, texts: Sequence[str]) -> core.Embedded:
+    def embed(self, texts: Sequence[str], check: Callable[[], None] = lambda: None) -> core.Embedded:
         """Vectors of three numbers; a text of more than nine words is too long."""
         if any(self.count_tokens(text) > 9 for text in texts):
             raise core.RequestError("text 0 has more tokens than the encoder reads (9)", param="input")

@@ -69,7 +69,7 @@ def serving(engine: FakeEngine, grace: int = 10, limits: Limits | None = None, *
         app,
         log_config=None,
         ws="none",
-        lifespan="off",
+        lifespan="on",
         timeout_graceful_shutdown=grace,
         http=limited(limits, app.state.metrics.count_ended),
     )

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,11 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model, its cache and its knowledge bases. Use `load`; `close` when done (or as a context manager)."""
+    """A model, its cache and its knowledge bases. Use `load`, and `close` when done, or `with`.
+
+    One that is not closed keeps its thread and its memory until the process ends, also if nothing refers to it. Any
+    thread of the process that loaded it may call it, but not its own: callbacks of futures run there.
+    """
 
     def __init__(self, parts: Parts, options: EngineOptions):
         if parts.contract.setting.strategy not in parts.strategies:
@@ -100,14 +104,23 @@ class Engine:
             transfer=parts.transfer,
             recorder=parts.recorder,
         )
+        self._opened = ExitStack()
+        for part in (parts.recorder, parts.disk, parts.shared, parts.transfer):  # the last one is closed first
+            if part is not None:
+                self._opened.callback(part.close)
         if parts.shared is not None:
             parts.shared.listen(self._loop.wake)
         self._odds = Odds()
+        self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
         eos_ids = frozenset(parts.runner.config.eos_ids) | frozenset(parts.tokenizer.eos_ids)
-        self.front = Front(parts, options, self._loop.limits, parts.cache.pool, eos_ids)
+        try:
+            self.front = Front(parts, options, self._loop.limits, parts.cache.pool, eos_ids)
+        except BaseException:
+            self.close()
+            raise
+        self._opened.callback(self.front.close)
         self.library = self.front.library
         self._preparation = self.front.preparation
-        self._preparers = ThreadPoolExecutor(thread_name_prefix="ragjax-prepare")  # nothing else takes these threads
 
     @classmethod
     def load(
@@ -266,10 +279,12 @@ class Engine:
         Raises:
             RequestError: for a text that is no valid Unicode, or longer than the encoder reads.
         """
+        _check_several(texts, "texts")
         return self.front.embed(texts, check)
 
     def delete_documents(self, ids: Sequence[str], knowledge: str | None = None) -> int:
         """Remove documents by id; the number removed."""
+        _check_several(ids, "ids")
         return self._parts.knowledge.get(knowledge).delete(ids)
 
     def search(self, question: str, *, knowledge: str | None = None, top_k: int | None = None) -> tuple[Hit, ...]:
@@ -387,6 +402,7 @@ class Engine:
         messages = (Message("user", question),) if isinstance(question, str) else tuple(question)
         sampling = replace(sampling or Sampling(), **options)  # type: ignore[arg-type]
         asked = Graph(graph) if isinstance(graph, str) else graph
+        _check_several(documents, "documents")
         given = None if documents is None else tuple(documents)
         rag = Rag(
             knowledge,
@@ -401,6 +417,7 @@ class Engine:
             recognise=recognise,
         )
         request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
+        self._loop.check_caller()
         self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()
         pipeline = self._pipeline(request, sink, time.perf_counter())
@@ -412,6 +429,7 @@ class Engine:
 
     def answer_prompt(self, prompt: Prompt, **options: Any) -> Answer:
         """Answer a ready prompt of segments and wait for it; `options` are those of `begin_prompt`."""
+        self._loop.check_caller()
         return _wait(self.begin_prompt(prompt, **options))
 
     def begin_prompt(
@@ -558,16 +576,14 @@ class Engine:
         self._loop.call(lambda: self._cache.audit(self._loop.holders()))
 
     def close(self) -> None:
-        """Stop: running requests end with an error. Safe to call twice."""
-        if self._loop.closed:
-            return
+        """Stop: running requests end with an error. Safe to call twice, and again if a call was interrupted.
+
+        Raises:
+            RequestError: in the engine's own thread.
+        """
         self._loop.close()
         self._preparers.shutdown(wait=False, cancel_futures=True)
-        parts = self._parts
-        for part in (parts.transfer, parts.shared, parts.disk, parts.recorder):
-            if part is not None:
-                part.close()
-        self.front.close()
+        self._opened.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -640,6 +656,12 @@ def _future() -> tuple[Future[Answer], Sink]:
                 future.set_result(event)
 
     return future, sink
+
+
+def _check_several(given: object, what: str) -> None:
+    """Raise RequestError for one text where a list is meant: its letters would be taken for the items."""
+    if isinstance(given, str):
+        raise RequestError(f"{what} must be a list, such as [{given!r}], not one text", param=what)
 
 
 def _wait(future: Future[Answer]) -> Answer:

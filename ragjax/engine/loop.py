@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -104,6 +105,7 @@ class Loop:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._freed = False  # whether a request that ran gave pages back while the last step landed
         if transfer is not None:
             transfer.notify = self.wake
@@ -243,7 +245,9 @@ class Loop:
 
         Raises:
             ClosedError: if nothing is served any more.
+            RequestError: in this thread itself.
         """
+        self.check_caller()
         done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
         def run() -> None:
@@ -261,15 +265,36 @@ class Loop:
             raise error
 
     def close(self) -> None:
-        """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice."""
+        """Stop: running requests end with an error, and what only memory holds goes to disk. Safe to call twice.
+
+        Raises:
+            RequestError: in this thread itself.
+        """
+        if threading.current_thread() is self._thread:
+            raise _own_thread()
+        if os.getpid() != self._process:  # the thread is the other process's
+            return
         with self._lock:  # what came before is served or told; nothing comes after the end
             self._closed = True
             self._inbox.put(None)
         self._thread.join()
 
+    def check_caller(self) -> None:
+        """Check that the caller may wait for this thread.
+
+        Raises:
+            RequestError: in this thread, which would wait for itself.
+            ClosedError: if nothing is served any more, or the caller is in a process that was forked off.
+        """
+        if threading.current_thread() is self._thread:
+            raise _own_thread()
+        self._check_open()
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed")
+        if os.getpid() != self._process:
+            raise ClosedError("the engine belongs to the process that loaded it: load one in this process")
 
     def wake(self) -> None:
         """Have the loop look around, if it sleeps. Callable in any thread."""
@@ -295,9 +320,10 @@ class Loop:
         while self._drain_inbox(busy):
             try:
                 busy = self._iterate()
-            except Exception as error:  # a defect of ours must not take the other clients' server down
+            except BaseException as error:  # no defect, and no strategy that ends its thread, takes down the others
+                told = error if isinstance(error, Exception) else RuntimeError(f"{error!r} in the engine's thread")
                 for state in self.states():
-                    self._fail(state, error)
+                    self._fail(state, told)
         for state in self.states():
             self._end(state, ClosedError("the engine was closed"))
         self._put_away()
@@ -463,3 +489,7 @@ class Loop:
         self._guesses.remove(state)
         if last is not None:
             state.sink(last)
+
+
+def _own_thread() -> RequestError:
+    return RequestError("the engine's own thread cannot wait for the engine: call it from another one")

@@ -87,7 +87,14 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     flag("--metrics-key", help="the only key for /metrics (default: $RAGJAX_METRICS_KEY, or every client's)")
     flag("--tenants", metavar="FILE", help="JSON of API keys that share no KV: {KEY: {name, quota_gb}} (docs/http.md)")
     flag("--strict", action="store_true", help="refuse fields of requests that have no effect, instead of a notice")
-    flag("--cors-origin", action="append", default=[], metavar="ORIGIN", help="whose pages may call; repeatable")
+    flag(
+        "--cors-origin",
+        action="append",
+        default=[],
+        type=_origin,
+        metavar="ORIGIN",
+        help="whose pages may call, such as https://app.example; *: anybody's; repeatable",
+    )
     flag(
         "--allow-host",
         action="append",
@@ -191,6 +198,15 @@ def _key(given: str | None, flag: str, variable: str) -> str | None:
     if key is not None:
         _check_key(key, f"{flag} or {variable}")
     return key
+
+
+def _origin(text: str) -> str:
+    """Reads the origin of pages, as browsers write it, or "*"."""
+    if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", text):
+        raise argparse.ArgumentTypeError(
+            f"must be scheme://host or scheme://host:port without a path, or *, not {text!r}"
+        )
+    return text.lower()
 
 
 def _host(text: str) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,7 @@ from ragjax.reuse.full import Full
 from ragjax.reuse.prefix import Prefix
 from ragjax.runner.runner import Runner
 from ragjax.schedule.generation import Generation
+from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 
 DOCUMENTS = [
@@ -433,6 +435,98 @@ def test_closing_ends_running_requests() -> None:
     engine.close()
     with pytest.raises(ClosedError, match="closed"):
         engine.answer_prompt(tiny.prompt())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine: engine.answer("x", strategy="full", max_tokens=1),
+        lambda engine: engine.answer_prompt(tiny.prompt(), max_tokens=1),
+        lambda engine: engine.clear_cache(),
+        lambda engine: engine.close(),
+    ],
+)
+def test_the_engines_own_thread_cannot_wait_for_it(call: Callable[[Engine], object]) -> None:
+    """A callback of a future runs there; it would wait for ever, and everybody with it."""
+    told: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    with tiny.engine() as engine:
+
+        def follow(_: object) -> None:
+            try:
+                call(engine)
+                told.put(None)
+            except BaseException as error:
+                told.put(error)
+
+        engine.begin_prompt(tiny.prompt(), max_tokens=1).add_done_callback(follow)
+        error = told.get(timeout=60)
+        assert isinstance(error, RequestError) and "own thread" in str(error)
+        engine.answer_prompt(tiny.prompt(), max_tokens=1)
+
+
+def test_a_close_that_was_interrupted_can_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, closed = tiny.engine(), list[str]()
+    join, library = engine._loop._thread.join, engine.front.library.close
+
+    def interrupted() -> None:
+        monkeypatch.setattr(engine._loop._thread, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._loop._thread, "join", interrupted)
+    monkeypatch.setattr(engine.front.library, "close", lambda: (closed.append("library"), library()))
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert not closed
+    engine.close()
+    engine.close()
+    assert closed == ["library"] and not engine._loop._thread.is_alive()
+
+
+def test_an_engine_that_cannot_be_made_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[KVTransfer] = []
+    monkeypatch.setattr("ragjax.engine.api.Front", lambda *_: 1 / 0)
+    monkeypatch.setattr(KVTransfer, "close", lambda transfer: closed.append(transfer))
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        tiny.engine()
+    assert len(closed) == 1 and threading.active_count() == before
+
+
+def test_a_process_that_was_forked_off_has_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tiny.engine() as engine, monkeypatch.context() as forked:
+        forked.setattr("os.getpid", lambda: -1)
+        with pytest.raises(ClosedError, match="load one in this process"):
+            engine.answer_prompt(tiny.prompt(), max_tokens=1)
+        engine.close()
+        forked.undo()
+        engine.answer_prompt(tiny.prompt(), max_tokens=1)
+
+
+def test_a_strategy_that_ends_its_thread_ends_its_request_alone() -> None:
+    class Ends(Full):
+        name = "ends"
+
+        def prefill(self, *_: Any, **__: Any) -> Any:
+            raise SystemExit("enough")
+
+    with tiny.engine() as engine:
+        with pytest.raises(RuntimeError, match="enough"):
+            engine.answer_prompt(tiny.prompt(), strategy=Ends(), max_tokens=1)
+        engine.answer_prompt(tiny.prompt(), max_tokens=1)
+        engine.audit()
+
+
+def test_one_text_is_no_list_of_texts() -> None:
+    with tiny.engine() as engine:
+        engine.add_documents([Document(id, "a few words", id) for id in ("1", "2")])
+        for call in (
+            lambda: engine.delete_documents("12"),
+            lambda: engine.embed("12"),
+            lambda: engine.answer("x", documents="12", max_tokens=1),
+        ):
+            with pytest.raises(RequestError, match=r"must be a list, such as \['12'\]"):
+                call()
+        assert engine.document_ids() == {"1", "2"}
 
 
 def test_what_comes_while_the_engine_closes_is_told() -> None:

@@ -135,6 +135,17 @@ def test_which_names_the_flags_allow(flags: list[str], address: str | None, host
     assert app_options(parse_options([*flags, "--knowledge", "none"]), address)["hosts"] == hosts
 
 
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://app.example/page", "null", ""])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(core.ConfigError, match="--cors-origin"):
+        parse_options([f"--cors-origin={origin}"])
+
+
+def test_origins_are_read_as_browsers_write_them() -> None:
+    given = ["--cors-origin", "https://App.example:8443", "--cors-origin", "*"]
+    assert parse_options(given).cors_origin == ["https://app.example:8443", "*"]
+
+
 @pytest.mark.parametrize("name", ["", "*", "http://app.example", "app.example:80", "[::1]", "a/b"])
 def test_a_host_is_a_name_alone(name: str) -> None:
     with pytest.raises(core.ConfigError, match="--allow-host"):

@@ -6,18 +6,25 @@ from typing import TYPE_CHECKING
 
 from ragjax.core import (
     Answer,
+    ClosedError,
+    ConfigError,
+    Divergence,
     Document,
     EngineOptions,
     Graph,
     Kind,
     Message,
+    OverloadError,
     Prompt,
     Rag,
+    RagjaxError,
     Request,
     RequestError,
     Sampling,
     Segment,
+    SegmentReport,
     StorageOptions,
+    Timings,
 )
 
 if TYPE_CHECKING:
@@ -25,19 +32,26 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Answer",
+    "ClosedError",
+    "ConfigError",
+    "Divergence",
     "Document",
     "Engine",
     "EngineOptions",
     "Graph",
     "Kind",
     "Message",
+    "OverloadError",
     "Prompt",
     "Rag",
+    "RagjaxError",
     "Request",
     "RequestError",
     "Sampling",
     "Segment",
+    "SegmentReport",
     "StorageOptions",
+    "Timings",
 ]
 
 
@@ -48,3 +62,7 @@ def __getattr__(name: str) -> object:
 
         return Engine
     raise AttributeError(f"module 'ragjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

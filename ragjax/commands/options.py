@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from ragjax.commands.flags import from_zero, graph, integer, knowledge, positive, share
-from ragjax.core import DTYPES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
+from ragjax.core import DTYPES, INDEXES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
 
-INDEXES = ("flat", "ivf", "hnsw")
 STORAGE = "storage."
 
 FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

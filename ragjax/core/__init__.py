@@ -22,9 +22,9 @@ from ragjax.core.errors import (
 )
 from ragjax.core.filter import Attributes, Comparison, Compound, Filter, Scalar
 from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served, Sharing
-from ragjax.core.library import CHUNK_TOKENS, Attachment, Batch, Counts, File, Passage, State, Store
+from ragjax.core.library import CHUNK_TOKENS, WHOLE, Attachment, Batch, Counts, File, Passage, Slice, State, Store
 from ragjax.core.limits import StepLimits
-from ragjax.core.options import DTYPES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
+from ragjax.core.options import DTYPES, INDEXES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
     Asked,
     Compaction,
@@ -68,9 +68,11 @@ from ragjax.core.wrapper import Wrapper
 __all__ = [
     "CHUNK_TOKENS",
     "DTYPES",
+    "INDEXES",
     "NEVER",
     "ORDERS",
     "RETRIEVE",
+    "WHOLE",
     "Adjusted",
     "Answer",
     "Asked",
@@ -137,6 +139,7 @@ __all__ = [
     "SegmentReport",
     "Served",
     "Sharing",
+    "Slice",
     "Source",
     "Span",
     "State",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from ragjax.core.check import is_list, is_number, put, whole
 from ragjax.core.compression import Compression
 from ragjax.core.errors import ConfigError
 
@@ -22,6 +24,9 @@ DTYPES = ("auto", "bfloat16", "float32")
 
 RETRIEVE = ("auto", "always", "asked")
 """When requests that say nothing of it get passages of the default knowledge base."""
+
+INDEXES = ("flat", "ivf", "hnsw")
+"""How vectors are searched."""
 
 ORDERS = ("fcfs", "ratio", "lpm", "lsp", "joint")
 """In which waiting requests may start."""
@@ -66,15 +71,12 @@ class StorageOptions:
     def __post_init__(self) -> None:
         if self.at_rest not in get_args(AtRest):
             raise ConfigError(f"unknown at_rest {self.at_rest!r}; choose one of {', '.join(get_args(AtRest))}")
-        if not 0 <= self.host_gb <= 1e9:
-            raise ConfigError(f"host_gb must be a number from 0 to 1e9, not {self.host_gb!r}")
-        if self.variants < 1:
-            raise ConfigError(f"variants must be at least 1, not {self.variants!r}")
+        _check_from_zero("host_gb", self.host_gb)
+        _take_whole(self, "variants", 1)
         limits = {"disk_gb": self.disk_gb, "load_timeout": self.load_timeout, "remote_gb": self.remote_gb}
         limits |= {"remote_days": self.remote_days, "remote_timeout": self.remote_timeout}
         for name, value in limits.items() | {(f"quotas[{tenant!r}]", gb) for tenant, gb in self.quotas.items()}:
-            if not 0 < value <= 1e9:
-                raise ConfigError(f"{name} must be a number above 0, up to 1e9, not {value!r}")
+            _check_positive(name, value)
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ class EngineOptions:
     device_cache_gb: size of the page pool, in 2^30 bytes, on all devices together.
     tensor_parallel: devices that share out the model and the pool, by heads, MLP and vocabulary (docs/scale.md).
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
+    request_timeout: seconds without progress after which a request is started again, and then ended (0: never).
     order: which waiting request starts next, one of `ORDERS` (docs/http.md).
     step_tokens: rows of a step, prefill and decoding tokens together, while requests decode (0: measured at start).
     speculate: stages of a search, after each of which a generation may begin with the chunks known so far (0: none
@@ -156,43 +159,84 @@ class EngineOptions:
     compile: bool = True
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.retrieve not in RETRIEVE:
-            raise ConfigError(f"unknown retrieve {self.retrieve!r}; choose one of {', '.join(RETRIEVE)}")
+        self._check_types()
+        self._check_numbers()
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("retrieve", self.retrieve, RETRIEVE)
+        _check_choice("order", self.order, ORDERS)
+        _check_choice("index", self.index, INDEXES)
         if self.recognise and self.quality_budget is not None:
             raise ConfigError(
                 "a quality budget holds for retrieved chunks, not for passages recognised in messages: "
                 "give --recognise or --quality-budget, not both"
             )
-        if self.order not in ORDERS:
-            raise ConfigError(f"unknown order {self.order!r}; choose one of {', '.join(ORDERS)}")
         if self.quality_fallback not in ("refuse", "full"):
             raise ConfigError(f"unknown quality_fallback {self.quality_fallback!r}; choose refuse or full")
-        fewest = {
-            "tensor_parallel": 1,
-            "top_k": 0,
-            "max_queue": 0,
-            "max_running": 0,
-            "request_timeout": 0,
-            "step_tokens": 0,
-            "speculate": 0,
-            "lookup": 0,
-        }
-        for name, least in fewest.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
-        if not 0 < self.file_quota_gb <= 1e9:
-            raise ConfigError(f"file_quota_gb must be a number above 0, up to 1e9, not {self.file_quota_gb!r}")
-        if self.keep_top is not None and self.keep_top < 0:
-            raise ConfigError(f"keep_top must be at least 0, not {self.keep_top!r}")
         if self.compression is not None:
             Compression.parse(self.compression)
-        if self.lookup > MOST_LOOKUP:
-            raise ConfigError(f"lookup must be at most {MOST_LOOKUP}, not {self.lookup!r}")
-        if not 0.0 <= self.shadow_rate <= 1.0:
-            raise ConfigError(f"shadow_rate must lie in [0, 1], not {self.shadow_rate!r}")
         if self.quality_budget is not None and (self.strategy is not None or self.recompute_ratio is not None):
             raise ConfigError(
                 "a quality budget picks strategy and recompute ratio: give no --strategy, no --recompute-ratio"
             )
+
+    def _check_types(self) -> None:
+        if not isinstance(self.model, (str, os.PathLike)):
+            raise ConfigError(f"model must be a name or a path, not {self.model!r}")
+        for name in ("knowledge", "graph"):
+            if not isinstance(given := getattr(self, name), (str, os.PathLike, Mapping, type(None))):
+                raise ConfigError(f"{name} must be a path, or paths by name, not {given!r}")
+        for name in ("strategy", "quality_budget", "compression"):
+            if not isinstance(given := getattr(self, name), str | None):
+                raise ConfigError(f"{name} must be a text, not {given!r}")
+        if isinstance(self.separators, str):
+            raise ConfigError(f"separators must be a list of texts: give [{self.separators!r}]")
+        if not is_list(self.separators, str):
+            raise ConfigError(f"separators must be a list of texts, not {self.separators!r}")
+        put(self, "separators", tuple(self.separators))
+        if not isinstance(self.storage, StorageOptions):
+            raise ConfigError(f"storage must be StorageOptions, not {self.storage!r}")
+
+    def _check_numbers(self) -> None:
+        fewest = {"tensor_parallel": 1, "top_k": 0, "max_queue": 0, "max_running": 0}
+        fewest |= {"step_tokens": 0, "speculate": 0, "lookup": 0, "keep_top": 0, "max_context": 1}
+        for name, least in fewest.items():
+            if getattr(self, name) is not None or name not in ("keep_top", "max_context"):
+                _take_whole(self, name, least)
+        if self.lookup > MOST_LOOKUP:
+            raise ConfigError(f"lookup must be at most {MOST_LOOKUP}, not {self.lookup!r}")
+        _check_from_zero("request_timeout", self.request_timeout)
+        for name in ("device_cache_gb", "file_quota_gb"):
+            _check_positive(name, getattr(self, name))
+        _check_share("shadow_rate", self.shadow_rate)
+        if self.recompute_ratio is not None:
+            _check_share("recompute_ratio", self.recompute_ratio)
+
+
+def _take_whole(of: object, name: str, least: int) -> None:
+    given = getattr(of, name)
+    taken = whole(given)
+    if taken is None:
+        raise ConfigError(f"{name} must be a whole number, not {given!r}")
+    if taken < least:
+        raise ConfigError(f"{name} must be at least {least}, not {given!r}")
+    put(of, name, taken)
+
+
+def _check_from_zero(name: str, value: object) -> None:
+    if not is_number(value) or not 0 <= value <= 1e9:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number from 0 to 1e9, not {value!r}")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not is_number(value) or not 0 < value <= 1e9:  # type: ignore[operator]
+        raise ConfigError(f"{name} must be a number above 0, up to 1e9, not {value!r}")
+
+
+def _check_share(name: str, value: object) -> None:
+    if not is_number(value) or not 0 <= value <= 1:  # type: ignore[operator]
+        raise ConfigError(f"{name} must lie in [0, 1], not {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")

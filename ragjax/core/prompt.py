@@ -8,17 +8,28 @@ from functools import cached_property
 
 import numpy as np
 
+from ragjax.core.check import put
 from ragjax.core.errors import RequestError
 from ragjax.core.tokens import Tokens
 
 
 @dataclass(frozen=True)
 class Document:
-    """One source text. `id` is unique within a knowledge base."""
+    """One source text. `id` is unique within a knowledge base.
+
+    Raises:
+        RequestError: for a field that is no text.
+    """
 
     id: str
     text: str
     title: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("id", "text", "title"):
+            if not isinstance(given := getattr(self, name), str):
+                reason = f"a document's {name} must be a text, not {given!r}"
+                raise RequestError(reason, param="documents", code="invalid_value")
 
 
 @dataclass(frozen=True)
@@ -65,15 +76,19 @@ class Kind(StrEnum):
     """The name that QUERY had first, and has in traces."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens whose KV is made and kept as a unit (int32 [n]).
+    """A run of tokens whose KV is made and kept as a unit (int32 [n]). Two are equal only if they are the same object.
 
+    kind: a `Kind`, or its name.
     public: whether its KV may serve every tenant, as long as all before it may.
     behind, condensed: as `Chunk` has them.
     recognised: whether it is a chunk that a message brought, not one that was retrieved.
     depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
         node without an ancestor depends on the leading system segments).
+
+    Raises:
+        RequestError: for an unknown kind.
     """
 
     id: str
@@ -87,13 +102,26 @@ class Segment:
     condensed: tuple[int, ...] = ()
     recognised: bool = False
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, Kind):
+            put(self, "kind", self._named())
+
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def _named(self) -> Kind:
+        kind = Kind.__members__.get(str(self.kind).upper())
+        if kind is None:
+            known = ", ".join(each.name.lower() for each in Kind)
+            reason = f"segment {self.id!r} has no kind {self.kind!r}: give one of {known}"
+            raise RequestError(reason, param="prompt", code="invalid_value")
+        return kind
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Prompt:
-    """Segments in pre-order. A token's index is its place in the concatenation.
+    """Segments in pre-order. A token's index is its place in the concatenation. Two are equal only if they are the same
+    object.
 
     keep_top: chunks up to which causal KV may be kept (RAGCache, section 8); None: all of the prompt.
     """

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragjax.core.check import is_list, is_number, put, whole
 from ragjax.core.compression import Compression
 from ragjax.core.errors import RequestError
 from ragjax.core.passes import Exactness, SegmentReport
 from ragjax.core.prompt import Document
 from ragjax.core.tokens import Tokens
+
+Role = Literal["system", "user", "assistant", "tool"]
+"""Who says a message."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,21 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message. tool_calls: of an assistant. tool_call_id: which of them a tool's message answers."""
+    """One chat message. tool_calls: of an assistant. tool_call_id: which of them a tool's message answers.
 
-    role: Literal["system", "user", "assistant", "tool"]
+    Raises:
+        RequestError: for an unknown role, or a content that is no text.
+    """
+
+    role: Role
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+
+    def __post_init__(self) -> None:
+        roles = get_args(Role)
+        _check(self.role in roles, f"unknown role {self.role!r}; choose one of {', '.join(roles)}", "messages")
+        _check_text(self, "content", "messages")
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,13 @@ class Tools:
 class Sampling:
     """How the next token is chosen. temperature 0 is greedy; top_k 0 means no limit.
 
+    stop: texts, or one, before which the answer ends.
     logit_bias: what is added to the logits of tokens, by id. presence_penalty, frequency_penalty: what is taken off the
     logit of a generated token, once and for each time. repetition_penalty: what the logits of tokens of the prompt and
     the answer are divided by if above 0, and multiplied by otherwise.
 
     Raises:
-        RequestError: for a value out of its range.
+        RequestError: for a value out of its range, or of another type.
     """
 
     max_tokens: int = 128
@@ -81,6 +95,15 @@ class Sampling:
     """JSON Schema, as JSON text, of which the answer is an instance in JSON."""
 
     def __post_init__(self) -> None:
+        for name in ("max_tokens", "top_k", "seed"):
+            _take_whole(self, name, name)
+        _take_whole(self, "logprobs", "top_logprobs")
+        for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            _check_number(self, name, name)
+        put(self, "stop", _stops(self.stop))
+        put(self, "logit_bias", _biases(self.logit_bias))
+        what = "json_schema must be JSON text: give json.dumps(schema)"
+        _check(self.json_schema is None or isinstance(self.json_schema, str), what, "response_format")
         _check(self.max_tokens >= 1, "max_tokens must be at least 1", "max_tokens")
         _check(0.0 <= self.temperature <= 2.0, "temperature must lie in [0, 2]", "temperature")
         _check(0.0 < self.top_p <= 1.0, "top_p must lie in (0, 1]", "top_p")
@@ -100,6 +123,38 @@ class Sampling:
 def _check(ok: bool, message: str, param: str) -> None:
     if not ok:
         raise RequestError(message, param=param, code="invalid_value")
+
+
+def _take_whole(of: object, name: str, param: str) -> None:
+    given = getattr(of, name)
+    if given is None and name not in ("max_tokens", "top_k"):
+        return
+    taken = whole(given)
+    _check(taken is not None, f"{name} must be a whole number, not {given!r}", param)
+    put(of, name, taken)
+
+
+def _check_number(of: object, name: str, param: str) -> None:
+    given = getattr(of, name)
+    _check(is_number(given), f"{name} must be a number, not {given!r}", param)
+
+
+def _check_text(of: object, name: str, param: str) -> None:
+    given = getattr(of, name)
+    _check(isinstance(given, str), f"{name} must be a text, not {given!r}", param)
+
+
+def _stops(given: str | Sequence[str]) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else given
+    _check(is_list(texts, str), f"stop must be a text, or a list of texts, not {given!r}", "stop")
+    return tuple(texts)
+
+
+def _biases(given: Mapping[int, float]) -> Mapping[int, float]:
+    taken = {whole(token): bias for token, bias in given.items()} if isinstance(given, Mapping) else {None: None}
+    ok = None not in taken and all(is_number(bias) for bias in taken.values())
+    _check(ok, f"logit_bias must map token ids to numbers, not {given!r}", "logit_bias")
+    return taken  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -130,6 +185,7 @@ class Graph:
             _check(not both, f"give {name} or relation_paths, not both", f"rag.graph.{name}")
         for name in ("entities", "relation_paths"):
             given = getattr(self, name)
+            _check(not isinstance(given, str), f"{name} must be a list, not the text {given!r}", f"rag.graph.{name}")
             _check(given is None or len(given) > 0, f"{name} is empty: give some, or leave it out", f"rag.graph.{name}")
 
 
@@ -162,7 +218,7 @@ class Rag:
         found in the first. min_score: the least cosine similarity of a chunk.
 
     Raises:
-        RequestError: for fields that exclude each other, or a number that cannot be.
+        RequestError: for fields that exclude each other, or a value that cannot be.
     """
 
     knowledge: str | None = None
@@ -180,12 +236,14 @@ class Rag:
     min_score: float | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         texts = self.knowledge is not None or bool(self.sources) or self.top_k is not None or self.documents is not None
         _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
         _check(self.graph is None or self.keep_top is None, "give graph or keep_top, not both", "rag.keep_top")
         beside = self.knowledge is not None or self.documents is not None
         _check(not self.sources or not beside, "give sources, or knowledge or documents, not both", "rag.knowledge")
         _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
+        _check(self.top_k is None or self.top_k >= 0, "top_k must be at least 0 (0: retrieve none)", "rag.top_k")
         _check(self.keep_top is None or self.keep_top >= 0, "keep_top must be at least 0", "rag.keep_top")
         ratio = self.recompute_ratio
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
@@ -199,6 +257,23 @@ class Rag:
             _check(not both, f"give {name} or quality, not both: quality picks the ratio", f"rag.{name}")
         packed = kl is not None and self.compression not in (None, "none")
         _check(not packed, "give compression or quality, not both: the forecast is of whole prompts", "rag.compression")
+
+    def _check_types(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        for name in given.keys() & {"knowledge", "strategy"}:
+            _check_text(self, name, f"rag.{name}")
+        for name in given.keys() & {"top_k", "keep_top"}:
+            _take_whole(self, name, f"rag.{name}")
+        for name in given.keys() & {"recompute_ratio", "min_score", "kl"}:
+            _check_number(self, name, "rag.quality.kl" if name == "kl" else f"rag.{name}")
+        if self.documents is not None:
+            what = f"documents must be a list of ids and Documents, not {self.documents!r}"
+            _check(is_list(self.documents, (str, Document)), what, "rag.documents")
+            put(self, "documents", tuple(self.documents))
+        ok = self.graph is None or isinstance(self.graph, Graph)
+        _check(ok, f"graph must be a Graph, not {self.graph!r}", "rag.graph")
+        ok = self.compression in (None, "none") or isinstance(self.compression, Compression)
+        _check(ok, f"compression must be a Compression or 'none', not {self.compression!r}", "rag.compression")
 
     @property
     def searched(self) -> tuple[Source, ...]:
@@ -220,6 +295,9 @@ class Request:
     continuation: tokens, int32 [n]: the logits that predict them are wanted as `Answer.scores`, before generation.
     background: runs only while no other request waits or runs, and is left out of the counters.
     tools: functions that the answer to messages may call; the call is its text (`prompting/tools.py`).
+
+    Raises:
+        RequestError: for a value of another type.
     """
 
     messages: tuple[Message, ...] = ()
@@ -231,6 +309,15 @@ class Request:
     continuation: Tokens | None = None
     background: bool = False
     tools: Tools | None = None
+
+    def __post_init__(self) -> None:
+        ok = is_list(self.messages, Message)
+        _check(ok, f"messages must be a list of Message, not {self.messages!r}", "messages")
+        put(self, "messages", tuple(self.messages))
+        _check_text(self, "tenant", "tenant")
+        ok = isinstance(self.sampling, Sampling)
+        _check(ok, f"sampling must be a Sampling, not {self.sampling!r}", "sampling")
+        _check(self.rag is None or isinstance(self.rag, Rag), f"rag must be a Rag, not {self.rag!r}", "rag")
 
     @property
     def question(self) -> str:
@@ -285,9 +372,9 @@ class Divergence:
     top1: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Answer:
-    """The outcome of a request.
+    """The outcome of a request. Two are equal only if they are the same object.
 
     segments: account for every segment of the prompt. notices: what did not go as configured, a fallback for example.
     recompute_ratio: what the strategy was asked for, or what a budget of the request took; None if it takes none, or

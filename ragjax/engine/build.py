@@ -48,6 +48,7 @@ from ragjax.reuse.packet import NAME as PACKET
 from ragjax.reuse.signals import NAMES
 from ragjax.runner.device import (
     cpu_features,
+    is_wide,
     platform,
     precision,
     use_compilation_cache,
@@ -81,12 +82,13 @@ class Embedder(TextEncoder, Protocol):
 class FrontParts:
     """What requests are composed with; none of it needs a device.
 
-    context_length: most tokens of a prompt and its answer. encoder: gives the sentence encoder, and loads it first if
-    need be.
+    context_length: most tokens of a prompt and its answer. vocabulary: one past the highest id that the model reads
+    (None: of a token that the tokenizer knows). encoder: gives the sentence encoder, and loads it first if need be.
     """
 
     model_name: str
     context_length: int
+    vocabulary: int | None = None
     tokenizer: Tokenizer
     chunker: Chunker
     contract: Contract
@@ -119,6 +121,11 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     Raises:
         ConfigError: saying what to change.
     """
+    if is_wide():
+        raise ConfigError(
+            "ragjax does not run with jax_enable_x64: unset JAX_ENABLE_X64, or run ragjax in its own process"
+        )
+    _check_names(strategies)
     storage = options.storage
     numbers = precision(options.dtype, platform(), cpu_features(), widening_pays)
     dtype = numbers.dtype
@@ -169,6 +176,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         **grounds(options, tokenizer),
         model_name=local.name,
         context_length=context,
+        vocabulary=config.vocab_size + config.soft_tokens,
         runner=runner,
         tokenizer=tokenizer,
         cache=KnowledgeCache(identity, PagePool(pages, PAGE_SIZE), policy, tiers, variants=storage.variants),
@@ -227,6 +235,19 @@ def contract_of(
     )
 
 
+def _check_names(strategies: Mapping[str, Strategy] | None) -> None:
+    """Raise ConfigError if a strategy is not given by its own name."""
+    if strategies is None:
+        return
+    if not isinstance(strategies, Mapping):
+        raise ConfigError(f"strategies must be a mapping of names to strategies, not {strategies!r}")
+    for name, strategy in strategies.items():
+        if strategy.name != name:
+            raise ConfigError(
+                f"the strategy {strategy.name!r} is given as {name!r}: strategies go by their own names, so change one"
+            )
+
+
 def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> None:
     """Raise ConfigError if requests may turn to a strategy that is not known."""
     if options.shadow_rate > 0 and "full" not in known:
@@ -250,8 +271,6 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy], whole: bool 
         raise ConfigError(f"unknown strategy {name!r}; choose one of {', '.join(known)}")
     if ratio is not None and not known[name].selective:
         raise ConfigError(f"the strategy {name} takes no recompute ratio")
-    if ratio is not None and not 0.0 <= ratio <= 1.0:
-        raise ConfigError(f"the recompute ratio must lie in [0, 1], not {ratio!r}")
     return Setting(name, ratio)
 
 

@@ -27,11 +27,11 @@ class DepKV:
     closed: why it cannot be used any more. timings: of the request that made it, up to its first token.
     """
 
-    prompt: Prompt
+    prompt: Prompt = field(repr=False)
     strategy: str
     tenant: str
-    plan: Plan
-    allocation: Allocation
+    plan: Plan = field(repr=False)
+    allocation: Allocation = field(repr=False)
     label: str
     release: Callable[[DepKV], None] = field(repr=False)
     closed: str = ""

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from ragjax.cache.pool import PagePool
 from ragjax.core import (
     Composed,
@@ -21,6 +23,7 @@ from ragjax.core import (
     Request,
     RequestError,
     StepLimits,
+    Tokens,
 )
 from ragjax.engine.grounding import BROUGHT, Grounding, overlong
 from ragjax.engine.registry import Registry
@@ -81,8 +84,8 @@ class Compressions:
         known = ", ".join(dict.fromkeys(own)) or "none"
         raise RequestError(
             f"compression: {compression} takes a program of its own, and this server has compiled as many as it may: "
-            f"{MOST_COMPRESSIONS} for all, {MOST_OF_TENANT} for a tenant. What you asked for before serves budgets from "
-            f"half of its own on, with its window and graph: {known}",
+            f"{MOST_COMPRESSIONS} for all, {MOST_OF_TENANT} for a tenant. What you asked for before serves budgets "
+            f"from half of its own on, with its window and graph: {known}",
             param="rag.compression",
             code="invalid_value",
         )
@@ -92,7 +95,8 @@ class Compressions:
 class Preparation:
     """What requests are prepared with. Any thread may call it.
 
-    context_length: most tokens of a prompt and its answer. limits: what one step can read. pool: pages of the device.
+    context_length: most tokens of a prompt and its answer. vocabulary: one past the highest id that the model reads.
+    limits: what one step can read. pool: pages of the device.
     eos_ids: tokens that end an answer. grammars: reads those that answers follow. For requests that say nothing else:
     keep_top, chunks kept (None: all), and recognise, whether passages in messages are recognised.
     lookup: tokens that prompt lookup proposes in a step. compression: of prompts whose requests say nothing else.
@@ -108,6 +112,7 @@ class Preparation:
     limits: StepLimits
     pool: PagePool
     context_length: int
+    vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
     keep_top: int | None
@@ -230,6 +235,9 @@ class Preparation:
             RequestError: if it cannot be served as asked.
         """
         rag = request.rag or Rag()
+        self._check_tokens(prompt, request)
+        if strategy is not None:
+            self._check_ratio(rag, strategy)
         strategy, ratio, notice = (strategy, rag.recompute_ratio, None) if strategy else self._choose(rag, prompt)
         plain, prompt = prompt, strategy.dress(prompt)
         if strategy.trims:
@@ -360,16 +368,43 @@ class Preparation:
                 raise RequestError(f"fitted needs {UNFITTED}", param="rag.strategy", code="invalid_value")
             known = ", ".join(self.strategies)
             raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
-        if rag.recompute_ratio is not None and not strategy.selective:
-            selective = ", ".join(name for name, other in self.strategies.items() if other.selective) or "none"
-            raise RequestError(
-                f"the strategy {strategy.name} takes no recompute_ratio; these do: {selective}",
-                param="rag.recompute_ratio",
-                code="invalid_value",
-            )
+        self._check_ratio(rag, strategy)
         if rag.recompute_ratio is None and strategy.name == default.strategy:
             return strategy, default.ratio
         return strategy, rag.recompute_ratio
+
+    def _check_ratio(self, rag: Rag, strategy: Strategy) -> None:
+        if rag.recompute_ratio is None or strategy.selective:
+            return
+        selective = ", ".join(name for name, other in self.strategies.items() if other.selective) or "none"
+        raise RequestError(
+            f"the strategy {strategy.name} takes no recompute_ratio; these do: {selective}",
+            param="rag.recompute_ratio",
+            code="invalid_value",
+        )
+
+    # ----------------------------------------------------------------------------------------- tokens
+
+    def _check_tokens(self, prompt: Prompt, request: Request) -> None:
+        """Refuse ids that the model has no embedding of: they would give NaN, or what another token gives."""
+        if any(np.ndim(segment.tokens) != 1 for segment in prompt.segments):
+            raise _wrong_tokens("give the tokens of each segment of the prompt as one row, an array [n]", "prompt")
+        self._check_ids(prompt.tokens, "prompt")
+        if request.continuation is None:
+            return
+        if np.ndim(request.continuation) != 1:
+            raise _wrong_tokens("give the tokens of the continuation as one row, an array [n]", "continuation")
+        self._check_ids(np.asarray(request.continuation), "continuation")
+
+    def _check_ids(self, tokens: Tokens, param: str) -> None:
+        if not len(tokens):
+            return
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise _wrong_tokens(f"the tokens of the {param} must be whole numbers, not {tokens.dtype}", param)
+        unknown = next((end for end in (tokens.min(), tokens.max()) if not 0 <= end < self.vocabulary), None)
+        if unknown is not None:
+            known = f"its highest is {self.vocabulary - 1}"
+            raise _wrong_tokens(f"the model has no token {unknown}, which is in the {param}; {known}", param)
 
     # ---------------------------------------------------------------------------------------- lengths
 
@@ -421,6 +456,10 @@ class Preparation:
                 "than attention can read at a time. Give or retrieve fewer passages, or lower max_tokens",
                 param,
             )
+
+
+def _wrong_tokens(message: str, param: str) -> RequestError:
+    return RequestError(message, param=param, code="invalid_value")
 
 
 def _too_long(message: str, param: str) -> RequestError:

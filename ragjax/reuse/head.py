@@ -14,7 +14,7 @@ from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.keys import raw_of
 from ragjax.cache.match import Match, Totals
 from ragjax.cache.outlook import Causal, Outlook, Part
-from ragjax.core import Kind, Plan, Prefill, Prompt, Run, Span, Tokens
+from ragjax.core import Kind, Plan, Prefill, Prompt, RequestError, Run, Span, Tokens
 from ragjax.core.tiers import Tier
 from ragjax.reuse.base import Allocation, Strategy, segments_of
 from ragjax.reuse.prefix import Prefix
@@ -66,11 +66,11 @@ def system_length(prompt: Prompt) -> int:
     """Tokens of the leading system segments.
 
     Raises:
-        ValueError: if a system segment comes after another kind.
+        RequestError: if a system segment comes after another kind.
     """
     system = segments_of(prompt, Kind.SYSTEM)
     if system != tuple(range(len(system))):
-        raise ValueError("system segments come first")
+        raise RequestError("system segments come first in a prompt", param="prompt", code="invalid_value")
     return prompt.starts[len(system)]
 
 

@@ -14,9 +14,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 
+import numpy as np
+
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.outlook import Outlook
-from ragjax.core import Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
+from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
+from ragjax.core.check import is_number
 from ragjax.reuse.base import Allocation, segments_of
 from ragjax.reuse.condense import Condensed
 from ragjax.reuse.head import ChunkStrategy
@@ -27,7 +30,7 @@ RATIO = 0.15
 """Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""
 
 Choice = Generator[Pass | Move, Results, Tokens]
-"""A selector at work: it yields passes and returns the chosen token indexes, ascending."""
+"""A selector at work: it yields passes and returns the chosen token indexes, whole numbers [n]."""
 
 
 class Selector(ABC):
@@ -45,18 +48,23 @@ class Selector(ABC):
 
     @abstractmethod
     def choose(self, stitched: Stitched, count: int) -> Choice:
-        """Choose `count` of the chunks' tokens; `count` lies strictly between none and all."""
+        """Choose `count` of the chunks' tokens, or fewer; `count` lies strictly between none and all."""
 
 
 class Selective(ChunkStrategy):
     """A strategy of a source and a selector.
 
     ratio: share of the chunks' tokens to recompute unless a request says so, in [0, 1].
+
+    Raises:
+        ConfigError: for a ratio out of its range.
     """
 
     selective = True
 
     def __init__(self, name: str, source: Source, selector: Selector, ratio: float = RATIO):
+        if not is_number(ratio) or not 0 <= ratio <= 1:
+            raise ConfigError(f"{name}: ratio must lie in [0, 1], not {ratio!r}")
         self.name = name
         self.ratio = ratio
         self.measures = LOGITS | source.measures | selector.measures
@@ -85,12 +93,35 @@ class Selective(ChunkStrategy):
             return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
         chosen = stitched.chunks
         if choosing:
-            chosen = yield from self._selector.choose(stitched, count)
+            chosen = yield from _choice(self._selector, stitched, count)
         if scratch:
             allocation.free(stitched.scratch)
         last = stitched.repair(chosen)
         results = yield last
         return stitched.plan(last.spans, results[Measure.LOGITS][0], chosen)
+
+
+def _choice(selector: Selector, stitched: Stitched, count: int) -> Choice:
+    """What a selector chooses, int32, ascending and distinct.
+
+    Raises:
+        TypeError, ValueError: naming the selector, if it is not at most `count` of the chunks' tokens.
+    """
+    name = f"{type(selector).__name__}.choose"
+    work = selector.choose(stitched, count)
+    if not isinstance(work, Generator):
+        raise TypeError(f"{name} must be a generator: write `yield from ()` in it if it needs no pass")
+    given = yield from work
+    if not isinstance(given, np.ndarray) or given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
+        kind = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else type(given).__name__
+        raise TypeError(f"{name} must return token indexes, a NumPy array [n] of whole numbers, not {kind}")
+    chosen = np.unique(given)
+    if len(chosen) > count:
+        raise ValueError(f"{name} chose {len(chosen)} tokens; at most {count} may be recomputed")
+    strange = np.setdiff1d(chosen, stitched.chunks)
+    if len(strange):
+        raise ValueError(f"{name} chose token {strange[0]}, which is in no chunk: choose some of stitched.chunks")
+    return chosen.astype(np.int32)
 
 
 def chunk_tokens(prompt: Prompt) -> int:

@@ -220,7 +220,8 @@ def prepare(
 
     Raises:
         OutOfPages: before the first pass only.
-        RequestError, ValueError: as `check`, or if system segments do not come first.
+        RequestError: as `check`.
+        ValueError: if system segments do not come first.
     """
     check(prompt)
     system, length = system_length(prompt), head_length(prompt)
@@ -295,16 +296,17 @@ def check(prompt: Prompt) -> None:
     """Refuse a prompt that is not made of system segments, chunks and query segments.
 
     Raises:
-        RequestError: if it has nodes of a tree, which are no chunks: the question would not see them.
-        ValueError: if the last segment is no query segment.
+        RequestError: if it has nodes of a tree, which are no chunks: the question would not see them; or if the last
+            segment is no query segment.
     """
     if segments_of(prompt, Kind.NODE):
         raise RequestError(
             "the prompt has trees of paths, and this strategy reads chunks: choose dependency or full attention",
             param="rag.strategy",
         )
-    if prompt.segments[-1].kind is not Kind.QUERY:
-        raise ValueError("a prompt ends with a query segment")
+    last = prompt.segments[-1].kind
+    if last is not Kind.QUERY:
+        raise RequestError(f"the prompt ends with a {last} segment: put a query segment behind it", param="prompt")
 
 
 def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> tuple[bytes, ...]:

@@ -26,6 +26,11 @@ def platform() -> str:
     return jax.default_backend()
 
 
+def is_wide() -> bool:
+    """Whether JAX makes numbers of 64 bits where nothing else is said (`jax_enable_x64`)."""
+    return bool(jax.config.read("jax_enable_x64"))
+
+
 def use_compilation_cache(directory: Path) -> None:
     """Keep compiled programs on disk, so that a second start does not compile."""
     if jax.config.values["jax_compilation_cache_dir"] is None:

@@ -59,6 +59,11 @@ def test_generating_from_held_kv_computes_nothing_of_the_prompt(engine: Engine, 
         engine.audit()
 
 
+def test_it_shows_itself_in_a_line() -> None:
+    with tiny.engine() as engine, engine.compute_kv(tiny.prompt(), strategy="full") as kv:
+        assert repr(kv).startswith("DepKV(strategy='full'") and len(repr(kv)) < 400
+
+
 def test_it_is_given_back_once_and_not_used_afterwards(engine: Engine) -> None:
     kv = engine.compute_depkv(PROMPT)
     used = engine.stats()["pages_used"]

@@ -185,6 +185,7 @@ def engine(
     parts = Parts(
         model_name="tiny",
         context_length=CONFIG.context_length,
+        vocabulary=made.config.vocab_size + made.config.soft_tokens,
         runner=made,
         tokenizer=tokenizer,
         chunker=Chunker(partial(tokenizer.encode, special=False), 64),

@@ -1,0 +1,103 @@
+"""What Python callers give in requests: a value that cannot be is refused where it is given, by the field's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ragjax.core import (
+    Answer,
+    Compression,
+    Document,
+    Graph,
+    Kind,
+    Message,
+    Prompt,
+    Rag,
+    Request,
+    RequestError,
+    Sampling,
+    Segment,
+    Timings,
+)
+
+SCHEMA: Any = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Sampling(max_tokens=5.0), "max_tokens must be a whole number, not 5.0"),
+        (lambda: Sampling(max_tokens=True), "max_tokens must be a whole number, not True"),
+        (lambda: Sampling(top_k="2"), "top_k must be a whole number"),
+        (lambda: Sampling(seed=1.5), "seed must be a whole number"),
+        (lambda: Sampling(logprobs=1.5), "logprobs must be a whole number"),
+        (lambda: Sampling(temperature="1"), "temperature must be a number, not '1'"),
+        (lambda: Sampling(temperature=None), "temperature must be a number, not None"),
+        (lambda: Sampling(presence_penalty="1"), "presence_penalty must be a number"),
+        (lambda: Sampling(stop=5), "stop must be a text, or a list of texts"),
+        (lambda: Sampling(stop=(b"ten",)), "stop must be a text, or a list of texts"),
+        (lambda: Sampling(stop=("",)), "stop takes at most 4 non-empty"),
+        (lambda: Sampling(logit_bias=[5]), "logit_bias must map token ids to numbers"),
+        (lambda: Sampling(logit_bias={"a": 1.0}), "logit_bias must map token ids to numbers"),
+        (lambda: Sampling(logit_bias={5: "1"}), "logit_bias must map token ids to numbers"),
+        (lambda: Sampling(json_schema=SCHEMA), "json_schema must be JSON text.*json.dumps"),
+        (lambda: Message("System", "Hi"), "role 'System'.*system, user, assistant, tool"),
+        (lambda: Message("user", None), "content must be a text"),
+        (lambda: Document(1, "words"), "a document's id must be a text, not 1"),
+        (lambda: Document("d", None), "a document's text must be a text"),
+        (lambda: Document("d", "words", 2), "a document's title must be a text"),
+        (lambda: Rag(top_k=-1), "top_k must be at least 0"),
+        (lambda: Rag(top_k=2.5), "top_k must be a whole number"),
+        (lambda: Rag(keep_top=1.5), "keep_top must be a whole number"),
+        (lambda: Rag(recompute_ratio="0.5"), "recompute_ratio must be a number"),
+        (lambda: Rag(kl="0.5"), "kl must be a number"),
+        (lambda: Rag(strategy=5), "strategy must be a text"),
+        (lambda: Rag(knowledge=5), "knowledge must be a text"),
+        (lambda: Rag(documents=({"id": "d"},)), "documents must be a list of ids and Documents"),
+        (lambda: Rag(documents="tower"), "documents must be a list of ids and Documents"),
+        (lambda: Rag(graph="facts"), "graph must be a Graph"),
+        (lambda: Rag(compression="snapkv:512"), "compression must be a Compression"),
+        (lambda: Graph(entities="Ada"), "entities must be a list"),
+        (lambda: Request(({"role": "user", "content": "Hi"},)), "messages must be a list of Message"),
+        (lambda: Request("Hi"), "messages must be a list of Message"),
+        (lambda: Request(tenant=None), "tenant must be a text, not None"),
+        (lambda: Request(sampling={"max_tokens": 5}), "sampling must be a Sampling"),
+        (lambda: Request(rag={"top_k": 5}), "rag must be a Rag"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        make()
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    made = Sampling(np.int64(5), top_k=np.int64(2), seed=np.uint32(3), logit_bias={np.int64(7): np.float32(1.0)})
+    assert made == Sampling(5, top_k=2, seed=3, logit_bias={7: 1.0})
+    assert all(type(number) is int for number in (made.max_tokens, made.top_k, made.seed, *made.logit_bias))
+    assert type(Rag(top_k=np.int64(2)).top_k) is int and Rag(recompute_ratio=np.float32(0.5)).recompute_ratio == 0.5
+
+
+def test_one_text_is_one_stop() -> None:
+    assert Sampling(stop="ten").stop == Sampling(stop=["ten"]).stop == ("ten",)  # type: ignore[arg-type]
+    assert hash(Rag(documents=["a"])) == hash(Rag(documents=("a",)))  # type: ignore[arg-type]
+
+
+def test_what_can_be_stays_as_it_is() -> None:
+    assert Sampling(json_schema=json.dumps(SCHEMA)).json_schema == '{"type": "integer"}'
+    assert Rag(compression="none").compression == "none"
+    assert Rag(compression=Compression("snapkv", 64), graph=None).top_k is None
+    assert Request([Message("user", "Hi")]).question == "Hi"  # type: ignore[arg-type]
+    assert Request(prompt=(1, 2), rag=None).rag is None
+
+
+def test_what_holds_arrays_is_compared_and_hashed() -> None:
+    tokens = np.arange(3, dtype=np.int32)
+    prompts = [Prompt((Segment("q", Kind.QUERY, tokens.copy()),)) for _ in range(2)]
+    answers = [Answer("", "stop", (), 3, 0, "full", "full", (), Timings(), logits=np.zeros(4)) for _ in range(2)]
+    for one, other in (prompts, answers, [prompt.segments[0] for prompt in prompts]):
+        assert one == one and one != other and len({one, other}) == 2

@@ -18,7 +18,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "index_dir": ("--index-dir", {"metavar": "DIR", "help": "where chunks and index are kept (default: in memory)"}),
     "file_quota_gb": (
         "--file-quota-gb",
-        {"type": positive, "help": "uploaded files of each tenant, units of 2^30 B (%(default)s)"},
+        {"type": positive, "help": "files of each tenant, and in its stores, 2^30 B (%(default)s)"},
     ),
     "graph": (
         "--graph",

@@ -17,7 +17,10 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 # By environment, so that processes which tests start are held to it too, and tests without JAX need not import it.
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
-if not GPU:
+if GPU:
+    # pytest's own process may start JAX too: it is not to take the memory that the processes of tests need
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+else:
     os.environ["JAX_PLATFORMS"] = "cpu"
     # Most of the suite's time is compiling, and files, processes and runs compile the same: it is kept in build/.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / "build" / "tests" / "programs"))

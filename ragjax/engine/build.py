@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from ragjax.runner.device import (
     is_wide,
     platform,
     precision,
+    room_for,
     use_compilation_cache,
     widening_pays,
 )
@@ -139,7 +140,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     use_compilation_cache(cache_dir())
     tokenizer = Tokenizer.load(local.path)
     mesh = make_mesh(options.tensor_parallel, open_checkpoint(local.path).config)
-    with host_memory() if options.tensor_parallel > 1 else nullcontext():
+    with _room_for_weights(), host_memory() if options.tensor_parallel > 1 else nullcontext():
         decoder = load_model(local, dtype, cache_dir())
     config = decoder.config
     tokenizer.check(config)
@@ -158,18 +159,21 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     grid = _grid(config, context, platform(), copies)
     _log.info("weights and KV are %s", numbers)
     whole = compression is not None and compression.method in BY_LAYER
-    runner = Runner(
-        decoder,
-        pages=pages,
-        page_size=PAGE_SIZE,
-        context=context,
-        grid=grid,
-        mesh=mesh,
-        widen=numbers.widen,
-        whole=whole,
-    )
-    if options.compile:
-        _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
+    with _room_for_weights():
+        runner = Runner(
+            decoder,
+            pages=pages,
+            page_size=PAGE_SIZE,
+            context=context,
+            grid=grid,
+            mesh=mesh,
+            widen=numbers.widen,
+            whole=whole,
+        )
+    with room_for(f"what a step computes, beside {runner.held}", "lower --device-cache-gb"):
+        if options.compile:
+            _compile(runner, [chosen[name] for name in contract.strategies], compression, options.progress)
+        step_budget = _budget(options, runner, config)
     transfer = KVTransfer(runner, storage.at_rest, disk=shared or disk)
     tiers = Storage(transfer, page, int(storage.host_gb * 2**30), shared or disk, _quota(storage.quotas), shared)
     return Parts(
@@ -186,7 +190,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
         disk=disk,
         shared=shared,
         recorder=recorder,
-        budget=_budget(options, runner, config),
+        budget=step_budget,
         compression=compression,
         identity=identity,
     )
@@ -233,6 +237,10 @@ def contract_of(
         shadow_rate=options.shadow_rate,
         preprocessed=PREPROCESSED,
     )
+
+
+def _room_for_weights() -> AbstractContextManager[None]:
+    return room_for("the weights", "choose a smaller model, or share it out with --tensor-parallel")
 
 
 def _check_names(strategies: Mapping[str, Strategy] | None) -> None:

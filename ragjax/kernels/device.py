@@ -14,6 +14,16 @@ class Device:
     platform: str
     capability: tuple[int, int] = (0, 0)
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a block of threads may have (CUDA C++ Programming Guide, technical specifications).
+
+        Where there is no GPU, kernels are interpreted or lowered as for Hopper.
+        """
+        if self.platform != "gpu" or self.capability[0] in (9, 10):
+            return 227 * 1024
+        return (163 if self.capability in ((8, 0), (8, 7)) else 99) * 1024
+
     @staticmethod
     def of(device: jax.Device) -> Device:
         """The device as JAX knows it."""
@@ -28,3 +38,9 @@ class Device:
             have, need = (".".join(map(str, x)) for x in (self.capability, least))
             return f"it needs compute capability {need}, the device has {have}"
         return None
+
+    def lacks_shared(self, need: int) -> str | None:
+        """Why a program that takes so many bytes of shared memory cannot run here, or None."""
+        if need <= self.shared_bytes:
+            return None
+        return f"a program takes {need} bytes of shared memory, the device has {self.shared_bytes}"

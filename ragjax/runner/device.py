@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import timeit
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,22 @@ def use_compilation_cache(directory: Path) -> None:
         jax.config.update("jax_compilation_cache_dir", str(directory / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextmanager
+def room_for(what: str, change: str) -> Iterator[None]:
+    """Turn an error of a device that is full, raised within, into one that says what to change.
+
+    Raises:
+        ConfigError: if the device has no memory for `what`.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        # a kernel that asks for more shared memory than there is fails by the same name: that is a fault of ours
+        if "RESOURCE_EXHAUSTED" not in str(error) or "Shared memory" in str(error):
+            raise
+        raise ConfigError(f"the device has no room for {what}: {change}") from error
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.core import ConfigError, Grid
+from ragjax.core import Grid
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.rope import Rotation
+from ragjax.runner.device import room_for
 from ragjax.runner.programs import Programs
 from ragjax.runner.stages import OUTSIDE
 from ragjax.store import device as page_store
@@ -51,15 +52,10 @@ class PagePool:
         self._dtype, self._pool_sharding = keys.dtype, keys.sharding
 
     def _create_pools(self, number: int) -> list[Pages]:
-        try:
+        arrays = jax.tree.leaves(jax.eval_shape(self._create))
+        size = number * sum(x.size * x.dtype.itemsize for x in arrays) / 2**30
+        with room_for(f"a cache of {size:.3g} GB beside the weights", "lower --device-cache-gb"):
             return jax.block_until_ready([self._create() for _ in range(number)])  # type: ignore[no-any-return]
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            arrays = jax.tree.leaves(jax.eval_shape(self._create))
-            size = number * sum(x.size * x.dtype.itemsize for x in arrays) / 2**30
-            problem = f"the device has no room for a cache of {size:.3g} GB"
-            raise ConfigError(f"{problem}: lower --device-cache-gb") from error
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -154,6 +154,13 @@ class Runner(PagePool):
         super().__init__(jitted, len(weights.stages), config.num_layers // reach, programs, rotation)
 
     @property
+    def held(self) -> str:
+        """What devices hold all the time, for people to read."""
+        arrays = jax.tree.leaves((self._weights.ends, self._weights.stages)), jax.tree.leaves(self._pools)
+        weights, cache = (sum(x.nbytes for x in part) / 2**30 for part in arrays)
+        return f"{weights:.3g} GB of weights and a cache of {cache:.3g} GB"
+
+    @property
     def waited_s(self) -> float:
         """Seconds that steps waited for programs that were compiled at their first use."""
         return self._programs.waited_s

@@ -1,4 +1,4 @@
-"""On a GPU the engine answers as on a CPU. Run with RAGJAX_TEST_GPU=1 and `pytest -m gpu`."""
+"""On a GPU the engine answers as on a CPU. Run with RAGJAX_TEST_GPU=1 and `pytest -m gpu tests/engine/test_gpu.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-pytestmark = pytest.mark.gpu
+# each engine compiles all its programs
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

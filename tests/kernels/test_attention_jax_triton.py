@@ -61,7 +61,7 @@ def test_program_takes_what_it_is_given() -> None:
     parameters = next(f.args.args for f in functions if f.name == "decode")
     static = [p.arg for p in parameters if p.annotation and ast.unparse(p.annotation) == "tl.constexpr"]
     q, view = DECODE
-    assert static == list(constants(q, view, Launch.of(q, view)))
+    assert static == list(constants(q, view, Launch.of(q, view, HOPPER)))
     assert len(parameters) - len(static) == len(jax.eval_shape(arguments, q, view)) + 2
 
 
@@ -179,8 +179,8 @@ def test_pool_beyond_32_bits(tmp_path: Path) -> None:
 
     case = rich(SHAPES["d128-p64-g2-b1-float16"])
     view = case.view()
-    static = constants(case.q, view, Launch.of(case.q, view))
-    grid = Launch.of(case.q, view).grid
+    static = constants(case.q, view, Launch.of(case.q, view, HOPPER))
+    grid = Launch.of(case.q, view, HOPPER).grid
     arrays = [np.ascontiguousarray(x) for x in arguments(case.q, view)]
 
     def attend(arrays: list[np.ndarray], static: dict[str, Any]) -> np.ndarray:

@@ -68,7 +68,7 @@ def attend(case: Case, cut: str = "as chosen", change: Callable[[View], View] = 
 
 @functools.partial(jax.jit, static_argnames="cut")
 def compiled(q, view, *, cut):  # type: ignore[no-untyped-def]
-    chosen = CUTS[cut](attention_triton.tiling(q, view))
+    chosen = CUTS[cut](attention_triton.tiling(q, view, HOPPER))
     return attention_triton.attend(q, view, cut=chosen, interpret=True)
 
 

@@ -134,7 +134,7 @@ def raw(q: jax.ShapeDtypeStruct, view: View, **options: int) -> Resources:
     """The raw decode program, compiled as jax-triton would."""
     from ragjax.kernels.attention.jax_triton_kernel import decode
 
-    launch = Launch.of(q, view)
+    launch = Launch.of(q, view, HOPPER)
     pointers = [TYPES[x.dtype.name] for x in jax.eval_shape(attention_jax_triton.arguments, q, view)]
     types = dict(zip(decode.arg_names, [*pointers, "fp32", "fp32"], strict=False))
     constants = attention_jax_triton.constants(q, view, launch)
@@ -200,7 +200,7 @@ def test_jax_triton_takes_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, warps, capability) == ("decode", 4, 90)
     assert "mma.sync" in ptx and shared_bytes == raw(q, view).shared_bytes
     _, *grid, pointers = made["call"]
-    assert tuple(grid) == Launch.of(q, view).grid
+    assert tuple(grid) == Launch.of(q, view, HOPPER).grid
     assert pointers == [16] * (len(jax.eval_shape(attention_jax_triton.arguments, q, view)) + 2)
 
 

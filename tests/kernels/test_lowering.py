@@ -7,8 +7,10 @@ and layout. tests/test_compile.py goes on to machine code.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from ragjax.core import Grid, Measure
 from ragjax.kernels.attention import mosaic as attention_mosaic
 from ragjax.kernels.attention import op as attention
 from ragjax.kernels.attention import triton as attention_triton
+from ragjax.kernels.attention import xla as attention_xla
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.reductions.measure import ARRAYS
@@ -121,6 +124,18 @@ def test_training_lowers(name: str, dtype: str) -> None:
     calls = training(MODELS[name], dtype=dtype)
     assert len(kernels(lower(*calls["forward"]))) == 1
     assert len(kernels(lower(*calls["backward"]))) == 2
+
+
+def test_xla_on_a_gpu_multiplies_no_single_row_by_values() -> None:
+    """XLA would make a reduction of it, and copy the pool into another layout at every step."""
+    q, view = serving(MODELS["multi-head"], 64, "decode")
+    products = r"dot_general[^\n]*tensor<32x(\d+)x512xbf16>, tensor<32x512x128xbf16>"  # of entries that are a tile
+    for target, rows in ((lower(attention_xla.attend, q, view), "2"), (on_a_cpu(attention_xla.attend, q, view), "1")):
+        assert set(re.findall(products, target.as_text())) == {rows}
+
+
+def on_a_cpu(f: Callable[..., Any], *shapes: Any) -> jax.stages.Lowered:
+    return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cpu",))
 
 
 # ------------------------------------------------------------------------------------------ whole programs

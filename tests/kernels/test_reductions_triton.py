@@ -162,7 +162,7 @@ def test_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_group_wider_than_a_program_is_not_split() -> None:
     q, view = production_call(Model(128, 1, 64), 16, rows=16, block_rows=4, entries=8)
-    cut = reductions_triton.tiling(q, view)
+    cut = reductions_triton.tiling(q, view, HOPPER)
     assert (cut.rows, cut.groups, cut.parts) == (128, 128, 4)
 
 

@@ -52,7 +52,7 @@ def runner() -> Runner:
 
 
 def test_a_pool_that_no_memory_holds_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match=r"no room for a cache of .* GB: lower --device-cache-gb"):
+    with pytest.raises(ConfigError, match=r"no room for a cache of .* GB beside the weights: lower --device-cache-gb"):
         make_runner(pages=10**12)
 
 

@@ -11,6 +11,7 @@ import importlib
 import math
 import os
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.core import NEVER
+from ragjax.kernels.attention.pipeline import deepest, shared_bytes
 from ragjax.kernels.attention.split import merge_splits, splits
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
@@ -37,17 +39,17 @@ class Launch:
     """What the program is launched with.
 
     grid: row blocks, KV heads, splits of a list. rows, tile: folded rows with padding and slots of a tile (M and N of
-    the program). warps, stages: of Triton's pipeline.
+    the program). stages, warps: of Triton's pipeline.
     """
 
     grid: tuple[int, int, int]
     rows: int
     tile: int
+    stages: int
     warps: int = 4
-    stages: int = 5
 
     @staticmethod
-    def of(q_THD: jax.Array, view: View) -> Launch:
+    def of(q_THD: jax.Array, view: View, device: Device) -> Launch:
         """The launch for these shapes."""
         t, heads, dim = q_THD.shape
         pool = view.pages.k_LPKCD
@@ -55,7 +57,9 @@ class Launch:
         blocks = t // view.block_rows
         parts = splits(blocks * kv_heads, view.entries.request_S.shape[0])
         rows = LEAST_ROWS if view.block_rows * (heads // kv_heads) <= LEAST_ROWS else MOST_ROWS
-        return Launch((blocks, kv_heads, parts), rows, min(slots, TILE_BYTES // (dim * pool.dtype.itemsize)))
+        tile = min(slots, TILE_BYTES // (dim * pool.dtype.itemsize))
+        stages = deepest(partial(shared_bytes, rows, tile, pool, device), device)
+        return Launch((blocks, kv_heads, parts), rows, tile, stages)
 
 
 def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
@@ -74,7 +78,9 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
         return f"pages of {slots} slots are not of a power of two from 16 up"
     if view.pages.k_LPKCD.dtype == jnp.uint16:
         return "pages of bfloat16 bits (uint16) are for CPUs"
-    return _absent()
+    launch = Launch.of(q_THD, view, device)
+    need = shared_bytes(launch.rows, launch.tile, view.pages.k_LPKCD, device, launch.stages)
+    return device.lacks_shared(need) or _absent()
 
 
 def _absent() -> str | None:
@@ -103,7 +109,7 @@ def attend(q_THD: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
     """See `op.paged_interval_attention`. Raises ImportError where jax-triton is not installed."""
     from ragjax.kernels.attention.jax_triton_kernel import decode
 
-    launch = Launch.of(q_THD, view)
+    launch = Launch.of(q_THD, view, Device.of(jax.devices()[0]))
     shape = (launch.grid[2], *q_THD.shape)
     out_JTHD, lse_JTH = _jax_triton().triton_call(
         *arguments(q_THD, view),

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ragjax.core import NEVER
+from ragjax.kernels.attention.pipeline import deepest, shared_bytes
 from ragjax.kernels.attention.split import merge_splits, splits
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
@@ -34,11 +35,6 @@ MOST_ROWS = 128
 
 LEAST_ROWS = 16
 """Folded rows of a program at least: tensor cores take no fewer."""
-
-STAGES = 5
-"""Of Triton's pipeline. A page is found by two loads (entry, then page id), each of which takes a stage: five leave two
-pages in flight, three one.
-"""
 
 SPREAD = 4
 """Rows in blocks of one decode, one for each request. About one in so many is in use; the others are padding, whose
@@ -68,7 +64,7 @@ class Tiling:
     stages: int
 
 
-def tiling(q_THD: jax.Array, view: View) -> Tiling:
+def tiling(q_THD: jax.Array, view: View, device: Device) -> Tiling:
     """The cut for these shapes; tests/test_compile.py holds it to what registers and shared memory allow."""
     t, heads, dim = q_THD.shape
     _, _, kv_heads, slots, _ = view.pages.k_LPKCD.shape
@@ -78,13 +74,14 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
     rows = min(folded, MOST_ROWS if tile <= TILE else MOST_ROWS // 2 if tile <= 2 * TILE else LEAST_ROWS)
     programs = t // view.block_rows * (folded // rows) * kv_heads
     busy = -(-programs // SPREAD) if view.block_rows == 1 else programs
+    need = functools.partial(shared_bytes, rows, slots, view.pages.k_LPKCD, device)
     return Tiling(
         rows=rows,
         groups=groups,
         parts=folded // rows,
         splits=splits(busy, view.entries.request_S.shape[0]),
         warps=8 if rows >= 64 or tile > TILE else 4,
-        stages=STAGES if tile <= 2 * TILE else 3,
+        stages=deepest(need, device),
     )
 
 
@@ -103,7 +100,8 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
         return f"row blocks of {view.block_rows} are not a power of two"
     if view.pages.k_LPKCD.dtype == jnp.uint16:
         return "pages of bfloat16 bits (uint16) are for CPUs"
-    return None
+    cut = tiling(q_THD, view, device)
+    return device.lacks_shared(shared_bytes(cut.rows, slots, view.pages.k_LPKCD, device, cut.stages))
 
 
 def attend(
@@ -111,7 +109,7 @@ def attend(
 ) -> tuple[jax.Array, jax.Array]:
     """See `op.paged_interval_attention`; `cut` overrides `tiling`, `interpret` runs the kernel on a CPU."""
     pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
-    cut = cut or tiling(q_THD, view)
+    cut = cut or tiling(q_THD, view, Device.of(jax.devices()[0]))
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
     q_KXMD = fold(q_THD, kv_heads, cut)
     programs = q_KXMD.shape[1]

@@ -129,8 +129,27 @@ def accumulate(logits_KMN: jax.Array, v_KND: jax.Array, state: Arrays) -> Arrays
     safe_KM = jnp.where(jnp.isneginf(new_KM), 0.0, new_KM)
     prob_KMN = jnp.exp(logits_KMN - safe_KM[..., None])
     decay_KM = jnp.exp(max_KM - safe_KM)
-    gain_KMD = dot(prob_KMN, v_KND, ((2,), (1,)))
+    gain_KMD = weighted(prob_KMN, v_KND)
     return acc_KMD * decay_KM[..., None] + gain_KMD, new_KM, sum_KM * decay_KM + prob_KMN.sum(-1)
+
+
+def weighted(prob_KMN: jax.Array, v_KND: jax.Array) -> jax.Array:
+    """Sums of values, [K, M, D].
+
+    XLA for GPUs makes a reduction of the product of one row, and for it a copy of the whole pool in another layout:
+    there the row is taken twice.
+    """
+
+    def plain(prob_KMN: jax.Array, v_KND: jax.Array) -> jax.Array:
+        return dot(prob_KMN, v_KND, ((2,), (1,)))
+
+    def twice(prob_KMN: jax.Array, v_KND: jax.Array) -> jax.Array:
+        return plain(jnp.concatenate([prob_KMN, prob_KMN], axis=1), v_KND)[:, :1]
+
+    if prob_KMN.shape[1] > 1:
+        return plain(prob_KMN, v_KND)
+    product_KMD: jax.Array = lax.platform_dependent(prob_KMN, v_KND, cuda=twice, default=plain)
+    return product_KMD
 
 
 def finish(state: Arrays) -> tuple[jax.Array, jax.Array]:

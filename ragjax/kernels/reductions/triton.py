@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ragjax.kernels.attention import triton as attention_triton
-from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, STAGES, Halves, Tiling, dot, fold, rotate_halves
+from ragjax.kernels.attention.pipeline import deepest
+from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, Halves, Tiling, dot, fold, rotate_halves
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
 from ragjax.kernels.table import PageTable
@@ -36,11 +37,14 @@ def refusal(q_THD: jax.Array, view: View, device: Device, segments: int = 1) -> 
     """Why these kernels cannot serve the call on this device, or None."""
     if segments > MOST_SEGMENTS:
         return f"{segments} segments are more than {MOST_SEGMENTS}"
-    return attention_triton.refusal(q_THD, view, device)
+    if reason := attention_triton.refusal(q_THD, view, device):
+        return reason
+    cut = tiling(q_THD, view, device, segments)
+    return device.lacks_shared(shared_bytes(cut.rows, segments, view.pages.k_LPKCD, cut.stages))
 
 
-def tiling(q_THD: jax.Array, view: View) -> Tiling:
-    """The cut for these shapes, as far as registers allow; lists are not split.
+def tiling(q_THD: jax.Array, view: View, device: Device, segments: int = 1) -> Tiling:
+    """The cut for these shapes, as far as registers and shared memory allow; lists are not split.
 
     float32 products run on plain cores with their operands in registers: fewer rows and more warps.
     """
@@ -48,7 +52,23 @@ def tiling(q_THD: jax.Array, view: View) -> Tiling:
     groups = max(pl.next_power_of_2(q_THD.shape[1] // pages.shape[2]), LEAST_ROWS // view.block_rows)
     folded, wide = groups * view.block_rows, pages.dtype == jnp.float32
     rows = max(min(folded, MOST_ROWS // 2 if wide else MOST_ROWS), groups)
-    return Tiling(rows, groups, folded // rows, splits=1, warps=8 if wide or pages.shape[3] > 64 else 4, stages=STAGES)
+    warps = 8 if wide or pages.shape[3] > 64 else 4
+    stages = deepest(functools.partial(shared_bytes, rows, segments, pages), device)
+    return Tiling(rows, groups, folded // rows, splits=1, warps=warps, stages=stages)
+
+
+def shared_bytes(rows: int, segments: int, k_LPKCD: jax.Array, stages: int) -> int:
+    """Shared memory that a program of either kernel takes, at most."""
+    *_, slots, dim = k_LPKCD.shape
+    size = k_LPKCD.dtype.itemsize
+    page, queries, flight = slots * dim * size, rows * dim * size, stages // 2
+    operands = queries + (rows + _width(segments)) * slots * size  # and probabilities, and which key has which segment
+    return max(page + max(flight, 1) * (queries + 4), max(page, operands) + flight * (page + 20 * slots + 4))
+
+
+def _width(segments: int) -> int:
+    """Segments with padding, as tensor cores take them."""
+    return max(pl.next_power_of_2(segments), LEAST_ROWS)
 
 
 def key_scores(
@@ -56,7 +76,7 @@ def key_scores(
 ) -> tuple[jax.Array, ...]:
     """See `op.key_scores`; without `valued` the plain score alone."""
     pages, entries, rotation = view.pages, view.entries, view.rotation
-    cut = tiling(q_THD, view)
+    cut = tiling(q_THD, view, Device.of(jax.devices()[0]))
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
     # queries are not rotated here, so they are scaled and narrowed before
     q_KXMD = fold((q_THD.astype(jnp.float32) * (view.scale * LOG2E)).astype(pages.k_LPKCD.dtype), kv_heads, cut)
@@ -141,12 +161,12 @@ def row_segment_score(
 ) -> jax.Array:
     """See `op.row_segment_score`."""
     pages, entries, blocks, rotation = view.pages, view.entries, view.blocks, view.rotation
-    cut = tiling(q_THD, view)
+    cut = tiling(q_THD, view, Device.of(jax.devices()[0]), segments)
     layers, pool, kv_heads, slots, dim = pages.k_LPKCD.shape
     q_KXMD = fold(q_THD, kv_heads, cut)
     programs = q_KXMD.shape[1]
     index_XM, segment_XM = (jnp.repeat(x, cut.groups).reshape(-1, cut.rows) for x in (view.rows.index_T, row_segment_T))
-    width = max(pl.next_power_of_2(segments), LEAST_ROWS)
+    width = _width(segments)
 
     def mine(*shape: int) -> pl.BlockSpec:  # the last rows, which see most, start first
         return pl.BlockSpec((None, *shape), lambda x, k: (programs - 1 - x, *(0,) * len(shape)))

@@ -39,7 +39,15 @@ def refusal(q_THD: jax.Array, mask: Mask, device: Device) -> str | None:
     for block in (mask.block_rows, mask.block_keys):
         if block not in (16, 32, 64, 128):
             return f"blocks of {block} tokens are not of 16, 32, 64 or 128"
-    return None
+    return device.lacks_shared(shared_bytes(q_THD, mask))
+
+
+def shared_bytes(q_THD: jax.Array, mask: Mask) -> int:
+    """Shared memory that a program of any of the kernels takes, at most."""
+    dim, size = q_THD.shape[-1], q_THD.dtype.itemsize
+    rows, keys, fewer = mask.block_rows, mask.block_keys, min(mask.block_rows, MOST_ROWS)
+    queries = 2 * (rows + keys) * dim * size + rows * keys * size + 16 * keys
+    return max(queries, 2 * (fewer + keys) * dim * size + 2 * fewer * keys * size + 16 * fewer)
 
 
 def forward(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
+
+if sys.platform == "win32":
+    raise ImportError("ragjax does not run on Windows: use Linux, there under WSL 2")
 
 from ragjax.core import (
     Answer,

@@ -184,7 +184,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flag("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of products (default: bfloat16)")
     flag("--remat", choices=get_args(Remat), default="layers", help="what backward recomputes (default: layers)")
     flag("--row-tokens", type=integer(1), default=1024, help="of packed samples on each device (default: 1024)")
-    flag("--mesh", metavar="AXIS=N,…", help="devices along data, fsdp and model (default: all along fsdp)")
+    flag("--mesh", metavar="AXIS=N,...", help="devices along data, fsdp and model (default: all along fsdp)")
     flag("--seed", type=integer(0), default=0)
     flag("--max-bad", type=integer(0), default=0, help="lines of each kind of file that may be wrong (default: 0)")
     flag("--eval-every", type=integer(1), default=100, metavar="STEPS")

@@ -7,7 +7,25 @@ extends both (docs/http.md). What the engine cannot do is refused by name: a bod
 read by nobody, except `user`, which is OpenAI's label for the end user and has no effect.
 """
 
-from ragjax.serve.app import create_app
-from ragjax.serve.command import main
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ragjax.serve.app import create_app
+    from ragjax.serve.command import main
 
 __all__ = ["create_app", "main"]
+
+
+def __getattr__(name: str) -> object:
+    # imported late, so that `python -m ragjax.serve` can say which packages are missing
+    if name == "create_app":
+        from ragjax.serve.app import create_app
+
+        return create_app
+    if name == "main":
+        from ragjax.serve.command import main
+
+        return main
+    raise AttributeError(f"module 'ragjax.serve' has no attribute {name!r}")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ragjax
 from ragjax import core
 from ragjax.engine import Engine
@@ -25,3 +27,22 @@ def test_the_package_has_what_the_reference_lists() -> None:
 def test_names_are_listed_without_jax() -> None:
     code = "import sys, ragjax; assert 'Engine' in dir(ragjax) and 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def without(name: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a Python that lacks a package."""
+    lacking = f"import sys; sys.modules[{name!r}] = None; {code}"
+    return subprocess.run([sys.executable, "-c", lacking], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["fastapi", "uvicorn", "multipart"])
+def test_a_server_without_its_packages_says_which(name: str) -> None:
+    done = without(name, "import runpy; runpy.run_module('ragjax.serve', run_name='__main__', alter_sys=True)")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"needs the package {name}: pip install '.[serve]'" in done.stderr
+
+
+def test_windows_is_refused_in_words() -> None:
+    code = "import sys; sys.platform = 'win32'; import ragjax"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "use Linux, there under WSL 2" in done.stderr

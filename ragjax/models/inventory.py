@@ -9,13 +9,13 @@ from pathlib import Path
 
 from ragjax.core import ConfigError
 from ragjax.models.config import ModelConfig
+from ragjax.models.download import download_bytes
 from ragjax.models.hub import (
     ADAPTED,
     PACKAGED,
     SNAPSHOT,
     LocalModel,
     NotHereError,
-    download_bytes,
     is_repository,
     resolve,
     wheel_url,

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
 from ragjax.models import hub
+from ragjax.models.download import download_bytes, ssl_context
 from ragjax.models.hub import Wheel, fetch, resolve, wheel_url
 
 MODEL = bytes(range(256)) * 2048
@@ -286,7 +287,7 @@ def test_a_proxy_that_cannot_be_one_is_named(
     with pytest.raises(ConfigError, match=f"{variable} cannot be used as a proxy"):
         resolve("someone/some-model")
     with pytest.raises(ConfigError, match=f"{variable} cannot be used as a proxy"):
-        hub.download_bytes(located.url)
+        download_bytes(located.url)
 
 
 @pytest.fixture
@@ -369,7 +370,7 @@ def test_certificates_of_certifi_are_trusted(monkeypatch: pytest.MonkeyPatch, tm
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
     monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
-    assert hub._ssl_context().cert_store_stats()["x509_ca"] > 50
+    assert ssl_context().cert_store_stats()["x509_ca"] > 50
 
 
 FETCH_IN_A_PROCESS = """

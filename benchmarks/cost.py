@@ -36,7 +36,7 @@ def seconds(engine: Engine, cached: int, new: int, rounds: int) -> float:
     """Prefill of `new` tokens behind `cached` ones that are in the cache; median over rounds of other tokens."""
     random, times = np.random.default_rng(cached * 100_003 + new), []
     for _ in range(rounds):
-        ids = random.integers(5, 1000, cached + new).astype(np.int32)
+        ids = random.integers(5, min(1000, engine.tokenizer.vocab_size), cached + new).astype(np.int32)
         head = (Segment("cached", Kind.QUERY, ids[:cached]),) if cached else ()
         if head:
             engine.answer_prompt(Prompt(head), strategy="prefix", max_tokens=1)

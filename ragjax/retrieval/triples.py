@@ -99,7 +99,9 @@ class OxigraphStore:
             with self._reading():
                 self._open()
         except OSError as error:
-            hint = "; another process has it open" if "lock" in str(error).lower() else ""
+            # whoever has it open also removes files, between one look at them and the next
+            used = "lock" in str(error).lower() or isinstance(error, FileNotFoundError)
+            hint = "; another process has it open" if used else ""
             raise ConfigError(f"{path}: cannot be opened as a store of triples: {error}{hint}") from error
 
     def _open(self) -> None:

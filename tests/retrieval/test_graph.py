@@ -76,6 +76,17 @@ def test_a_restart_embeds_nothing_twice(tmp_path: Path) -> None:
             opened(tmp_path)
 
 
+def test_a_file_that_vanishes_tells_of_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compaction removes files while they are compared here."""
+
+    def vanished(place: Path) -> None:
+        raise FileNotFoundError(2, "No such file or directory", str(place / "000012.sst"))
+
+    monkeypatch.setattr("ragjax.retrieval.triples.seal.verify", vanished)
+    with pytest.raises(ConfigError, match=r"000012\.sst.*another process has it open"):
+        opened(tmp_path)
+
+
 def test_names_of_another_encoder_are_embedded_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(tmp_path, FILMS).close()
     encoder = WordEncoder("other")

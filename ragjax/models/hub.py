@@ -260,7 +260,7 @@ def wheel_url(wheel: Wheel) -> str:
     command += ["--only-binary=:all:", "--report", "-", f"{wheel.package}=={wheel.version}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        check_proxies()  # pip would not name the variable
+        check_proxies()  # these two name the variable that is wrong; pip does not
         ssl_context()
         if "CERTIFICATE_VERIFY_FAILED" in done.stderr:
             raise ConfigError(f"pip cannot ask for {wheel.package}, which holds the model: {UNTRUSTED}")

@@ -220,8 +220,7 @@ def prepare(
 
     Raises:
         OutOfPages: before the first pass only.
-        RequestError: as `check`.
-        ValueError: if system segments do not come first.
+        RequestError: as `check`, or if system segments do not come first.
     """
     check(prompt)
     system, length = system_length(prompt), head_length(prompt)

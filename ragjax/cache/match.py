@@ -29,15 +29,15 @@ class Candidate(NamedTuple):
     """One entry under which a segment's KV may be kept.
 
     behind: digest of the neighbours that it was computed behind, besides the context (b"": none). variant: whether it
-    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it. raw: the tokens that it holds, if
-    they are others than those looked for.
+    is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it, or what tells it by the meta that
+    is kept with it. raw: the tokens that it holds, if they are others than those looked for.
     """
 
     provenance: Provenance
     method: str
     behind: bytes = b""
     variant: bool = False
-    cfo: float = 1.0
+    cfo: float | Callable[[bytes], float] = 1.0
     raw: bytes = b""
 
 

@@ -62,9 +62,10 @@ class Matcher:
         node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
         if node is None:
             return None
+        cfo = candidate.cfo(node.meta) if callable(candidate.cfo) else candidate.cfo
         if candidate.variant and not self.quiet:
-            self._variants.use(node, candidate.cfo)
-        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, candidate.cfo)
+            self._variants.use(node, cfo)
+        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
 
     def dependency(self, context: Match, tokens: Tokens, method: str, seen: int, exact: bool, cold: bool) -> Match:
         """The longest prefix of a dependency path (`KnowledgeCache.match_dependency`)."""

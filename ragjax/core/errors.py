@@ -44,6 +44,10 @@ class ClosedError(RagjaxError):
     """The engine was closed: nothing is served any more."""
 
 
+class DeviceFullError(RagjaxError):
+    """The device has no memory left for what a request computes."""
+
+
 class LostError(RagjaxError):
     """The replica that served a request is gone, or none is there; the same request can be sent again."""
 

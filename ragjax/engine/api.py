@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -62,7 +63,6 @@ from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.reuse.full import Full
 from ragjax.schedule.odds import Odds
 from ragjax.schedule.order import order_of
 from ragjax.schedule.state import RequestState, Sink, Times
@@ -73,8 +73,9 @@ _log = logging.getLogger(__name__)
 class Engine:
     """A model, its cache and its knowledge bases. Use `load`, and `close` when done, or `with`.
 
-    One that is not closed keeps its thread and its memory until the process ends, also if nothing refers to it. Any
-    thread of the process that loaded it may call it, but not its own: callbacks of futures run there.
+    One that is not closed keeps its thread and its memory until the process ends, also if nothing refers to it; then
+    it gives a `ResourceWarning`, which Python shows with `-X dev` or `-W default`. Any thread of the process that
+    loaded it may call it, but not its own: callbacks of futures run there.
     """
 
     def __init__(self, parts: Parts, options: EngineOptions):
@@ -90,11 +91,12 @@ class Engine:
         self._parts = parts
         self._contract, self._runner, self._cache = parts.contract, parts.runner, parts.cache
         self._transfer, self._strategies = parts.transfer, parts.strategies
+        replays = Replays(parts.contract)  # like all of the loop it does not refer to the engine, which can be dropped
         self._loop = Loop(
             parts.runner,
             parts.cache,
             parts.contract,
-            Replays(parts.contract, self._shadow).of,
+            replays.of,
             max_queue=options.max_queue,
             max_running=options.max_running,
             request_timeout=options.request_timeout,
@@ -120,7 +122,7 @@ class Engine:
             raise
         self._opened.callback(self.front.close)
         self.library = self.front.library
-        self._preparation = self.front.preparation
+        self._preparation = replays.preparation = self.front.preparation
 
     @classmethod
     def load(
@@ -489,14 +491,15 @@ class Engine:
             raise RequestError(f"unknown strategy {strategy!r}; choose one of {known}", param="strategy")
         if recompute_ratio is not None and not inner.selective:
             raise RequestError(f"the strategy {strategy} takes no recompute_ratio", param="recompute_ratio")
-        dressed = inner.dress(prompt)
+        dressed, loop = inner.dress(prompt), self._loop
         found: list[DepKV] = []
 
         def keep(plan: Plan, allocation: Allocation) -> None:
-            if (earlier := self._loop.kept.get(allocation.label)) is not None:  # of a run that failed after this
-                self._loop.drop(earlier, "the prompt was computed again")
-            found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, self._release))
-            self._loop.kept[allocation.label] = found[-1]
+            if (earlier := loop.kept.get(allocation.label)) is not None:  # of a run that failed after this
+                loop.drop(earlier, "the prompt was computed again")
+            release = partial(_release, loop)
+            found.append(DepKV(dressed, strategy, tenant, plan, allocation, allocation.label, release))
+            loop.kept[allocation.label] = found[-1]
 
         try:
             answer = self.answer_prompt(
@@ -531,17 +534,6 @@ class Engine:
         return self.answer_prompt(
             kv.prompt, strategy=Resumed(kv), sampling=sampling, continuation=continuation, tenant=kv.tenant, **options
         )
-
-    def _release(self, kv: DepKV) -> None:
-        def give_back() -> None:
-            if kv.closed:
-                return
-            if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in self._loop.states()):
-                raise RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
-            self._loop.drop(kv, "the KV was closed")
-
-        with suppress(ClosedError):  # all was given back when the engine was closed
-            self._loop.call(give_back)
 
     def clear_cache(self) -> None:
         """Drop all KV that no running request uses."""
@@ -591,11 +583,18 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self, _warn: Callable[..., None] = warnings.warn) -> None:  # the module may be gone at the end
+        loop = getattr(self, "_loop", None)
+        if loop is not None and loop.left_open:
+            told = f"the engine of {self.model_name!r} was not closed: call close when done, or use it in a with block"
+            _warn(told, ResourceWarning, source=self)
+
     def _begin(self, prepare: Callable[[Sink, float], RequestState]) -> Future[Answer]:
+        loop = self._loop
         future, sink = _future()
         state = prepare(sink, time.perf_counter())
-        future.add_done_callback(lambda done: self._loop.cancel(state) if done.cancelled() else None)
-        self._loop.enqueue(state)
+        future.add_done_callback(lambda done: loop.cancel(state) if done.cancelled() else None)
+        loop.enqueue(state)
         return future
 
     def _pipeline(
@@ -609,8 +608,17 @@ class Engine:
         preparation = self._preparation if check is None else self._preparation.checked(check)
         return Pipeline(self._loop, preparation, request, sink, arrival, self.options.speculate, self._odds, place)
 
-    def _shadow(self, prompt: Prompt, request: Request, sink: Sink) -> RequestState:
-        return self._preparation.state(prompt, request, sink, Times(time.perf_counter()), Full())
+
+def _release(loop: Loop, kv: DepKV) -> None:
+    def give_back() -> None:
+        if kv.closed:
+            return
+        if any(isinstance(t.strategy, Resumed) and t.strategy.kv is kv for t in loop.states()):
+            raise RequestError("the KV is in use: close it when what is generated from it is done", param="kv")
+        loop.drop(kv, "the KV was closed")
+
+    with suppress(ClosedError):  # all was given back when the engine was closed
+        loop.call(give_back)
 
 
 def _compression(given: Compression | str | None) -> Compression | Literal["none"] | None:

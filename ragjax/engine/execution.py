@@ -185,7 +185,9 @@ class Execution:
 
     def _failed(self, states: Sequence[RequestState], error: Exception) -> bool:
         """A step of some requests failed; whether the device's memory is lost."""
+        error = self._runner.explained(error)
         if self._runner.lost:
+            self._faults.memory_lost(states, error)
             self._recover(error)
             return True
         if states:

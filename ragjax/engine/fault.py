@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from ragjax.core import DeadlineError
+from ragjax.core import DeadlineError, DeviceFullError
 from ragjax.schedule.pause import age
 from ragjax.schedule.state import RequestState
 
@@ -54,6 +54,19 @@ class Faults:
             else:
                 state.suspect = True
                 self._restart(state, "a step failed; the request was computed again")
+
+    def memory_lost(self, states: Sequence[RequestState], error: Exception) -> None:
+        """A step failed, and took the pool with it: all requests are about to start again.
+
+        If it found the device full, its members then run in steps of their own, and one that fails so again ends: it
+        would take the pool from all others each time.
+        """
+        if not isinstance(error, DeviceFullError):
+            return
+        for state in states:
+            if state.suspect and len(states) == 1:
+                self._fail(state, error)
+            state.suspect = True
 
     def excuse(self, states: Callable[[], Iterable[RequestState]], waited_s: float) -> None:
         """Time in which programs were compiled is nobody's lack of progress.

@@ -145,6 +145,11 @@ class Loop:
         return self._closed
 
     @property
+    def left_open(self) -> bool:
+        """Whether it serves on in this process: nobody closed it, and it was not forked off."""
+        return not self._closed and self._thread.is_alive()
+
+    @property
     def limits(self) -> StepLimits:
         """What one step can read."""
         return self._scheduler.limits
@@ -464,6 +469,7 @@ class Loop:
             )
 
     def _fail(self, state: RequestState, error: Exception) -> None:
+        error = self._runner.explained(error)
         if not isinstance(error, RequestError):  # such a one is the client's
             self.counters.errors += not (state.speculative or state.background)
             _log.error("request failed", exc_info=error)

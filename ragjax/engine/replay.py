@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
 
 import numpy as np
 
-from ragjax.core import Answer, Delta, Event, Prompt, Request, Sampling
+from ragjax.core import Answer, Delta, Event, Request, Sampling
+from ragjax.engine.prepare import Preparation
 from ragjax.quality.contract import QUEUE, Contract
 from ragjax.quality.report import divergence
-from ragjax.schedule.state import RequestState, Sink
+from ragjax.reuse.full import Full
+from ragjax.schedule.state import RequestState, Times
 
 _log = logging.getLogger(__name__)
 
@@ -18,12 +20,14 @@ _log = logging.getLogger(__name__)
 class Replays:
     """Makes the requests that run finished ones again, and tells the contract what they show.
 
-    make: a request for a prompt in `full`, with where its events go.
+    Attributes:
+        preparation: what their states are made with; given before the first request ends.
     """
 
-    def __init__(self, contract: Contract, make: Callable[[Prompt, Request, Sink], RequestState]):
+    preparation: Preparation
+
+    def __init__(self, contract: Contract):
         self._contract = contract
-        self._make = make
         self._waiting = 0
 
     def of(self, state: RequestState, answer: Answer) -> RequestState | None:
@@ -54,4 +58,4 @@ class Replays:
 
         request = Request((), None, Sampling(max_tokens=1), None, state.request.tenant, False, said, background=True)
         self._waiting += 1
-        return self._make(state.plain, request, sink)
+        return self.preparation.state(state.plain, request, sink, Times(time.perf_counter()), Full())

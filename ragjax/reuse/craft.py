@@ -243,12 +243,29 @@ class Craft(ChunkStrategy):
     def _reused(self, prompt: Prompt, context: Match, allocation: Allocation, tau: float) -> dict[int, Reuse]:
         found = {}
         for i in segments_of(prompt, Kind.CHUNK):
-            match = _fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
+            match = self._fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
             match = match or self._best_variant(prompt, i, context, allocation, tau)
-            influence = _influence(match) if match is not None else None
+            influence = _influence(match.node.meta) if match is not None else None
             if match is not None and influence is not None:
                 found[i] = Reuse(match, influence, self._overhead(influence, before(prompt, i)))
         return found
+
+    def _fused_chunk(self, prompt: Prompt, i: int, context: Match, allocation: Allocation) -> Match | None:
+        segment, prior = prompt.segments[i], before(prompt, i)
+
+        def cfo(meta: bytes) -> float:
+            influence = _influence(meta)
+            return 1.0 if influence is None else self._overhead(influence, prior)
+
+        candidate = Candidate(Provenance.APPROXIMATE, FUSED, segment.behind, cfo=cfo)
+        match = allocation.first(context, segment.tokens, [candidate])
+        if match is not None and _influence(match.node.meta) is None:
+            raise RequestError(
+                f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
+                "preprocess it with recording, or choose another strategy",
+                param="rag.strategy",
+            )
+        return match
 
     def _best_variant(self, prompt: Prompt, i: int, context: Match, allocation: Allocation, tau: float) -> Match | None:
         tokens = prompt.segments[i].tokens
@@ -271,22 +288,10 @@ class Craft(ChunkStrategy):
         return {i: _ceil(share * n) for i, share, n in zip(reused, shares, lengths, strict=True)}
 
 
-def _fused_chunk(prompt: Prompt, index: int, context: Match, allocation: Allocation) -> Match | None:
-    segment = prompt.segments[index]
-    match = allocation.segment(context, segment.tokens, Provenance.APPROXIMATE, FUSED, behind=segment.behind)
-    if match is not None and _influence(match) is None:
-        raise RequestError(
-            f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
-            "preprocess it with recording, or choose another strategy",
-            param="rag.strategy",
-        )
-    return match
-
-
-def _influence(match: Match) -> Influence | None:
+def _influence(meta: bytes) -> Influence | None:
     """What is noted of a chunk that was preprocessed, or kept as a variant."""
-    notes = notes_of(match.node.meta)
-    return Influence.decode(match.node.meta) if notes is None else notes.influence
+    notes = notes_of(meta)
+    return Influence.decode(meta) if notes is None else notes.influence
 
 
 def lay_out(

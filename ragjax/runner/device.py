@@ -50,10 +50,16 @@ def room_for(what: str, change: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # a kernel that asks for more shared memory than there is fails by the same name: that is a fault of ours
-        if "RESOURCE_EXHAUSTED" not in str(error) or "Shared memory" in str(error):
+        if not is_full(error):
             raise
         raise ConfigError(f"the device has no room for {what}: {change}") from error
+
+
+def is_full(error: Exception) -> bool:
+    """Whether it is the error of a device that is full."""
+    # a kernel that asks for more shared memory than there is fails by the same name: that is a fault of ours
+    told = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
+    return "RESOURCE_EXHAUSTED" in told and "Shared memory" not in told
 
 
 @dataclass(frozen=True)

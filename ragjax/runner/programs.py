@@ -121,8 +121,10 @@ class Programs:
         if name not in self.compiled:
             log.info("compiling %s at its first use", " ".join(map(str, name)))
             begin = time.perf_counter()
-            self.compiled[name] = self._compile(*name)
-            self.waited_s += time.perf_counter() - begin
+            try:
+                self.compiled[name] = self._compile(*name)
+            finally:
+                self.waited_s += time.perf_counter() - begin
         return self.compiled[name]
 
     def padding(self, names: Collection[str], rows: int, entries: int) -> dict[str, NDArray[np.int32]]:

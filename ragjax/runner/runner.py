@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from ragjax.compress import SCORERS
 from ragjax.compress.choose import quota
-from ragjax.core import Compression, Draw, Grid, Measure, Residual, Step, StepMeasure
+from ragjax.core import Compression, DeviceFullError, Draw, Grid, Measure, Residual, Step, StepMeasure
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.layout import LayerTable, Layout
 from ragjax.kernels.attention.op import Choice
@@ -34,6 +34,7 @@ from ragjax.kernels.reductions import measure as reductions
 from ragjax.kernels.view import check_values
 from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.runner import compaction, sampling
+from ragjax.runner.device import is_full
 from ragjax.runner.mesh import POOL, mesh_of
 from ragjax.runner.pool import PagePool
 from ragjax.runner.programs import Name, Programs
@@ -159,6 +160,17 @@ class Runner(PagePool):
         arrays = jax.tree.leaves((self._weights.ends, self._weights.stages)), jax.tree.leaves(self._pools)
         weights, cache = (sum(x.nbytes for x in part) / 2**30 for part in arrays)
         return f"{weights:.3g} GB of weights and a cache of {cache:.3g} GB"
+
+    def explained(self, error: Exception) -> Exception:
+        """What to tell of an error of a program: if the device is full, one that says what to change."""
+        if not is_full(error):
+            return error
+        told = DeviceFullError(
+            f"the device has no room for what the request computes, beside {self.held}: lower --device-cache-gb, or "
+            "use the strategy and the compression that the server was started with, whose programs have room"
+        )
+        told.__cause__ = error
+        return told
 
     @property
     def waited_s(self) -> float:

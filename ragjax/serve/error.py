@@ -62,6 +62,9 @@ def api_error(error: BaseException, scope: Scope) -> ApiError:
         return ApiError(503, str(error), "server_error", code="replica_lost", headers={"retry-after": "1"})
     if isinstance(error, core.DamageError):
         return ApiError(500, str(error), "server_error", code="damaged")
+    if isinstance(error, core.DeviceFullError):
+        _log.error("request %s failed: %s", scope["state"]["request_id"], error)
+        return ApiError(500, str(error), "server_error", code="device_full")
     if isinstance(error, core.MissingError):
         return ApiError(404, str(error), param=error.param, code=error.code)
     if isinstance(error, core.RequestError):

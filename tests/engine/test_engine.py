@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -480,6 +482,25 @@ def test_a_close_that_was_interrupted_can_be_called_again(monkeypatch: pytest.Mo
     engine.close()
     engine.close()
     assert closed == ["library"] and not engine._loop._thread.is_alive()
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_engine_that_is_dropped_says_so_unless_it_was_closed(closed: bool) -> None:
+    engine = tiny.engine()
+    assert engine.answer_prompt(tiny.prompt(), max_tokens=2).tokens
+    with engine.compute_depkv(tiny.prompt()) as kv:
+        assert engine.generate_with_depkv(kv, max_tokens=2).tokens
+    del kv
+    loop = engine._loop
+    if closed:
+        engine.close()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        del engine
+        gc.collect()
+    loop.close()
+    found = [str(one.message) for one in told if one.category is ResourceWarning]
+    assert len(found) == (not closed) and all("'tiny' was not closed: " in one for one in found)
 
 
 def test_an_engine_that_cannot_be_made_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

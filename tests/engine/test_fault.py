@@ -165,6 +165,10 @@ def test_time_in_which_a_program_is_compiled_is_nobodys_lack_of_progress(monkeyp
     before = programs.waited_s
     assert programs.get("any", 1) == programs.get("any", 1) == ("any", 1)
     assert programs.waited_s - before >= 0.01
+    monkeypatch.setattr(programs, "_compile", lambda *_: time.sleep(0.01) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        programs.get("other", 1)
+    assert programs.waited_s - before >= 0.02
     waiting = SimpleNamespace(times=Times(arrival=5.0))
     faults = Faults(3.0, lambda *_: None, lambda *_: None)
     for waited_s, progress in ((0.0, 5.0), (4.0, 9.0), (4.0, 9.0), (6.0, 11.0)):

@@ -371,9 +371,10 @@ def test_flags(flags: Sequence[str], reason: str, capsys: pytest.CaptureFixture[
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
-    monkeypatch.setattr(engine, "close", lambda: None)
     flags = ["--knowledge", "demo", "--index-dir", "i", "--disk-cache", "k"]
-    assert main([*flags, "--keep", "0.4"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "load", lambda *_, **__: engine)
+        patch.setattr(engine, "close", lambda: None)
+        assert main([*flags, "--keep", "0.4"]) == 0
     assert "10 chunks, " in capsys.readouterr().out
     assert dropped(engine) > 0

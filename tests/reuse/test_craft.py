@@ -14,11 +14,13 @@ import pytest
 from numpy.typing import NDArray
 
 from ragjax.cache.cache import neighbours_digest
+from ragjax.cache.policy.craft import LOWEST_CFO
 from ragjax.core import Answer, Kind, Measure, Move, OutOfPages, Pass, Prompt, RequestError, Segment
 from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.influence import Influence, before, digest, disorder, quotas, record
+from ragjax.reuse.notes import notes_of
 from ragjax.reuse.preprocessing import Fuse
 from ragjax.reuse.ranking import VARIANT
 from tests.support import tiny
@@ -397,6 +399,23 @@ def _literal_overhead(prob: Array, dense: Prompt, now: Sequence[bytes]) -> float
     common = [j for j in (0, 1) if digest(dense.segments[1 + j].tokens) in now]
     beta = sum(inter[j].sum() for j in common) / sum(inter[j].sum() for j in (0, 1))
     return 1 / (1 + math.exp(-a / (intra.mean() / n**2))) * (1 - beta)
+
+
+@pytest.mark.parametrize("ratio", [None, 0.25])
+def test_a_use_of_a_fused_chunk_counts_by_the_fixing_that_it_takes(ratio: float | None) -> None:
+    """It adds 1 / CFO to f_r of Cache-Craft's policy, and CFO is least where its neighbours stand before it."""
+    executor, craft = Executor(policy="craft"), Craft("fusion+craft", fused=True, alpha=0.6)
+    segment = fuse(executor, 0, (1, 2))
+    [node] = [node for node in executor.cache.tree.nodes() if node.method == "fusion"]
+    for prior, fixing in (((3,), None), ((1, 2), 0.0)):
+        prompt = Prompt((SYSTEM, *map(chunk, prior), segment, ask().segments[-1]))
+        notes = notes_of(node.meta)
+        assert notes is not None and notes.influence is not None
+        cfo = notes.influence.mismatch(before(prompt, 1 + len(prior)))
+        assert 0 < cfo < 1 if fixing is None else cfo == pytest.approx(fixing, abs=1e-6)
+        noted = node.note
+        executor.run(craft, prompt, ratio)
+        assert node.note - noted == pytest.approx(1 / max(cfo, LOWEST_CFO))
 
 
 def test_a_chunk_that_was_not_preprocessed_is_crafts_and_one_without_its_attention_is_refused() -> None:

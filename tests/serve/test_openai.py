@@ -175,3 +175,11 @@ def test_a_request_without_progress_is_504() -> None:
         assert error_of(response)["type"] == "server_error"
     with serving(FakeEngine(breakdown=core.DeadlineError("no progress for 3 s"))) as served:
         assert events_of(served.post(json={**CHAT, "stream": True}))[-1]["error"]["code"] == "timeout"
+
+
+def test_a_full_device_is_told_with_what_to_change() -> None:
+    with serving(FakeEngine(error=core.DeviceFullError("no room: lower --device-cache-gb"))) as served:
+        response = served.post(json=CHAT)
+        assert response.status_code == 500 and error_of(response)["code"] == "device_full"
+        assert error_of(response)["message"] == "no room: lower --device-cache-gb"
+        assert error_of(response)["type"] == "server_error"

@@ -54,8 +54,8 @@ from benchmarks.quality.score import Bootstrap
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
 from ragjax.core.compression import METHODS, Compression, Graph
-from ragjax.models.adapter import load_model
 from ragjax.models.hub import cache_dir, resolve
+from ragjax.models.local import load_model
 from ragjax.models.tokenizer import Tokenizer
 
 GRAPHS: Mapping[str, Graph | None] = {

@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from ragjax.core import ConfigError
-from ragjax.models.hub import atomic_path
+from ragjax.core.file import atomic_path
 
 State = TypeVar("State")
 

@@ -59,10 +59,19 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     preset = PRESETS[options.preset]
     chosen = {name: preset[name] if getattr(options, name) is None else getattr(options, name) for name in preset}
     return Recipe(
-        chosen["lr"], chosen["batch"], chosen["epochs"], options.attention, options.positions or "path",
-        options.target, chosen["plain"], options.warmup, options.clip, options.weight_decay, options.row_tokens,
-        options.seed,
-    )  # fmt: skip
+        lr=chosen["lr"],
+        batch=chosen["batch"],
+        epochs=chosen["epochs"],
+        attention=options.attention,
+        positions=options.positions or "path",
+        target=options.target,
+        plain=chosen["plain"],
+        warmup=options.warmup,
+        clip=options.clip,
+        weight_decay=options.weight_decay,
+        row=options.row_tokens,
+        seed=options.seed,
+    )
 
 
 def _lora_rank(options: argparse.Namespace) -> int:

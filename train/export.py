@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 
 from ragjax.commands.flags import command_line
 from ragjax.core import ConfigError, RagjaxError
-from ragjax.models.adapter import Adapter, check_weights
+from ragjax.core.file import atomic_path
+from ragjax.models.adapter import Adapter
 from ragjax.models.config import LongRope, ModelConfig
 from ragjax.models.gguf import read_gguf
-from ragjax.models.hub import LocalModel, atomic_path, cache_dir, resolve
+from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.huggingface import read_json
+from ragjax.models.local import check_weights
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, weights_digest
 from train.model import Tree, stacked

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.core import ConfigError
+from ragjax.core.file import atomic_path
 from ragjax.models.adapter import FORMAT, INPUTS, Pair, pair_shapes
-from ragjax.models.hub import atomic_path
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ragjax.kernels.train_attention.mask import Mask, Tokens
 from ragjax.kernels.train_attention.op import train_attention
 from ragjax.models.adapter import INPUTS, Pair
 from ragjax.models.config import ModelConfig
-from ragjax.models.decoder import Decoder, Layer, rotation_table
+from ragjax.models.decoder import Decoder, Layer
 from train.batch import Batch
 from train.lora import Lora
 from train.mesh import ROWS, spec_of
@@ -299,8 +299,3 @@ def loss_program(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
     )
     program: Callable[..., tuple[jax.Array, jax.Array]] = jax.jit(sharded)
     return program
-
-
-def rotation_of(config: ModelConfig, length: int) -> Rotation:
-    """RoPE for positions below `length`."""
-    return rotation_table(config, length)

@@ -71,7 +71,7 @@ class Source:
 def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, Any]:
     """Read samples, train, and write what was trained. Returns a summary.
 
-    options: those of `add_flags`, and data's and plain data's files.
+    options: those of `add_flags`, and `plain_data`.
 
     Raises:
         RagjaxError: for what cannot work.

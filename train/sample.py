@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ragjax.core import ConfigError, Message, RequestError
-from ragjax.models.hub import atomic_path
+from ragjax.core.file import atomic_path
 from ragjax.retrieval.path import RelationPath
 
 log = logging.getLogger(__name__)

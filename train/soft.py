@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragjax.core import ConfigError, Wrapper
-from ragjax.models.hub import atomic_path
+from ragjax.core.file import atomic_path
 from ragjax.models.packet import FORMAT
 
 

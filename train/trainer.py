@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ragjax.kernels.rope import Rotation
+from ragjax.models.decoder import rotation_table
 from train.batch import Rows
 from train.example import Example
 from train.meter import Cost
-from train.model import Model, Tree, gradient_program, loss_program, rotation_of
+from train.model import Model, Tree, gradient_program, loss_program
 from train.recipe import Recipe
 
 
@@ -58,7 +59,7 @@ class Trainer:
         self._model, self._rows, self._frozen = model, rows, frozen
         self._optimizer = recipe.optimizer(steps)
         self._rotation: Rotation = jax.device_put(
-            rotation_of(model.config, rows.lengths[-1]), NamedSharding(model.mesh, P())
+            rotation_table(model.config, rows.lengths[-1]), NamedSharding(model.mesh, P())
         )
         self._gradient = gradient_program(model)
         self._losses = loss_program(model)
@@ -87,14 +88,14 @@ class Trainer:
         state.step += 1
         nll, hits = (float(x) for x in np.asarray(counts))
         return Report(
-            nll / targets,
-            hits / targets,
-            float(norm),
-            tokens,
-            sum(m.size for m in microbatches) - tokens,
-            targets,
-            self._cost.flops(microbatches),
-            time.perf_counter() - begin,
+            loss=nll / targets,
+            accuracy=hits / targets,
+            norm=float(norm),
+            tokens=tokens,
+            padding=sum(m.size for m in microbatches) - tokens,
+            targets=targets,
+            flops=self._cost.flops(microbatches),
+            seconds=time.perf_counter() - begin,
         )
 
     def _zeros(self) -> jax.Array:

@@ -34,8 +34,8 @@ def weights_of(model: str) -> str:
     Raises:
         ConfigError: if there is no such model.
     """
-    from ragjax.models.adapter import model_digest
     from ragjax.models.hub import cache_dir, resolve
+    from ragjax.models.local import model_digest
 
     return model_digest(resolve(model), cache_dir()).hex()
 

@@ -23,9 +23,6 @@ THREADS = 2
 Tokens = Callable[[Ask], Sequence[int]]
 """The prompt of a request in tokens, the same that ragjax makes of it."""
 
-Command = Callable[[], Sequence[str | Path]]
-"""The command line of a worker; asked for when it starts, since an environment may have to be made."""
-
 
 class LlamaServer(Server):
     """llama.cpp's server: a slot a client, continuous batching, the slots' prompt caches, and its cache in memory for

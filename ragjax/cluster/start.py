@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
 from contextlib import suppress
@@ -14,8 +13,6 @@ from ragjax.cluster.deployment import RayTransport, deployment
 from ragjax.cluster.fleet import Fleet, fleet_of
 from ragjax.cluster.replica import check_room
 from ragjax.core import ConfigError, EngineOptions
-
-_log = logging.getLogger(__name__)
 
 APP = "ragjax"
 """Name of the application in Ray Serve."""

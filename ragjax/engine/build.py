@@ -25,10 +25,10 @@ from ragjax.core.fit import Fit
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
-from ragjax.models.adapter import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
+from ragjax.models.local import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.alpha import Alpha

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from ragjax.core import ConfigError, RequestError
+from ragjax.models.huggingface import read_json
 from ragjax.models.tokenizer_definition import vocab_size
 
 GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4)}
@@ -270,20 +271,11 @@ def _file(directory: Path, name: str) -> Path:
     return path
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-
-
 def _read_config(directory: Path, tensors: Mapping[str, NDArray[Any]]) -> EncoderConfig:
     path = directory / "config.json"
     if not path.is_file():
         return _derive_config(tensors)
-    given = _read_json(path)
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: expected a JSON object")
+    given = read_json(path)
     for name, wanted in _REQUIRED.items():
         if given.get(name, wanted) != wanted:
             raise ConfigError(f"{path}: {name} {given[name]!r} is not supported (only {wanted!r})")
@@ -321,21 +313,28 @@ def _check_pooling(directory: Path) -> None:
     """Refuse a sentence-transformers description of anything but transformer, mean pooling, normalisation."""
     modules = directory / "modules.json"
     if modules.is_file():
-        for module in _read_json(modules):
-            if module["type"].rsplit(".", 1)[-1] not in _MODULES:
-                raise ConfigError(f"{modules}: module {module['type']} is not supported (only {', '.join(_MODULES)})")
+        for name in _module_names(modules):
+            if name.rsplit(".", 1)[-1] not in _MODULES:
+                raise ConfigError(f"{modules}: module {name} is not supported (only {', '.join(_MODULES)})")
     pooling = directory / "1_Pooling" / "config.json"
     if pooling.is_file():
-        chosen = [name for name, on in _read_json(pooling).items() if name.startswith("pooling_mode_") and on]
+        chosen = [name for name, on in read_json(pooling).items() if name.startswith("pooling_mode_") and on]
         if chosen != ["pooling_mode_mean_tokens"]:
             raise ConfigError(f"{pooling}: {', '.join(chosen)} is not supported (only pooling_mode_mean_tokens)")
+
+
+def _module_names(path: Path) -> list[str]:
+    try:
+        return [str(module["type"]) for module in json.loads(path.read_text("utf-8"))]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a list of modules, each with its type: {error!r}") from error
 
 
 def _max_seq_length(directory: Path) -> int:
     path = directory / "sentence_bert_config.json"
     if not path.is_file():
         return MAX_TOKENS
-    length = _read_json(path).get("max_seq_length")
+    length = read_json(path).get("max_seq_length")
     if length is None:
         return MAX_TOKENS
     if not isinstance(length, int) or length < 4:

@@ -22,7 +22,7 @@ def integer(mapping: Mapping[str, Any], key: str, default: int | None = None) ->
     if value is None:
         raise ConfigError(f"model configuration: {key} is missing")
     if isinstance(value, list | tuple) and value and all(item == value[0] for item in value):
-        value = value[0]  # per-layer lists are fine as long as the layers agree
+        value = value[0]
     check(isinstance(value, int) and not isinstance(value, bool), key, value, "one whole number for all layers")
     return int(value)
 

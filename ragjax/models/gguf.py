@@ -288,16 +288,11 @@ def _rope_scaling(divisors: NDArray[np.float32], config: ModelConfig, path: Path
 # ------------------------------------------------------------------------------------- configuration
 
 
-def read_config(
-    metadata: Mapping[str, Any],
-    *,
-    tie_embeddings: bool,
-    rope_scaling: RopeScaling | None = None,
-) -> ModelConfig:
+def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelConfig:
     """Read GGUF metadata of the architectures llama (Llama and Mistral), qwen2, qwen3, phi3 and gemma2.
 
-    Whether the embeddings are tied, and Llama-3.1 RoPE scaling, stand in the tensors rather than in
-    the metadata, so the reader of the tensors passes both. Raises ConfigError that names the key.
+    Whether the embeddings are tied stands in the tensors, so their reader says so; scaling of RoPE, which stands there
+    too, is added by `open_gguf`. Raises ConfigError that names the key.
     """
     architecture = metadata.get("general.architecture")
     if architecture not in ("llama", "qwen2", "qwen3", "phi3", "gemma2"):
@@ -330,7 +325,7 @@ def read_config(
         num_kv_heads=integer(metadata, prefix + "attention.head_count_kv", heads),
         head_dim=head_dim,
         rope_theta=number(metadata, prefix + "rope.freq_base", 10000.0),
-        rope_scaling=rope_scaling,
+        rope_scaling=None,
         norm_eps=_shortest(number(metadata, prefix + "attention.layer_norm_rms_epsilon")),
         tie_embeddings=tie_embeddings,
         qkv_bias=architecture == "qwen2",

@@ -299,14 +299,3 @@ def cache_writes(cache: Path) -> Iterator[None]:
         raise ConfigError(
             f"the cache folder {cache} cannot be written: {error}; set RAGJAX_CACHE to another one"
         ) from error
-
-
-@contextmanager
-def atomic_path(target: Path) -> Iterator[Path]:
-    """Give a path to write to; it becomes `target` when the block ends well, and is deleted otherwise."""
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        yield part
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ragjax.core import ConfigError
+from ragjax.core.file import atomic_path
 from ragjax.models.gguf import open_gguf
-from ragjax.models.hub import atomic_path, cache_writes
+from ragjax.models.hub import cache_writes
 from ragjax.models.huggingface import (
     SAFETENSORS_DTYPES,
     open_directory,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Divergence
+from ragjax.core.file import atomic_path
 
 VERSION = 2
 """Of the file. In reports of version 1 Cache-Craft found what settings before it had kept."""
@@ -272,9 +272,8 @@ class Report:
 def write(path: Path, document: Mapping[str, Any]) -> None:
     """Write JSON, at once or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    with atomic_path(path) as part:
+        part.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 GATE = "make one by python -m ragjax.reuse.gate"

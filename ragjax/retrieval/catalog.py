@@ -100,7 +100,10 @@ class Catalog:
     # ---------------------------------------------------------------------------------------------- files
 
     def add_file(self, tenant: str, file: File, content: bytes, quota: int, least: int) -> bool:
-        """Keep a file; False: the tenant's files would have more bytes than the quota. least: a file counts as."""
+        """Keep a file; False: the tenant's files would have more bytes than the quota.
+
+        least: bytes that a file counts as, at least.
+        """
         values = (file.id, tenant, file.name, file.purpose, file.size, file.created, content, file.expires)
         sql = (
             f"insert into files ({_KEPT}, checksum) select ?, ?, ?, ?, ?, ?, ?, ?, ?"
@@ -222,7 +225,7 @@ class Catalog:
         batch: that they come with. batches: of a store that are kept; older ones leave when they have been read.
 
         False: the files in all stores of its tenant would have more bytes than the quota, where one counts for each
-        store that it is in. least: a file counts as.
+        store that it is in. least: bytes that a file counts as, at least.
 
         Raises:
             sqlite3.IntegrityError: the store, a file or the batch is gone.

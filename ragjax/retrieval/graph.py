@@ -10,7 +10,6 @@ to two hops are retrieved from the graph, and the 30 most similar to the questio
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -40,7 +39,6 @@ _READ = 512  # edges of an entity, each way, among which the ones that are walke
 _CACHED = 2**15  # embeddings of paths: 48 MiB at 384 dimensions
 _DIGITS = 5  # of a score: those behind vary with the texts that were embedded together
 
-_log = logging.getLogger(__name__)
 
 Steps = tuple[str, ...]
 

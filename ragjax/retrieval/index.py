@@ -219,11 +219,11 @@ class VectorIndex:
         # the walk through a graph depends on k; what it finds is only put in order
         return by_score(*search(k)) if self.kind is IndexKind.HNSW else settle(search, k, len(self._ids))
 
-    def _walk(self, queries_QE: Vectors, k: int, candidates: int) -> Found:
+    def _walk(self, queries_QE: Vectors, k: int, candidates: int) -> tuple[Vectors, Ids]:
         beam = faiss.SearchParametersHNSW(  # type: ignore[attr-defined]  # its stubs lack it
             sel=self._selector, efSearch=candidates
         )
-        found: Found = self._faiss.search(queries_QE, k, params=beam)
+        found: tuple[Vectors, Ids] = self._faiss.search(queries_QE, k, params=beam)
         return found
 
     def _check(self, gone: set[int], ids: Ids, vectors: Vectors) -> None:

@@ -27,6 +27,13 @@ class Triple(NamedTuple):
     relation: str
     tail: str
 
+    def forward(self) -> Triple:
+        """The same fact with its relation in its own direction."""
+        head, relation, tail = self
+        while relation.endswith(INVERSE):
+            head, relation, tail = tail, relation.removesuffix(INVERSE), head
+        return Triple(head, relation, tail)
+
 
 @dataclass(frozen=True)
 class RelationPath:
@@ -68,7 +75,7 @@ class RelationPath:
     def triples(self) -> tuple[Triple, ...]:
         """The facts that it walks, in order, each in its own direction."""
         hops = zip(self.steps[:-2:2], self.steps[1::2], self.steps[2::2], strict=True)
-        return tuple(_forward(*hop) for hop in hops)
+        return tuple(Triple(*hop).forward() for hop in hops)
 
     def begins(self, other: RelationPath) -> bool:
         """Whether the other path starts with all of this one."""
@@ -134,12 +141,6 @@ def _triplets(paths: Iterable[RelationPath]) -> tuple[RelationPath, ...]:
         for triple in path.triples:
             best[triple] = max(path.score, best.get(triple, path.score))
     return tuple(RelationPath(tuple(triple), score) for triple, score in best.items())
-
-
-def _forward(head: str, relation: str, tail: str) -> Triple:
-    if relation.endswith(INVERSE):
-        return Triple(tail, relation.removesuffix(INVERSE), head)
-    return Triple(head, relation, tail)
 
 
 def _wrong(message: str) -> RequestError:

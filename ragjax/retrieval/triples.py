@@ -19,7 +19,7 @@ import pyoxigraph as ox
 
 from ragjax.core import ConfigError, DamageError, RequestError, is_unicode
 from ragjax.retrieval import seal
-from ragjax.retrieval.path import INVERSE, Triple
+from ragjax.retrieval.path import Triple
 
 BATCH = 50_000
 """Triples that are stored together: what a kill can cost, and what memory an import takes."""
@@ -170,8 +170,7 @@ class OxigraphStore:
     def edges(self, entity: str, limit: int) -> tuple[Triple, ...]:
         """As `TripleStore.edges`."""
         node = self._node(_ENTITY, entity)
-        out = self._live.quads_for_pattern(node, None, None, _TRIPLES)
-        into = self._live.quads_for_pattern(None, None, node, _TRIPLES)
+        out, into = self._around(node)
         others = (quad for quad in into if quad.subject != node)
         with self._reading():
             return (*self._sorted(islice(out, limit)), *self._sorted(islice(others, limit)))
@@ -181,10 +180,8 @@ class OxigraphStore:
         if not entity.strip() or not is_unicode(entity):
             return False
         node = self._node(_ENTITY, entity)
-        out = self._live.quads_for_pattern(node, None, None, _TRIPLES)
-        into = self._live.quads_for_pattern(None, None, node, _TRIPLES)
         with self._reading():
-            return any(next(quads, None) is not None for quads in (out, into))
+            return any(next(quads, None) is not None for quads in self._around(node))
 
     def add_aliases(self, aliases: Iterable[Alias]) -> int:
         """As `TripleStore.add_aliases`."""
@@ -217,6 +214,13 @@ class OxigraphStore:
             if self._path is not None:
                 seal.seal(self._path)
 
+    def _around(self, node: ox.NamedNode) -> tuple[Iterator[ox.Quad], Iterator[ox.Quad]]:
+        """The facts of which an entity is the head, and those of which it is the tail."""
+        return (
+            self._live.quads_for_pattern(node, None, None, _TRIPLES),
+            self._live.quads_for_pattern(None, None, node, _TRIPLES),
+        )
+
     def _sorted(self, quads: Iterable[ox.Quad]) -> list[Triple]:
         terms = ((quad.subject, quad.predicate, quad.object) for quad in quads)
         return sorted(Triple(*(self._decoded(_iri(term)) for term in three)) for three in terms)
@@ -232,10 +236,7 @@ def forward(triple: Triple) -> Triple:
     Raises:
         RequestError: a name is blank or not valid Unicode.
     """
-    head, relation, tail = triple
-    while relation.endswith(INVERSE):
-        head, relation, tail = tail, relation.removesuffix(INVERSE), head
-    return Triple(_checked(head), _checked(relation), _checked(tail))
+    return Triple(*map(_checked, triple.forward()))
 
 
 def batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:

@@ -100,7 +100,6 @@ class KVTransfer(TransferEngine):
         self.host = HostStore()
         self._device = device
         self._disk = disk
-        self._retries = retries
         self.notify = notify
         self._savers = ThreadPoolExecutor(1, "ragjax-save")
         self._writers = ThreadPoolExecutor(1, "ragjax-write")
@@ -332,7 +331,7 @@ class KVTransfer(TransferEngine):
 
     def _submit(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
         with self._change:
-            if not self._closed:  # a threads that shuts down takes nothing
+            if not self._closed:  # an executor that shuts down takes nothing
                 threads.submit(self._finish, begun, work)
 
     def _finish(self, begun: _Begun, work: Callable[[], _Outcome]) -> None:

@@ -245,6 +245,23 @@ def test_other_pooling_and_modules_are_refused(tiny: Path) -> None:
         Encoder.load(tiny)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("modules.json", '{"a": 1}'),
+        ("modules.json", '[{"x": 1}]'),
+        ("1_Pooling/config.json", "[]"),
+        ("sentence_bert_config.json", "[]"),
+        ("config.json", "[]"),
+    ],
+)
+def test_a_damaged_description_is_named(tiny: Path, name: str, content: str) -> None:
+    (tiny / name).parent.mkdir(exist_ok=True)
+    (tiny / name).write_text(content)
+    with pytest.raises(ConfigError, match=name):
+        Encoder.load(tiny)
+
+
 def test_max_seq_length_is_read(tiny: Path) -> None:
     (tiny / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
     assert Encoder.load(tiny).max_tokens == 16

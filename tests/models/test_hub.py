@@ -487,7 +487,7 @@ def test_packaged_models_are_what_their_names_say() -> None:
 
 @pytest.mark.model
 def test_packaged_adapters_are_small_and_of_a_packaged_model() -> None:
-    from ragjax.models.adapter import check_weights, load_trained
+    from ragjax.models.local import check_weights, load_trained
     from ragjax.models.weights import weights_digest
 
     for name, file in hub.ADAPTED.items():

@@ -20,7 +20,7 @@ from ragjax.retrieval import triples as module
 from ragjax.retrieval.cypher import CypherStore
 from ragjax.retrieval.path import INVERSE, RelationPath, Subgraph, Triple, serialize
 from ragjax.retrieval.reader import read
-from ragjax.retrieval.triples import Alias, OxigraphStore, TripleStore
+from ragjax.retrieval.triples import Alias, OxigraphStore, TripleStore, forward
 
 FACTS = [
     Triple("Alice", "likes", "Titanic"),
@@ -363,6 +363,11 @@ def test_a_path_and_its_triples() -> None:
     assert path.triples == (Triple("Alice", "likes", "Titanic"), Triple("Bob", "likes", "Titanic"))
     assert path == RelationPath(path.steps, 0.5)  # a score makes no other path
     assert RelationPath(path.steps[:3]).begins(path) and not path.begins(RelationPath(path.steps[:3]))
+
+
+def test_a_relation_that_is_turned_twice_is_the_fact_itself_wherever_it_stands() -> None:
+    twice = ("Alice", "likes (inverse) (inverse)", "Titanic")
+    assert RelationPath(twice).triples == (forward(Triple(*twice)),) == (Triple("Alice", "likes", "Titanic"),)
 
 
 @pytest.mark.parametrize(

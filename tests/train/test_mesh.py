@@ -67,7 +67,8 @@ from tests.support.tiny import byte_tokenizer
 from train.batch import Rows
 from train.example import Coder
 from train.mesh import mesh_of
-from train.model import Model, gradient_program, rotation_of
+from ragjax.models.decoder import rotation_table
+from train.model import Model, gradient_program
 from train.recipe import Recipe
 from train.soft import Soft
 from train.trainer import Trainer
@@ -77,7 +78,7 @@ coder = Coder.of(byte_tokenizer())
 samples = [replace(s, id=str(i), question=s.question * (1 + i % 3)) for i, s in enumerate(t.SAMPLES * 2)]
 examples = [coder.example(s) for s in samples]
 rows = Rows((256,))
-rotation = rotation_of(t.SMALL, 256)
+rotation = rotation_table(t.SMALL, 256)
 
 
 def parts_of(config, mesh, lora, soft):

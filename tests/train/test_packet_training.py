@@ -11,6 +11,7 @@ import pytest
 
 from ragjax.core import Wrapper
 from ragjax.engine import Engine
+from ragjax.models.decoder import rotation_table
 from ragjax.models.packet import Packet
 from tests.support import tiny
 from tests.support.plain import tensors_of
@@ -19,7 +20,7 @@ from tests.support.tiny import byte_tokenizer
 from tests.support.training import ROWS, SMALL, lines, make_model, next_logits, one_device, weights_of
 from train.depft import main as depft_main
 from train.example import Coder
-from train.model import Model, gradient_program, loss_program, rotation_of
+from train.model import Model, gradient_program, loss_program
 from train.packet import main
 from train.sample import write_samples
 from train.soft import Soft
@@ -28,7 +29,7 @@ SOFT = Soft(2, 3)
 WRAPPER = SOFT.wrapper(SMALL.vocab_size)
 CODER = Coder.of(byte_tokenizer(), wrapper=WRAPPER)
 MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), soft=SOFT, distil=True)
-ROTATION = rotation_of(SMALL, 512)
+ROTATION = rotation_table(SMALL, 512)
 
 
 SOFTLY, COPY = -1, -2

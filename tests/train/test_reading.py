@@ -16,6 +16,7 @@ import pytest
 
 from ragjax.core import ConfigError, Message
 from ragjax.models.adapter import Adapter
+from ragjax.models.decoder import rotation_table
 from ragjax.prompting.chat import chat_prompt
 from tests.support import tiny
 from tests.support.plain import tensors_of
@@ -28,7 +29,7 @@ from train.corpus import check_taught
 from train.data import main as data_main
 from train.example import Closing, Coder, Example, hits_of
 from train.export import merge
-from train.model import Model, gradient_program, loss_program, rotation_of
+from train.model import Model, gradient_program, loss_program
 from train.reading import Question, Shape, from_questions, without
 from train.sample import Asked, Passage, Sample, normal, read_samples, write_samples
 from train.trainer import Trainer
@@ -76,7 +77,7 @@ def test_earlier_turns_stand_before_the_passages() -> None:
 
 
 MODEL = Model(SMALL, one_device(), jnp.dtype("float32"), LORA, distil=True)
-ROTATION = rotation_of(SMALL, 512)
+ROTATION = rotation_table(SMALL, 512)
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -84,7 +85,7 @@ def test_the_loss_is_the_divergence_from_full_attention(plain: bool) -> None:
     """Of two samples packed into one row: the dense float64 forward of both models, each with its own mask."""
     samples = (READING, replace(READING, id="s", passages=READING.passages[:2], also=READING.also[:1]))
     (microbatch,) = Rows.up_to(1024).pack([CODER.example(sample, plain=plain) for sample in samples])
-    pairs, rotation = adapters(), rotation_of(SMALL, 1024)
+    pairs, rotation = adapters(), rotation_table(SMALL, 1024)
     kl_N, same_N = (np.asarray(x) for x in loss_program(MODEL)(pairs, weights_of(SMALL), rotation, microbatch.batch))
     tensors = tensors_of(SMALL)
     for i, sample in enumerate(samples):

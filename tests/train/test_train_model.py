@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 from ragjax.core import ConfigError
 from ragjax.models.adapter import FORMAT, Adapter
 from ragjax.models.config import ModelConfig
-from ragjax.models.decoder import Decoder
+from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
 from tests.support.oracle import Float
 from tests.support.plain import tensors_of
@@ -30,7 +30,7 @@ from tests.support.training import LORA, QWEN, ROWS, SAMPLES, SMALL, adapters, n
 from train.example import Coder
 from train.export import merge
 from train.lora import Lora
-from train.model import Model, Tree, axes_of, gradient_program, loss_program, rotation_of, stacked
+from train.model import Model, Tree, axes_of, gradient_program, loss_program, stacked
 from train.sample import Sample
 
 # ------------------------------------------------------------------------------------------- oracle
@@ -105,7 +105,7 @@ def programs(config: ModelConfig, lora: Lora | None = None, dtype: str = "float3
     return loss_program(model), gradient_program(model)
 
 
-ROTATION = rotation_of(SMALL, 512)
+ROTATION = rotation_table(SMALL, 512)
 ARMS = [("dependency", "path"), ("dependency", "preorder"), ("self", "path")]
 
 

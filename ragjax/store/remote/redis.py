@@ -23,7 +23,6 @@ from ragjax.store.remote.base import MOST, Parcel, RefusedError, Remote, RemoteE
 if TYPE_CHECKING:
     from redis import Redis
 
-SCHEMES = ("redis", "rediss")
 
 _BOOKS = """
 local now = redis.call('TIME')

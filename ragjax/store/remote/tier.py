@@ -173,15 +173,15 @@ class SharedTier(Inquiry):
         entries, size = self._directory.size
         breaker = self._breaker
         return Standing(
-            self._remote.address,
-            breaker.on,
-            breaker.error,
-            entries,
-            size,
-            self._max_bytes,
-            breaker.changes,
-            counts,
-            dropped,
+            address=self._remote.address,
+            on=breaker.on,
+            error=breaker.error,
+            entries=entries,
+            bytes=size,
+            max_bytes=self._max_bytes,
+            changes=breaker.changes,
+            counts=counts,
+            dropped=dropped,
         )
 
     def flush(self, seconds: float = CLOSING) -> bool:

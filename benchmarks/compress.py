@@ -100,10 +100,12 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add_argument("--clients", type=integer(1), default=8, help="requests that decode together (%(default)s)")
     flags.add_argument("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
-    flags.add_argument("--sets", type=lambda text: text.split(","), default=["musique"], help="sets of DIR, by comma")
+    flags.add_argument("--sets", type=report.listed, default=["musique"], help="sets of DIR, by comma")
     flags.add_argument("--methods", type=report.among(METHODS, "method"), default=list(METHODS), help="by comma")
     flags.add_argument("--graphs", type=report.among(GRAPHS, "graph"), default=DEFAULT_GRAPHS, help="by comma")
-    flags.add_argument("--budgets", type=_numbers, help="tokens kept, by comma (128,512; 128 with --quick)")
+    flags.add_argument(
+        "--budgets", type=report.numbers(integer(33)), help="tokens kept, by comma (128,512; 128: --quick)"
+    )
     flags.add_argument("--heads", choices=("all", "each"), default="all", help="one choice for all KV heads, or each")
     flags.add_argument("--context", type=integer(64), help=f"tokens of a prompt ({CONTEXT}; {QUICK_CONTEXT})")
     flags.add_argument("--limit", type=integer(1), help=f"questions of a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
@@ -115,10 +117,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen.context = chosen.context or (QUICK_CONTEXT if chosen.quick else CONTEXT)
     chosen.budgets = chosen.budgets or ([128] if chosen.quick else [128, 512])
     return chosen
-
-
-def _numbers(text: str) -> list[int]:
-    return [integer(33)(part) for part in text.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

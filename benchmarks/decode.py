@@ -48,11 +48,11 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags = report.parser("decode", __doc__)
     report.add_model(flags)
     flags.add_argument("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
-    flags.add_argument("--sets", type=lambda text: text.split(","), default=SETS, help="sets of DIR, by comma")
+    flags.add_argument("--sets", type=report.listed, default=SETS, help="sets of DIR, by comma")
     flags.add_argument("--lookup", type=integer(1, MOST_LOOKUP), default=MOST_LOOKUP, help="tokens (%(default)s)")
     flags.add_argument(
         "--clients",
-        type=lambda text: [integer(1)(n) for n in text.split(",")],
+        type=report.numbers(integer(1)),
         default=[1, 8],
         help="at once, by comma",
     )
@@ -61,10 +61,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     chosen = flags.parse_args(arguments)
     chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     return chosen
-
-
-def _numbers(text: str) -> list[int]:
-    return [integer(1)(part) for part in text.split(",")]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -42,9 +42,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     flags = report.parser("overlap", __doc__)
     report.add_model(flags)
-    flags.add_argument(
-        "--clients", type=lambda text: [integer(1)(n) for n in text.split(",")], default=[1, 8], help="by comma"
-    )
+    flags.add_argument("--clients", type=report.numbers(integer(1)), default=[1, 8], help="by comma")
     flags.add_argument("--tokens", type=integer(8), default=64, help="of an answer (%(default)s)")
     flags.add_argument("--rounds", type=integer(1), help="of answers (4; 1 with --quick)")
     chosen = flags.parse_args(arguments)

@@ -173,8 +173,8 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = flags.add_argument
     add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
     add("--sets", default=SETS, metavar="A,B", help="the demo, and sets of the folder (%(default)s)")
-    add("--adapter", type=_names, default=[], metavar="A,B", help="models with adapters of train.depft")
-    add("--packet", type=_names, default=[], metavar="A,B", help="models with packets of train.packet")
+    add("--adapter", type=report.listed, default=[], metavar="A,B", help="models with adapters of train.depft")
+    add("--packet", type=report.listed, default=[], metavar="A,B", help="models with packets of train.packet")
     add("--limit", type=integer(1), metavar="N", help="questions a set (100; 4 with --quick)")
     chosen = flags.parse_args(arguments)
     chosen.sets = chosen.sets.split(",")
@@ -184,10 +184,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     if not chosen.adapter and not chosen.packet:
         flags.error("give --adapter, --packet or both")
     return chosen
-
-
-def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

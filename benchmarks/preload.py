@@ -200,16 +200,17 @@ def panels(rows: Sequence[Row]) -> Iterator[Panel]:
 FIGURES = {"preload": ("Whole loads and layer-wise loads (Cache-Craft, Fig. 29)", panels)}
 
 
-def numbers(text: str) -> list[int]:
-    """Whole numbers from 1, separated by commas."""
-    return [integer(1)(part) for part in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     flags = report.parser("preload", __doc__)
     add = flags.add_argument
-    add("--contexts", type=numbers, default=[2048, 4096, 7680], metavar="N,...", help="tokens reused (%(default)s)")
+    add(
+        "--contexts",
+        type=report.numbers(integer(1)),
+        default=[2048, 4096, 7680],
+        metavar="N,...",
+        help="tokens reused (%(default)s)",
+    )
     add("--new", type=integer(1), default=256, metavar="N", help="tokens to compute (%(default)s)")
     tiers = ["host", "disk"]
     add(
@@ -219,7 +220,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="T,...",
         help="where the context lies (both)",
     )
-    add("--throttle", type=numbers, default=[400, 150], metavar="MB_S,...", help="held-up disks' speeds (%(default)s)")
+    add(
+        "--throttle",
+        type=report.numbers(integer(1)),
+        default=[400, 150],
+        metavar="MB_S,...",
+        help="held-up disks' speeds (%(default)s)",
+    )
     add("--rounds", type=integer(1), default=7, metavar="N", help="of each mode (%(default)s; 3 with --quick)")
     add("--plot", type=Path, metavar="DIR", help="also draw the paper's figure")
     chosen = flags.parse_args(arguments)

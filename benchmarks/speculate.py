@@ -268,7 +268,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     report.add_model(flags)
     add = flags.add_argument
     add("--data", type=report.existing_folder, required=True, metavar="DIR", help="a folder with text/SET")
-    add("--sets", type=lambda text: text.split(","), default=["nq_open", "mmlu"], metavar="A,B", help="question sets")
+    add("--sets", type=report.listed, default=["nq_open", "mmlu"], metavar="A,B", help="question sets")
     kinds = report.among(list(IndexKind), "index")
     add("--indexes", type=kinds, default=[str(kind) for kind in IndexKind], metavar="A,B", help="flat, ivf, hnsw")
     add("--stages", type=integer(2), default=STAGES, metavar="N", help="of a search (%(default)s)")

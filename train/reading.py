@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from train.sample import Asked, Passage, Sample, list_of, normal, text_of
+from train.sample import Asked, Passage, Sample, list_of, normal, passage_of, text_of
 
 LONGEST = 40
 """Words of an answer from a passage."""
@@ -41,7 +41,7 @@ class Question:
         if not answers:
             raise ValueError("answers is missing")
         given = list_of(value, "passages")
-        passages = [_passage(each) for each in given]
+        passages = [passage_of(each) for each in given]
         if not passages:
             raise ValueError("passages is missing")
         needed = [p for p, each in zip(passages, given, strict=True) if each.get("is_supporting")] or passages
@@ -97,12 +97,6 @@ def without(questions: Sequence[Question], aside: Sequence[Question], passages: 
 
     kept = (one for one in questions if normal(one.asked.question) not in taken and all(map(free, one.needed)))
     return [replace(one, others=tuple(filter(free, one.others))) for one in kept]
-
-
-def _passage(value: Any) -> Passage:
-    if not isinstance(value, Mapping):
-        raise ValueError("a passage must be an object with a text, and perhaps a title")
-    return Passage(str(value.get("title") or "").strip(), text_of(value, "text"))
 
 
 def _endless(count: int, random: np.random.Generator) -> Iterator[int]:

@@ -106,7 +106,7 @@ class Sample:
             tuple(checked(steps_of(path)) for path in list_of(value, "paths" if value.get("paths") else "triples")),
             tuple(checked(steps_of(path)) for path in list_of(value, "gold")),
             tuple(_message(message) for message in list_of(value, "history")),
-            tuple(_passage(passage) for passage in list_of(value, "passages")),
+            tuple(passage_of(passage) for passage in list_of(value, "passages")),
             tuple(_asked(asked) for asked in list_of(value, "also")),
         )
 
@@ -128,7 +128,7 @@ def _message(value: Any) -> Message:
     return Message(value["role"], text_of(value, "content"))
 
 
-def _passage(value: Any) -> Passage:
+def passage_of(value: Any) -> Passage:
     """A passage; what else a question set says of it is not read."""
     if not isinstance(value, Mapping):
         raise ValueError("a passage must be an object with a text, and perhaps a title")

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import Ceilings, ceilings, machine, versions
@@ -81,6 +81,23 @@ def among(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
         if unknown:
             raise argparse.ArgumentTypeError(f"unknown {what} {unknown[0]!r}; choose among {', '.join(known)}")
         return names
+
+    return parse
+
+
+Number = TypeVar("Number", int, float)
+
+
+def listed(text: str) -> list[str]:
+    """Names separated by commas."""
+    return [name for name in text.split(",") if name]
+
+
+def numbers(kind: Callable[[str], Number]) -> Callable[[str], list[Number]]:
+    """Numbers separated by commas."""
+
+    def parse(text: str) -> list[Number]:
+        return [kind(one) for one in text.split(",")]
 
     return parse
 

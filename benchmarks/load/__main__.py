@@ -43,6 +43,7 @@ from typing import Any
 
 from benchmarks.common import report
 from benchmarks.common.plot import draw
+from benchmarks.common.report import listed, numbers
 from benchmarks.common.samples import Samples, weights_of
 from benchmarks.latency.load import OtherLoad
 from benchmarks.load import figure, part, rival
@@ -104,20 +105,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         return complete(chosen)
     except ConfigError as error:
         flags.error(str(error))
-
-
-def listed(text: str) -> list[str]:
-    """Names separated by commas."""
-    return [name for name in text.split(",") if name]
-
-
-def numbers(kind: Any) -> Any:
-    """Numbers separated by commas."""
-
-    def parse(text: str) -> list[Any]:
-        return [kind(one) for one in text.split(",")]
-
-    return parse
 
 
 def complete(chosen: argparse.Namespace) -> argparse.Namespace:

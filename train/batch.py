@@ -135,7 +135,7 @@ def _holds(length: int, rows: Sequence[list[int]], examples: Sequence[Example]) 
 class Batch:
     """Rows of packed samples, one for each device, end to end: int32 on the host, T tokens and N targets in all.
 
-    request: number of the sample within its row, -1 for padding. order, position, hide_from, hide_until: as in
+    request: number of the sample within its row, -1 for padding. index, position, hide_from, hide_until: as in
     `kernels.train_attention.mask.Tokens`. row: token within its row that predicts the target; target: -1 for padding.
     teacher_*: how the model that is learned from sees the tokens; where there is none, as the model that learns.
     """

@@ -44,9 +44,9 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A sample token by token, int32 [n] each. A token's order is its index.
+    """A sample token by token, int32 [n] each. A token's index is its place in them.
 
-    hide_from, hide_until: half-open interval of orders that it is hidden from. target: the next token where it is
+    hide_from, hide_until: half-open interval of indexes that it is hidden from. target: the next token where it is
     learned, -1 elsewhere. teacher: how the model that is learned from sees the same tokens, if there is one.
     """
 

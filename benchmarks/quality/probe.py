@@ -149,7 +149,7 @@ def places(prompt: Prompt, chosen: NDArray[np.int32], bins: int = 10) -> tuple[l
     within, among = np.zeros(bins), np.zeros(bins)
     chunks = [i for i, segment in enumerate(prompt.segments) if segment.kind is Kind.CHUNK]
     for rank, i in enumerate(chunks):
-        begin, end = prompt.starts[i], prompt.starts[i + 1]
+        begin, end = prompt.bounds(i)
         mine = chosen[(chosen >= begin) & (chosen < end)]
         np.add.at(within, (mine - begin) * bins // (end - begin), 1)
         among[rank * bins // len(chunks)] += len(mine)

@@ -143,8 +143,12 @@ class Prompt:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Order of each segment's first token, and the prompt's length as a last entry."""
+        """Index of each segment's first token, and the prompt's length as a last entry."""
         return tuple(int(n) for n in np.cumsum([0, *(len(s) for s in self.segments)]))
+
+    def bounds(self, i: int) -> tuple[int, int]:
+        """Half-open interval of segment i's token indexes."""
+        return self.starts[i], self.starts[i + 1]
 
     @cached_property
     def dependencies(self) -> tuple[frozenset[int], ...]:

@@ -2,7 +2,7 @@
 
 The chat template is rendered once and cut where the chunks go, at the start of the last user message:
 
-    system = template up to the first user message | join = earlier turns | chunks | join = question, answer's head
+    system = template up to the first user message | query = earlier turns | chunks | query = question, answer's head
 
 so that the system segment, behind which isolated chunks are computed, is the same in every turn. What users and
 documents write is encoded as plain text: it can never become a control token.
@@ -162,7 +162,7 @@ def chunk_segment(hit: Hit) -> Segment:
 
 
 def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Recognition | None = None) -> Prompt:
-    """The prompt of a raw completion: one join. Token ids stand as they are; in front of a text comes BOS.
+    """The prompt of a raw completion: one query segment. Token ids stand as they are; in front of a text comes BOS.
 
     recognition: of passages in a text; its last piece asks.
 

@@ -1,4 +1,4 @@
-"""Segments of what messages bring along: each passage a chunk, what stands between them joins.
+"""Segments of what messages bring along: each passage a chunk, what stands between them query segments.
 
 A passage is encoded by itself, as text that goes on, so its tokens are the same wherever it stands, and no token
 reaches over its ends; in this alone a prompt differs from the whole text encoded in one go, as it does around retrieved
@@ -136,7 +136,7 @@ def along(tokenizer: Tokenizer, tokens: Tokens, cut: Sequence[_Part]) -> Iterato
 
 
 def _segments(runs: Runs) -> Iterator[Segment]:
-    """Passages as chunks, and the runs between them as one join each."""
+    """Passages as chunks, and the runs between them as one query segment each."""
     last = sum(1 for _ in groupby(runs, key=lambda run: run[1] is None)) - 1
     for n, (_, group) in enumerate(groupby(runs, key=lambda run: run[1] is None)):
         found = [(tokens, text) for tokens, text in group if len(tokens)]

@@ -26,7 +26,7 @@ from ragjax.reuse.fusion import Fused
 from ragjax.reuse.head import system_length
 from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import top
-from ragjax.reuse.stitch import Stitched, span_of
+from ragjax.reuse.stitch import Stitched
 
 
 class Anchored(Fused):
@@ -57,4 +57,4 @@ class Valued(Selector):
 def anchor(stitched: Stitched) -> Tokens:
     """Token indexes of the chunk whose KV equals full attention's, int32 [n]; empty if there is no such chunk."""
     i = stitched.exact_chunk
-    return indices(0, 0) if i is None else indices(*span_of(stitched.prompt, i))
+    return indices(0, 0) if i is None else indices(*stitched.prompt.bounds(i))

@@ -15,7 +15,7 @@ import numpy as np
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Candidate, Match
 from ragjax.cache.outlook import Outlook
-from ragjax.cache.tree import Provenance
+from ragjax.cache.tree import PUBLIC, Provenance
 from ragjax.core import (
     Kind,
     Measure,
@@ -24,6 +24,7 @@ from ragjax.core import (
     Prefill,
     Prompt,
     Run,
+    Segment,
     SegmentReport,
     Span,
     Tokens,
@@ -312,16 +313,21 @@ class Allocation:
 def match_spans(
     match: Match, begin: int, hidden: tuple[int, int] = (0, 0), runs: int | None = None
 ) -> tuple[Span, ...]:
-    """The matched tokens placed from position (and order) `begin` on; of the first `runs` runs, if not all."""
-    spans, order = [], begin
+    """The matched tokens placed from position (and index) `begin` on; of the first `runs` runs, if not all."""
+    spans, index = [], begin
     for run, local_start in match.spans[:runs]:
-        spans.append(Span.consecutive(order, run, order - local_start, hidden))
-        order += run.length
+        spans.append(Span.consecutive(index, run, index - local_start, hidden))
+        index += run.length
     return tuple(spans)
 
 
+def owner_of(segment: Segment, tenant: str) -> str:
+    """Whose KV a segment's is: everybody's if it is public, else the tenant's."""
+    return PUBLIC if segment.public else tenant
+
+
 def indices(begin: int, end: int) -> Tokens:
-    """Orders [begin, end), int32."""
+    """Indexes [begin, end), int32."""
     return np.arange(begin, end, dtype=np.int32)
 
 
@@ -339,7 +345,7 @@ def report(
     computed, gone, known = recomputed or {}, dropped or {}, tiers or {}
     found = []
     for i, segment in enumerate(prompt.segments):
-        begin, end = prompt.starts[i], prompt.starts[i + 1]
+        begin, end = prompt.bounds(i)
         places = computed[i] if i in computed else indices(begin + reused.get(i, 0), end)
         left = gone.get(i, indices(0, 0))
         used = len(segment) - len(places) - len(left)

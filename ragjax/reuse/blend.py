@@ -18,14 +18,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Outlook
 from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
 from ragjax.reuse.base import Allocation, indices
-from ragjax.reuse.head import ChunkStrategy
 from ragjax.reuse.repair import RATIO, Choice, Selector, chunk_tokens
 from ragjax.reuse.select import share, top
-from ragjax.reuse.stitch import LOGITS, Isolated, Stitched, keys, outlook, prepare
+from ragjax.reuse.stitch import LOGITS, Isolated, SourceStrategy, Stitched, prepare
 
 Of = Literal["key", "value", "both"]
 """Whose deviation counts; both: the sum of the two, each divided by its mean."""
@@ -68,7 +65,7 @@ def combined(deviation: NDArray[np.float32], of: Of) -> NDArray[np.float64]:
     return key / max(float(key.mean()), 1e-30) + value / max(float(value.mean()), 1e-30)
 
 
-class Gradual(ChunkStrategy):
+class Gradual(SourceStrategy):
     """CacheBlend with gradual narrowing; of isolated chunks.
 
     The account counts every token that was recomputed in any layer, up to twice the ratio.
@@ -80,15 +77,8 @@ class Gradual(ChunkStrategy):
 
     def __init__(self, of: Of = "key", ratio: float = RATIO):
         self.ratio = ratio
+        self._source = Isolated()
         self._of: Of = of
-
-    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the head, and each chunk."""
-        return keys(prompt, cache, tenant, Isolated())
-
-    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The same, each chunk by itself."""
-        return outlook(prompt, cache, tenant, Isolated())
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """What is missing, two layers of everything, then stage by stage over fewer tokens."""
@@ -96,7 +86,7 @@ class Gradual(ChunkStrategy):
         counts = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(allocation.stages) - 1)
         probing, selector = 0 < counts[0] < total, Deviation(self._of)
         scratch = total if probing else 0
-        stitched = yield from prepare(prompt, allocation, Isolated(), repaired=counts[0], scratch=scratch)
+        stitched = yield from prepare(prompt, allocation, self._source, repaired=counts[0], scratch=scratch)
         if not counts[0]:
             results = yield stitched.ask()
             return stitched.plan(stitched.spans, results[Measure.LOGITS][0])

@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.keys import digest, raw_of
 from ragjax.cache.match import Candidate
-from ragjax.cache.tree import PUBLIC, Provenance
+from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Move, Prefill, Prompt, Results, Segment, Span, Tokens
-from ragjax.reuse.base import Allocation, Strategy, indices, segments_of
+from ragjax.reuse.base import Allocation, Strategy, indices, owner_of, segments_of
 from ragjax.reuse.head import system_length
 from ragjax.reuse.select import share as share_of
-from ragjax.reuse.select import top
-from ragjax.reuse.stitch import Isolated, Source, prepare, span_of
+from ragjax.reuse.select import shares, top
+from ragjax.reuse.stitch import Isolated, Source, prepare
 
 METHOD = "condensed"
 
@@ -75,14 +75,14 @@ class Condense(Strategy):
         """The path of the system prompt, and as the last one what is kept, if it is known which tokens these are."""
         head, segment = prompt.tokens[: system_length(prompt)], _chunk(prompt)
         kind, method, behind, *_, raw = candidate(segment)
-        owner = PUBLIC if segment.public else tenant
+        owner = owner_of(segment, tenant)
         kept = cache.key_of(head, np.frombuffer(raw, np.int32), kind, method, owner, behind)
         return (*cache.keys_of(head, (), tenant, min(prompt.public, len(head))), kept)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """At most two passes, what is missing and then the probe, and a move of what is kept to pages of its own."""
         chunk, i = _chunk(prompt), segments_of(prompt, Kind.CHUNK)[0]
-        begin, end = span_of(prompt, i)
+        begin, end = prompt.bounds(i)
         run = allocation.reserve(kept_of(len(chunk), self.share))
         stitched = yield from prepare(prompt, allocation, Isolated(), keep=False)
         results = yield stitched.ask(self.measures)
@@ -103,8 +103,7 @@ class Condense(Strategy):
 
         score_LN: attention that each token received from the probe; each layer counts the same.
         """
-        total_L1 = np.maximum(score_LN.sum(1, keepdims=True, dtype=np.float64), 1e-30)
-        return top((score_LN / total_L1).sum(0), indices(0, score_LN.shape[1]), count)
+        return top(shares(np.asarray(score_LN, np.float64)).sum(0), indices(0, score_LN.shape[1]), count)
 
 
 def kept_of(tokens: int, share: float) -> int:

@@ -18,7 +18,6 @@ behind the layer that tells which chunks the question looks at; from there the o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,7 +46,7 @@ from ragjax.core import (
     Span,
     Tokens,
 )
-from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
+from ragjax.reuse.base import Allocation, indices, match_spans, owner_of, report, segments_of
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.fusion import METHOD as FUSED
 from ragjax.reuse.head import (
@@ -57,12 +56,14 @@ from ragjax.reuse.head import (
     head_length,
     head_part,
     keep_head,
+    match_head,
     system_length,
 )
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
 from ragjax.reuse.notes import notes_of
 from ragjax.reuse.ranking import VARIANT, ChunkVariants, Overhead, rank
-from ragjax.reuse.stitch import alone, check
+from ragjax.reuse.select import share
+from ragjax.reuse.stitch import alone, asking, check, query_spans
 
 TAU = 1.0
 """Cache fixing overhead, before alpha, above which a chunk in a new prefix gets a variant of its own; 1: none does.
@@ -86,7 +87,7 @@ class Layout:
 
     hit: tokens of the head (`head.py`) that are reused. head: slots of its others, if there are any.
     whole: slots of the chunks that are computed whole. reused: the others' KV.
-    picked: orders mended, int32 [n], ascending. rows: orders to compute, int32 [m], ascending.
+    picked: indexes mended, int32 [n], ascending. rows: indexes to compute, int32 [m], ascending.
     spans: every key. old: reused KV with nothing hidden. new: slots of what is mended. tail: slots for decoding.
     """
 
@@ -117,7 +118,7 @@ class Layout:
         )
 
     def of_chunks(self, chunks: Iterable[int]) -> Tokens:
-        """The mended orders of some chunks, by index of the segment."""
+        """The mended tokens (indexes) of some chunks, by index of the segment."""
         starts = self.prompt.starts
         parts = [self.picked[(self.picked >= starts[i]) & (self.picked < starts[i + 1])] for i in chunks]
         return np.concatenate([self.picked[:0], *parts])
@@ -187,7 +188,7 @@ class Craft(ChunkStrategy):
             segment, prior = prompt.segments[i], before(prompt, i)
             tokens = segment.tokens
             if self._takes_fused(prompt, i):
-                owner = PUBLIC if segment.public else tenant
+                owner = owner_of(segment, tenant)
                 keys.append(cache.key_of(head, tokens, Provenance.APPROXIMATE, FUSED, owner, segment.behind))
             ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior, self._overhead, self.tau)
             owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
@@ -220,16 +221,13 @@ class Craft(ChunkStrategy):
         return bool(kept) if self.tau >= 1 else bool(rank(kept, prior, self._overhead, self.tau))
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
-        """One pass over what is missing, what is mended and the joins; with focus, one a stage until it is known.
+        """One pass over what is missing or mended and the query segments; with focus, one a stage until it is known.
 
         Raises:
             RequestError: as `check`, or if a preprocessed chunk was kept without its attention.
         """
         check(prompt)
-        system, length = system_length(prompt), head_length(prompt)
-        matched = context = allocation.prefix(prompt.tokens[:length])
-        if system < length:
-            context = allocation.prefix(prompt.tokens[:system], quiet=True)
+        matched, context = match_head(prompt, allocation)
         reused = self._reused(prompt, context, allocation, 1.0 if ratio is not None else self.tau)
         counts = self._counts(prompt, reused, ratio)
         layout = lay_out(prompt, allocation, matched, reused, counts)
@@ -283,9 +281,9 @@ class Craft(ChunkStrategy):
         lengths = [len(prompt.segments[i]) for i in reused]
         overheads = [reuse.overhead for reuse in reused.values()]
         if ratio is not None:
-            return dict(zip(reused, quotas(overheads, lengths, _ceil(ratio * sum(lengths))), strict=True))
+            return dict(zip(reused, quotas(overheads, lengths, share(ratio, sum(lengths))), strict=True))
         shares = (min(1.0, self.alpha * overhead) for overhead in overheads)
-        return {i: _ceil(share * n) for i, share, n in zip(reused, shares, lengths, strict=True)}
+        return {i: share(part, n) for i, part, n in zip(reused, shares, lengths, strict=True)}
 
 
 def _influence(meta: bytes) -> Influence | None:
@@ -306,14 +304,13 @@ def lay_out(
     reused = {i: reuse for i, reuse in reused.items() if counts[i] < len(prompt.segments[i])}
     picks = [starts[i] + np.sort(reuse.influence.ranking[: counts[i]]) for i, reuse in reused.items()]
     picked = np.concatenate([indices(0, 0), *picks]).astype(np.int32)
-    joins = [i for i in segments_of(prompt, Kind.QUERY) if starts[i] >= length]
-    joined = sum(len(prompt.segments[i]) for i in joins)
+    asked = asking(prompt)
     others = len(prompt) - length + len(picked) + allocation.decode_tokens
     runs, hit = allocation.leading(matched, length, others=others, pieces=len(prompt.segments) + 1)
     head = allocation.reserve(length - hit) if length > hit else None
     whole = {i: allocation.reserve(len(prompt.segments[i])) for i in segments_of(prompt, Kind.CHUNK) if i not in reused}
     new = (Span(picked, allocation.reserve(len(picked))),) if len(picked) else ()
-    run, used = allocation.reserve_with_tail(joined), 0
+    run = allocation.reserve_with_tail(len(asked))
 
     old = tuple(span for i, reuse in reused.items() for span in match_spans(reuse.match, starts[i]))
     hidden = (replace(span, indices=np.where(np.isin(span.indices, picked), NEVER, span.indices)) for span in old)
@@ -321,12 +318,10 @@ def lay_out(
     if head is not None:
         spans.append(Span.consecutive(hit, head))
     spans += [Span.consecutive(starts[i], piece) for i, piece in whole.items()]
-    for i in joins:
-        spans.append(Span.consecutive(starts[i], run.slice(used, used + len(prompt.segments[i]), page_size)))
-        used += len(prompt.segments[i])
-    computed = [indices(starts[i], starts[i + 1]) for i in (*whole, *joins)]
-    rows = np.sort(np.concatenate([indices(hit, length), picked, *computed]))
-    tail = run.slice(used, run.length, page_size)
+    spans += query_spans(prompt, run, page_size)
+    computed = [indices(*prompt.bounds(i)) for i in whole]
+    rows = np.sort(np.concatenate([indices(hit, length), picked, *computed, asked]))
+    tail = run.slice(len(asked), run.length, page_size)
     return Layout(prompt, hit, head, whole, reused, picked, tuple(spans), old, new, tail, rows)
 
 
@@ -359,7 +354,7 @@ def _by_stages(layout: Layout, stages: Sequence[int]) -> Asking:
 def _rest(
     layout: Layout, dropped: Tokens, layers: tuple[int, int], scores: list[Mass]
 ) -> Generator[Pass | Move, Results, Results]:
-    """The remaining layers without the dropped rows; what they measure of new chunks joins `masses`."""
+    """The remaining layers without the dropped rows; what they measure of new chunks is added to `scores`."""
     if len(dropped):
         yield Move(dropped, layout.old, layout.new, layers)
     rows = layout.rows[~np.isin(layout.rows, dropped)]
@@ -385,7 +380,7 @@ def _savings(layout: Layout, focus: Focus | None, at: int, depth: int) -> dict[s
 
 
 def _out_of_focus(layout: Layout, focus: Focus | None) -> Tokens:
-    """Mended orders of the chunks that the question does not look at."""
+    """Mended tokens (indexes) of the chunks that the question does not look at."""
     if focus is None:
         return layout.picked[:0]
     return layout.of_chunks(i for at, i in enumerate(layout.chunks) if at not in focus.chunks)
@@ -405,7 +400,7 @@ def _keep(layout: Layout, allocation: Allocation, matched: Match, context: Match
         context = keep_head(prompt, allocation, matched, layout.hit, layout.head, totals)
     if not layout.whole or not context.complete:
         return
-    own = np.concatenate([indices(prompt.starts[i], prompt.starts[i + 1]) for i in layout.whole])
+    own = np.concatenate([indices(*prompt.bounds(i)) for i in layout.whole])
     score = np.concatenate([score[:, np.isin(rows, own)] for rows, score in scores])
     for i, run in layout.whole.items():
         allocation.cache.admit_segment(
@@ -421,8 +416,3 @@ def _account(layout: Layout, matched: Match) -> tuple[SegmentReport, ...]:
     reused, tiers = head_account(prompt, matched, layout.hit)
     tiers |= {i: reuse.match.tier() for i, reuse in layout.reused.items()}
     return report(prompt, reused, tiers, recomputed={i: layout.of_chunks([i]) for i in layout.reused})
-
-
-def _ceil(value: float) -> int:
-    """The next integer, but for what rounding added."""
-    return math.ceil(value - 1e-9)

@@ -95,10 +95,10 @@ class Scene:
 
     def spans(self, i: int, pieces: Iterable[tuple[Run, int]]) -> Iterator[Span]:
         """Segment i's first tokens at its place; pieces: runs, and the position each one's first key is stored at."""
-        order, position = self.prompt.starts[i], self.begins[i]
+        index, position = self.prompt.starts[i], self.begins[i]
         for run, local_start in pieces:
-            yield Span.consecutive(order, run, position - local_start, self.hidden[i])
-            order, position = order + run.length, position + run.length
+            yield Span.consecutive(index, run, position - local_start, self.hidden[i])
+            index, position = index + run.length, position + run.length
 
     def places(self, path: Path) -> bytes:
         """The path's positions: (tokens before, position) at its start and wherever positions jump, int32 [n, 2]."""

@@ -14,7 +14,7 @@ import numpy as np
 from ragjax.core import Kind, Measure, Tokens
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.repair import Choice, Selector
-from ragjax.reuse.stitch import Stitched, span_of
+from ragjax.reuse.stitch import Stitched
 
 
 class Leading(Selector):
@@ -25,7 +25,7 @@ class Leading(Selector):
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """No pass is needed."""
         yield from ()
-        spans = [span_of(stitched.prompt, i) for i in segments_of(stitched.prompt, Kind.CHUNK)]
+        spans = [stitched.prompt.bounds(i) for i in segments_of(stitched.prompt, Kind.CHUNK)]
         first, *others = spans
         rest = sum(end - begin for begin, end in others)
         return np.sort(np.concatenate([leading([first], count - rest), leading(others, min(count, rest))]))

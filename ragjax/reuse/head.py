@@ -79,6 +79,13 @@ def head_length(prompt: Prompt) -> int:
     return prompt.starts[_segments(prompt)]
 
 
+def match_head(prompt: Prompt, allocation: Allocation) -> tuple[Match, Match]:
+    """What is kept of the head, and the match that its chunks hang behind: on the system prompt alone."""
+    system, length = system_length(prompt), head_length(prompt)
+    matched = allocation.prefix(prompt.tokens[:length])
+    return matched, matched if system == length else allocation.prefix(prompt.tokens[:system], quiet=True)
+
+
 def cut_head(spans: Iterable[Span], at: int, hidden: tuple[int, int], page_size: int) -> tuple[Span, ...]:
     """Spans of a head, with consecutive indexes, for a pass in which some rows see the first `at` tokens alone.
 
@@ -114,7 +121,7 @@ def head_account(prompt: Prompt, matched: Match, hit: int) -> tuple[dict[int, in
     reused: dict[int, int] = {}
     tiers: dict[int, Tier | None] = {}
     for i in range(_segments(prompt)):
-        begin, end = prompt.starts[i], prompt.starts[i + 1]
+        begin, end = prompt.bounds(i)
         reused[i] = max(0, min(end, hit) - begin)
         tiers[i] = matched.tier(begin, begin + reused[i])
     return reused, tiers

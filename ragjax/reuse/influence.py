@@ -128,7 +128,7 @@ def record(prompt: Prompt, index: int, rows: NDArray[np.int32], score: NDArray[n
     Raises:
         ValueError: if the pass did not compute the whole chunk.
     """
-    begin, end = prompt.starts[index], prompt.starts[index + 1]
+    begin, end = prompt.bounds(index)
     own = (rows >= begin) & (rows < end)
     if np.count_nonzero(own) != end - begin:
         raise ValueError(f"the pass has {np.count_nonzero(own)} rows of the segment's {end - begin} tokens")

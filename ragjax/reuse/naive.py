@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Outlook
 from ragjax.core import Exactness, Measure, Prefill, Prompt
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.condense import Condensed
-from ragjax.reuse.head import ChunkStrategy
-from ragjax.reuse.stitch import Isolated, Source, keys, outlook, prepare
+from ragjax.reuse.stitch import Isolated, Source, SourceStrategy, prepare
 
 
-class Naive(ChunkStrategy):
+class Naive(SourceStrategy):
     """Full reuse of isolated chunks; approximate as soon as two chunks stand together.
 
     A model that was trained to read such chunks (Block-Attention, arXiv 2409.15355; `train.depft --target teacher`)
@@ -37,14 +34,6 @@ class Naive(ChunkStrategy):
         """
         self._exact_to = exact_to
         self._source = Condensed(Isolated()) if source is None else source
-
-    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the head, and each chunk."""
-        return keys(prompt, cache, tenant, self._source)
-
-    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The same, each chunk by itself."""
-        return outlook(prompt, cache, tenant, self._source)
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """At most two passes: what is missing of the head and the chunks, then the query segments behind it."""

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.match import Match, Totals
-from ragjax.cache.tree import PUBLIC, Provenance
+from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment, Span, Tokens
-from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, report, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, owner_of, report, segments_of
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.head import head_account, keep_system
 from ragjax.reuse.influence import record
@@ -140,7 +140,7 @@ def _name(behind: bytes) -> tuple[Provenance, str]:
 
 
 def _key(cache: KnowledgeCache, context: Tokens, segment: Segment, behind: bytes, tenant: str) -> bytes:
-    owner = PUBLIC if segment.public else tenant
+    owner = owner_of(segment, tenant)
     return cache.key_of(context, segment.tokens, *_name(behind), owner, behind=behind)
 
 

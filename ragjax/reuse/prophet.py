@@ -12,11 +12,10 @@ scores over the chunks scaled to 1, so that no layer counts for more because les
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragjax.core import Measure
 from ragjax.reuse.repair import Choice, Selector
-from ragjax.reuse.select import top
+from ragjax.reuse.select import shares, top
 from ragjax.reuse.stitch import Stitched
 
 
@@ -28,12 +27,5 @@ class Prophetic(Selector):
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """One pass: the query segments over the chunks as they are, measured in all layers."""
         results = yield stitched.ask(self.measures, asking=stitched.question)
-        return top(fused(results[Measure.KEY_SCORE][:, stitched.chunks]), stitched.chunks, count)
-
-
-def fused(score_LN: NDArray[np.float32]) -> NDArray[np.float64]:
-    """One score a token, float64 [n], from those of all layers, [L, n]; a layer that gives nothing counts nothing."""
-    whole_LN = np.asarray(score_LN, np.float64)
-    mass_L1 = whole_LN.sum(1, keepdims=True)
-    shares_LN: NDArray[np.float64] = np.divide(whole_LN, mass_L1, out=np.zeros_like(whole_LN), where=mass_L1 > 0)
-    return np.asarray(shares_LN.mean(0), np.float64)
+        score_LN = np.asarray(results[Measure.KEY_SCORE][:, stitched.chunks], np.float64)
+        return top(shares(score_LN).mean(0), stitched.chunks, count)  # a layer that gives nothing counts nothing

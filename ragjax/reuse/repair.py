@@ -16,15 +16,12 @@ from collections.abc import Generator
 
 import numpy as np
 
-from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.outlook import Outlook
 from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.core.check import is_number
 from ragjax.reuse.base import Allocation, segments_of
 from ragjax.reuse.condense import Condensed
-from ragjax.reuse.head import ChunkStrategy
 from ragjax.reuse.select import share
-from ragjax.reuse.stitch import LOGITS, Source, Stitched, keys, outlook, prepare
+from ragjax.reuse.stitch import LOGITS, Source, SourceStrategy, Stitched, prepare
 
 RATIO = 0.15
 """Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""
@@ -51,7 +48,7 @@ class Selector(ABC):
         """Choose `count` of the chunks' tokens, or fewer; `count` lies strictly between none and all."""
 
 
-class Selective(ChunkStrategy):
+class Selective(SourceStrategy):
     """A strategy of a source and a selector.
 
     ratio: share of the chunks' tokens to recompute unless a request says so, in [0, 1].
@@ -72,14 +69,6 @@ class Selective(ChunkStrategy):
         self.condensed = isinstance(source, Condensed)
         self._source = source
         self._selector = selector
-
-    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of the head, and each chunk as its source's candidates."""
-        return keys(prompt, cache, tenant, self._source)
-
-    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The same, each chunk by itself."""
-        return outlook(prompt, cache, tenant, self._source)
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """What is missing, the selector's passes, and one pass over the chosen tokens and the query segments."""

@@ -22,7 +22,7 @@ from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
 from ragjax.reuse.base import Allocation, Strategy, indices, report, segments_of
 from ragjax.reuse.prefix import Prefix
-from ragjax.reuse.stitch import LOGITS, span_of
+from ragjax.reuse.stitch import LOGITS
 
 
 class SetCache(Strategy):
@@ -54,7 +54,7 @@ class SetCache(Strategy):
         hit = match.length
         run = allocation.reserve_with_tail(n - hit)
         spans = list(_pieces(match.spans, 0, system, 0, page_size))
-        at, tiers = system, {i: match.tier(*span_of(prompt, i)) for i in segments_of(prompt, Kind.SYSTEM)}
+        at, tiers = system, {i: match.tier(*prompt.bounds(i)) for i in segments_of(prompt, Kind.SYSTEM)}
         for i in order:
             end = at + len(prompt.segments[i])
             spans += _pieces(match.spans, at, end, prompt.starts[i] - at, page_size)

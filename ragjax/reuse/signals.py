@@ -30,7 +30,8 @@ from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Results, Tokens
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.notes import notes_of
-from ragjax.reuse.stitch import Stitched, span_of
+from ragjax.reuse.select import shares
+from ragjax.reuse.stitch import Stitched
 
 QUARTERS = 4
 """Parts of the depth that have signals of their own."""
@@ -114,13 +115,6 @@ NAMES = (
 """Every signal, in order."""
 
 
-def shares(raw_SN: Shares) -> Shares:
-    """Each row divided by its sum; zeros where that is 0."""
-    sum_S1 = raw_SN.sum(1, keepdims=True)
-    share_SN: Shares = np.divide(raw_SN, sum_S1, out=np.zeros_like(raw_SN), where=sum_S1 > 0)
-    return share_SN
-
-
 def _quarters(score_LN: Shares) -> Sequence[Shares]:
     """Consecutive parts of the layers; those of few layers share some."""
     depth = len(score_LN)
@@ -148,7 +142,7 @@ def _drift(stitched: Stitched, tokens: Tokens) -> Shares:
     for i, meta in stitched.meta.items():
         notes = notes_of(meta)
         if notes is not None and i not in stitched.condensed:
-            drift_N[slice(*span_of(stitched.prompt, i))] = notes.drift_N
+            drift_N[slice(*stitched.prompt.bounds(i))] = notes.drift_N
     asked_N = drift_N[tokens]
     known = np.isfinite(asked_N)
     return np.where(known, asked_N, asked_N[known].mean() if known.any() else 1.0)

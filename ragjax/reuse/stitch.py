@@ -35,8 +35,18 @@ from ragjax.core import (
     Tokens,
     Visibility,
 )
-from ragjax.reuse.base import Allocation, indices, match_spans, report, segments_of
-from ragjax.reuse.head import cut_head, head_account, head_keys, head_length, head_part, keep_head, system_length
+from ragjax.reuse.base import Allocation, indices, match_spans, owner_of, report, segments_of
+from ragjax.reuse.head import (
+    ChunkStrategy,
+    cut_head,
+    head_account,
+    head_keys,
+    head_length,
+    head_part,
+    keep_head,
+    match_head,
+    system_length,
+)
 
 LOGITS = frozenset({Measure.LOGITS})
 NOTHING = Run((), 0, 0)
@@ -117,7 +127,7 @@ class Stitched:
     @cached_property
     def queries(self) -> Tokens:
         """Indexes of all tokens of query segments behind the head, ascending, int32 [n]."""
-        return _asking(self.prompt)
+        return asking(self.prompt)
 
     @property
     def lossy(self) -> bool:
@@ -190,7 +200,7 @@ class Stitched:
         reused, tiers = head_account(self.prompt, self.matched, self.hit)
         computed, dropped = {}, {}
         for i, match in self.matches.items():
-            every = indices(*span_of(self.prompt, i))
+            every = indices(*self.prompt.bounds(i))
             found = self.condensed.get(i, every)
             computed[i] = np.intersect1d(every, redone)
             dropped[i] = np.setdiff1d(every, np.union1d(found, redone))
@@ -224,9 +234,7 @@ def prepare(
     """
     check(prompt)
     system, length = system_length(prompt), head_length(prompt)
-    matched = context = allocation.prefix(prompt.tokens[:length])
-    if system < length:
-        context = allocation.prefix(prompt.tokens[:system], quiet=True)
+    matched, context = match_head(prompt, allocation)
     tokens = len(prompt) - length + allocation.decode_tokens + repaired
     runs, hit = allocation.leading(matched, length, others=tokens, pieces=len(prompt.segments) + 1)
     chunks = segments_of(prompt, Kind.CHUNK)
@@ -240,7 +248,7 @@ def prepare(
 
     fresh_head = reserve(allocation, length - hit)
     fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
-    queries = _asking(prompt)
+    queries = asking(prompt)
     own = allocation.reserve_with_tail(len(queries))
     mending, measuring = reserve(allocation, repaired), reserve(allocation, scratch)
 
@@ -254,7 +262,7 @@ def prepare(
     if fresh_head.length or fresh:
         seen = cut_head(head, system, (length, len(prompt)), allocation.page_size)
         results = yield missing(prompt, hit, length, fresh, seen, source.measures if fresh else frozenset())
-        meta |= {i: source.meta(results, *span_of(prompt, i)) for i in fresh}
+        meta |= {i: source.meta(results, *prompt.bounds(i)) for i in fresh}
         if fresh_head.length:
             context = keep_head(prompt, allocation, matched, hit, fresh_head, totals)
         for i, run in fresh.items() if keep and context.complete else ():
@@ -272,12 +280,12 @@ def prepare(
             )
 
     pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
-    places = {i: condensed.get(i, indices(*span_of(prompt, i))) for i in chunks}
+    places = {i: condensed.get(i, indices(*prompt.bounds(i))) for i in chunks}
     return Stitched(
         prompt=prompt,
         head=head,
         chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], places[i], pieces[i])),
-        query=_query_spans(prompt, own, allocation.page_size),
+        query=query_spans(prompt, own, allocation.page_size),
         tail=own.slice(len(queries), own.length, allocation.page_size),
         repaired=mending,
         scratch=measuring,
@@ -314,7 +322,7 @@ def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> 
     found = list(head_keys(prompt, cache, tenant))
     for i in segments_of(prompt, Kind.CHUNK):
         candidates, chunk = tuple(source.candidates(prompt, i)), prompt.segments[i]
-        owner = PUBLIC if chunk.public else tenant
+        owner = owner_of(chunk, tenant)
         for each in dict.fromkeys((candidates[0], candidates[-1])):
             found.append(_key(cache, head, chunk.tokens, each, owner))
     return tuple(found)
@@ -331,10 +339,24 @@ def outlook(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) 
             for each in source.candidates(prompt, i)
             for owner in dict.fromkeys((tenant, PUBLIC))
         ]
-        owner = PUBLIC if chunk.public else tenant
+        owner = owner_of(chunk, tenant)
         name = cache.key_of(head, chunk.tokens, Provenance.ISOLATED, source.method, owner)
         parts.append(Keyed(keys, name, len(chunk)))
     return Outlook(parts)
+
+
+class SourceStrategy(ChunkStrategy):
+    """A strategy whose chunks' KV comes from one source, `_source`."""
+
+    _source: Source
+
+    def chunk_keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
+        """The path of the head, and each chunk as its source's candidates."""
+        return keys(prompt, cache, tenant, self._source)
+
+    def chunk_outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
+        """The same, each chunk by itself."""
+        return outlook(prompt, cache, tenant, self._source)
 
 
 def _key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
@@ -372,11 +394,6 @@ def alone(prompt: Prompt) -> bool:
     return not chunks or (len(chunks) == 1 and prompt.starts[chunks[0]] == system_length(prompt))
 
 
-def span_of(prompt: Prompt, i: int) -> tuple[int, int]:
-    """Half-open interval of segment i's token indexes."""
-    return prompt.starts[i], prompt.starts[i + 1]
-
-
 def missing(
     prompt: Prompt,
     hit: int,
@@ -392,7 +409,7 @@ def missing(
     hidden, system = Visibility.isolated(prompt, rows=tuple(fresh)).hidden, system_length(prompt)
     spans, rows, positions = list(head), [indices(hit, length)], [indices(hit, length)]
     for i, run in fresh.items():
-        begin, end = span_of(prompt, i)
+        begin, end = prompt.bounds(i)
         spans.append(Span.consecutive(begin, run, 0, hidden[i]))
         rows.append(indices(begin, end))
         positions.append(indices(system, system + end - begin))
@@ -409,7 +426,8 @@ def _placed(begin: int, places: Tokens, pieces: Iterable[tuple[Run, int]]) -> tu
     return tuple(spans)
 
 
-def _query_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
+def query_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
+    """The query segments behind the head, one after the other in pages of the request's own."""
     spans, used = [], 0
     for i in _behind_head(prompt):
         n = len(prompt.segments[i])
@@ -418,9 +436,9 @@ def _query_spans(prompt: Prompt, own: Run, page_size: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _asking(prompt: Prompt) -> Tokens:
+def asking(prompt: Prompt) -> Tokens:
     """Indexes of the query segments behind the head, int32 [n]."""
-    return np.concatenate([indices(*span_of(prompt, i)) for i in _behind_head(prompt)])
+    return np.concatenate([indices(*prompt.bounds(i)) for i in _behind_head(prompt)])
 
 
 def _behind_head(prompt: Prompt) -> tuple[int, ...]:
@@ -429,5 +447,5 @@ def _behind_head(prompt: Prompt) -> tuple[int, ...]:
 
 
 def _indices_of(prompt: Prompt, kind: Kind) -> Tokens:
-    parts = [indices(*span_of(prompt, i)) for i in segments_of(prompt, kind)]
+    parts = [indices(*prompt.bounds(i)) for i in segments_of(prompt, kind)]
     return np.concatenate(parts) if parts else indices(0, 0)

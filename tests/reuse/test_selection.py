@@ -14,12 +14,12 @@ import pytest
 
 from ragjax.cache.tree import KnowledgeTree, Provenance
 from ragjax.core import Kind, Measure, Move, OutOfPages, Pass, Prompt, Run, Segment
-from ragjax.reuse import prophet, setcache, strategies
+from ragjax.reuse import setcache, strategies
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.blend import Deviation, Gradual, Of, narrowing
 from ragjax.reuse.fusion import NEIGHBOURS, Fused, QueryGuided
 from ragjax.reuse.repair import Selective
-from ragjax.reuse.select import budgets, share, top, top_each
+from ragjax.reuse.select import budgets, share, shares, top, top_each
 from ragjax.reuse.stitch import Isolated
 from tests.support import tiny
 from tests.support.executor import Array, Executor, model, softmax
@@ -384,7 +384,7 @@ def test_prophet_takes_what_the_question_attends_to_over_all_layers():
 
 
 def test_a_layer_without_attention_counts_nothing():
-    np.testing.assert_allclose(prophet.fused(np.array([[0, 0], [3, 1]], np.float32)), [0.375, 0.125])
+    np.testing.assert_allclose(shares(np.array([[0.0, 0.0], [3.0, 1.0]])), [[0, 0], [0.75, 0.25]])
 
 
 def test_random_takes_the_same_share_of_every_chunk_and_is_reproducible():

@@ -102,8 +102,7 @@ class Admission:
         if segment.run.length != len(tokens) or not segment.run.length:
             raise ValueError(f"the run holds {segment.run.length} tokens, the segment {len(tokens)}")
         raw, parent = raw_of(tokens), self._matcher.end_of(context)
-        public = not context.tenant if public is None else public
-        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
+        tenant = _owner(context, parent, public)
         key = self._tree.key(tenant, segment.provenance, segment.method, context.context, raw, segment.behind)
         kept = self._tree.find(key)
         if kept is not None and len(segment.meta) > len(kept.meta):
@@ -137,8 +136,7 @@ class Admission:
         if not path.from_ <= at < len(tokens) or (parent.run is None and parent.parent is not None):
             return
         self._hierarchy.device.discard(parent)
-        public = not context.tenant if public is None else public
-        tenant = PUBLIC if public and parent.tenant == PUBLIC else context.tenant
+        tenant = _owner(context, parent, public)
         nodes, lossy = [], context.lossy or any(node.lossy for node, _ in steps)
         for stop in stops(path.cuts, at, len(tokens)):
             start = parent.end if path.local_start is None else path.local_start + at - path.from_
@@ -212,3 +210,9 @@ class Admission:
         while (node := self._variants.victim()) is not None:
             self._hierarchy.remove(node)
         return not self._variants.full
+
+
+def _owner(context: Match, parent: Node, public: bool | None) -> str:
+    """Whose a new node is: everybody's only if its parent is. None: public if the context is nobody's own."""
+    public = not context.tenant if public is None else public
+    return PUBLIC if public and parent.tenant == PUBLIC else context.tenant

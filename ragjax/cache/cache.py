@@ -433,7 +433,7 @@ class KnowledgeCache:
         audit_holders(matches, self._reserved, live)
         self.tree.audit()
         nodes = list(self.tree.nodes())
-        dead = list(self._hierarchy.held_runs())
+        dead = list(self._hierarchy.dead_holders())
         holders = [*(match.node for match in matches), *self._hierarchy.loads.pinned()]
         audit_pins({*nodes, *dead, self.tree.root}, matches, holders)
         self.pool.audit(

@@ -492,6 +492,6 @@ class Hierarchy:
         if self.storage is not None and used > self.storage.host_bytes:
             raise AuditError(f"{used} bytes are in host memory, which has {self.storage.host_bytes}")
 
-    def held_runs(self) -> Iterable[Node]:
+    def dead_holders(self) -> Iterable[Node]:
         """Nodes outside of the tree that still hold pages."""
         return [node for node in self._dead if node.run is not None]

@@ -112,14 +112,14 @@ class Matcher:
 
     def end_of(self, match: Match) -> Node:
         """The node that ends exactly where the match does (its own node may lie deeper)."""
-        node = next(step for step in match.node.path() if step.start < match.length or step.parent is None)
+        node = _last(match)
         return node if node.parent is None else self.cut_after(node, match.length - node.start)
 
     def _find(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
         """The keyed node, on the device or on its way there: the tenant's own, or a public one."""
         provenance, method, behind, *_ = candidate
         storage = self._storage if cold else None
-        parent = next(step for step in context.node.path() if step.start < context.length or step.parent is None)
+        parent = _last(context)
         for tenant in dict.fromkeys((context.tenant, PUBLIC)):
             key = self._tree.key(tenant, provenance, method, context.context, raw, behind)
             node = self._tree.find(key)
@@ -163,8 +163,7 @@ class Matcher:
                 self._policy.on_access(node, access)
                 self._hierarchy.accessed(node)
         node = steps[-1][0] if steps else anchor or self._tree.root
-        self._hierarchy.device.discard(node)
-        self._tree.pin(node)
+        self._hierarchy.hold(node)
         match = Match(self._spans(steps), tokens.copy(), asked, node, tenant, label, (), lossy, self._release)
         match.origins = self._hierarchy.loads.wait(match, steps)
         self.matches[match] = None
@@ -224,3 +223,8 @@ def _present(steps: Steps) -> Steps:
 def _usable(context: Match) -> bool:
     """Whether other nodes may be looked for behind it."""
     return context.complete and context.broken is None
+
+
+def _last(match: Match) -> Node:
+    """The node that has the match's last token; its own node may lie deeper."""
+    return next(step for step in match.node.path() if step.start < match.length or step.parent is None)

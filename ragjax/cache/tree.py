@@ -189,7 +189,7 @@ class KnowledgeTree:
             upper.host, node.host = node.host.slice(0, at), node.host.slice(at, node.host.length)
             upper.on_host = 1
         upper.key = self.key(upper.tenant, upper.provenance, upper.method, context, upper.raw, upper.behind)
-        node.key = self.key(node.tenant, node.provenance, node.method, context_of(upper), node.raw, node.behind)
+        node.key = self.key_of(node)
         self._index(upper)
         self._index(node)
         return upper
@@ -246,7 +246,7 @@ class KnowledgeTree:
         lower.raw = upper.raw + lower.raw
         lower.start, lower.local_start = upper.start, upper.local_start
         lower.lossy, lower.shelved = lower.lossy or upper.lossy, False
-        lower.key = self.key(lower.tenant, lower.provenance, lower.method, context_of(parent), lower.raw, lower.behind)
+        lower.key = self.key_of(lower)
         parent.edges[edge_of(lower)] = lower
         self._index(lower)
         upper.dead = True

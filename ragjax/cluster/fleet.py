@@ -6,7 +6,6 @@ goes is decided by the passages that it gets. A replica gets the finished prompt
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -14,7 +13,9 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
+from ragjax.cluster.preparers import Preparers
 from ragjax.cluster.router import ROUTERS, Router
 from ragjax.cluster.router.base import Learn, forget
 from ragjax.cluster.router.need import Need, found_of
@@ -106,6 +107,7 @@ class Fleet:
         self._count = Replicas(0, 0)
         self._fault: str | None = None  # what a replica told of one; it holds for all of them, also for new ones
         self._closed = threading.Event()
+        self._preparers = Preparers()
         self.look()
         self._thread = threading.Thread(target=self._watch, name="ragjax-fleet", daemon=True)
         self._thread.start()
@@ -257,12 +259,18 @@ class Fleet:
         rag = self._after_fault(request.rag)
         asked = request if rag is request.rag else replace(request, rag=rag)
         try:
-            made = await asyncio.to_thread(self._front.preparation.checked(cancellation.check).compose, asked)
+            work = partial(self._front.preparation.checked(cancellation.check).compose, asked)
+            made = await self._preparers.run(work, self._room)
         finally:
             cancellation.cancel()  # of effect only if the thread is still at work
         if asked is request or self._fault is None:
             return made
         return replace(made, notices=(*made.notices, self._fault))
+
+    @property
+    def _room(self) -> int:
+        """Requests that may be prepared at a time: as many as all replicas take when they have none."""
+        return max(self._count.up, 1) * (self._front.options.max_queue + 1)
 
     def _after_fault(self, rag: Rag | None) -> Rag | None:
         """What a request asks for: as it says, but full attention if it names no strategy and kept KV was found wrong.
@@ -354,6 +362,7 @@ class Fleet:
         if self._closed.is_set():
             return
         self._closed.set()
+        self._preparers.close()
         self._transport.close()
         self._front.close()
 

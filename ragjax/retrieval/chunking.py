@@ -7,17 +7,20 @@ what it is about even when it is computed without its neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from semantic_text_splitter import TextSplitter
 
 from ragjax.core import CHUNK_TOKENS, Chunk, ConfigError, Document, Tokens
+from ragjax.retrieval.step import finish
 
 MIN_TOKENS = 32
 _BLOCK_CHARS = 10_000  # the splitter works a text without boundaries over and over
 _EVEN_UP_TO = 8
+_STEP_BLOCKS = 32  # cut in a step: about a second
+_STEP_CHUNKS = 1_000  # whose tokens are made in a step
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,18 @@ class Chunker:
 
         A title that would take more than a third of the budget is cut in the chunk's text.
         """
+        return finish(self.chunking(document))
+
+    def chunking(self, document: Document) -> Generator[None, None, tuple[Chunk, ...]]:
+        """As `chunks`, in steps of about a second."""
         heading = self._heading(document.title)
-        pieces = self._pieces(document.text, heading)
-        return tuple(
-            Chunk(f"{document.id}#{n}", document.id, document.title, text, self._tokens(text))
-            for n, text in enumerate(f"{heading}{piece}\n\n" for piece in pieces)
-        )
+        pieces = yield from self._pieces(document.text, heading)
+        made: list[Chunk] = []
+        for n, text in enumerate(f"{heading}{piece}\n\n" for piece in pieces):
+            if n and not n % _STEP_CHUNKS:
+                yield
+            made.append(Chunk(f"{document.id}#{n}", document.id, document.title, text, self._tokens(text)))
+        return tuple(made)
 
     def exceeds(self, text: str, limit: int) -> bool:
         """Whether a text has more than `limit` tokens; no more of it is encoded than it takes to know."""
@@ -71,8 +80,12 @@ class Chunker:
         splitter = TextSplitter.from_callback(self._count, self.max_tokens // 3)
         return splitter.chunks(title)[0] + "\n"
 
-    def _pieces(self, text: str, heading: str) -> list[str]:
-        pieces = [piece for block in _blocks(text) for piece in self._split(block, heading, self.max_tokens)]
+    def _pieces(self, text: str, heading: str) -> Generator[None, None, list[str]]:
+        pieces: list[str] = []
+        for n, block in enumerate(_blocks(text)):
+            if n and not n % _STEP_BLOCKS:
+                yield
+            pieces += self._split(block, heading, self.max_tokens)
         if not 1 < len(pieces) <= _EVEN_UP_TO:
             return pieces
         return self._evenly(text, heading, len(pieces)) or pieces

@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,13 @@ from typing import Any
 from ragjax.core import ConfigError, Document, has_controls, is_unicode
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markup import decode, read_markdown, read_text
-from ragjax.retrieval.pdf import read_pdf
+from ragjax.retrieval.pdf import reading_pdf
+from ragjax.retrieval.step import finish
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
+
+PDF = ".pdf"
 
 _FIELDS = ("id", "title", "text")
 
@@ -140,10 +143,10 @@ def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
 
 def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
     names = sorted(_walk(folder))
-    chosen = [name for name in names if Path(name).suffix.lower() in _READERS]
+    chosen = [name for name in names if Path(name).suffix.lower() in suffixes()]
     others = Counter(Path(name).suffix or Path(name).name for name in names if name not in set(chosen))
     if not chosen:
-        raise ConfigError(f"{folder}: no documents: put {', '.join(_READERS)} files into it")
+        raise ConfigError(f"{folder}: no documents: put {', '.join(suffixes())} files into it")
     if others:
         _log.warning("%s: not loaded: %s", folder, ", ".join(f"{n} {kind}" for kind, n in sorted(others.items())))
     ids = _ids(chosen)
@@ -186,16 +189,21 @@ def parse(data: bytes, path: Path, document_id: str) -> Document:
     Raises:
         ConfigError: if it is of another kind, broken, or over a limit.
     """
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(_READERS)}")
-    title, text = reader(data, path)
+    return finish(parsing(data, path, document_id))
+
+
+def parsing(data: bytes, path: Path, document_id: str) -> Generator[None, None, Document]:
+    """As `parse`, in steps: what takes long, a PDF, is read some pages at a time."""
+    kind = path.suffix.lower()
+    if kind not in suffixes():
+        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(suffixes())}")
+    title, text = (yield from reading_pdf(data, path)) if kind == PDF else _READERS[kind](data, path)
     return Document(document_id, text.strip(), title or path.stem)
 
 
 def suffixes() -> tuple[str, ...]:
     """Of the files that can be read."""
-    return tuple(_READERS)
+    return (*_READERS, PDF)
 
 
 def _data(path: Path, max_bytes: int) -> bytes:
@@ -218,5 +226,4 @@ _READERS: Mapping[str, Callable[[bytes, Path], tuple[str, str]]] = {
     ".txt": read_text,
     ".html": read_html,
     ".htm": read_html,
-    ".pdf": read_pdf,
 }

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from ragjax.core import Attachment, ConfigError, DamageError, RagjaxError, RequestError
 from ragjax.retrieval.catalog import Catalog
-from ragjax.retrieval.document import parse
+from ragjax.retrieval.document import parsing
 from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.step import checked
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class Intake:
                 self._running = True
 
     def close(self) -> None:
-        """End with the chunks that are being embedded. What was not finished stays in progress."""
+        """End with the step at hand. What was not finished stays in progress."""
         with self._lock:
             self._closed = True
         self._worker.shutdown()
@@ -139,18 +141,16 @@ class Intake:
         attachment = self._catalog.attachment(store, file)
         return attachment is None or attachment.state == "cancelled"
 
+    def _check(self, attachment: Attachment) -> None:
+        if self._gone(attachment.store, attachment.file):
+            raise _Left
+
     def _fill(self, attachment: Attachment, content: bytes) -> Generator[None, None, Attachment]:
         name, file = self._catalog.name(attachment.file), attachment.file
-        document = parse(content, Path(name), file)
+        check = partial(self._check, attachment)
+        document = yield from checked(parsing(content, Path(name), file), check)
         if not document.text:
             raise ConfigError(f"{name}: there is no text in it")
         base = self._bases.get(attachment.store)
-
-        def check() -> None:
-            if self._gone(attachment.store, file):
-                raise _Left
-
-        for _ in base.adding([document], max_tokens=attachment.chunk_tokens, check=check):
-            yield
-            check()
+        yield from checked(base.adding([document], max_tokens=attachment.chunk_tokens, check=check), check)
         return replace(attachment, state="completed", usage=base.size(file) or 0)

@@ -36,9 +36,11 @@ from ragjax.core import CHUNK_TOKENS, Chunk, Document, Hit, RequestError, Tokens
 from ragjax.retrieval import chunk_store
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.index import NONE, Ids, IndexKind, VectorIndex, Vectors
+from ragjax.retrieval.lock import FairLock
 from ragjax.retrieval.neighbours import nearest
+from ragjax.retrieval.step import finish
 
-_BATCH_CHUNKS = 256  # committed together: what a kill can cost
+_BATCH_CHUNKS = 256  # committed together: what a kill can cost; and put into the index between writes of others
 _STEP_CHUNKS = 32  # embedded in a step: a few seconds at most, and batches of the encoder are full
 _WIDTHS = (1, 4, 16)  # times as many chunks as are wanted are looked at, before all that a filter leaves are
 _CACHED = 20_000  # chunks in memory, a few kilobytes each; those that were read first leave
@@ -88,7 +90,8 @@ class _Prepared:
 class KnowledgeBase:
     """Documents that can be searched by meaning. Any thread may read and write.
 
-    A write waits until others have stored what they have embedded, not while they embed.
+    A write waits until others have stored what they have embedded, not while they embed. Of a long document it waits
+    for a part of the chunks to be indexed, not for all.
     """
 
     def __init__(
@@ -107,10 +110,11 @@ class KnowledgeBase:
         self._encoder = encoder
         self._chunker = chunker
         self._index_path = None if directory is None else directory / "index.npz"
-        self._writing = threading.Lock()
+        self._writing = FairLock()
         self._reading = threading.Lock()  # the connection, and the cache of chunks
         self._cache: dict[int, Chunk] = {}
         self._extent: tuple[int, int] | None = None  # counted when it is asked for; None again after a write
+        self._unindexed: set[int] = set()  # chunks that are stored, and not in the index yet
         self._unsaved = 0  # chunks that were added to the index, or taken out, since it was saved
         self._closed = False
 
@@ -185,13 +189,7 @@ class KnowledgeBase:
         Raises:
             RequestError: a document without id or text, or the same id twice. Nothing is stored then.
         """
-        steps = self.adding(documents, progress, max_tokens=max_tokens)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                report: AddReport = end.value
-                return report
+        return finish(self.adding(documents, progress, max_tokens=max_tokens))
 
     def adding(
         self,
@@ -201,7 +199,8 @@ class KnowledgeBase:
         max_tokens: int | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> Generator[None, None, AddReport]:
-        """As `add`, in steps, each embedding some chunks. Not all need be taken: what was stored before stays.
+        """As `add`, in steps, each cutting some text or embedding some chunks. Not all need be taken: what was stored
+        before stays.
 
         check: called before documents are stored, when nothing is written by others until they are. What it raises ends
         this, and nothing more is stored.
@@ -212,11 +211,17 @@ class KnowledgeBase:
         known = self._digests(document.id for document in documents)
         changed = [document for document in documents if known.get(document.id) != _digest(document, max_tokens)]
         done = len(documents) - len(changed)
-        for batch in _batches(changed, chunker):
+        batch: list[_Prepared] = []
+        for document in changed:
+            chunks = yield from chunker.chunking(document)
+            batch.append(_Prepared(document, chunks))
+            if document is not changed[-1] and sum(len(prepared.chunks) for prepared in batch) < _BATCH_CHUNKS:
+                continue
             yield from self._store(batch, max_tokens, check)
             done += len(batch)
             if progress is not None:
                 progress(done, len(documents))
+            batch = []
         with self._writing:
             self._save_index()
         replaced = sum(document.id in known for document in changed)
@@ -289,7 +294,20 @@ class KnowledgeBase:
                 pairs = zip(chunks, embeddings, strict=True)
                 numbers = [chunk_store.insert(database, chunk, row) for chunk, row in pairs]
                 chunk_store.measure(database, [document_id for document_id, _ in rows])
-            self._update_index(gone, numbers, embeddings)
+            self._update_index(gone)
+            self._unindexed.update(numbers)
+        self._index_stored(numbers, embeddings)
+
+    def _index_stored(self, numbers: Sequence[int], embeddings: Vectors) -> None:
+        """Put chunks into the index. Others may write between its parts, and delete some of them."""
+        for start in range(0, len(numbers), _BATCH_CHUNKS):
+            with self._writing:
+                if self._closed:  # the next start puts them there
+                    return
+                end = min(start + _BATCH_CHUNKS, len(numbers))
+                rows = [i for i in range(start, end) if numbers[i] in self._unindexed]
+                self._unindexed.difference_update(numbers[start:end])
+                self._update_index((), [numbers[i] for i in rows], embeddings[rows])
 
     def _embeddings(self, texts: Sequence[str]) -> Generator[None, None, Vectors]:
         """Of all texts, float32 [len(texts), dim]; those of like length together, as the encoder pads less then."""
@@ -333,7 +351,9 @@ class KnowledgeBase:
         if gone and self._index_path is not None:
             self._index_path.unlink(missing_ok=True)
         new = np.empty((0, self._encoder.dim), np.float32) if embeddings is None else embeddings
-        self._index.update(gone, np.array(numbers, np.int64), new)
+        indexed = [number for number in gone if number not in self._unindexed]
+        self._unindexed.difference_update(gone)
+        self._index.update(indexed, np.array(numbers, np.int64), new)
         self._unsaved += len(gone) + len(numbers)
 
     def _save_index(self, share: float = _UNSAVED) -> None:
@@ -556,14 +576,3 @@ def _digest(document: Document, max_tokens: int | None) -> bytes:
     """Of what its chunks are made from; no size of theirs is the base's own."""
     parts = (document.title, document.text, *(() if max_tokens is None else (max_tokens,)))
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
-
-
-def _batches(documents: Sequence[Document], chunker: Chunker) -> Iterator[list[_Prepared]]:
-    batch: list[_Prepared] = []
-    for document in documents:
-        batch.append(_Prepared(document, chunker.chunks(document)))
-        if sum(len(prepared.chunks) for prepared in batch) >= _BATCH_CHUNKS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

@@ -248,7 +248,7 @@ class _Endpoints:
         name = self._engine.embedding_model
         if body.model != name:
             raise _no_model(body.model, name)
-        embedded = await while_connected(self._embedder.embed(body), request.receive)
+        embedded = await while_connected(self._embedder.embed(request.state.tenant, body), request.receive)
         return JSONResponse(embeddings(body, embedded, request.state.notices))
 
     async def _respond(self, form_of: type[Form], body: ChatBody | CompletionBody, request: Request) -> Response:

@@ -16,6 +16,7 @@ from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.serve.response import Json
 from ragjax.serve.schema import Body, Count, Filled, Name, Text
+from ragjax.serve.turn import Turns
 
 if TYPE_CHECKING:
     from ragjax.engine.service import Service
@@ -24,7 +25,7 @@ TEXTS = 2048
 """Texts of a request, at most."""
 
 WAITING = 16
-"""Requests that may wait, behind the one at work: each may take minutes."""
+"""Requests of a tenant that may wait, behind the one at work: each may take minutes."""
 
 
 def _texts(given: object) -> object:
@@ -50,36 +51,35 @@ class EmbeddingBody(Body):
 
 
 class Embedder:
-    """Embeds the texts of requests, one request after another, in a thread of its own.
+    """Embeds the texts of requests, one request after another, in a thread of its own; the tenants take turns.
 
-    So embeddings take no thread that chats need. most: requests that may wait for the one at work.
+    So embeddings take no thread that chats need. most: requests of a tenant that may wait.
     """
 
     def __init__(self, engine: Service, most: int = WAITING):
         self._engine = engine
         self._most = most
         self._thread = ThreadPoolExecutor(1, "ragjax-embed")
-        self._present = 0
+        self._turns = Turns()
         self._last_s = 0.0  # what the last request took
 
-    async def embed(self, body: EmbeddingBody) -> core.Embedded:
+    async def embed(self, tenant: str, body: EmbeddingBody) -> core.Embedded:
         """The vectors. Cancelled while it waits it never begins, and later it ends at the next batch of texts.
 
         Raises:
-            core.OverloadError: if too many requests wait.
+            core.OverloadError: if too many requests of the tenant wait.
             core.RequestError: if vectors of another length were asked for, or a text cannot be embedded.
         """
-        if self._present > self._most:
+        if self._turns.waiting(tenant) >= self._most:
             message = f"{self._most} requests of embeddings wait; try again later"
             raise core.OverloadError(message, retry_after=self._last_s)
         cancellation = Cancellation()
-        self._present += 1
-        try:
-            work = partial(self._embed, body, cancellation.check)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            cancellation.cancel()  # of effect only if the thread is still at work
-            self._present -= 1
+        async with self._turns.turn(tenant):
+            try:
+                work = partial(self._embed, body, cancellation.check)
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            finally:
+                cancellation.cancel()  # of effect only if the thread is still at work
 
     def _embed(self, body: EmbeddingBody, check: Callable[[], None]) -> core.Embedded:
         begun = time.perf_counter()
@@ -100,6 +100,7 @@ class Embedder:
 
     def close(self) -> None:
         """End the thread, after the batch at hand; what waits is cancelled."""
+        self._turns.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 

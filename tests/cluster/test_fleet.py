@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ragjax.cluster.transport import Call
 from ragjax.core import (
     Answer,
     Attachment,
+    Composed,
     Delta,
     Divergence,
     Document,
@@ -30,6 +32,7 @@ from ragjax.core import (
     RequestError,
 )
 from ragjax.engine import Engine
+from ragjax.engine.prepare import Preparation
 from ragjax.quality.contract import LEAST, Contract
 from ragjax.quality.report import PREFIX, Budget, Measurement, Report, Setting
 from ragjax.reuse import PREPROCESSED, strategies
@@ -288,6 +291,35 @@ def test_a_full_queue_sends_requests_on_and_all_full_refuses_them() -> None:
         assert all(isinstance(one, OverloadError | list) for one in outcomes)
         assert len(transport.sent) > 12  # some were asked of both
         assert not fleet._loads
+
+
+def test_requests_in_preparation_at_the_front_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    going, threads, compose = threading.Event(), set[str](), Preparation.compose
+
+    def slow(self: Preparation, request: Request) -> Composed:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        assert going.wait(60)
+        return compose(self, request)
+
+    monkeypatch.setattr(Preparation, "compose", slow)
+
+    async def run(fleet: Fleet) -> None:
+        tasks = [asyncio.create_task(events(fleet, asked(f"Ferry {i}?"))) for i in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadError, match="4 requests are being prepared") as refused:
+            await events(fleet, asked())
+        assert (refused.value.retry_after or 0) > 0
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        tasks[0] = asyncio.create_task(events(fleet, asked()))
+        await asyncio.sleep(0)
+        going.set()
+        assert all(isinstance(told[-1], Answer) for told in await asyncio.gather(*tasks))
+
+    with fleet_of_two() as (fleet, _, _):
+        fleet._front.options = replace(fleet._front.options, max_queue=1)
+        asyncio.run(run(fleet))
+        assert threads == {"ragjax-prepare"}
 
 
 def test_the_server_tells_of_replicas() -> None:

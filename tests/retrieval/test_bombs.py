@@ -9,9 +9,10 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
+import pypdf
 import pytest
 from pypdf import PdfReader
 from reportlab.pdfgen.canvas import Canvas
@@ -110,6 +111,20 @@ def test_a_form_that_draws_itself_ends(tmp_path: Path) -> None:
     data = pdf_of(b"/F Do " * 2, form=SHOWN + b"/F Do /F Do ")
     (document,) = load(written(tmp_path, "a.pdf", data)).documents
     assert "light" in document.text
+
+
+def test_between_steps_neither_limits_nor_the_clock_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.0)
+    now, usual = [0.0], pypdf.get_configuration()
+    monkeypatch.setattr(pdf, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    steps = pdf.reading_pdf(pdf_of(SHOWN, pages=3), PATH)
+    for _ in range(3):
+        next(steps)
+        assert pypdf.get_configuration() == usual
+        now[0] += 2 * pdf.MAX_SECONDS
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value == ("", "\n\n".join(["light"] * 3))
 
 
 def test_limits_leave_what_others_read_as_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ragjax.core import ConfigError, Document, RequestError
 from ragjax.retrieval import chunk_store, neighbours
 from ragjax.retrieval import knowledge as module
 from ragjax.retrieval.document import load
-from ragjax.retrieval.index import TRAIN_AT, IndexKind, VectorIndex
+from ragjax.retrieval.index import TRAIN_AT, Ids, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import AddReport, KnowledgeBase
 from tests.support.fakes import WordEncoder
 from tests.support.islands import ISLANDS, encode_bytes, open_base
@@ -570,6 +571,58 @@ def test_readers_while_one_writes(kind: IndexKind, tmp_path: Path, monkeypatch: 
             reader.join()
         assert not failures
         assert len(base) == 4
+
+
+@pytest.mark.parametrize("gone", [["isle/0"], ["long"], ["isle/0", "long"]])
+def test_a_deletion_does_not_wait_for_all_chunks_of_a_document(
+    gone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for the index of a long one, nor if this is what is deleted."""
+    monkeypatch.setattr(module, "_BATCH_CHUNKS", 4)
+    long = Document("long", "An island exports salt. " * 200)
+    with open_base(tmp_path, index_kind=IndexKind.HNSW, max_tokens=64) as base:
+        base.add(ISLANDS)
+        parts: list[int] = []
+        update = base._index.update
+        deleter = threading.Thread(target=lambda: (base.delete(gone), parts.append(0)))
+
+        def slow(remove: Sequence[int], ids: Ids, vectors: Vectors) -> None:
+            if len(ids) and not parts:
+                deleter.start()
+                time.sleep(0.2)  # it waits by now
+            if len(ids):
+                parts.append(len(ids))
+            update(remove, ids, vectors)
+
+        monkeypatch.setattr(base._index, "update", slow)
+        base.add([long])
+        deleter.join()
+        assert parts[:2] == [4, 0] and max(parts) == 4
+        assert sum(parts) == 4 if "long" in gone else sum(parts) == len(base.document("long"))
+        assert base._index.ids == set(base.numbers) and not set(gone) & base.document_ids
+    with open_base(tmp_path, index_kind=IndexKind.HNSW, max_tokens=64) as base:
+        assert base._index.ids == set(base.numbers)
+
+
+def test_a_base_that_is_closed_between_parts_of_a_document_has_all_of_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BATCH_CHUNKS", 4)
+    base = open_base(tmp_path, index_kind=IndexKind.HNSW, max_tokens=64)
+    update, closer = base._index.update, threading.Thread(target=base.close)
+
+    def slow(remove: Sequence[int], ids: Ids, vectors: Vectors) -> None:
+        if len(ids):
+            closer.start()
+            time.sleep(0.2)  # it waits by now
+        update(remove, ids, vectors)
+
+    monkeypatch.setattr(base._index, "update", slow)
+    base.add([Document("long", "An island exports salt. " * 200)])
+    closer.join()
+    assert len(base) == 4
+    with open_base(tmp_path, index_kind=IndexKind.HNSW, max_tokens=64) as base:
+        assert len(base) == len(base.document("long")) > 4
 
 
 def test_search_adds_little_to_encoder_and_index() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sqlite3
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pypdf import PageObject
 from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import (
@@ -26,8 +28,9 @@ from ragjax.core import (
     RequestError,
     Slice,
 )
-from ragjax.retrieval import chunk_store
+from ragjax.retrieval import chunk_store, chunking, pdf
 from ragjax.retrieval.catalog import Catalog
+from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.files import LEAST_BYTES, QUOTA
 from ragjax.retrieval.intake import Intake
 from ragjax.retrieval.knowledge import KnowledgeBase
@@ -678,6 +681,67 @@ def test_a_long_file_gives_way_to_other_tenants(
     assert closed or read == stores[::-1]
     library.close()
     shelf.close()
+
+
+def test_a_long_text_gives_way_to_other_tenants_while_it_is_cut(
+    embedding: Holding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunking, "_STEP_BLOCKS", 1)
+    library, shelf = open_library()
+    stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra", "third")]
+    begun, goes_on = embedding(shelf.get(stores[2]))
+    done: list[str] = []
+    settle, split = library._catalog.settle, Chunker._split
+    monkeypatch.setattr(library._catalog, "settle", lambda one: done.append(one.store) or settle(one))
+    monkeypatch.setattr(Chunker, "_split", lambda *given: done.append("block") or split(*given))
+    long = b"honey " * 10_000
+    for tenant, store, text in zip(
+        ("third", "acme", "umbra"), (stores[2], *stores[:2]), (b"slow", long, b"salt"), strict=True
+    ):
+        file = library.upload(tenant, "a.txt", "assistants", text).id
+        library.attach(tenant, [Attachment(store, file, 0)])
+        assert begun.wait(10)
+    goes_on.set()
+    for tenant, store in zip(("acme", "umbra", "third"), stores, strict=True):
+        assert settled(library, store, tenant) == Counts(completed=1)
+    blocks = len(long) // chunking._BLOCK_CHARS
+    assert done.index(stores[1]) < blocks < done.index(stores[0])
+    library.close()
+
+
+def test_a_long_pdf_gives_way_to_other_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.0)
+    library, _ = open_library()
+    stores = [library.create(tenant, "s").id for tenant in ("acme", "umbra")]
+    begun, goes_on, read, extract = threading.Event(), threading.Event(), list[str](), PageObject.extract_text
+
+    def slow(page: PageObject, *args: object, **options: object) -> str:
+        begun.set()
+        assert goes_on.wait(10)
+        read.append("page")
+        return extract(page, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PageObject, "extract_text", slow)
+    settle = library._catalog.settle
+    monkeypatch.setattr(library._catalog, "settle", lambda one: read.append(one.store) or settle(one))
+    book = io.BytesIO()
+    canvas = Canvas(book)
+    for page in range(9):
+        canvas.drawString(72, 700, f"honey {page}")
+        canvas.showPage()
+    canvas.save()
+    for tenant, store, name, content in zip(
+        ("acme", "umbra"), stores, ("a.pdf", "a.txt"), (book.getvalue(), b"salt"), strict=True
+    ):
+        library.attach(tenant, [Attachment(store, library.upload(tenant, name, "assistants", content).id, 0)])
+        assert begun.wait(10)
+    goes_on.set()
+    for tenant, store in zip(("acme", "umbra"), stores, strict=True):
+        assert settled(library, store, tenant) == Counts(completed=1)
+    assert 1 <= read.index(stores[1]) <= 3 and read.count("page") == 9
+    (passage,) = library.search("acme", stores[0], ["honey"], 1)
+    assert all(f"honey {page}" in passage.chunk.text for page in range(9))
+    library.close()
 
 
 @pytest.mark.parametrize("way", ["remove", "detach", "store"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import socket
@@ -9,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.engine.front import BATCH
-from ragjax.serve.embedding import WAITING
+from ragjax.serve.embedding import WAITING, Embedder, EmbeddingBody
 from ragjax.serve.stop import Drain
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
@@ -99,6 +100,14 @@ class Held(FakeEngine):
         return super().embed(texts, check)
 
 
+KEYS = {"k0": "", "k1": "acme", "k2": "umbra"}
+
+
+def asked_by(served: Served, key: str, text: str) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return served.post("/v1/embeddings", json={"model": MODEL, "input": text}, headers=headers)
+
+
 @contextmanager
 def held(embeddings: int) -> Iterator[tuple[Held, Served, list[Future[httpx.Response]]]]:
     """A server that has so many requests of embeddings, none of which ends."""
@@ -138,6 +147,75 @@ def test_embeddings_beyond_the_bound_are_refused() -> None:
         engine.going.set()
         assert {future.result(20).status_code for future in futures} == {200}
         assert served.post("/v1/embeddings", json={"model": MODEL, "input": "b"}).status_code == 200
+
+
+def test_a_tenant_that_fills_its_queue_leaves_the_others_theirs() -> None:
+    engine, drain = Held(), Drain()
+    with serving(engine, drain=drain, keys=KEYS) as served, ThreadPoolExecutor(WAITING + 3) as clients:
+        try:
+            asked = [clients.submit(asked_by, served, "k1", "a") for _ in range(1 + WAITING)]
+            wait_for(lambda: drain.serving == 1 + WAITING and engine.at_work["a"] == 1)
+            asked += [clients.submit(asked_by, served, key, "b") for key in ("k0", "k2")]
+            wait_for(lambda: drain.serving == 3 + WAITING)
+        finally:
+            engine.going.set()
+        assert {one.result(20).status_code for one in asked} == {200}
+
+
+def body_of(text: str) -> EmbeddingBody:
+    return EmbeddingBody(model=MODEL, input=[text])
+
+
+def test_tenants_take_turns_at_embeddings() -> None:
+    engine = Held()
+
+    async def run(embedder: Embedder) -> None:
+        tasks = [
+            asyncio.create_task(embedder.embed(text[0], body_of(text)))
+            for text in ("a0", "a1", "a2", "a3", "b0", "b1", "c0")
+        ]
+        await asyncio.sleep(0)  # all have begun, one after another
+        engine.going.set()
+        await asyncio.gather(*tasks)
+
+    with closing(Embedder(engine)) as embedder:
+        asyncio.run(run(embedder))
+    assert list(engine.at_work) == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
+
+
+def test_the_turn_of_a_client_that_leaves_goes_on() -> None:
+    engine = Held()
+
+    async def run(embedder: Embedder) -> None:
+        tasks = [asyncio.create_task(embedder.embed("a", body_of(f"a{i}"))) for i in range(4)]
+        await asyncio.sleep(0)
+        tasks[1].cancel()  # it waits
+        tasks[0].cancel()  # it is at work; the turn is then handed to the third
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        engine.going.set()
+        await tasks[3]
+        assert (await embedder.embed("b", body_of("b"))).tokens == 1
+
+    with closing(Embedder(engine)) as embedder:
+        asyncio.run(run(embedder))
+    assert list(engine.at_work) == ["a0", "a3", "b"]
+
+
+def test_what_waits_ends_with_the_embedder() -> None:
+    engine = Held()
+
+    async def run() -> None:
+        embedder = Embedder(engine)
+        tasks = [asyncio.create_task(embedder.embed("a", body_of(f"a{i}"))) for i in range(3)]
+        await asyncio.sleep(0)
+        embedder.close()
+        engine.going.set()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(one) for one in ended] == [core.Embedded, asyncio.CancelledError, asyncio.CancelledError]
+
+    asyncio.run(run())
+    assert list(engine.at_work) == ["a0"]
 
 
 def test_a_client_that_leaves_ends_its_embedding() -> None:

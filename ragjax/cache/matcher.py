@@ -46,26 +46,13 @@ class Matcher:
         """The first of the candidates that is kept; if there is none, one miss is counted."""
         self.require(context)
         for candidate in candidates:
-            match = self.match(context, tokens, candidate, cold)
+            match = self._match(context, tokens, candidate, cold)
             if match is not None:
                 return match
         if not self.quiet:
             self._metrics.lookups += 1
             self._metrics.missed_tokens += len(tokens)
         return None
-
-    def match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
-        """Pin one candidate, if it is kept; a miss is not counted."""
-        self.require(context, candidate.provenance)
-        if candidate.raw:
-            tokens = np.frombuffer(candidate.raw, np.int32)
-        node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
-        if node is None:
-            return None
-        cfo = candidate.cfo(node.meta) if callable(candidate.cfo) else candidate.cfo
-        if candidate.variant and not self.quiet:
-            self._variants.use(node, cfo)
-        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
 
     def dependency(self, context: Match, tokens: Tokens, method: str, seen: int, exact: bool, cold: bool) -> Match:
         """The longest prefix of a dependency path (`KnowledgeCache.match_dependency`)."""
@@ -114,6 +101,19 @@ class Matcher:
         """The node that ends exactly where the match does (its own node may lie deeper)."""
         node = _last(match)
         return node if node.parent is None else self.cut_after(node, match.length - node.start)
+
+    def _match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
+        """Pin one candidate, if it is kept; a miss is not counted."""
+        self.require(context, candidate.provenance)
+        if candidate.raw:
+            tokens = np.frombuffer(candidate.raw, np.int32)
+        node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
+        if node is None:
+            return None
+        cfo = candidate.cfo(node.meta) if callable(candidate.cfo) else candidate.cfo
+        if candidate.variant and not self.quiet:
+            self._variants.use(node, cfo)
+        return self._pinned([(node, len(node))], tokens, len(tokens), context.tenant, context.label, cfo)
 
     def _find(self, context: Match, raw: bytes, candidate: Candidate, cold: bool) -> Node | None:
         """The keyed node, on the device or on its way there: the tenant's own, or a public one."""

@@ -32,6 +32,16 @@ class Look:
         """Tokens that are kept."""
         return sum(self.kept.values())
 
+    @classmethod
+    def joined(cls, looks: Iterable[Look]) -> Look:
+        """Several as one; what two of them name alike is one piece."""
+        kept: dict[bytes, int] = {}
+        missing: dict[bytes, int] = {}
+        for look in looks:
+            kept |= look.kept
+            missing |= look.missing
+        return cls(kept, missing)
+
 
 class Part(Protocol):
     """Pieces that are looked for together."""
@@ -56,14 +66,7 @@ class Outlook:
 
     def _look(self, tree: KnowledgeTree) -> Look:
         looks = [part.look(tree) for part in self._parts]
-        if len(looks) == 1:
-            return looks[0]
-        kept: dict[bytes, int] = {}
-        missing: dict[bytes, int] = {}
-        for look in looks:
-            kept |= look.kept
-            missing |= look.missing
-        return Look(kept, missing)
+        return looks[0] if len(looks) == 1 else Look.joined(looks)
 
 
 class Causal:
@@ -119,14 +122,11 @@ class Paths:
         top = tree.walk(self._context, self._tenant)
         end = top[-1][0] if top else tree.root
         whole = sum(used for _, used in top) == len(self._context) // 4 and (not top or top[-1][1] == len(end))
-        kept: dict[bytes, int] = {}
-        missing: dict[bytes, int] = {}
-        for raw, pieces in self._paths:
-            steps = tree.walk(raw, self._tenant, end, self._method) if whole else ()
-            look = pieces.look(sum(used for _, used in steps))
-            kept |= look.kept
-            missing |= look.missing
-        return Look(kept, missing)
+
+        def found(raw: bytes) -> int:
+            return sum(used for _, used in tree.walk(raw, self._tenant, end, self._method)) if whole else 0
+
+        return Look.joined(pieces.look(found(raw)) for raw, pieces in self._paths)
 
 
 class _Pieces:

@@ -57,7 +57,7 @@ def chat_prompt(
         if recognition is not None:
             spared = _questions(recognition, messages, said)
             return Prompt(recognise(tokenizer, pieces, recognition, spared, opening=int(pieces[0][1])))
-        return Prompt((_segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
+        return Prompt((Segment("question", Kind.QUERY, _joined(tokenizer.encode_pieces(pieces))),))
     if recognition is not None:  # the chunks are pieces too, and passages may stand on both sides of them
         recognition = replace(recognition, most=max(0, recognition.most - len(hits)) // 2)
     before, behind = _frame(tokenizer, messages, INSTRUCTION, public, tools, recognition)
@@ -149,8 +149,8 @@ def _frame(
     runs = tokenizer.encode_pieces(pieces)  # in one go: each piece goes on from the one before it
     head = Segment("system", Kind.SYSTEM, _joined(runs[:system]), public=free)
     history = _joined(runs[system:context])
-    earlier = (_segment("history", Kind.QUERY, history),) if len(history) else ()
-    return (head, *earlier), (_segment("question", Kind.QUERY, _joined(runs[context + 1 :])),)
+    earlier = (Segment("history", Kind.QUERY, history),) if len(history) else ()
+    return (head, *earlier), (Segment("question", Kind.QUERY, _joined(runs[context + 1 :])),)
 
 
 def chunk_segment(hit: Hit) -> Segment:
@@ -185,14 +185,14 @@ def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Re
         tokens = np.array(text, np.int32)
     if not len(tokens):
         raise RequestError("the prompt is empty", param="prompt")
-    return Prompt((_segment("prompt", Kind.QUERY, tokens),))
+    return Prompt((Segment("prompt", Kind.QUERY, tokens),))
 
 
 def _recognised_text(tokenizer: Tokenizer, text: str, recognition: Recognition) -> Prompt:
     found = recognise(tokenizer, [(text, False)], recognition, questions(recognition.cutter, (text,)))
     if not tokenizer.add_bos or tokenizer.bos_id is None:
         return Prompt(found)
-    return Prompt((_segment("system", Kind.SYSTEM, np.array([tokenizer.bos_id], np.int32)), *found))
+    return Prompt((Segment("system", Kind.SYSTEM, np.array([tokenizer.bos_id], np.int32)), *found))
 
 
 def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pieces, tools: Tools | None) -> int:
@@ -205,7 +205,3 @@ def _end_of_system(tokenizer: Tokenizer, messages: Sequence[Message], pieces: Pi
 
 def _joined(runs: Sequence[Tokens]) -> Tokens:
     return np.concatenate([np.zeros(0, np.int32), *runs])
-
-
-def _segment(name: str, kind: Kind, tokens: Tokens) -> Segment:
-    return Segment(name, kind, tokens)

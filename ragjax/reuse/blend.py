@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import Measure, Move, Pass, Prefill, Prompt, Span, Tokens
-from ragjax.reuse.base import Allocation, indices
+from ragjax.reuse.base import LOGITS, Allocation, indices
 from ragjax.reuse.repair import RATIO, Choice, Selector, chunk_tokens
 from ragjax.reuse.select import share, top
-from ragjax.reuse.stitch import LOGITS, Isolated, SourceStrategy, Stitched, prepare
+from ragjax.reuse.stitch import Isolated, SourceStrategy, Stitched, prepare
 
 Of = Literal["key", "value", "both"]
 """Whose deviation counts; both: the sum of the two, each divided by its mean."""

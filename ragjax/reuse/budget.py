@@ -21,13 +21,13 @@ import numpy as np
 from ragjax.core import Measure, Plan, Prefill, Prompt, RequestError
 from ragjax.core.fit import Fit, Forecast
 from ragjax.reuse.anchor import Anchored
-from ragjax.reuse.base import Allocation
+from ragjax.reuse.base import LOGITS, Allocation
 from ragjax.reuse.fitted import NAME, Weighted, probe, read
 from ragjax.reuse.head import is_plain
 from ragjax.reuse.repair import Selective, chunk_tokens
 from ragjax.reuse.select import share
 from ragjax.reuse.signals import Signals
-from ragjax.reuse.stitch import LOGITS, Source, Stitched, prepare, reserve
+from ragjax.reuse.stitch import Source, Stitched, prepare, reserve
 
 UNFITTED = "a selector that was fitted to this model: run python -m ragjax.reuse.gate --fit, and start again"
 """What a request lacks that asks for `fitted`, or brings a budget, where there is no fit."""

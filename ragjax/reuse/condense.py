@@ -28,7 +28,7 @@ from ragjax.reuse.base import Allocation, Strategy, indices, owner_of, segments_
 from ragjax.reuse.head import system_length
 from ragjax.reuse.select import share as share_of
 from ragjax.reuse.select import shares, top
-from ragjax.reuse.stitch import Isolated, Source, prepare
+from ragjax.reuse.stitch import Isolated, Source, candidate_key, prepare
 
 METHOD = "condensed"
 
@@ -74,9 +74,7 @@ class Condense(Strategy):
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, and as the last one what is kept, if it is known which tokens these are."""
         head, segment = prompt.tokens[: system_length(prompt)], _chunk(prompt)
-        kind, method, behind, *_, raw = candidate(segment)
-        owner = owner_of(segment, tenant)
-        kept = cache.key_of(head, np.frombuffer(raw, np.int32), kind, method, owner, behind)
+        kept = candidate_key(cache, head, segment.tokens, candidate(segment), owner_of(segment, tenant))
         return (*cache.keys_of(head, (), tenant, min(prompt.public, len(head))), kept)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:

@@ -119,8 +119,8 @@ class Layout:
 
     def of_chunks(self, chunks: Iterable[int]) -> Tokens:
         """The mended tokens (indexes) of some chunks, by index of the segment."""
-        starts = self.prompt.starts
-        parts = [self.picked[(self.picked >= starts[i]) & (self.picked < starts[i + 1])] for i in chunks]
+        bounds = map(self.prompt.bounds, chunks)
+        parts = [self.picked[(self.picked >= begin) & (self.picked < end)] for begin, end in bounds]
         return np.concatenate([self.picked[:0], *parts])
 
     def ask(self, rows: Tokens, measures: Iterable[Measure], layers: tuple[int, int] | None = None) -> Pass:
@@ -133,14 +133,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the passes brought: logits of the last token, masses by pass, and what became of the focus."""
+    """What the passes brought: logits of the last token, scores by pass, and what became of the focus."""
 
     logits: NDArray[np.float32]
-    scores: tuple[Mass, ...]
+    scores: tuple[Scores, ...]
     figures: Mapping[str, float]
 
 
-Mass = tuple[Tokens, NDArray[np.float32]]
+Scores = tuple[Tokens, NDArray[np.float32]]
 """Rows of a pass, int32 [T], and the attention that they gave to each segment, float32 [layers, T, segments]."""
 
 Asking = Generator[Pass | Move, Results, Outcome]
@@ -191,7 +191,7 @@ class Craft(ChunkStrategy):
                 owner = owner_of(segment, tenant)
                 keys.append(cache.key_of(head, tokens, Provenance.APPROXIMATE, FUSED, owner, segment.behind))
             ranked = rank(cache.variants(tokens, VARIANT, tenant, head), prior, self._overhead, self.tau)
-            owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
+            owner = PUBLIC if _public(prompt, i) else tenant
             new = cache.key_of(head, tokens, Provenance.APPROXIMATE, VARIANT, owner, variant_digest(prior))
             keys.append(ranked[0].key if ranked else new)
         return tuple(keys)
@@ -207,7 +207,7 @@ class Craft(ChunkStrategy):
                 owners, kind = dict.fromkeys((tenant, PUBLIC)), Provenance.APPROXIMATE
                 fused = tuple(cache.key_of(head, segment.tokens, kind, FUSED, o, segment.behind) for o in owners)
             behind = b"" if self.tau >= 1 else variant_digest(prior)
-            owner = PUBLIC if prompt.public >= prompt.starts[i + 1] else tenant
+            owner = PUBLIC if _public(prompt, i) else tenant
             name = cache.key_of(head, segment.tokens, Provenance.APPROXIMATE, VARIANT, owner, behind)
             serving = partial(self._serving, cache, segment.tokens, tenant, head, prior)
             parts.append(ChunkVariants(Keyed(fused, name, len(segment)), name, len(segment), serving))
@@ -292,6 +292,11 @@ def _influence(meta: bytes) -> Influence | None:
     return Influence.decode(meta) if notes is None else notes.influence
 
 
+def _public(prompt: Prompt, i: int) -> bool:
+    """Whether a variant of segment i is everybody's: the segment is, and all that stands before it."""
+    return prompt.public >= prompt.starts[i + 1]
+
+
 def lay_out(
     prompt: Prompt, allocation: Allocation, matched: Match, reused: Mapping[int, Reuse], counts: Mapping[int, int]
 ) -> Layout:
@@ -337,7 +342,7 @@ def _by_stages(layout: Layout, stages: Sequence[int]) -> Asking:
     """Stage by stage until the focus is known; then without the tokens of other chunks, which take their old KV."""
     depth, at = stages[-1], 0
     focus: Focus | None = None
-    scores: list[Mass] = []
+    scores: list[Scores] = []
     results: Results = {}
     for begin, at in pairwise(stages):
         measures = {Measure.SEGMENT_SCORE, Measure.LOGITS} if at == depth else {Measure.SEGMENT_SCORE}
@@ -352,7 +357,7 @@ def _by_stages(layout: Layout, stages: Sequence[int]) -> Asking:
 
 
 def _rest(
-    layout: Layout, dropped: Tokens, layers: tuple[int, int], scores: list[Mass]
+    layout: Layout, dropped: Tokens, layers: tuple[int, int], scores: list[Scores]
 ) -> Generator[Pass | Move, Results, Results]:
     """The remaining layers without the dropped rows; what they measure of new chunks is added to `scores`."""
     if len(dropped):
@@ -386,13 +391,13 @@ def _out_of_focus(layout: Layout, focus: Focus | None) -> Tokens:
     return layout.of_chunks(i for at, i in enumerate(layout.chunks) if at not in focus.chunks)
 
 
-def _seen_by_question(layout: Layout, scores: Sequence[Mass]) -> NDArray[np.float64]:
+def _seen_by_question(layout: Layout, scores: Sequence[Scores]) -> NDArray[np.float64]:
     """inter(C, U) of every layer so far and chunk, [layers, chunks]."""
     begin, chunks = layout.prompt.starts[-2], list(layout.chunks)
     return np.concatenate([score[:, rows >= begin][..., chunks].sum(1, dtype=np.float64) for rows, score in scores])
 
 
-def _keep(layout: Layout, allocation: Allocation, matched: Match, context: Match, scores: Sequence[Mass]) -> None:
+def _keep(layout: Layout, allocation: Allocation, matched: Match, context: Match, scores: Sequence[Scores]) -> None:
     """Admit the head, and the chunks that were computed whole."""
     prompt = layout.prompt
     totals = Totals(len(prompt) - len(layout.rows), len(layout.rows))
@@ -406,7 +411,7 @@ def _keep(layout: Layout, allocation: Allocation, matched: Match, context: Match
         allocation.cache.admit_segment(
             context, prompt.segments[i].tokens, run, prompt.starts[i], Provenance.APPROXIMATE, VARIANT,
             behind=variant_digest(before(prompt, i)), meta=record(prompt, i, own, score).encode(), variant=True,
-            public=prompt.public >= prompt.starts[i + 1], totals=totals,
+            public=_public(prompt, i), totals=totals,
         )  # fmt: skip
 
 

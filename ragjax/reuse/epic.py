@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ragjax.core import Kind, Measure, Tokens
+from ragjax.core import Kind, Tokens
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.stitch import Stitched
@@ -19,8 +19,6 @@ from ragjax.reuse.stitch import Stitched
 
 class Leading(Selector):
     """The first tokens of each chunk; those of the first chunk only when all others are recomputed."""
-
-    measures: frozenset[Measure] = frozenset()
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """No pass is needed."""

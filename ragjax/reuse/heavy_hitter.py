@@ -39,8 +39,6 @@ class Recorded:
 class HeavyHitters(Selector):
     """The tokens of highest recorded attention, over all chunks together."""
 
-    measures: frozenset[Measure] = frozenset()
-
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """No pass is needed."""
         yield from ()

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from ragjax.core import Kind, Measure
+from ragjax.core import Kind
 from ragjax.reuse.base import segments_of
 from ragjax.reuse.repair import Choice, Selector
 from ragjax.reuse.select import budgets, top_each
@@ -15,8 +15,6 @@ from ragjax.reuse.stitch import Stitched
 
 class Random(Selector):
     """Uniform without replacement, in each chunk the same share; the prompt's tokens are the seed."""
-
-    measures: frozenset[Measure] = frozenset()
 
     def choose(self, stitched: Stitched, count: int) -> Choice:
         """No pass is needed."""

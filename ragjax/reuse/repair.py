@@ -18,10 +18,10 @@ import numpy as np
 
 from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.core.check import is_number
-from ragjax.reuse.base import Allocation, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, segments_of
 from ragjax.reuse.condense import Condensed
 from ragjax.reuse.select import share
-from ragjax.reuse.stitch import LOGITS, Source, SourceStrategy, Stitched, prepare
+from ragjax.reuse.stitch import Source, SourceStrategy, Stitched, prepare
 
 RATIO = 0.15
 """Share of the chunks' tokens that the papers recompute (FusionRAG, section 5)."""

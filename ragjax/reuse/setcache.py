@@ -20,9 +20,8 @@ from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.outlook import Causal, Look, Outlook
 from ragjax.cache.tree import KnowledgeTree
 from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Span, Tokens
-from ragjax.reuse.base import Allocation, Strategy, indices, report, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, report, segments_of
 from ragjax.reuse.prefix import Prefix
-from ragjax.reuse.stitch import LOGITS
 
 
 class SetCache(Strategy):

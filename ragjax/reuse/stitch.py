@@ -35,7 +35,7 @@ from ragjax.core import (
     Tokens,
     Visibility,
 )
-from ragjax.reuse.base import Allocation, indices, match_spans, owner_of, report, segments_of
+from ragjax.reuse.base import LOGITS, Allocation, indices, match_spans, owner_of, report, segments_of
 from ragjax.reuse.head import (
     ChunkStrategy,
     cut_head,
@@ -48,7 +48,6 @@ from ragjax.reuse.head import (
     system_length,
 )
 
-LOGITS = frozenset({Measure.LOGITS})
 NOTHING = Run((), 0, 0)
 
 
@@ -324,7 +323,7 @@ def keys(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) -> 
         candidates, chunk = tuple(source.candidates(prompt, i)), prompt.segments[i]
         owner = owner_of(chunk, tenant)
         for each in dict.fromkeys((candidates[0], candidates[-1])):
-            found.append(_key(cache, head, chunk.tokens, each, owner))
+            found.append(candidate_key(cache, head, chunk.tokens, each, owner))
     return tuple(found)
 
 
@@ -335,7 +334,7 @@ def outlook(prompt: Prompt, cache: KnowledgeCache, tenant: str, source: Source) 
     for i in segments_of(prompt, Kind.CHUNK):
         chunk = prompt.segments[i]
         keys = [
-            _key(cache, head, chunk.tokens, each, owner)
+            candidate_key(cache, head, chunk.tokens, each, owner)
             for each in source.candidates(prompt, i)
             for owner in dict.fromkeys((tenant, PUBLIC))
         ]
@@ -359,7 +358,8 @@ class SourceStrategy(ChunkStrategy):
         return outlook(prompt, cache, tenant, self._source)
 
 
-def _key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
+def candidate_key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
+    """The key of a chunk's KV behind the system prompt `head`, kept as a candidate says."""
     kind, method, behind, *_ = candidate
     held = np.frombuffer(candidate.raw, np.int32) if candidate.raw else tokens
     return cache.key_of(head, held, kind, method, owner, behind)

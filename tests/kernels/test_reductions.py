@@ -17,7 +17,14 @@ from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.reductions import xla as reductions_xla
-from ragjax.kernels.reductions.op import chunk_score, key_neighbours, key_score, kv_deviation, restrict, segment_score
+from ragjax.kernels.reductions.op import (
+    chunk_score,
+    key_neighbours,
+    key_score,
+    kv_deviation,
+    restrict,
+    row_segment_score,
+)
 from ragjax.kernels.table import PageTable, Rows
 from ragjax.kernels.view import View
 from tests.support.cases import (
@@ -178,7 +185,7 @@ def test_fault_in_scores_is_found(fault: str) -> None:
     assert far_apart(broken(case, labels), getattr(what, name))
 
 
-@pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "chunk_SC", "row_TZ", "segment_ZZ"])
+@pytest.mark.parametrize("kind", ["all_SC", "valued_SC", "chunk_SC", "row_TZ"])
 def test_no_rows_by_keys_array(kind: str) -> None:
     """Temporary memory stays below one byte per row and key."""
     t, s, c, d = 512, 512, 64, 16
@@ -497,7 +504,7 @@ def test_devices_combine_as_the_docstrings_say() -> None:
 
 OPS: dict[Callable[..., object], tuple[str, ...]] = {
     key_score: ("q", "lse", "view", "chosen"),
-    segment_score: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
+    row_segment_score: ("q", "lse", "view", "row_segment", "key_segment", "segments"),
     chunk_score: ("q", "view", "key_segment", "segments", "chosen"),
     kv_deviation: ("k", "k", "view", "slot", "offset"),
     key_neighbours: ("keys", "valid", "source", "count"),
@@ -526,11 +533,11 @@ def call(op: Callable[..., object], **changed: object) -> None:
         (key_score, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
         (key_score, "chosen", jnp.zeros(24, bool), "chosen_T has shape"),
         (key_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
-        (segment_score, "lse", jnp.zeros((48, 4)), "lse_TH has shape"),
-        (segment_score, "row_segment", jnp.zeros(48), "row_segment_T is float32, not int32"),
-        (segment_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
-        (segment_score, "segments", 0, "segments is 0"),
-        (segment_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
+        (row_segment_score, "lse", jnp.zeros((48, 4)), "lse_TH has shape"),
+        (row_segment_score, "row_segment", jnp.zeros(48), "row_segment_T is float32, not int32"),
+        (row_segment_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
+        (row_segment_score, "segments", 0, "segments is 0"),
+        (row_segment_score, "backend", "triton", "'triton' cannot serve this call: it runs on GPUs"),
         (chunk_score, "key_segment", jnp.zeros((48, 8), jnp.int32), "key_segment_SC has shape"),
         (chunk_score, "chosen", jnp.zeros(48, jnp.int32), "chosen_T is int32, not bool"),
         (chunk_score, "segments", 0, "segments is 0"),

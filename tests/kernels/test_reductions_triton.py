@@ -38,6 +38,7 @@ from tests.support.scores import (
     Labels,
     Scores,
     assert_near,
+    by_segment,
     everybody,
     far_apart,
     labels_of,
@@ -66,7 +67,7 @@ def measured(q, lse, view, labels):  # type: ignore[no-untyped-def]
     row_TZ = reductions_triton.row_segment_score(
         q, *restrict(lse, view, counted[0] & counted[1]), *segments, SEGMENTS, interpret=True
     )
-    segment_ZZ = jnp.einsum("ta,tb->ab", jax.nn.one_hot(labels.row_segment_T, SEGMENTS), row_TZ, precision="highest")
+    segment_ZZ = by_segment(row_TZ, labels.row_segment_T)
     (all_SC,) = scores(*restrict(lse, view, None), valued=False)
     return Scores(all_SC, *scores(*restrict(lse, view, chosen_T), valued=True), row_TZ, segment_ZZ)
 

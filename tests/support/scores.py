@@ -12,7 +12,7 @@ import numpy as np
 
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages, from_storage
-from ragjax.kernels.reductions.op import key_score, key_scores, row_segment_score, segment_score
+from ragjax.kernels.reductions.op import key_score, key_scores, row_segment_score
 from ragjax.kernels.table import Rows
 from tests.support.cases import Case
 from tests.support.oracle import rotate
@@ -51,14 +51,20 @@ def labels_of(case: Case, seed: int) -> Labels:
     return Labels(chosen_T, row_T.astype(np.int32), key_SC.astype(np.int32))
 
 
+def by_segment(row_TZ, row_segment_T):  # type: ignore[no-untyped-def]
+    """Scores of rows summed by segment: Cache-Craft's inter and intra attention (eqs. 3 and 4)."""
+    return jnp.einsum("ta,tb->ab", jax.nn.one_hot(row_segment_T, SEGMENTS), row_TZ, precision="highest")
+
+
 def measure(q, lse, view, labels, backend):  # type: ignore[no-untyped-def]
     """All scores by the public ops."""
     chosen_T, *segments = labels
+    row_TZ = row_segment_score(q, lse, view, *segments, SEGMENTS, backend=backend)
     return Scores(
         key_score(q, lse, view, backend=backend),
         *key_scores(q, lse, view, chosen_T, backend=backend),
-        row_segment_score(q, lse, view, *segments, SEGMENTS, backend=backend),
-        segment_score(q, lse, view, *segments, SEGMENTS, backend=backend),
+        row_TZ,
+        by_segment(row_TZ, labels.row_segment_T),
     )
 
 

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ragjax.kernels.attention.xla import dot
 from ragjax.kernels.device import Device
 from ragjax.kernels.reductions import reference, triton, xla
 from ragjax.kernels.view import View, check
@@ -139,9 +138,10 @@ def row_segment_score(
 ) -> jax.Array:
     """Attention probability that each row gives to the keys of each segment, averaged over query heads.
 
-    A token's attention to itself (equal index) is left out of the row's own segment: Cache-Craft's intra attention is
-    from each token to previous tokens of its chunk (eq. 4), strictly below the diagonal. Tokens are ranked by eq. 14, a
-    sum of columns of this.
+    Summed over the rows of a segment, this is Cache-Craft's inter attention on the earlier segments (eq. 3) and the
+    segment's intra attention. That is from each token to previous tokens (eq. 4, strictly below the diagonal), so a
+    token's attention to itself (equal index) is left out of its own segment. Tokens are ranked by eq. 14, a sum of
+    columns of this.
 
     Under `shard_map` over KV heads: as `key_score`.
 
@@ -171,29 +171,6 @@ def row_segment_score(
     lse_TH, view = restrict(lse_TH, view, (row_segment_T >= 0) & (row_segment_T < segments))
     compute = xla.row_segment_score if backend == "xla" else triton.row_segment_score
     return compute(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments)
-
-
-def segment_score(
-    q_THD: jax.Array,
-    lse_TH: jax.Array,
-    view: View,
-    row_segment_T: jax.Array,
-    key_segment_SC: jax.Array,
-    segments: int,
-    *,
-    backend: str | None = None,
-) -> jax.Array:
-    """Attention probability that each segment's rows give to each segment's keys: `row_segment_score` summed by
-    segment.
-
-    Item [a, b] with a != b is Cache-Craft's inter attention of a on the earlier chunk b (eq. 3), item [a, a] its
-    intra attention (eq. 4), where a token's attention to itself is left out. Arguments, errors and sharding as there.
-
-    Returns:
-        float32 [Z, Z], rows first.
-    """
-    score_TZ = row_segment_score(q_THD, lse_TH, view, row_segment_T, key_segment_SC, segments, backend=backend)
-    return dot(jax.nn.one_hot(row_segment_T, segments), score_TZ, ((0,), (0,)), batch=())
 
 
 def kv_deviation(

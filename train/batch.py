@@ -227,6 +227,6 @@ def _padded(x: NDArray[Any], size: int, value: int) -> Tokens:
 def pairs_of(example: Example) -> int:
     """How many pairs of row and key an example's attention has."""
     n = len(example)
-    order = np.arange(n)
-    hidden = np.clip(np.minimum(example.hide_until, n) - np.maximum(example.hide_from, order), 0, None)
-    return int((n - order - hidden).sum())
+    index = np.arange(n)
+    hidden = np.clip(np.minimum(example.hide_until, n) - np.maximum(example.hide_from, index), 0, None)
+    return int((n - index - hidden).sum())

@@ -115,7 +115,7 @@ def _slots(prompt: Prompt, plan: Plan, allocation: Allocation) -> tuple[NDArray[
     columns = [np.concatenate(column) for column in (indices, slots, offsets, own)]
     chunk = np.zeros(len(prompt), bool)
     for i, segment in enumerate(prompt.segments):
-        chunk[prompt.starts[i] : prompt.starts[i + 1]] = segment.kind is Kind.CHUNK
+        chunk[slice(*prompt.bounds(i))] = segment.kind is Kind.CHUNK
     kept = np.flatnonzero((columns[0] < len(prompt)) & chunk[np.minimum(columns[0], len(prompt) - 1)])
     kept = kept[np.argsort(columns[0][kept], kind="stable")]
     return tuple(column[kept] for column in columns)

@@ -11,7 +11,6 @@ what the first one left of the system prompt.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import report
+from benchmarks.common.envs import rerun
 from benchmarks.common.question import questions
 from benchmarks.common.redis import redis
 from ragjax.commands.flags import DEMO, integer
@@ -56,9 +56,7 @@ def serve(url: str, strategy: str, limit: int) -> dict[str, Any]:
 
 def in_process(url: str, strategy: str, limit: int) -> dict[str, Any]:
     """`serve` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.remote", "--server", url, strategy, str(limit)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # what it has to say is shown
-    served: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    served: dict[str, Any] = rerun("benchmarks.remote", "--server", url, strategy, str(limit))
     return served
 
 

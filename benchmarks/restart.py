@@ -9,7 +9,6 @@ there. Between "device" and "host" everything is driven off the device.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import report
+from benchmarks.common.envs import rerun
 from benchmarks.common.question import questions
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import StorageOptions
@@ -63,9 +63,7 @@ def ask(engine: Engine, question: str, strategy: str, state: str) -> dict[str, A
 
 def in_process(folder: str, states: Sequence[str], limit: int) -> list[dict[str, Any]]:
     """`serve` in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.restart", "--server", folder, ",".join(states), str(limit)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)  # what it has to say is shown
-    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    answers: list[dict[str, Any]] = rerun("benchmarks.restart", "--server", folder, ",".join(states), str(limit))
     return answers
 
 

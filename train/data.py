@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ragjax.retrieval.path import Triple
 from train.answer import answered
 from train.maker import from_graph, from_question, from_trivia, triple_of
 from train.reading import Question, Shape, from_questions, without
-from train.sample import Bad, Sample, lines_of, list_of, normal, read_lines, read_samples, text_of, write_samples
+from train.sample import Bad, Sample, lines_of, list_of, named, normal, read_lines, read_samples, text_of, write_samples
 from train.split import apart, split
 from train.walk import Limits
 
@@ -94,7 +93,7 @@ def _from_kg(options: argparse.Namespace) -> list[Sample]:
     def parse(value: Mapping[str, Any]) -> Sample:
         return from_question(value, limits, options.seed, next(numbers))
 
-    return _named(read_lines(options.files, parse, options.max_bad))
+    return named(read_lines(options.files, parse, options.max_bad))
 
 
 def _from_graph(options: argparse.Namespace) -> list[Sample]:
@@ -178,10 +177,6 @@ def _answered(
 
 def _from_samples(options: argparse.Namespace) -> list[Sample]:
     return read_samples(options.files, options.max_bad)
-
-
-def _named(found: Sequence[tuple[str, Sample]]) -> list[Sample]:
-    return [sample if sample.id else replace(sample, id=place) for place, sample in found]
 
 
 SOURCES: Mapping[str, tuple[Source, str]] = {

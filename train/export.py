@@ -23,10 +23,10 @@ from ragjax.commands.flags import command_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.file import atomic_path
 from ragjax.models.adapter import Adapter
-from ragjax.models.config import LongRope, ModelConfig
+from ragjax.models.config import Family, LongRope, ModelConfig
 from ragjax.models.gguf import read_gguf
 from ragjax.models.hub import LocalModel, cache_dir, resolve
-from ragjax.models.huggingface import read_json
+from ragjax.models.huggingface import ARCHITECTURES, read_json
 from ragjax.models.local import check_weights
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import load_decoder, weights_digest
@@ -35,12 +35,8 @@ from train.model import Tree, stacked
 SHARD_BYTES = 4 * 2**30
 """Tensors are split over files of about this size."""
 
-ARCHITECTURES: Mapping[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+TRAINED: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
+"""The families whose checkpoints are written."""
 
 BESIDE = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 """What of a Hugging Face directory is taken over as it is, where there is such a file."""
@@ -52,10 +48,8 @@ STORAGE = ("quantization_config", "compression_config")
 
 def check_family(config: ModelConfig) -> None:
     """Raise ConfigError if checkpoints of the model's family are not written, and so not trained either."""
-    if config.family not in ARCHITECTURES:
-        raise ConfigError(
-            f"models of the family {config.family} are not trained; trained are {', '.join(ARCHITECTURES)}"
-        )
+    if config.family not in TRAINED:
+        raise ConfigError(f"models of the family {config.family} are not trained; trained are {', '.join(TRAINED)}")
 
 
 def export(weights: Tree, config: ModelConfig, source: LocalModel, out: str | Path, dtype: str = "bfloat16") -> None:

@@ -28,7 +28,7 @@ from ragjax.models.decoder import Decoder, Layer
 from train.batch import Batch
 from train.lora import Lora
 from train.mesh import ROWS, spec_of
-from train.part import AXIS, PartDecoder, PartLayer, enter
+from train.part import AXIS, PartDecoder, PartLayer, enter, take_over
 from train.soft import Soft
 
 Tree = dict[str, Any]
@@ -184,9 +184,7 @@ class Adapted(Layer):
     """The serving layer, with what adapters add to its products."""
 
     def __init__(self, layer: Layer, lora: Lora, pairs: Mapping[str, Pair]):
-        for name, value in vars(layer).items():
-            if not name.startswith("_"):
-                setattr(self, name, value)
+        take_over(self, layer)
         self._lora, self._pairs = lora, nnx.data(dict(pairs))
 
     def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class PartLayer(Layer):
     """A layer with some of the KV heads, each with its query heads, and some of the MLP."""
 
     def __init__(self, layer: Layer):
-        _take_over(self, layer)
+        take_over(self, layer)
         self._layer = layer
         for name in ("q_norm", "k_norm"):
             norm = getattr(layer, name)
@@ -75,7 +75,7 @@ class PartDecoder(Decoder):
     """The ends of a decoder with some tokens of the vocabulary: as many as each other device."""
 
     def __init__(self, decoder: Decoder):
-        _take_over(self, decoder)
+        take_over(self, decoder)
 
     def _row(self, tokens_T: jax.Array) -> jax.Array:
         own = self.embedding.shape[0]
@@ -87,7 +87,8 @@ class PartDecoder(Decoder):
         return collect(super()._scores(enter(h_NE)))
 
 
-def _take_over(part: Layer | Decoder, whole: Layer | Decoder) -> None:
+def take_over(part: Layer | Decoder, whole: Layer | Decoder) -> None:
+    """Give a part what the whole has, as it is."""
     for name, value in vars(whole).items():
         if not name.startswith("_"):
             setattr(part, name, value)

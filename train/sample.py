@@ -200,11 +200,12 @@ def read_samples(files: Sequence[str | Path], max_bad: int = 0) -> list[Sample]:
     samples = read_lines(files, Sample.from_json, max_bad)
     if not samples:
         raise ConfigError(f"no samples in {', '.join(str(file) for file in files)}")
-    return [sample if sample.id else _named(sample, place) for place, sample in samples]
+    return named(samples)
 
 
-def _named(sample: Sample, place: str) -> Sample:
-    return replace(sample, id=place)
+def named(found: Sequence[tuple[str, Sample]]) -> list[Sample]:
+    """Samples that come with their places; one without an id is named after its place."""
+    return [sample if sample.id else replace(sample, id=place) for place, sample in found]
 
 
 def read_lines(

@@ -1,7 +1,8 @@
 """The rivals' homes: throw-away virtual environments under `benchmarks/.envs`, and workers that run inside them.
 
 A worker is a script of `benchmarks/workers`, started in its own process with its own interpreter; it reads one JSON
-object a line and answers with one. Nothing here installs into the project's own environment.
+object a line and answers with one. Nothing here installs into the project's own environment. `rerun` starts a module
+of ours.
 """
 
 from __future__ import annotations
@@ -73,6 +74,12 @@ def _install(interpreter: Path, pins: Path, home: Path, settings: Mapping[str, s
         words = log.read_text()[-TAIL:]
         shutil.rmtree(home, ignore_errors=True)
         raise RivalError(f"installing {pins} failed:\n{words}")
+
+
+def rerun(module: str, *arguments: str) -> Any:
+    """What a module of ours says in its last line, one of JSON, in a process of its own; its errors are shown."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -89,8 +89,11 @@ Number = TypeVar("Number", int, float)
 
 
 def listed(text: str) -> list[str]:
-    """Names separated by commas."""
-    return [name for name in text.split(",") if name]
+    """Names separated by commas, one at least."""
+    names = [name for name in text.split(",") if name]
+    if not names:
+        raise argparse.ArgumentTypeError("name one at least")
+    return names
 
 
 def numbers(kind: Callable[[str], Number]) -> Callable[[str], list[Number]]:

@@ -37,7 +37,7 @@ _PACKED_DTYPES = frozenset({*SAFETENSORS_DTYPES, "I8", "I32", "I64", _FLOAT8})
 
 _log = logging.getLogger(__name__)
 
-_ARCHITECTURES: Mapping[Family, str] = {
+ARCHITECTURES: Mapping[Family, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -45,6 +45,7 @@ _ARCHITECTURES: Mapping[Family, str] = {
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
 }
+"""The families that are read, and the class that config.json names."""
 
 # Code of a repository that transformers has taken over; what it names is not read.
 _OWN_CODE: Mapping[Family, Mapping[str, str]] = {
@@ -279,13 +280,13 @@ def _context_length(mapping: Mapping[str, Any], family: Family, rope: Rope) -> i
 
 def _family(mapping: Mapping[str, Any]) -> Family:
     model_type = mapping.get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if model_type not in ARCHITECTURES:
         reason = f" ({_REFUSED[str(model_type)]})" if model_type in _REFUSED else ""
-        raise ConfigError(f"model_type is {model_type!r}{reason}; supported are {', '.join(_ARCHITECTURES)}")
+        raise ConfigError(f"model_type is {model_type!r}{reason}; supported are {', '.join(ARCHITECTURES)}")
     family = cast(Family, model_type)
-    architectures = mapping.get("architectures") or [_ARCHITECTURES[family]]
-    if architectures != [_ARCHITECTURES[family]]:
-        raise ConfigError(f"architectures is {architectures!r}; supported for {family} is {_ARCHITECTURES[family]}")
+    architectures = mapping.get("architectures") or [ARCHITECTURES[family]]
+    if architectures != [ARCHITECTURES[family]]:
+        raise ConfigError(f"architectures is {architectures!r}; supported for {family} is {ARCHITECTURES[family]}")
     return family
 
 

@@ -122,10 +122,15 @@ def _run(database: sqlite3.Connection, statements: str) -> None:
         database.execute(statement)
 
 
+def index_path(directory: Path | None) -> Path | None:
+    """Where the vector index of a directory's chunks is saved; None without a directory."""
+    return None if directory is None else directory / "index.npz"
+
+
 def open_index(database: sqlite3.Connection, directory: Path | None, kind: IndexKind, dim: int) -> VectorIndex:
     """The saved index and the stored chunks that it lacks; a new one if it holds any that is not stored."""
     numbers = {number for (number,) in database.execute("select number from chunks")}
-    path = None if directory is None else directory / "index.npz"
+    path = index_path(directory)
     index = None if path is None else _saved_index(path, kind, dim)
     if index is None or not index.ids <= numbers:
         index = VectorIndex(kind, dim)

@@ -20,6 +20,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ragjax.core import Chunk, ConfigError
+from ragjax.core.file import durable_path
 from ragjax.retrieval.endpoint import SHOWN
 from ragjax.retrieval.triple_parser import Parsed, parse
 
@@ -159,9 +160,8 @@ def _drop_superseded(out: Path, digests: Mapping[str, str]) -> None:
     ]
     if len(kept) == len(lines):
         return
-    part = out.with_name(out.name + ".part")
-    part.write_bytes(b"".join(kept))
-    part.replace(out)
+    with durable_path(out) as part:
+        part.write_bytes(b"".join(kept))
 
 
 def _digest(chunk: Chunk) -> str:

@@ -11,7 +11,6 @@ Dimensions: N vectors, Q queries, E embedding, K results.
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import faiss
 import numpy as np
 
 from ragjax.core import ConfigError
+from ragjax.core.file import durable_path
 from ragjax.retrieval.staged import NONE, Found, Ids, Stage, Vectors, by_score, flat_stages, list_stages, settle
 
 __all__ = ["NONE", "TRAIN_AT", "Ids", "IndexKind", "VectorIndex", "Vectors"]
@@ -152,12 +152,8 @@ class VectorIndex:
             blob = faiss.serialize_index(self._faiss)
             dead = np.array(sorted(self._dead), np.int64)
             trained_on = self._trained_on
-        draft = path.with_name(path.name + ".tmp")
-        with draft.open("wb") as file:
+        with durable_path(path) as part, part.open("wb") as file:
             np.savez(file, kind=np.array(str(self.kind)), blob=blob, dead=dead, trained_on=np.array(trained_on))
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> VectorIndex:

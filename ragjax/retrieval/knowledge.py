@@ -109,7 +109,7 @@ class KnowledgeBase:
         self._index = index
         self._encoder = encoder
         self._chunker = chunker
-        self._index_path = None if directory is None else directory / "index.npz"
+        self._index_path = chunk_store.index_path(directory)
         self._writing = FairLock()
         self._reading = threading.Lock()  # the connection, and the cache of chunks
         self._cache: dict[int, Chunk] = {}

@@ -7,11 +7,11 @@ end of what was written and opens without the rest, and other damage makes it ha
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from ragjax.core import DamageError
+from ragjax.core.file import durable_path
 
 _NAME = "seal"
 _LASTING = ".sst"  # never changed; gone when the database has put their rows into others
@@ -63,12 +63,8 @@ def _read(place: Path) -> tuple[str, dict[str, str]]:
 
 def _write(folder: Path, state: str, digests: Mapping[str, str]) -> None:
     body = "\n".join([state, *(f"{name} {digest}" for name, digest in digests.items())])
-    draft = folder / f"{_NAME}.tmp"
-    with draft.open("w", encoding="ascii") as file:
-        file.write(f"{body}\n{hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}")
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / _NAME)
+    with durable_path(folder / _NAME) as part:
+        part.write_text(f"{body}\n{hashlib.blake2b(body.encode(), digest_size=16).hexdigest()}", encoding="ascii")
 
 
 def _digest(path: Path) -> str:

@@ -17,7 +17,7 @@ from hashlib import sha256
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -218,8 +218,8 @@ def peek(path: Path, identity: bytes) -> Record:
     Raises:
         Damaged: the header is not what `encode` writes for this identity, or the file has another length.
     """
-    with open(path, "rb") as file:
-        return _peek(file, os.fstat(file.fileno()).st_size, identity)
+    with open(path, "rb", buffering=0) as file:
+        return Reader(OnDisk(file), identity).record
 
 
 def record_of(head: bytes, identity: bytes) -> Record:
@@ -231,14 +231,6 @@ def record_of(head: bytes, identity: bytes) -> Record:
     if _header_end(head[:_PREFIX], len(head)) != len(head):
         raise Damaged("its header has another length")
     return _parse(head, identity)[0]
-
-
-def _peek(file: BinaryIO, size: int, identity: bytes) -> Record:
-    prefix = file.read(_PREFIX)
-    start = _header_end(prefix, size)
-    record, layout, _ = _parse(prefix + file.read(start - _PREFIX), identity)
-    _fit(layout, size - start)
-    return record
 
 
 def _check(record: Record, arrays: Arrays) -> None:

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from ragjax.cache import hierarchy
+from ragjax.cache.node import Node
 from ragjax.cache.policy import POLICIES
+from ragjax.cache.policy.base import Access
+from ragjax.cache.policy.pgdsf import PGDSF
 from ragjax.core import Answer, ConfigError, Document, Kind, Prefill, Prompt, Segment, StorageOptions
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.core.tiers import Record
@@ -74,12 +77,25 @@ def test_eviction_storms_change_no_answer(policy: str, reference: dict[int, Answ
 
 
 @pytest.mark.parametrize("strategy", ["fusion", "blend", "craft"])
-def test_a_policy_that_counts_costs_serves_who_repairs_what_is_missing(strategy: str) -> None:
+def test_a_policy_that_counts_costs_serves_who_repairs_what_is_missing(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is computed for the first time and again as repaired is computed twice, and reused never."""
+    seen = list[Access]()
+    count = PGDSF.on_access
+
+    def on_access(policy: PGDSF, node: Node, access: Access) -> None:
+        seen.append(access)
+        count(policy, node, access)
+
+    monkeypatch.setattr(PGDSF, "on_access", on_access)
+    repaired = 0 if strategy == "craft" else 78  # of 130 tokens; craft computes a chunk that it meets first whole
+    prompts = [tiny.prompt(1, chunks=chunks) for chunks in ((40, 33, 57), (40, 33, 30))]
     with tiny.engine(policy="pgdsf") as engine:
-        for chunks in ((40, 33, 57), (40, 33, 30)):
-            engine.answer_prompt(tiny.prompt(1, chunks=chunks), strategy=strategy, recompute_ratio=0.6, max_tokens=1)
+        for prompt in prompts:
+            engine.answer_prompt(prompt, strategy=strategy, recompute_ratio=0.6, max_tokens=1)
             engine.audit()
+    assert seen[0] == Access(hit=False, cached=0, new=len(prompts[0]) + repaired)
 
 
 def test_from_device_host_and_disk(reference: dict[int, Answer], tmp_path: Path) -> None:

@@ -98,5 +98,5 @@ def test_the_family_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         open_checkpoint(folder)
     made = run("A model family", **{**vars(config), **vars(huggingface)})
     monkeypatch.setattr(config, "Family", made["Family"])
-    monkeypatch.setattr(huggingface, "_ARCHITECTURES", made["_ARCHITECTURES"])
+    monkeypatch.setattr(huggingface, "ARCHITECTURES", made["ARCHITECTURES"])
     assert open_checkpoint(folder).config.family == "orchid"

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.retrieval import index as module
 from ragjax.retrieval.index import NONE, TRAIN_AT, IndexKind, VectorIndex
 
 DIM = 24
@@ -164,10 +163,11 @@ def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     index.save(tmp_path / "index")
     before = (tmp_path / "index").read_bytes()
     index.remove([0])
-    monkeypatch.setattr(module.os, "fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         index.save(tmp_path / "index")
     assert (tmp_path / "index").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
 
 @pytest.mark.parametrize("content", [b"", b"not an index", None])

@@ -33,7 +33,7 @@ from tests.support.training import LORA, SMALL, adapters, lines, make_model
 from train.batch import Rows
 from train.checkpoint import Checkpoints
 from train.depft import main
-from train.export import ARCHITECTURES, export, hf_config
+from train.export import TRAINED, export, hf_config
 from train.export import main as export_main
 from train.meter import Cost, Log
 from train.model import stacked
@@ -242,7 +242,7 @@ def test_samples_that_do_not_fit_are_counted(home: Path, caplog: pytest.LogCaptu
 # ------------------------------------------------------------------------------------------- export
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].family in ARCHITECTURES])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if FAMILIES[name].family in TRAINED])
 def test_exported_model_is_read_back(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = FAMILIES[family]
     tensors = tensors_of(config)

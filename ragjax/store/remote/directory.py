@@ -50,21 +50,13 @@ class Directory:
     `notify` is called, in any thread, when answers have come. size: entries and bytes on the server, as last heard.
     """
 
-    def __init__(
-        self,
-        remote: Remote,
-        identity: bytes,
-        breaker: Breaker,
-        counts: Counts,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, remote: Remote, identity: bytes, breaker: Breaker, counts: Counts):
         self.notify: Callable[[], None] = lambda: None
         self.size = (0, 0)
         self._remote = remote
         self._identity = identity
         self._breaker = breaker
         self._counts = counts
-        self._clock = clock
         self._change = Condition()  # guards all below
         self._answers: OrderedDict[str, _Answer] = OrderedDict()
         self._open: dict[str, None] = {}
@@ -85,7 +77,7 @@ class Directory:
             if not self._breaker.on or self._closed:
                 return ()
             answer = self._answers.get(question)
-            if answer is None or self._clock() >= answer.until:
+            if answer is None or time.monotonic() >= answer.until:
                 self._asked.add(question)
                 self._open.setdefault(question)
                 self._change.notify_all()
@@ -158,7 +150,7 @@ class Directory:
             self._counts.add(failures=1)
             self._breaker.failed(error)
             return
-        now = self._clock()
+        now = time.monotonic()
         with self._change:
             for question in questions:
                 records = found[question]
@@ -201,8 +193,8 @@ class Directory:
         return tuple(record for record in records if question.startswith("k:") or place_of(record) == question)
 
     def _measure(self) -> None:
-        if self._clock() >= self._sized + SIZED:
-            self._sized = self._clock()
+        if time.monotonic() >= self._sized + SIZED:
+            self._sized = time.monotonic()
             self.size = self._remote.size()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +56,7 @@ class SharedTier(Inquiry):
         disk: None: there is none.
         max_bytes: bound on all entries of the server.
         timeout: seconds that a request waits for the server.
+        breaker: of the server; None: a new one.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class SharedTier(Inquiry):
         max_bytes: int,
         timeout: float,
         breaker: Breaker | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ):
         self.patience = timeout
         self._remote = remote
@@ -78,7 +77,7 @@ class SharedTier(Inquiry):
         self._breaker = breaker or Breaker(remote.address)
         self._counts = Counts()
         self._begin()
-        self._directory = Directory(remote, identity, self._breaker, self._counts, clock)
+        self._directory = Directory(remote, identity, self._breaker, self._counts)
         self._outbox = Outbox(remote, identity, self._breaker, self._counts)
 
     def _begin(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -152,3 +153,9 @@ def test_the_digest_covers_the_engine_and_the_benchmarks(monkeypatch: pytest.Mon
     rival.parent.mkdir()
     rival.write_text("")
     assert samples.code_digest.__wrapped__() == digests[-1]
+
+
+def test_a_list_of_names_is_not_empty() -> None:
+    assert report.listed("a,b,") == ["a", "b"]
+    with pytest.raises(argparse.ArgumentTypeError, match="one at least"):
+        report.listed("")

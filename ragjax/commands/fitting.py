@@ -159,7 +159,7 @@ def _trial(selector: Selector) -> Selective:
 def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], seed: int = 0) -> FitReport:
     """Fit on half of the questions, and check on the others; `step` is called after each of `answers_of(...)` answers.
 
-    The documents are preprocessed.
+    The documents must be preprocessed.
 
     Raises:
         ConfigError: if there are too few questions, or none over two chunks.

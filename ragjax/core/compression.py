@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
+from ragjax.core.check import is_number, put, whole
 from ragjax.core.errors import ConfigError, RequestError
 
 Signal = Literal["decay", "enhance", "evict"]
@@ -178,6 +179,20 @@ class Compression:
         except RequestError as error:
             raise ConfigError(str(error)) from None
 
+    @staticmethod
+    def asked(text: str) -> Compression | Literal["none"]:
+        """As a request says it: the short form, or "none".
+
+        Raises:
+            RequestError: saying what may be written.
+        """
+        if text == "none":
+            return "none"
+        try:
+            return Compression.parse(text)
+        except ConfigError as error:
+            raise RequestError(str(error), param="rag.compression", code="invalid_value") from None
+
     def __str__(self) -> str:
         """The short form; what it cannot say is left out."""
         return f"{self.method}{'+graph' if self.graph else ''}:{self.budget}"
@@ -204,11 +219,13 @@ def _choice(value: object, name: str, choices: tuple[str, ...]) -> None:
 
 
 def _whole(of: object, field: str, name: str, least: int) -> None:
-    value = getattr(of, field)
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    _check(ok, name, f"must be a whole number of at least {least}", value)
+    given = getattr(of, field)
+    value = whole(given)
+    _check(value is not None and value >= least, name, f"must be a whole number of at least {least}", given)
+    put(of, field, value)
 
 
 def _number(of: object, field: str, name: str) -> None:
     value = getattr(of, field)
-    _check(isinstance(value, int | float) and not isinstance(value, bool), name, "must be a number", value)
+    _check(is_number(value), name, "must be a number", value)
+    put(of, field, float(value))

@@ -154,7 +154,7 @@ class Prompt:
     def dependencies(self) -> tuple[frozenset[int], ...]:
         """Indices of all segments that each one depends on, directly or not (DepCache, Algorithm 1, lines 8 and 9)."""
         system = frozenset(
-            range(next((i for i, s in enumerate(self.segments) if s.kind is not Kind.SYSTEM), len(self)))
+            range(next((i for i, s in enumerate(self.segments) if s.kind is not Kind.SYSTEM), len(self.segments)))
         )
         found: list[frozenset[int]] = []
         for i, segment in enumerate(self.segments):

@@ -382,7 +382,8 @@ class Answer:
     predicted: divergence from full attention that the quality report has for the setting; None if it is unknown.
     scores: float32 [n, vocab], logits that predict each token of `Request.continuation`.
     figures: as `Plan.figures`. facts: relation paths of the prompt.
-    compression: how the prompt was compressed; None: it was not. kept: tokens of it that the answer saw, by layer.
+    compression: how the prompt was compressed; None: it was not. kept: tokens of it that the answer saw in
+        each layer, the mean where layers keep other numbers.
     prompt: its tokens, int32 [prompt_tokens], if `Rag.detail` asked for them; segments cover them in order.
     """
 

@@ -622,9 +622,7 @@ def _release(loop: Loop, kv: DepKV) -> None:
 
 
 def _compression(given: Compression | str | None) -> Compression | Literal["none"] | None:
-    if given == "none":
-        return "none"
-    return Compression.parse(given) if isinstance(given, str) else given
+    return Compression.asked(given) if isinstance(given, str) else given
 
 
 def _queue() -> tuple[Sink, asyncio.Queue[Event | BaseException]]:

@@ -11,7 +11,7 @@ from ragjax.schedule.state import RequestState
 
 @dataclass
 class Counters:
-    """Counts that only ever grow.
+    """Counts that only ever grow; `overhead_ms_last` is that of the last request.
 
     load_fallbacks: requests that recomputed KV because its load "failed" or was "slow".
     device_losses: times that the device's pool was lost and made again.

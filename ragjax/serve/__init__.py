@@ -1,10 +1,10 @@
-"""HTTP server: OpenAI's chat and text completions over an engine, with the account of what was reused.
+"""HTTP server: OpenAI's API over an engine, with the account of what was reused.
 
     python -m ragjax.serve --model smollm2-135m-instruct --knowledge DIR_OR_JSONL
 
 Requests and answers have the shapes of OpenAI's API reference, so its clients work unchanged; the field `rag`
-extends both (docs/http.md). What the engine cannot do is refused by name: a body never holds a field that is
-read by nobody, except `user`, which is OpenAI's label for the end user and has no effect.
+extends both (docs/http.md). What would change the answer and cannot be had is refused by name; what changes nothing is
+named in a notice, or refused with --strict (`neutral.py`).
 """
 
 from __future__ import annotations

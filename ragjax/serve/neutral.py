@@ -89,9 +89,7 @@ REFUSED: Mapping[str, Refusal] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), _GRAMMAR),
     "messages[].audio": Refusal(_TEXT),
     "messages[].function_call": Refusal("use tool_calls instead"),
-    **dict.fromkeys(
-        ("messages", "tools", "tool_choice", "response_format"), Refusal("use /v1/chat/completions", ([],))
-    ),
+    **dict.fromkeys(("messages", "tools", "tool_choice", "response_format"), _CHAT),
     "prompt": Refusal("use messages, or /v1/completions"),
 }
 """Fields that would change the answer."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from ragjax.core import ConfigError, RequestError
@@ -103,3 +104,17 @@ def test_an_unknown_field_is_named(body: dict[str, object], path: str) -> None:
 
 def test_edges_say_whether_they_need_queries() -> None:
     assert [Graph(edges=e).needs_queries for e in ("kk", "vv", "kv", "qk", "qq")] == [False, False, False, True, True]
+
+
+def test_numbers_of_numpy_are_taken() -> None:
+    made = Compression("snapkv", np.int64(512), Graph(strength=np.float32(0.5)))
+    assert made == Compression("snapkv", 512, Graph(strength=0.5)) and type(made.budget) is int
+    with pytest.raises(RequestError, match="whole number"):
+        Compression("snapkv", True)
+
+
+def test_a_short_form_that_a_request_has_wrong_is_the_requests_error() -> None:
+    assert Compression.asked("none") == "none" and Compression.asked("snapkv:512") == Compression("snapkv", 512)
+    with pytest.raises(RequestError, match="snapkv:512") as error:
+        Compression.asked("snapkv")
+    assert error.value.param == "rag.compression"

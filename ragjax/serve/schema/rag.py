@@ -31,14 +31,7 @@ class _Compression(BaseModel):
     given: dict[str, Any] | None = None
 
     def to_core(self) -> core.Compression | Literal["none"]:
-        if self.short == "none":
-            return "none"
-        if self.given is not None:
-            return core.Compression.of(self.given)
-        try:
-            return core.Compression.parse(self.short or "")
-        except core.ConfigError as error:
-            raise core.RequestError(str(error), param="rag.compression", code="invalid_value") from None
+        return core.Compression.of(self.given) if self.given is not None else core.Compression.asked(self.short or "")
 
 
 def _short(compression: object) -> object:

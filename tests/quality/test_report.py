@@ -496,7 +496,7 @@ def overwrite(engine: Engine, tokens: Tokens) -> None:
 def exchange(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
     """Another chunk's KV: look-ups of a chunk find one of equal length, if there is one."""
     matcher = engine._cache._matcher
-    match = matcher.match
+    match = matcher._match
 
     def wrong(context: Match, tokens: Tokens, *args: Any, **options: Any) -> Match | None:
         nodes = [n for n in engine._cache.tree.nodes() if len(n.tokens) == len(tokens) and n.run is not None]
@@ -504,7 +504,7 @@ def exchange(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
         found = [match(context, other, *args, **options) for other in others[:3]]
         return next((match for match in found if match is not None), None) or match(context, tokens, *args, **options)
 
-    monkeypatch.setattr(matcher, "match", wrong)
+    monkeypatch.setattr(matcher, "_match", wrong)
 
 
 @pytest.fixture

@@ -19,12 +19,10 @@ from ragjax.core import ConfigError, Document, has_controls, is_unicode
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markup import decode, read_markdown, read_text
 from ragjax.retrieval.pdf import reading_pdf
-from ragjax.retrieval.step import finish
+from ragjax.retrieval.step import at_once, finish
 
 MAX_BYTES = 32 * 2**20
 """Default limit of one document's file (for JSONL: of one line)."""
-
-PDF = ".pdf"
 
 _FIELDS = ("id", "title", "text")
 
@@ -143,10 +141,10 @@ def _string(entry: Mapping[str, Any], name: str, where: str) -> str:
 
 def _from_folder(folder: Path, max_bytes: int) -> list[Document]:
     names = sorted(_walk(folder))
-    chosen = [name for name in names if Path(name).suffix.lower() in suffixes()]
+    chosen = [name for name in names if Path(name).suffix.lower() in _READERS]
     others = Counter(Path(name).suffix or Path(name).name for name in names if name not in set(chosen))
     if not chosen:
-        raise ConfigError(f"{folder}: no documents: put {', '.join(suffixes())} files into it")
+        raise ConfigError(f"{folder}: no documents: put {', '.join(_READERS)} files into it")
     if others:
         _log.warning("%s: not loaded: %s", folder, ", ".join(f"{n} {kind}" for kind, n in sorted(others.items())))
     ids = _ids(chosen)
@@ -194,16 +192,16 @@ def parse(data: bytes, path: Path, document_id: str) -> Document:
 
 def parsing(data: bytes, path: Path, document_id: str) -> Generator[None, None, Document]:
     """As `parse`, in steps: what takes long, a PDF, is read some pages at a time."""
-    kind = path.suffix.lower()
-    if kind not in suffixes():
-        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(suffixes())}")
-    title, text = (yield from reading_pdf(data, path)) if kind == PDF else _READERS[kind](data, path)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"{path}: files of this type cannot be read; use {', '.join(_READERS)}")
+    title, text = yield from reader(data, path)
     return Document(document_id, text.strip(), title or path.stem)
 
 
 def suffixes() -> tuple[str, ...]:
     """Of the files that can be read."""
-    return (*_READERS, PDF)
+    return tuple(_READERS)
 
 
 def _data(path: Path, max_bytes: int) -> bytes:
@@ -221,9 +219,10 @@ def _data(path: Path, max_bytes: int) -> bytes:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
-_READERS: Mapping[str, Callable[[bytes, Path], tuple[str, str]]] = {
-    ".md": read_markdown,
-    ".txt": read_text,
-    ".html": read_html,
-    ".htm": read_html,
+_READERS: Mapping[str, Callable[[bytes, Path], Generator[None, None, tuple[str, str]]]] = {
+    ".md": at_once(read_markdown),
+    ".txt": at_once(read_text),
+    ".html": at_once(read_html),
+    ".htm": at_once(read_html),
+    ".pdf": reading_pdf,
 }

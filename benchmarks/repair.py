@@ -35,7 +35,7 @@ from benchmarks.quality.probe import Probe
 from ragjax.commands.flags import integer, share
 from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
-from ragjax.engine.build import SOME_FIT
+from ragjax.engine.measurement import SOME_FIT
 from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.quality.fit import FitReport
 from ragjax.reuse import DEPENDENCY

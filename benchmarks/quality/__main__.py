@@ -52,7 +52,7 @@ from benchmarks.quality.rows import Question, main_settings, rows, sweep_setting
 from benchmarks.quality.run import measure, opened
 from benchmarks.quality.similarity import History, packaged_encoder, search_in
 from ragjax.commands.flags import integer
-from ragjax.engine.build import SOME_FIT
+from ragjax.engine.measurement import SOME_FIT
 from ragjax.engine.preprocessing import fuse_all
 from ragjax.quality.fit import FitReport
 from ragjax.retrieval.knowledge import TextEncoder

@@ -28,7 +28,7 @@ from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.engine import Engine
-from ragjax.engine.build import alpha_path
+from ragjax.engine.measurement import alpha_path
 from ragjax.quality.alpha import Alpha, least
 from ragjax.quality.report import divergence
 from ragjax.reuse.base import Strategy

@@ -34,7 +34,7 @@ from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, StorageOptions, Wrapper
 from ragjax.engine import Engine
-from ragjax.engine.build import SOME_FIT, craft_alpha, fit_of, fit_path, report_path
+from ragjax.engine.measurement import SOME_FIT, alpha_of, fit_of, fit_path, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
@@ -287,7 +287,7 @@ def _measured(options: argparse.Namespace) -> Report:
     with _engine(options) as engine:
         settings = _known(engine, settings, options.strategies is not None)
         names = {setting.strategy for setting in settings}
-        alpha = craft_alpha(engine.identity)
+        alpha = alpha_of(engine.identity)
         if names & PREPROCESSED:
             _preprocess(engine, record="fusion+craft" in names)
         questions = demo_questions(engine, options.limit, options.questions)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
 from ragjax.core.fit import Fit
+from ragjax.engine.measurement import SOME_FIT, alpha_of, report_of, usable_fit
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
@@ -31,21 +32,17 @@ from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.local import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
-from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import Contract
-from ragjax.quality.fit import FitReport
-from ragjax.quality.report import Budget, Report, Setting
+from ragjax.quality.report import Budget, Setting
 from ragjax.retrieval.chunking import Chunker
 from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.reuse import PREPROCESSED, compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.budget import UNFITTED, Fitted
-from ragjax.reuse.craft import Craft
+from ragjax.reuse.budget import UNFITTED
 from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.reuse.packet import NAME as PACKET
-from ragjax.reuse.signals import NAMES
 from ragjax.runner.device import (
     cpu_features,
     is_wide,
@@ -68,8 +65,6 @@ _log = logging.getLogger(__name__)
 PAGE_SIZE = 64
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 ENCODER = "all-minilm-l6-v2"
-SOME_FIT = Fit({}, 0)
-"""Stands for the model's until it is known which model that is."""
 
 
 class Embedder(TextEncoder, Protocol):
@@ -147,8 +142,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        fit = _fit(identity, setting.strategy == FITTED)
-        chosen = strategies_of(local, fit, craft_alpha(identity))
+        fit = usable_fit(identity, setting.strategy == FITTED)
+        chosen = strategies_of(local, fit, alpha_of(identity))
     contract = contract_of(options, chosen, identity, dtype, budget)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
@@ -231,7 +226,7 @@ def contract_of(
     return Contract(
         setting,
         dtype,
-        report=_report(identity, budget, chosen, options.top_k),
+        report=report_of(identity, budget, chosen, options.top_k),
         budget=budget,
         fallback=options.quality_fallback,
         shadow_rate=options.shadow_rate,
@@ -280,103 +275,6 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy], whole: bool 
     if ratio is not None and not known[name].selective:
         raise ConfigError(f"the strategy {name} takes no recompute ratio")
     return Setting(name, ratio)
-
-
-def report_path(identity: bytes) -> Path:
-    """Where the quality report of a model is kept, by what its KV depends on."""
-    return cache_dir() / "quality" / f"{identity.hex()}.json"
-
-
-def alpha_path(identity: bytes) -> Path:
-    """Where a model's calibrated alpha of Cache-Craft is kept, by what its KV depends on."""
-    return cache_dir() / "craft" / f"{identity.hex()}.json"
-
-
-def craft_alpha(identity: bytes) -> float:
-    """The calibrated alpha of Cache-Craft, 1 if there is none.
-
-    Raises:
-        ConfigError: if its file cannot be used.
-    """
-    path = alpha_path(identity)
-    return Alpha.load(path, identity.hex()).value if path.exists() else 1.0
-
-
-def fit_path(identity: bytes) -> Path:
-    """Where the fit of a model's selector is kept, next to its quality report, by what its KV depends on."""
-    return cache_dir() / "quality" / f"{identity.hex()}.fit.json"
-
-
-def fit_of(identity: bytes) -> Fit | None:
-    """What the gate fitted to this model; None if it did not.
-
-    Raises:
-        ConfigError: if its file cannot be used.
-    """
-    path = fit_path(identity)
-    if not path.exists():
-        return None
-    fit = FitReport.load(path, identity.hex()).fit
-    unknown = next((name for name in fit.weights if name not in NAMES), None)
-    if unknown is not None:
-        raise ConfigError(f"{path}: there is no signal {unknown!r}; run python -m ragjax.reuse.gate --fit again")
-    return fit
-
-
-def _fit(identity: bytes, wanted: bool) -> Fit | None:
-    """The model's fit; None, and a warning, if its file cannot be used and nothing needs it.
-
-    Raises:
-        ConfigError: as `fit_of`, if it is wanted.
-    """
-    try:
-        return fit_of(identity)
-    except ConfigError as error:
-        if wanted:
-            raise
-        _log.warning("the strategy %s is not served: %s", FITTED, error)
-        return None
-
-
-def _report(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
-    """The model's quality report, as far as it is of known strategies.
-
-    None if no budget needs one and there is none, or, with a warning, none that can be used.
-
-    What Cache-Craft's strategies did by another alpha than they have now is left out, and what `fitted` did by another
-    fit.
-
-    Raises:
-        ConfigError: if a budget needs one that cannot be used, or that tells nothing of so many chunks.
-    """
-    path = report_path(identity)
-    if budget is None and not path.exists():
-        return None
-    try:
-        report = Report.load(path, identity.hex())
-    except ConfigError as error:
-        if budget is not None:
-            raise
-        _log.warning("answers predict no divergence: %s", error)
-        return None
-    if budget is not None and top_k > report.top_k:
-        raise ConfigError(
-            f"the quality report was made with {report.top_k} chunks a question, and {top_k} are to be retrieved: "
-            f"run python -m ragjax.reuse.gate --top-k {top_k}, or lower --top-k"
-        )
-    changed = {Setting(name) for name, one in known.items() if isinstance(one, Craft) and one.alpha != report.alpha}
-    stale = sorted(m.setting.strategy for m in report.measurements if m.setting in changed)
-    if stale:
-        again = "run python -m ragjax.reuse.gate again"
-        _log.warning("%s: %s had another alpha, %g: %s", path, ", ".join(stale), report.alpha, again)
-    fitted = known.get(FITTED)
-    if isinstance(fitted, Fitted) and fitted.digest != report.fit:
-        refitted = {m.setting for m in report.measurements if m.setting.strategy == FITTED}
-        if refitted:
-            _log.warning("%s: %s had another fit: run python -m ragjax.reuse.gate --budget again", path, FITTED)
-        changed |= refitted
-    kept = (m for m in report.measurements if m.setting.strategy in known and m.setting not in changed)
-    return replace(report, measurements=tuple(kept))
 
 
 def _policy(storage: StorageOptions) -> Policy:

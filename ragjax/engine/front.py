@@ -20,13 +20,12 @@ from ragjax.engine.build import (
     budget_of,
     compression_of,
     contract_of,
-    craft_alpha,
-    fit_of,
     grounds,
     strategies_of,
 )
 from ragjax.engine.card import Card
 from ragjax.engine.grounding import Grounding
+from ragjax.engine.measurement import alpha_of, fit_of
 from ragjax.engine.prepare import Preparation
 from ragjax.engine.sources import fill, fill_graph, sources
 from ragjax.models.hub import resolve
@@ -89,7 +88,7 @@ class Front:
         local = resolve(options.model)
         tokenizer = Tokenizer.load(local.path)
         fit = fit_of(card.identity) if "fitted" in card.strategies else None
-        chosen = strategies_of(local, fit, craft_alpha(card.identity))
+        chosen = strategies_of(local, fit, alpha_of(card.identity))
         contract = contract_of(options, chosen, card.identity, card.dtype, budget_of(options))
         parts = FrontParts(
             **grounds(options, tokenizer),

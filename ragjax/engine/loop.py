@@ -17,7 +17,7 @@ from ragjax.engine.execution import Execution
 from ragjax.engine.fault import Faults
 from ragjax.engine.guess import Guesses
 from ragjax.engine.loads import LoadWatch
-from ragjax.engine.queue import Queue
+from ragjax.engine.places import Places
 from ragjax.engine.recent import Recent
 from ragjax.engine.recovery import renew, restart_all
 from ragjax.engine.trace import Recorder
@@ -89,7 +89,7 @@ class Loop:
         self._pauses = Pauses(cache, self._scheduler, self._admission, runner)
         self.faults = Faults(request_timeout, self._restart, self._fail)
         self._guesses = Guesses(self.counters, self._arrive, self._settle, lambda state: self._end(state, None))
-        self._queue = Queue(max_queue)
+        self._places = Places(max_queue)
         self._execution = Execution(
             runner,
             self._scheduler,
@@ -171,9 +171,9 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            self._queue.give_back(place)
+            self._places.give_back(place)
             if not state.background:
-                self._queue.add(state)
+                self._places.add(state)
             self._inbox.put(lambda: self._arrive(state))
 
     def check_room(self) -> None:
@@ -185,7 +185,7 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            self._queue.check()
+            self._places.check()
 
     def hold_place(self) -> object:
         """As `check_room`, and hold a place in the queue for the request, until it is enqueued or gone.
@@ -195,12 +195,12 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            return self._queue.hold()
+            return self._places.hold()
 
     def give_back(self, place: object) -> None:
         """A request is gone for which a place was held; nothing happens if it was enqueued."""
         with self._lock:
-            self._queue.give_back(place)
+            self._places.give_back(place)
 
     def speculate(self, state: RequestState) -> None:
         """Have a request begun whose documents may turn out wrong, when there is room; it is in no queue until then.
@@ -226,9 +226,9 @@ class Loop:
         """
         with self._lock:
             self._check_open()
-            self._queue.give_back(place)
+            self._places.give_back(place)
             if not state.ended:
-                self._queue.add(state)
+                self._places.add(state)
             state.times.confirmed = time.perf_counter()
             self._inbox.put(lambda: self._guesses.confirm(state))
 
@@ -485,7 +485,7 @@ class Loop:
             return
         with self._lock:
             state.ended = True
-            self._queue.remove(state)
+            self._places.remove(state)
         if state.running:
             self._note_freed()
         state.stop()

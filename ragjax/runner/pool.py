@@ -24,7 +24,7 @@ MOVES = (16, 128, 1024)
 """Slots that one program moves."""
 
 
-class PagePool:
+class DevicePool:
     """Keys and values of all layers, in pages.
 
     Args:

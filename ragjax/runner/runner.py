@@ -36,7 +36,7 @@ from ragjax.models.decoder import Decoder, rotation_table
 from ragjax.runner import compaction, sampling
 from ragjax.runner.device import is_full
 from ragjax.runner.mesh import POOL, mesh_of
-from ragjax.runner.pool import PagePool
+from ragjax.runner.pool import DevicePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Place, Spec
@@ -85,7 +85,7 @@ class Left:
         return np.asarray(self.x_TE)
 
 
-class Runner(PagePool):
+class Runner(DevicePool):
     """The page pool of one model on one mesh, and the programs that compute on it.
 
     Args:

@@ -14,7 +14,7 @@ from ragjax.commands import fitting, gate
 from ragjax.core import ConfigError, Divergence, Document, Message, Rag, RequestError, StorageOptions
 from ragjax.core.fit import Fit, Forecast
 from ragjax.engine import Engine
-from ragjax.engine.build import _report, fit_of, fit_path, report_path
+from ragjax.engine.measurement import fit_of, fit_path, report_of, report_path
 from ragjax.engine.preprocessing import PreprocessReport, preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.contract import Contract
@@ -214,6 +214,6 @@ def test_figures_of_another_fit_are_left_out(caplog: pytest.LogCaptureFixture, t
         patch.setenv("RAGJAX_CACHE", str(tmp_path))
         for fit, kept in ((FITTED.digest, rows), ("another", rows[:1]), ("", rows[:1])):
             replace(report, fit=fit).save(report_path(identity))
-            read = _report(identity, Budget(0.5), known, 3)
+            read = report_of(identity, Budget(0.5), known, 3)
             assert read is not None and read.measurements == kept
     assert caplog.text.count("fitted had another fit") == 2

@@ -12,7 +12,7 @@ import pytest
 
 from ragjax.core import ConfigError
 from ragjax.core.fit import Fit, Forecast, features_of, rank_of
-from ragjax.engine import build
+from ragjax.engine.measurement import fit_path, usable_fit
 from ragjax.quality.fit import (
     Contestant,
     FitReport,
@@ -191,12 +191,12 @@ def test_a_start_that_does_not_need_a_fit_goes_on_without_a_damaged_one(
 ) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
     identity = bytes.fromhex("ab12")
-    assert build._fit(identity, wanted=True) is None, "there is none, and that is no fault"
-    path = build.fit_path(identity)
+    assert usable_fit(identity, wanted=True) is None, "there is none, and that is no fault"
+    path = fit_path(identity)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{}")
     with caplog.at_level("WARNING"):
-        assert build._fit(identity, wanted=False) is None
+        assert usable_fit(identity, wanted=False) is None
     assert "the strategy fitted is not served" in caplog.text and "gate --fit" in caplog.text
     with pytest.raises(ConfigError, match="no fit of a selector"):
-        build._fit(identity, wanted=True)
+        usable_fit(identity, wanted=True)

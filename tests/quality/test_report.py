@@ -37,7 +37,7 @@ from ragjax.core import (
 )
 from ragjax.engine import Engine
 from ragjax.engine import build as loading
-from ragjax.engine.build import SOME_FIT
+from ragjax.engine.measurement import SOME_FIT, alpha_path, report_of, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
@@ -816,26 +816,26 @@ def test_settings_of_a_start() -> None:
 def test_the_report_that_a_start_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
     identity, known = bytes.fromhex("ab12"), {"prefix": Prefix()}
-    assert loading._report(identity, None, known, 9) is None
+    assert report_of(identity, None, known, 9) is None
     with pytest.raises(ConfigError, match=r"python -m ragjax\.reuse\.gate"):
-        loading._report(identity, Budget(0.1), known, 3)
-    REPORT.save(loading.report_path(identity))
-    found = loading._report(identity, Budget(0.1), known, 3)
+        report_of(identity, Budget(0.1), known, 3)
+    REPORT.save(report_path(identity))
+    found = report_of(identity, Budget(0.1), known, 3)
     assert found is not None and [one.setting for one in found.measurements] == [PREFIX], "others are not known here"
     with pytest.raises(ConfigError, match="--top-k 4"):
-        loading._report(identity, Budget(0.1), known, 4)
-    assert loading._report(identity, None, known, 4) is not None
+        report_of(identity, Budget(0.1), known, 4)
+    assert report_of(identity, None, known, 4) is not None
 
 
 def test_a_report_that_cannot_be_used_stops_those_alone_who_need_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
-    REPORT.save(path := loading.report_path(b"\xab\x12"))
+    REPORT.save(path := report_path(b"\xab\x12"))
     path.write_text(path.read_text().replace('"version": 2', '"version": 1'))
     with pytest.raises(ConfigError, match="not version 2"):
-        loading._report(b"\xab\x12", Budget(0.1), {"prefix": Prefix()}, 3)
-    assert loading._report(b"\xab\x12", None, {"prefix": Prefix()}, 3) is None
+        report_of(b"\xab\x12", Budget(0.1), {"prefix": Prefix()}, 3)
+    assert report_of(b"\xab\x12", None, {"prefix": Prefix()}, 3) is None
     assert "answers predict no divergence" in caplog.text and "python -m ragjax.reuse.gate" in caplog.text
 
 
@@ -843,9 +843,9 @@ def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypa
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path))
     at_ratio = measurement(Setting("craft", 0.15), 0.02, 70.0)
     rows = (*REPORT.measurements, at_ratio)
-    replace(REPORT, alpha=0.4, measurements=rows).save(loading.report_path(b"\xab\x12"))
+    replace(REPORT, alpha=0.4, measurements=rows).save(report_path(b"\xab\x12"))
     for alpha, found in ((0.4, rows), (1.0, tuple(one for one in rows if one.setting != Setting("craft")))):
-        report = loading._report(b"\xab\x12", Budget(0.1), strategies(alpha=alpha), 3)
+        report = report_of(b"\xab\x12", Budget(0.1), strategies(alpha=alpha), 3)
         assert report is not None and report.measurements == found
 
 
@@ -924,7 +924,7 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     documents = [
         Document(name, f"The {name} of Marn is {i} miles off.", name) for i, name in enumerate(("mill", "inn"))
     ]
-    Alpha(0.3, "ab12", "tiny", "float32", "F1=0.9", 0.93, 60, 0.2).save(loading.alpha_path(b"\xab\x12"))
+    Alpha(0.3, "ab12", "tiny", "float32", "F1=0.9", 0.93, 60, 0.2).save(alpha_path(b"\xab\x12"))
     asked = [
         {"question": f"Where is the {d.id} of Marn?", "answers": [f"{i} miles off"]} for i, d in enumerate(documents)
     ]
@@ -940,7 +940,7 @@ def test_the_command_keeps_its_report_where_a_start_looks(tmp_path: Path, monkey
     monkeypatch.setattr(gate.Engine, "load", load)
     assert gate.main(["--budget", "KL=0.5", "--strategies", "prefix,naive", "--top-k", "2", "--dtype", "float32"]) == 0
     assert loaded["knowledge"] == knowledge("demo") and loaded["dtype"] == "float32"
-    found = loading._report(b"\xab\x12", Budget(0.5), {"prefix": Prefix(), "naive": Naive()}, 2)
+    found = report_of(b"\xab\x12", Budget(0.5), {"prefix": Prefix(), "naive": Naive()}, 2)
     assert found is not None and (found.model, found.dtype, found.top_k) == ("tiny", "float32", 2)
     assert found.alpha == 0.3
     prefix, naive = found.measurements

@@ -17,7 +17,7 @@ from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Styl
 from benchmarks.quality.run import measure
 from ragjax.core import ConfigError, Document, Kind
 from ragjax.engine import Engine
-from ragjax.engine.build import SOME_FIT
+from ragjax.engine.measurement import SOME_FIT
 from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.models.config import inverse_frequencies
 from ragjax.reuse import strategies as all_strategies

@@ -9,7 +9,7 @@ from ragjax.engine.overload import Overload
 from ragjax.schedule.state import RequestState
 
 
-class Queue:
+class Places:
     """Counts requests between their arrival and their end; not safe to call from several threads at once.
 
     most: requests that may wait.

@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from ragjax.commands.flags import command_line, integer
+from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, EngineOptions, RagjaxError
 from ragjax.engine import Engine
 from ragjax.retrieval.path import Triple
@@ -36,7 +37,7 @@ Source = Callable[[argparse.Namespace], tuple[list[Sample], list[Sample]]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; an error of ours is one line, and exit status 1."""
+    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
     try:
         options = _options(argv)
         aside_out = _aside_out(options)
@@ -45,8 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_samples(aside, aside_out)
         write_samples(samples, options.out)
     except RagjaxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line("train.data", error), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"{len(samples)} samples written to {options.out}, {len(aside)} put aside")
     return 0
 

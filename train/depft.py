@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 from ragjax.commands.flags import command_line, from_zero, integer, positive, share
+from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.depprompt import Positions
 from ragjax.models.adapter import INPUTS
@@ -25,15 +26,18 @@ from train.run import add_flags, run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; an error of ours is one line, and exit status 1."""
+    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         options = _options(argv)
         _check_given(options)
         summary = run(options, _recipe(options), _lora(options))
     except RagjaxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line("train.depft", error), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
     print(f"{summary['steps']} of {summary['of']} steps; see {summary['out']}")
     return 0
 

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.commands.flags import command_line
+from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.file import atomic_path
 from ragjax.models.adapter import Adapter
@@ -233,7 +234,7 @@ def merge(weights: Tree, adapter: Adapter) -> Tree:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; an error of ours is one line, and exit status 1."""
+    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
     try:
         options = _options(argv)
         adapter, source = Adapter.load(options.adapter), resolve(options.model)
@@ -243,8 +244,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         decoder = load_decoder(source.path, "float32", cache_dir())
         export(merge(stacked(decoder), adapter), decoder.config, source, options.out, options.dtype)
     except RagjaxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line("train.export", error), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"written to {options.out}; serve it by python -m ragjax.serve --model {options.out}")
     return 0
 

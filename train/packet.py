@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from ragjax.commands.flags import command_line, integer, positive
+from ragjax.commands.wording import error_line
 from ragjax.core import RagjaxError
 from train.recipe import Recipe
 from train.run import add_flags, run
@@ -20,14 +21,17 @@ from train.soft import Soft
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; an error of ours is one line, and exit status 1."""
+    """The command. Returns its exit code: 0, 1 after an error of ours, which is one line, 130 if stopped."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         options = _options(argv)
         summary = run(options, _recipe(options), Soft(options.header, options.trailer))
     except RagjaxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_line("train.packet", error), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("stopped; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
     print(f"{summary['steps']} of {summary['of']} steps; see {summary['out']}")
     return 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ragjax.commands.flags import command_line, from_zero
-from ragjax.commands.wording import plural, size_text
+from ragjax.commands.wording import error_line, plural, size_text
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _gc(directory, int(options.max_gb * 2**30))
             return _stats(directory, options.json)
     except RagjaxError as error:
-        print(f"ragjax.cache: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line("ragjax.cache", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

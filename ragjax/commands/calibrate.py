@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
+from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.engine import Engine
 from ragjax.engine.measurement import alpha_path
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(_options(argv))
     except RagjaxError as error:
-        print(f"ragjax.reuse.calibrate: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line("ragjax.reuse.calibrate", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

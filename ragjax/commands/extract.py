@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 
 from ragjax.commands.flags import command_line, integer, positive
+from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError, Tokens
 from ragjax.retrieval.chunking import MIN_TOKENS, Chunker
 from ragjax.retrieval.document import load
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         report = _run(options)
     except RagjaxError as error:
-        print(f"ragjax.retrieval.extract: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line("ragjax.retrieval.extract", error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

@@ -32,6 +32,7 @@ from ragjax import core
 from ragjax.commands import fitting
 from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
+from ragjax.commands.wording import error_line
 from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, StorageOptions, Wrapper
 from ragjax.engine import Engine
 from ragjax.engine.measurement import SOME_FIT, alpha_of, fit_of, fit_path, report_path
@@ -241,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"ragjax.reuse.gate: THE CACHE IS BROKEN: {error}", file=sys.stderr)
         return 1
     except RagjaxError as error:
-        print(f"ragjax.reuse.gate: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line("ragjax.reuse.gate", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

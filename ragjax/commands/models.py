@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ragjax.commands.flags import command_line
-from ragjax.commands.wording import size_text
+from ragjax.commands.wording import error_line, size_text
 from ragjax.core import ConfigError, EngineOptions, RagjaxError
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, NotHereError, resolve
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _get(options.model)
         return _report(resolve(options.model, download=False), options.model)
     except RagjaxError as error:
-        return _fail(error)
+        print(error_line("ragjax.models", error), file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
 
@@ -148,8 +149,3 @@ def _flags(context: int, tokens: int, token: int) -> str:
 
 def _codec(config: ModelConfig, kind: str) -> Codec:
     return Codec(kind, config.num_layers, config.num_kv_heads, config.head_dim, np.dtype(np.uint16))  # type: ignore[arg-type]
-
-
-def _fail(error: RagjaxError) -> int:
-    print(f"ragjax.models: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2

@@ -16,6 +16,7 @@ from typing import get_args
 from ragjax import core
 from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
+from ragjax.commands.wording import error_line
 from ragjax.engine import Engine
 from ragjax.engine.condensing import CondenseReport, Probe, condense
 from ragjax.engine.preprocessing import PreprocessReport, fuse, preprocess
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with Engine.load(engine_options(options), compile=False) as engine:  # a third of the programs are used
             report = _prepare(engine, options)
     except core.RagjaxError as error:
-        print(f"ragjax.preprocess: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line("ragjax.preprocess", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

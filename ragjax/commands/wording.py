@@ -1,6 +1,11 @@
-"""How commands say numbers."""
+"""How commands say errors and numbers."""
 
 from __future__ import annotations
+
+
+def error_line(command: str, error: Exception) -> str:
+    """What a command says of an error, on one line."""
+    return f"{command}: error: {' '.join(str(error).split())}"
 
 
 def plural(number: int, one: str, many: str) -> str:

@@ -25,6 +25,7 @@ from ragjax import core
 from ragjax.cluster.router import DEFAULT_ROUTER, ROUTERS
 from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
+from ragjax.commands.wording import error_line
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
 from ragjax.serve.connection import Limits, limited
 from ragjax.serve.origin import LOOPBACK, is_loopback
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
             _run(engine, listener, options)
     except core.RagjaxError as error:
-        print(f"ragjax.serve: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(error_line("ragjax.serve", error), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

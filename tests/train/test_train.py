@@ -30,6 +30,7 @@ from tests.support.devices import ROOT
 from tests.support.plain import FAMILIES, tensors_of
 from tests.support.tiny import byte_tokenizer, decoder
 from tests.support.training import LORA, SMALL, adapters, lines, make_model
+from train import depft
 from train.batch import Rows
 from train.checkpoint import Checkpoints
 from train.depft import main
@@ -186,8 +187,19 @@ def test_what_cannot_work_is_one_line(
 ) -> None:
     assert main(flags(home, "wrong", *more)) == 1
     error = capsys.readouterr().err
-    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert message in error and error.startswith("train.depft: error: ") and error.count("\n") == 1
     assert not list((home / "wrong").rglob("*"))
+
+
+def test_a_run_that_is_stopped_says_how_it_goes_on(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(depft, "run", stopped)
+    assert main(flags(home, "stopped")) == 130
+    assert capsys.readouterr().err == "stopped; --resume goes on from the last checkpoint\n"
 
 
 def test_a_trained_model_is_not_trained_over(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

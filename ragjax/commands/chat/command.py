@@ -16,6 +16,7 @@ from ragjax.commands.chat.session import Settings, Source
 from ragjax.commands.chat.talk import Talk
 from ragjax.commands.chat.terminal import Terminal
 from ragjax.commands.flags import command_line, integer, knowledge
+from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, EngineOptions, RagjaxError
 
 URL = "http://127.0.0.1:8000"
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with closing(_source(options)) as source:
             return _talk(source, options)
     except RagjaxError as error:
-        said = f"ragjax.chat: error: {' '.join(str(error).split())}"
+        said = error_line("ragjax.chat", error)
         Terminal(stderr=True, highlight=False).print(Text(said), soft_wrap=True)
         return 2
     except KeyboardInterrupt:

@@ -15,11 +15,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from ragjax.cluster.inventory import merged
 from ragjax.cluster.preparers import Preparers
 from ragjax.cluster.router import ROUTERS, Router
 from ragjax.cluster.router.base import Learn, forget
 from ragjax.cluster.router.need import Need, found_of
-from ragjax.cluster.sum import merged
 from ragjax.cluster.transport import Begun, Call, Status, Transport
 from ragjax.core import (
     Answer,

@@ -157,7 +157,7 @@ def _trial(selector: Selector) -> Selective:
 
 
 def fit(engine: Engine, questions: Sequence[Asked], step: Callable[[], object], seed: int = 0) -> FitReport:
-    """Fit on half of the questions, and check on the others; `step` is called after each of `answers_of(...)` answers.
+    """Fit on half of the questions, and check on the others; `step` is called after each of `count_answers(…)`.
 
     The documents must be preprocessed.
 
@@ -214,7 +214,7 @@ def _budgets(forecast: Forecast | None) -> tuple[Spent, ...]:
     return tuple(spent(forecast, kl) for kl in BUDGETS)
 
 
-def answers_of(questions: int) -> int:
+def count_answers(questions: int) -> int:
     """How many answers a fit on so many questions asks for, at most."""
     held = questions // 2
     fitted = 2 + len(TRIALS) + len(CONTESTANTS) + len(PENALTIES)

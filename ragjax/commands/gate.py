@@ -144,7 +144,7 @@ def settings_of(
 def measure(
     engine: Engine, questions: Sequence[Question], settings: Sequence[Setting], step: Callable[[], object]
 ) -> tuple[Measurement, ...]:
-    """Measure all settings on all questions; `step` is called after each of `answers_of(...)` answers.
+    """Measure all settings on all questions; `step` is called after each of `count_answers(...)` answers.
 
     Raises:
         BrokenCache: if an answer that is labelled exact is not, or logits are no finite numbers.
@@ -176,7 +176,7 @@ def measure(
     return tuple(Measurement.of(one, seen[one], ttft_ms[one], shares[one]) for one in settings)
 
 
-def answers_of(questions: int, settings: Sequence[Setting]) -> int:
+def count_answers(questions: int, settings: Sequence[Setting]) -> int:
     """How many answers `measure` asks for."""
     each = 1 + len(settings)
     return questions * (each + len(_first_of_each(settings))) + min(questions, ALONE) * each
@@ -263,7 +263,7 @@ def _fit(options: argparse.Namespace) -> int:
     with _engine(options, compile=False) as engine:
         _preprocess(engine)
         questions = demo_questions(engine, options.limit, options.questions)
-        with tqdm(total=fitting.answers_of(len(questions)), desc="fitting", unit="answer") as bar:
+        with tqdm(total=fitting.count_answers(len(questions)), desc="fitting", unit="answer") as bar:
             report = fitting.fit(engine, questions, bar.update)
         report.save(fit_path(engine.identity))
     for line in fitting.table(report):
@@ -294,7 +294,7 @@ def _measured(options: argparse.Namespace) -> Report:
         questions = demo_questions(engine, options.limit, options.questions)
         if len(questions) < LEAST:
             raise ConfigError(f"{options.questions}: a report takes at least {LEAST} questions, not {len(questions)}")
-        with tqdm(total=answers_of(len(questions), settings), desc="measuring", unit="answer") as bar:
+        with tqdm(total=count_answers(len(questions), settings), desc="measuring", unit="answer") as bar:
             measurements = measure(engine, questions, settings, bar.update)
         report = Report(
             identity=engine.identity.hex(),

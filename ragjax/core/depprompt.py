@@ -168,8 +168,8 @@ class Layout:
 
     def visible(self) -> NDArray[np.bool_]:
         """Whether each row sees each key, [n, n]. For looking at, and for checks."""
-        order = np.arange(len(self.token))[:, None]
-        return (order >= order.T) & ~((self.hide_from <= order) & (order < self.hide_until))
+        index = np.arange(len(self.token))[:, None]
+        return (index >= index.T) & ~((self.hide_from <= index) & (index < self.hide_until))
 
 
 def layout(prompt: Prompt, positions: Positions) -> Layout:

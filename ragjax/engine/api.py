@@ -51,7 +51,7 @@ from ragjax.engine.build import ENCODER, Parts, build
 from ragjax.engine.card import Card
 from ragjax.engine.depkv import DepKV, Keeping, Resumed
 from ragjax.engine.front import Front
-from ragjax.engine.inventory import take
+from ragjax.engine.inventory import inventory_of
 from ragjax.engine.loop import Loop
 from ragjax.engine.pipeline import Pipeline
 from ragjax.engine.replay import Replays
@@ -245,7 +245,7 @@ class Engine:
         Tenants see what is their own alone. The tenant "" sees what was computed for no tenant, and how full tiers are.
         """
         parts = self._parts
-        return take(
+        return inventory_of(
             self._loop, self._cache, parts.disk, parts.shared, self.options.storage, self.tokenizer, tenant, most
         )
 

@@ -22,7 +22,7 @@ ID_CHARS = 16
 """Of a node's key, in hexadecimal."""
 
 
-def take(
+def inventory_of(
     loop: Loop,
     cache: KnowledgeCache,
     disk: DiskStore | None,

@@ -239,13 +239,7 @@ class Preparation:
         if strategy is not None:
             self._check_ratio(rag, strategy)
         strategy, ratio, notice = (strategy, rag.recompute_ratio, None) if strategy else self._choose(rag, prompt)
-        plain, prompt = prompt, strategy.dress(prompt)
-        if strategy.trims:
-            asked = (most for most in (rag.keep_top, prompt.keep_top, self.keep_top) if most is not None)
-            prompt = replace(prompt, keep_top=next(asked, None))
-        elif rag.keep_top is not None:
-            reason = f"the strategy {strategy.name} takes no keep_top; prefix does"
-            raise RequestError(reason, param="rag.keep_top", code="invalid_value")
+        plain, prompt = prompt, self._trimmed(strategy.dress(prompt), rag, strategy)
         room, raw = self.context_length - len(prompt), request.prompt is not None
         self._check_bias(request)
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
@@ -264,6 +258,16 @@ class Preparation:
         if not request.background and self.contract.draws():
             state.shadowed = []
         return state
+
+    def _trimmed(self, prompt: Prompt, rag: Rag, strategy: Strategy) -> Prompt:
+        """The prompt, and how many of its chunks are kept if the strategy leaves some out."""
+        if strategy.trims:
+            asked = (most for most in (rag.keep_top, prompt.keep_top, self.keep_top) if most is not None)
+            return replace(prompt, keep_top=next(asked, None))
+        if rag.keep_top is not None:
+            reason = f"the strategy {strategy.name} takes no keep_top; prefix does"
+            raise RequestError(reason, param="rag.keep_top", code="invalid_value")
+        return prompt
 
     def _compression(self, request: Request, strategy: Strategy) -> Compression | None:
         """How the request's prompt is compressed; those in the background are not, unless they say so."""

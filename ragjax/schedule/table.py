@@ -58,12 +58,12 @@ class PageTable:
             self.by_layer = replace(self.by_layer, page_LS=page_LS)
         self._lasting = None
 
-    def show(self, index: int, order: int) -> None:
-        """Give the last span's token `index` an order."""
-        self.index_SC.reshape(-1)[self._last[index]] = order
+    def show(self, token: int, index: int) -> None:
+        """Give a token of the last span its index in the prompt."""
+        self.index_SC.reshape(-1)[self._last[token]] = index
 
     def grow(self, run: Run) -> None:
-        """More slots behind those of the last span: a run of whole pages, at offset 0, with tokens of no order yet."""
+        """More slots behind those of the last span: a run of whole pages, at offset 0; tokens have no index yet."""
         total, page_size = self.index_SC.shape
         more = len(run.pages)
         hidden_SC, zeros_SC = np.full((more, page_size), NEVER, np.int32), np.zeros((more, page_size), np.int32)
@@ -75,11 +75,11 @@ class PageTable:
         self._last = np.concatenate([self._last, np.arange(total * page_size, (total + more) * page_size)])
 
     def by_index(self, values_SC: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-        """Sum values of slots into their orders: [..., S, C] to [..., size]."""
+        """Sum values of slots by their index in the prompt: [..., S, C] to [..., size]."""
         live = self.index_SC.reshape(-1) < size
         flat = values_SC.reshape(*values_SC.shape[:-2], -1)[..., live]
         out = np.zeros((*flat.shape[:-1], size), np.float32)
-        np.add.at(out.T, self.index_SC.reshape(-1)[live], flat.T)  # axes turned: the order comes first
+        np.add.at(out.T, self.index_SC.reshape(-1)[live], flat.T)  # axes turned: the index comes first
         return out
 
 
@@ -122,7 +122,7 @@ def _by_layer(spans: Sequence[Span], page_size: int) -> LayerTable | None:
 
 
 def slots_of(spans: Iterable[Span], size: int, page_size: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Slot of each order, -1 where there is none, and RoPE offset, int32 [size]."""
+    """Slot of each index of the prompt, -1 where there is none, and RoPE offset, int32 [size]."""
     slot, offset = np.full(size, -1, np.int32), np.zeros(size, np.int32)
     for span in spans:
         live = span.indices < size

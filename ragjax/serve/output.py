@@ -9,7 +9,7 @@ from ragjax.serve.calls import Piece
 from ragjax.serve.response import Json
 
 
-def number(prefix: str) -> str:
+def new_id(prefix: str) -> str:
     """A new id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
@@ -25,7 +25,7 @@ class Output:
 
     def search(self, question: str) -> Iterator[Json]:
         """A search begins."""
-        item = {"id": number("fs"), "type": "file_search_call", "status": "in_progress", "queries": [question]}
+        item = {"id": new_id("fs"), "type": "file_search_call", "status": "in_progress", "queries": [question]}
         yield from self._add({**item, "results": None})
         yield self._told("file_search_call.in_progress")
         yield self._told("file_search_call.searching")
@@ -51,8 +51,8 @@ class Output:
         if piece.said:
             yield from self.say(piece.said, logprobs)
         elif piece.name:
-            call = {"id": number("fc"), "type": "function_call", "status": "in_progress", "arguments": ""}
-            yield from self._add({**call, "call_id": number("call"), "name": piece.name})
+            call = {"id": new_id("fc"), "type": "function_call", "status": "in_progress", "arguments": ""}
+            yield from self._add({**call, "call_id": new_id("call"), "name": piece.name})
         else:
             self.items[-1]["arguments"] += piece.arguments
             yield self._told("function_call_arguments.delta", delta=piece.arguments)
@@ -76,7 +76,7 @@ class Output:
                 item["status"] = "incomplete"
 
     def _begin_message(self) -> Iterator[Json]:
-        item = {"id": number("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        item = {"id": new_id("msg"), "type": "message", "status": "in_progress", "role": "assistant", "content": []}
         yield from self._add(item)
         part: Json = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self.items[-1]["content"].append(part)

@@ -12,7 +12,7 @@ from ragjax import core
 from ragjax.serve.calls import CallReader, Piece
 from ragjax.serve.error import ApiError
 from ragjax.serve.library import cited
-from ragjax.serve.output import Output, number
+from ragjax.serve.output import Output, new_id
 from ragjax.serve.response import Json, account, logprobs_of
 from ragjax.serve.schema import RESULTS, ResponseBody
 
@@ -45,7 +45,7 @@ class Reply:
         self._reader = CallReader() if request.tools is not None else None
         self._unsaid: list[Json] = []  # log-probabilities of tokens that the reader holds back
         self._number = 0
-        self._head = {"id": number("resp"), "object": "response", "created_at": int(time.time())}
+        self._head = {"id": new_id("resp"), "object": "response", "created_at": int(time.time())}
 
     async def whole(self, events: AsyncGenerator[core.Event, None]) -> Json:
         """The response once it is complete."""

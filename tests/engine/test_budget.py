@@ -153,7 +153,7 @@ def test_a_fit_end_to_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> No
     questions = [asked(engine, f"What of the {word}?", seed) for seed, word in enumerate(WORDS[:6])]
     steps: list[int] = []
     report = fitting.fit(engine, questions, lambda: steps.append(1))
-    assert len(steps) == fitting.answers_of(6) and (report.fitted, report.held) == (3, 3)
+    assert len(steps) == fitting.count_answers(6) and (report.fitted, report.held) == (3, 3)
     Weighted(report.fit.weights)
     assert sum(report.fit.weights.values()) == pytest.approx(1) and report.fit.top_k == 3
     assert len(report.contest) == len(fitting.CONTESTANTS) + 2 and all(len(one.kls) == 3 for one in report.contest)

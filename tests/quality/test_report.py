@@ -522,7 +522,7 @@ def test_the_gate_measures_what_is_there(engine: Engine) -> None:
     assert settings == (PREFIX, NAIVE, *(Setting("selective", ratio) for ratio in (None, 0.2, 0.7)))
     steps: list[None] = []
     prefix, naive, own, low, high = gate.measure(engine, QUESTIONS, settings, lambda: steps.append(None))
-    assert len(steps) == gate.answers_of(len(QUESTIONS), settings)
+    assert len(steps) == gate.count_answers(len(QUESTIONS), settings)
     assert (prefix.n, prefix.top1) == (4, 1.0) and prefix.kl < 1e-9 and prefix.share == 1.0
     assert naive.kl == own.kl == low.kl and 0.001 < naive.kl < naive.kl_hi and naive.share == 0.0
     assert high.kl < 1e-9 and high.share == 1.0

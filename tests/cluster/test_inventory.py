@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragjax.cluster.sum import LARGEST, merged
+from ragjax.cluster.inventory import LARGEST, merged
 from ragjax.core import Holding, Inventory, Sharing
 
 

@@ -407,18 +407,25 @@ class Engine:
         _check_several(documents, "documents")
         given = None if documents is None else tuple(documents)
         rag = Rag(
-            knowledge,
-            top_k,
-            strategy,
-            given,
-            recompute_ratio,
-            asked,
-            keep_top,
-            _compression(compression),
-            quality,
+            knowledge=knowledge,
+            top_k=top_k,
+            strategy=strategy,
+            documents=given,
+            recompute_ratio=recompute_ratio,
+            graph=asked,
+            keep_top=keep_top,
+            compression=_compression(compression),
+            kl=quality,
             recognise=recognise,
         )
-        request = Request(messages, None, sampling, rag, tenant, want_logits, continuation)
+        request = Request(
+            messages=messages,
+            sampling=sampling,
+            rag=rag,
+            tenant=tenant,
+            want_logits=want_logits,
+            continuation=continuation,
+        )
         self._loop.check_caller()
         self._loop.check_room()  # before the work of a request that would be refused
         future, sink = _future()
@@ -464,7 +471,14 @@ class Engine:
         if own is not None and compression is None:
             compression = "none"
         rag = Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression), kl=quality)
-        request = Request((), None, sampling, rag, tenant, want_logits, continuation, background)
+        request = Request(
+            sampling=sampling,
+            rag=rag,
+            tenant=tenant,
+            want_logits=want_logits,
+            continuation=continuation,
+            background=background,
+        )
         return self._begin(lambda sink, arrival: self._preparation.state(prompt, request, sink, Times(arrival), own))
 
     def compute_depkv(self, prompt: DepPrompt | Prompt, *, positions: Positions = "path", tenant: str = "") -> DepKV:

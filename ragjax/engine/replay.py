@@ -56,6 +56,12 @@ class Replays:
                 _log.exception("shadow replay failed")
                 self._contract.drop("failed")
 
-        request = Request((), None, Sampling(max_tokens=1), None, state.request.tenant, False, said, background=True)
+        request = Request(
+            sampling=Sampling(max_tokens=1),
+            rag=None,
+            tenant=state.request.tenant,
+            continuation=said,
+            background=True,
+        )
         self._waiting += 1
         return self.preparation.state(state.plain, request, sink, Times(time.perf_counter()), Full())

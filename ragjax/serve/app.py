@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import replace
 from types import MappingProxyType
@@ -98,13 +98,14 @@ def create_app(
     app.add_api_route("/v1/models", endpoints.models)
     app.add_api_route("/v1/models/{model:path}", endpoints.model)
     # what runs before the body is validated
-    for path, endpoint, before in (
-        ("/v1/chat/completions", endpoints.chat, endpoints.before_chat),
-        ("/v1/completions", endpoints.completion, endpoints.before_completion),
-        ("/v1/embeddings", endpoints.embedding, endpoints.before_embedding),
-        ("/v1/responses", endpoints.response, endpoints.before_response),
+    for path, endpoint, form in (
+        ("/v1/chat/completions", endpoints.chat, ChatBody),
+        ("/v1/completions", endpoints.completion, CompletionBody),
+        ("/v1/embeddings", endpoints.embedding, EmbeddingBody),
+        ("/v1/responses", endpoints.response, ResponseBody),
     ):
-        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=[Depends(before)])
+        first = [Depends(endpoints.before(form))]
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None, dependencies=first)
     app.include_router(LibraryEndpoints(engine).router())
     site = page.read()
     for path, file in site.items():
@@ -192,32 +193,24 @@ class _Endpoints:
         self._check_model(model)
         return self._model()
 
-    async def before_chat(self, request: Request) -> None:
-        await self._before(request, ChatBody)
+    def before(self, form: type[Body]) -> Callable[[Request], Awaitable[None]]:
+        """Checks sizes, and takes out what changes nothing: the request keeps the body as parsed, to be validated."""
 
-    async def before_completion(self, request: Request) -> None:
-        await self._before(request, CompletionBody)
+        async def settled(request: Request) -> None:
+            request.state.notices = ()
+            with suppress(ValueError, RecursionError):  # what is no JSON is refused with its reason
+                body = await request.json()
+                check_sizes(body, self._engine.context_length)
+                if not self._strict:
+                    request.state.notices = settle(body, form)
 
-    async def before_embedding(self, request: Request) -> None:
-        await self._before(request, EmbeddingBody)
-
-    async def _before(self, request: Request, form: type[Body]) -> None:
-        """Check sizes, and take out what changes nothing: the request keeps the body as parsed, to be validated."""
-        request.state.notices = ()
-        with suppress(ValueError, RecursionError):  # what is no JSON is refused with its reason
-            body = await request.json()
-            check_sizes(body, self._engine.context_length)
-            if not self._strict:
-                request.state.notices = settle(body, form)
+        return settled
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         return await self._respond(ChatForm, body, request)
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         return await self._respond(TextForm, body, request)
-
-    async def before_response(self, request: Request) -> None:
-        await self._before(request, ResponseBody)
 
     async def response(self, body: ResponseBody, request: Request) -> Response:
         tenant = request.state.tenant

@@ -111,17 +111,17 @@ class ChatRag(TextRag):
         documents = None if self.documents is None else tuple(_passage(document) for document in self.documents)
         graph = None if self.graph is None else self.graph.to_core()
         return core.Rag(
-            self.knowledge,
-            self.top_k,
-            self.strategy,
-            documents,
-            self.recompute_ratio,
-            graph,
-            self.keep_top,
-            self.compressed(),
-            None if self.quality is None else self.quality.kl,
-            bool(self.detail),
-            self.recognise,
+            knowledge=self.knowledge,
+            top_k=self.top_k,
+            strategy=self.strategy,
+            documents=documents,
+            recompute_ratio=self.recompute_ratio,
+            graph=graph,
+            keep_top=self.keep_top,
+            compression=self.compressed(),
+            kl=None if self.quality is None else self.quality.kl,
+            detail=bool(self.detail),
+            recognise=self.recognise,
         )
 
 

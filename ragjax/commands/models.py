@@ -15,7 +15,7 @@ import numpy as np
 
 from ragjax.commands.flags import command_line
 from ragjax.commands.wording import error_line, size_text
-from ragjax.core import ConfigError, EngineOptions, RagjaxError
+from ragjax.core import CHUNK_TOKENS, ConfigError, EngineOptions, RagjaxError
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, NotHereError, resolve
 from ragjax.models.inventory import inventory, offer
@@ -25,9 +25,6 @@ from ragjax.store.codec import Codec
 
 ITEM_BYTES = 2
 """Of a number in bfloat16, which the server's --dtype auto is."""
-
-PASSAGE = 192
-"""Tokens of a passage, if nothing says otherwise."""
 
 LEAST = 1024
 """Tokens of KV with which a server is of some use."""
@@ -131,7 +128,7 @@ def _print_needs(config: ModelConfig) -> str | None:
     if tokens < LEAST:
         print(f"{place} is too small for the weights and {LEAST:,} tokens of KV", file=sys.stderr)
         return None
-    print(f"{place} has room for {tokens:,} tokens of KV: {tokens // PASSAGE:,} passages of {PASSAGE} tokens")
+    print(f"{place} has room for {tokens:,} tokens of KV: {tokens // CHUNK_TOKENS:,} passages of {CHUNK_TOKENS} tokens")
     return _flags(config.context_length, tokens, token)
 
 

@@ -23,7 +23,19 @@ from ragjax.core.errors import (
 )
 from ragjax.core.filter import Attributes, Comparison, Compound, Filter, Scalar
 from ragjax.core.inventory import Departure, Holding, Inventory, Replicas, Served, Sharing
-from ragjax.core.library import CHUNK_TOKENS, WHOLE, Attachment, Batch, Counts, File, Passage, Slice, State, Store
+from ragjax.core.library import (
+    CHUNK_TOKENS,
+    PURPOSES,
+    WHOLE,
+    Attachment,
+    Batch,
+    Counts,
+    File,
+    Passage,
+    Slice,
+    State,
+    Store,
+)
 from ragjax.core.limits import StepLimits
 from ragjax.core.options import DTYPES, INDEXES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
@@ -72,6 +84,7 @@ __all__ = [
     "INDEXES",
     "NEVER",
     "ORDERS",
+    "PURPOSES",
     "RETRIEVE",
     "WHOLE",
     "Adjusted",

@@ -12,6 +12,9 @@ from ragjax.core.prompt import Chunk
 State = Literal["in_progress", "completed", "failed", "cancelled"]
 """What has become of a file in a store."""
 
+PURPOSES = ("assistants", "user_data")
+"""What files may be for: both mean that they are searched."""
+
 CHUNK_TOKENS = 192
 """Most tokens of a chunk unless somebody asks for others; the sentence encoder reads 256 of its own."""
 

@@ -8,14 +8,13 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ragjax.core import WHOLE, File, MissingError, RequestError, Slice, has_controls, is_unicode
+from ragjax.core import PURPOSES, WHOLE, File, MissingError, RequestError, Slice, has_controls, is_unicode
 from ragjax.retrieval.catalog import Catalog
 from ragjax.retrieval.document import suffixes
 from ragjax.retrieval.intake import Intake
 
 NAME_CHARS = 1024
 """Characters of a file's name: every passage has it."""
-PURPOSES = ("assistants", "user_data")
 QUOTA = 2**30
 """Bytes of files that a tenant may keep unless somebody says otherwise."""
 LEAST_BYTES = 4096

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from ragjax import core
+from ragjax.serve.library import ANCHOR, LEAST_SECONDS, MOST_SECONDS, SECONDS
 from ragjax.serve.response import Json
 
 ERRORS = {
@@ -42,13 +44,13 @@ UPLOAD: Json = {
     "required": ["file", "purpose"],
     "properties": {
         "file": {"type": "string", "format": "binary"},
-        "purpose": {"enum": ["assistants", "user_data"]},
-        "expires_after[anchor]": {"enum": ["created_at"]},
-        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
+        "purpose": {"enum": list(core.PURPOSES)},
+        ANCHOR: {"enum": ["created_at"]},
+        SECONDS: {"type": "integer", "minimum": LEAST_SECONDS, "maximum": MOST_SECONDS},
     },
     "dependentRequired": {
-        "expires_after[anchor]": ["expires_after[seconds]"],
-        "expires_after[seconds]": ["expires_after[anchor]"],
+        ANCHOR: [SECONDS],
+        SECONDS: [ANCHOR],
     },
 }
 CONTENT = ("application/pdf", "text/html", "text/markdown", "text/plain", "application/octet-stream")

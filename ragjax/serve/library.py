@@ -132,7 +132,7 @@ class LibraryEndpoints:
         if file is None or file.filename is None:
             raise _missing("file", "the form needs a file, with its name")
         if purpose is None:
-            raise _missing("purpose", "the form needs a purpose: assistants or user_data")
+            raise _missing("purpose", f"the form needs a purpose: {' or '.join(core.PURPOSES)}")
         unknown = next((name for name in form if name not in FILE_FIELDS), None)
         if unknown is not None:
             raise ApiError(400, f"unknown field {unknown!r}", param=unknown, code="unknown_parameter")

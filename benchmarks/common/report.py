@@ -20,6 +20,7 @@ from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import Ceilings, ceilings, machine, versions
 from benchmarks.common.samples import Samples
 from ragjax.core import RagjaxError
+from ragjax.core.file import atomic_path
 
 Row = Mapping[str, Any]
 
@@ -174,9 +175,8 @@ def write(file: Path, head: Header, rows: Sequence[Row], tables: Mapping[str, Se
     more = {name: [dict(row) for row in kept] for name, kept in (tables or {}).items() if kept}
     text = json.dumps({**asdict(head), "rows": [dict(row) for row in rows], **more}, indent=1, allow_nan=False)
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    part.write_text(text + "\n")
-    part.replace(file)
+    with atomic_path(file) as part:
+        part.write_text(text + "\n")
 
 
 def plain(row: Row) -> dict[str, Any]:

@@ -35,7 +35,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "quality_budget": (
         "--quality-budget",
-        {"help": 'have the quality report pick: "KL=0.05" or "TOP1=0.95" (docs/http.md)'},
+        {"help": 'have the quality report pick: "KL=0.05" or "TOP1=0.95" (docs/reuse.md)'},
     ),
     "quality_fallback": (
         "--quality-fallback",
@@ -51,7 +51,10 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "retrieve": (
         "--retrieve",
-        {"choices": RETRIEVE, "help": "when requests that name no knowledge get passages (%(default)s; docs/http.md)"},
+        {
+            "choices": RETRIEVE,
+            "help": "when requests that name no knowledge get passages (%(default)s; docs/recognition.md)",
+        },
     ),
     "recognise": (
         "--recognise",
@@ -130,7 +133,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "storage.share_knowledge": (
         "--share-knowledge",
-        {"action": "store_true", "help": "let tenants share the KV of the knowledge (docs/http.md)"},
+        {"action": "store_true", "help": "let tenants share the KV of the knowledge (docs/security.md)"},
     ),
     "record_trace": ("--record-trace", {"metavar": "FILE", "help": "add every request to FILE, as hashes and sizes"}),
     "max_context": (
@@ -146,7 +149,10 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "--max-running",
         {"type": integer(0), "help": "requests that run at a time, 0: as many as have room (%(default)s)"},
     ),
-    "order": ("--order", {"choices": ORDERS, "help": "which waiting request starts next (%(default)s; docs/http.md)"}),
+    "order": (
+        "--order",
+        {"choices": ORDERS, "help": "which waiting request starts next (%(default)s; docs/serving.md)"},
+    ),
     "lookup": (
         "--lookup",
         {

@@ -161,5 +161,5 @@ class Worker:
                 del self._words[:-200]
 
     def _last_words(self) -> str:
-        self._listener.join(timeout=1)
+        self._listener.join(timeout=10)
         return "".join(self._words)[-TAIL:]

@@ -251,7 +251,7 @@ def test_in_a_terminal_it_prompts_and_colours(served: Served) -> None:
         os.write(leader, b"One?\n")
         answer = until_prompted(leader)
         os.write(leader, b"\x04")
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -257,7 +257,7 @@ def test_a_failure_keeps_what_was_answered_and_asks_no_more(tmp_path: Path) -> N
 
 def test_concurrency_is_bounded(tmp_path: Path) -> None:
     lock, running, most = threading.Lock(), 0, 0
-    meet = threading.Barrier(3, timeout=20)
+    meet = threading.Barrier(3, timeout=60)
 
     def ask(text: str) -> str:
         nonlocal running, most

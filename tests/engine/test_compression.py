@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from ragjax.reuse.compaction import EVICTED, STRIDE
 from tests.support import tiny
 from tests.support.compressed import SAID, distinct, expected, setting
 from tests.support.matrix import few
+from tests.support.pace import until
 
 SERVED = list(METHODS)
 
@@ -319,10 +319,7 @@ def test_shadow_replay_knows_a_compression_as_a_setting_of_its_own() -> None:
     contract.observe = lambda *given: (seen.append(given), observe(*given))[1]  # type: ignore[method-assign]
     with tiny.engine(contract=contract) as engine:
         engine.answer_prompt(tiny.prompt(), strategy="full", compression=setting("streaming", 16), max_tokens=8)
-        for _ in range(400):
-            if seen:
-                break
-            time.sleep(0.01)
+        until(lambda: seen)
     (told, exact, divergence, covered) = seen[0]
     assert told == Setting("full", None, "streaming:16") and not exact and divergence.kl > 1e-3 and not covered
 

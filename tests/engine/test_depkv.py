@@ -15,6 +15,7 @@ from ragjax.engine import Engine
 from ragjax.reuse.full import Full
 from ragjax.runner.runner import Runner
 from tests.support import tiny
+from tests.support.pace import resting
 
 RANDOM = np.random.default_rng(4)
 
@@ -80,12 +81,13 @@ def test_many_generate_from_it_at_once_and_it_is_not_closed_meanwhile(engine: En
         alone = engine.generate_with_depkv(kv, max_tokens=40, temperature=1.0, seed=3, top_k=5)
         from ragjax.engine.depkv import Resumed
 
-        futures = [
-            engine.begin_prompt(kv.prompt, strategy=Resumed(kv), max_tokens=40, temperature=1.0, seed=3, top_k=5)
-            for _ in range(4)
-        ]
-        with pytest.raises(RequestError, match="in use"):
-            kv.close()
+        with resting(engine):
+            futures = [
+                engine.begin_prompt(kv.prompt, strategy=Resumed(kv), max_tokens=40, temperature=1.0, seed=3, top_k=5)
+                for _ in range(4)
+            ]
+            with pytest.raises(RequestError, match="in use"):
+                kv.close()
         assert {future.result().tokens for future in futures} == {alone.tokens}
 
 

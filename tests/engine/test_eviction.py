@@ -16,6 +16,7 @@ from ragjax.schedule import decoding, state
 from tests.support import eviction, tiny
 from tests.support.executor import Array, model, softmax
 from tests.support.matrix import few
+from tests.support.pace import Hold
 
 BUDGET, WINDOW, STRIDE = 48, 8, 12
 H2O = Compression("h2o", BUDGET, window=WINDOW)
@@ -100,8 +101,9 @@ def test_lookup_pauses_and_others_change_nothing(graph: Graph | None) -> None:
     with tiny.engine(lookup=0) as engine:
         alone = [engine.answer_prompt(prompt, **given).tokens for prompt in prompts]
     with tiny.engine(pages=26, lookup=6) as engine:
-        others = [engine.begin_prompt(tiny.prompt(i), tenant="other", max_tokens=150) for i in range(2)]
-        futures = [engine.begin_prompt(prompt, tenant=str(i), **given) for i, prompt in enumerate(prompts)]
+        with Hold(engine):
+            others = [engine.begin_prompt(tiny.prompt(i), tenant="other", max_tokens=150) for i in range(2)]
+            futures = [engine.begin_prompt(prompt, tenant=str(i), **given) for i, prompt in enumerate(prompts)]
         answers = [future.result() for future in futures]
         assert not any(other.result().notices for other in others)
         engine.audit()

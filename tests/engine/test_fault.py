@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ragjax.core import Answer, DeadlineError, OverloadError, Prompt, Request, Sampling, Step
-from ragjax.engine import Engine
+from ragjax.core import Answer, DeadlineError, Event, OverloadError, Prompt, Request, Sampling, Step
+from ragjax.engine import Engine, fault, loop
 from ragjax.engine.depkv import Resumed
 from ragjax.engine.fault import Faults
 from ragjax.engine.overload import Overload
@@ -23,6 +23,7 @@ from ragjax.engine.prepare import Preparation
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState, Times
 from tests.support import tiny
+from tests.support.pace import Hold, lasting, until
 
 NAMES = ("full", "prefix", "naive", "blend", "craft")
 POISON = 259
@@ -61,9 +62,9 @@ def test_the_request_at_fault_fails_alone() -> None:
         with tiny.engine() as fresh:
             alone.append(fresh.answer_prompt(prompt, **given).tokens)  # type: ignore[arg-type]
     with tiny.engine() as engine, steps(engine, failing_on_poison):
-        engine._loop._inbox.put(lambda: time.sleep(0.2))  # so that they come together
-        bad = engine.begin_prompt(poisoned(tiny.prompt(9, 20, (), 12)), strategy="full", max_tokens=5)
-        futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
+        with Hold(engine):
+            bad = engine.begin_prompt(poisoned(tiny.prompt(9, 20, (), 12)), strategy="full", max_tokens=5)
+            futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match="the step failed"):
             bad.result()
         answers = [future.result() for future in futures]
@@ -93,8 +94,8 @@ def test_requests_that_fail_once_go_on_where_they_were() -> None:
         return run(step)
 
     with tiny.engine() as engine, steps(engine, sometimes):
-        engine._loop._inbox.put(lambda: time.sleep(0.2))  # so that they come together
-        futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, **given) for prompt, given in jobs]  # type: ignore[arg-type]
         assert [future.result().tokens for future in futures] == alone
         engine.audit()
     assert failed == 3
@@ -125,12 +126,9 @@ def test_what_is_in_the_background_is_in_no_figure_of_requests() -> None:
         engine.answer_prompt(tiny.prompt(1), max_tokens=2, background=True)
         with steps(engine, failing_on_poison), pytest.raises(RuntimeError, match="the step failed"):
             engine.answer_prompt(poisoned(tiny.prompt(2)), strategy="full", max_tokens=2, background=True)
-        engine.begin_prompt(tiny.prompt(3), strategy="full", max_tokens=500, background=True)
-        while not engine._loop.running:
-            time.sleep(0.001)
+        lasting(engine, tiny.prompt(3), strategy="full", max_tokens=500, background=True)
         engine._loop.call(lambda: engine._loop.cancel(engine._loop.states()[0]))
-        while engine._loop.running:
-            time.sleep(0.001)
+        until(lambda: not engine._loop.running)
         stats = engine.stats()
         assert stats["step_failures_total"] and stats["overhead_ms_last"] == overhead
         assert (stats["errors_total"], stats["cancelled_total"]) == (0, 0)
@@ -177,29 +175,34 @@ def test_time_in_which_a_program_is_compiled_is_nobodys_lack_of_progress(monkeyp
 
 
 def test_one_without_progress_is_started_again_once_and_then_ends() -> None:
-    with tiny.engine(request_timeout=0.3) as engine:
+    with tiny.engine(request_timeout=100.0) as engine:
         assert engine.answer_prompt(tiny.prompt(0), max_tokens=3).tokens
-        rests = engine._loop._scheduler.next_batch
+        rests, faults = engine._loop._scheduler.next_batch, engine._loop.faults
         engine._loop._scheduler.next_batch = lambda: None  # type: ignore[method-assign]
+        faults._timeout = 0.3  # only now: a slow machine makes no progress for as long
         began = time.perf_counter()
         with pytest.raises(DeadlineError, match=r"no progress for 0.3 s"):
             engine.answer_prompt(tiny.prompt(1), max_tokens=3)
         assert time.perf_counter() - began >= 0.6
         engine.audit()
         assert engine.stats()["request_timeouts_total"] == {"restarted": 1, "ended": 1}
+        faults._timeout = 100.0
         engine._loop._scheduler.next_batch = rests  # type: ignore[method-assign]
         assert engine.answer_prompt(tiny.prompt(1), max_tokens=3).tokens
 
 
 def test_one_that_goes_on_after_its_restart_says_so() -> None:
-    with tiny.engine(request_timeout=0.3) as engine:
+    with tiny.engine(request_timeout=100.0) as engine:
         alone = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20).tokens
         scheduler, rests, count = engine._loop._scheduler, engine._loop._scheduler.next_batch, 0
+        faults = engine._loop.faults
 
         def stuck() -> Any:
             nonlocal count
             count += 1
-            return None if count > 10 and not engine._loop.faults.timeouts else rests()
+            sticks = count > 10 and not faults.timeouts
+            faults._timeout = 0.3 if sticks else 100.0
+            return None if sticks else rests()
 
         scheduler.next_batch = stuck  # type: ignore[method-assign]
         answer = engine.answer_prompt(tiny.prompt(1), strategy="full", max_tokens=20)
@@ -207,20 +210,27 @@ def test_one_that_goes_on_after_its_restart_says_so() -> None:
         assert answer.notices == ("no progress for 0.3 s; the request was computed again",)
 
 
-@pytest.mark.slow
-def test_waiting_in_the_queue_has_an_end_too() -> None:
+def test_waiting_in_the_queue_has_an_end_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    for module in (fault, loop):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now))
     with tiny.engine(request_timeout=0.4, max_running=1) as engine:
 
         def slow(run: Callable[[Step], Any], step: Step) -> Any:
-            time.sleep(0.01)
+            nonlocal now
+            now += 0.01
             return run(step)
 
         with steps(engine, slow):
-            long = engine.begin_prompt(tiny.prompt(0), max_tokens=200)
+            with Hold(engine):
+                long, short = (engine.begin_prompt(tiny.prompt(i), max_tokens=200) for i in range(2))
+                before: list[bool] = []
+                short.add_done_callback(lambda _: before.append(not long.done()))
             with pytest.raises(DeadlineError, match="waited to be started"):
-                engine.answer_prompt(tiny.prompt(1), max_tokens=3)
-            assert not long.done(), "it makes progress, however long it takes"
-            assert len(long.result().tokens) == 200
+                short.result(60)
+            assert len(long.result(60).tokens) == 200 and now > 2
+            assert before == [True], "it makes progress, however long it takes"
+        assert engine.stats()["request_timeouts_total"] == {"ended": 1}
         engine.audit()
 
 
@@ -230,56 +240,63 @@ def test_waiting_in_the_queue_has_an_end_too() -> None:
 @pytest.mark.parametrize("where", ["decoding", "prompt", "queued", "paused"])
 def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are counted between the moment when the engine is told and that when nothing is held for it."""
-    left = threading.Event()
+    there, gone, left = threading.Event(), threading.Event(), threading.Event()
     after: list[bool] = []  # of each step that began since: whether anything was held for it
+    found: list[RequestState] = []
+    said: list[Event | BaseException] = []
 
     with tiny.engine(pages=26, max_running=1 if where == "queued" else 0) as engine:
-        step = engine._loop._execution.launch
-        other = engine.begin_prompt(tiny.prompt(0), strategy="full", max_tokens=200 if where != "paused" else 150)
-        while not engine.stats()["running"]:
-            time.sleep(0.001)
+        loop, step = engine._loop, engine._loop._execution.launch
+        cancel, enqueue = loop.cancel, loop.enqueue
+
+        def reached(state: RequestState) -> bool:
+            if where == "paused":
+                return bool(loop.pauses.waiting)
+            if where == "queued":
+                return loop.waiting == 1
+            return loop.running == 2 and (where == "prompt" or bool(said))
+
+        def watched(batch: Batch) -> None:
+            if found and not there.is_set() and reached(found[0]):
+                there.set()
+                assert gone.wait(60)  # it leaves while this step begins
+            if left.is_set():
+                after.append(found[0].running or found[0].paused is not None or found[0] in loop.states())
+            step(batch)
+
+        def noted(state: RequestState, place: object = None) -> None:
+            sink, state.sink = state.sink, lambda event: (said.append(event), sink(event))[1]
+            found.append(state)
+            enqueue(state, place)
+
+        def told(state: RequestState) -> None:
+            left.set()
+            cancel(state)
 
         async def leave() -> None:
             request = Request(prompt="x" * (120 if where == "prompt" else 40), sampling=Sampling(150))
             stream = engine.submit(request)
             first = asyncio.ensure_future(anext(stream))  # type: ignore[arg-type]
-            loop = engine._loop
-
-            def there() -> bool:
-                if where == "paused":
-                    return bool(loop.pauses.waiting)
-                if where == "queued":
-                    return loop.waiting == 1
-                return loop.running == 2 and (where == "prompt" or first.done())
-
-            while not there():
-                assert not other.done()
-                await asyncio.sleep(0.0005)
-            states = [s for s in loop.states() if s.request is request]
-            (state,) = states
-            cancel = loop.cancel
-
-            def told(state: RequestState) -> None:
-                left.set()
-                cancel(state)
-
-            def watched(batch: Batch) -> None:
-                if left.is_set():
-                    after.append(state.running or state.paused is not None or state in loop.states())
-                time.sleep(0.002)
-                step(batch)
-
-            monkeypatch.setattr(loop._execution, "launch", watched)
-            monkeypatch.setattr(loop, "cancel", told)
+            await asyncio.to_thread(until, lambda: found)
+            held.__exit__()
+            assert await asyncio.to_thread(there.wait, 60)
+            if where == "decoding":
+                await asyncio.wait([first])
             first.cancel()
             with suppress(asyncio.CancelledError):
                 await first
             await stream.aclose()  # type: ignore[attr-defined]
-            while len(after) < 4:
-                await asyncio.sleep(0.001)
+            gone.set()
+            await asyncio.to_thread(until, lambda: len(after) >= 4)
             assert sum(after) <= 1, "it was computed on"
 
-        asyncio.run(leave())
+        held = Hold(engine)
+        with held:
+            other = engine.begin_prompt(tiny.prompt(0), strategy="full", max_tokens=200 if where != "paused" else 150)
+            monkeypatch.setattr(loop._execution, "launch", watched)
+            monkeypatch.setattr(loop, "enqueue", noted)
+            monkeypatch.setattr(loop, "cancel", told)
+            asyncio.run(leave())
         engine._loop.call(lambda: engine._cache.audit(engine._loop.holders()))
         assert engine.stats()["cancelled_total"] == 1
         other.cancel()
@@ -290,9 +307,7 @@ def test_pages_are_free_within_one_step_after_a_client_left(where: str, monkeypa
 
 def test_a_full_queue_refuses_before_anything_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     with tiny.engine(max_queue=1, max_running=1) as engine:
-        futures = [engine.begin_prompt(tiny.prompt(i), max_tokens=300) for i in range(2)]
-        while engine.stats()["running"] != 1:
-            time.sleep(0.001)
+        futures = [lasting(engine, tiny.prompt(0), max_tokens=300), engine.begin_prompt(tiny.prompt(1), max_tokens=1)]
         monkeypatch.setattr(Preparation, "prepare", lambda *_, **__: pytest.fail("it was prepared"))
 
         async def ask() -> None:
@@ -313,7 +328,7 @@ async def _answer_of(engine: Engine) -> Answer:
 
 def _count(wanted: int, test: Callable[[], int]) -> Any:
     async def wait() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while test() != wanted:
                 await asyncio.sleep(0.001)
 
@@ -326,7 +341,7 @@ def test_requests_in_preparation_take_places_of_the_queue(monkeypatch: pytest.Mo
 
     def held(*arguments: Any) -> RequestState:
         begun.append(1)
-        released.wait(20)
+        released.wait(60)
         return prepare(*arguments)
 
     monkeypatch.setattr(Preparation, "prepare", held)
@@ -351,7 +366,7 @@ def test_requests_in_preparation_take_places_of_the_queue(monkeypatch: pytest.Mo
 
 def test_requests_are_prepared_by_threads_of_their_own() -> None:
     """Others that do not end hold up no request."""
-    held = threading.Event()
+    held, before = threading.Event(), threading.enumerate()
 
     async def run(engine: Engine) -> Answer:
         loop = asyncio.get_running_loop()
@@ -366,9 +381,8 @@ def test_requests_are_prepared_by_threads_of_their_own() -> None:
 
     with tiny.engine() as engine:
         assert asyncio.run(run(engine)).tokens
-    assert not [
-        thread for thread in threading.enumerate() if thread.name.startswith("ragjax-prepare") and _lives(thread)
-    ]
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    assert not [thread for thread in new if thread.name.startswith("ragjax-prepare") and _lives(thread)]
 
 
 def _lives(thread: threading.Thread) -> bool:

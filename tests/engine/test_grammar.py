@@ -14,6 +14,7 @@ from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from ragjax.schedule.grammar import Constraint, Grammars
 from tests.support import tiny
+from tests.support.pace import Hold
 
 SCHEMA = {
     "type": "object",
@@ -113,7 +114,9 @@ def test_max_tokens_cuts_an_answer(engine: Engine) -> None:
 def test_pauses_leave_an_answer_as_it_is(engine: Engine) -> None:
     expected = [begin(engine, seed).result(60).tokens for seed in range(4)]
     with tiny.engine(pages=30) as small:
-        found = [future.result(120) for future in [begin(small, seed) for seed in range(4)]]
+        with Hold(small):
+            futures = [begin(small, seed) for seed in range(4)]
+        found = [future.result(120) for future in futures]
         assert small.stats()["pauses_total"] > 0
     assert [answer.tokens for answer in found] == expected
 
@@ -143,7 +146,9 @@ def test_a_lost_device_leaves_an_answer_as_it_is(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(Runner, "lost", property(lambda self: lost))
         monkeypatch.setattr(Runner, "reset", reset)
         monkeypatch.setattr(engine._runner, "step", failing)
-        answers = [future.result(60) for future in [begin(engine, seed) for seed in range(2)]]
+        with Hold(engine):
+            futures = [begin(engine, seed) for seed in range(2)]
+        answers = [future.result(60) for future in futures]
         assert engine.stats()["device_losses_total"] == 1
         engine.audit()
     assert min(map(len, expected)) > 15, "the device is lost before their ends"

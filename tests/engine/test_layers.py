@@ -15,6 +15,7 @@ from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.compressed import SAID, budgets, dense, distinct, expected, setting
+from tests.support.pace import Hold
 
 CONFIG = replace(tiny.CONFIG, num_layers=9)  # three stages of three layers
 METHODS = ("pyramidkv", "cake")
@@ -88,10 +89,11 @@ def test_an_ordinary_request_answers_alike_beside_one_with_budgets_by_layer(
             for prompt in prompts:
                 engine.answer_prompt(prompt, max_tokens=1)
             seen = watch(engine, patch)
-            asked = [
-                engine.begin_prompt(prompts[0], max_tokens=30, want_logits=True),
-                engine.begin_prompt(prompts[1], max_tokens=30, compression=other),
-            ]
+            with Hold(engine):
+                asked = [
+                    engine.begin_prompt(prompts[0], max_tokens=30, want_logits=True),
+                    engine.begin_prompt(prompts[1], max_tokens=30, compression=other),
+                ]
             mine, theirs = (future.result() for future in asked)
             engine.audit()
         assert len(theirs.tokens) > 5

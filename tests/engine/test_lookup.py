@@ -15,6 +15,7 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.runner.runner import Runner
 from tests.support import tiny
 from tests.support.matrix import few
+from tests.support.pace import Hold
 
 TOKENS = 60
 GRID = Grid(
@@ -65,7 +66,8 @@ def test_proposals_in_a_pool_that_is_too_small_harm_nobody() -> None:
     with tiny.engine(runner, lookup=6) as engine:
         alone = [engine.answer_prompt(prompt, strategy="full", max_tokens=90).tokens for prompt in prompts]
     with tiny.engine(runner, pages=24, lookup=6) as engine:
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=90) for prompt in prompts]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=90) for prompt in prompts]
         assert [future.result().tokens for future in futures] == alone
         stats = engine.stats()
         engine.audit()
@@ -133,7 +135,8 @@ def test_kept_answers_are_those_of_accepted_tokens(engines: tuple[Engine, Engine
 def test_many_at_once(engines: tuple[Engine, Engine]) -> None:
     prompts = [tiny.prompt(seed) for seed in range(12)]
     alone = [engines[0].answer_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
-    futures = [engines[1].begin_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
+    with Hold(engines[1]):
+        futures = [engines[1].begin_prompt(prompt, strategy="full", max_tokens=TOKENS) for prompt in prompts]
     for one, future in zip(alone, futures, strict=True):
         same(one, future.result(60))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ from ragjax.engine import build as loading
 from ragjax.runner.runner import Runner
 from tests.data.make_disk import model
 from tests.support import tiny
+from tests.support.pace import Hold
 
 FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
 
@@ -115,9 +115,9 @@ def test_a_program_that_finds_no_room_at_its_first_use_ends_the_request_that_nee
     with tiny.engine() as engine:
         with monkeypatch.context() as planted:
             refuse(planted, which)
-            engine._loop._inbox.put(lambda: time.sleep(0.2))  # so that they come together
-            others = [engine.begin_prompt(prompt, strategy="full", max_tokens=20) for prompt in prompts]
-            needs = engine.begin_prompt(tiny.prompt(3), max_tokens=8, **asked)
+            with Hold(engine):
+                others = [engine.begin_prompt(prompt, strategy="full", max_tokens=20) for prompt in prompts]
+                needs = engine.begin_prompt(tiny.prompt(3), max_tokens=8, **asked)
             with pytest.raises(DeviceFullError, match=r"no room .* a cache of .* GB: lower --device-cache-gb") as told:
                 needs.result(60)
             assert FULL in str(told.value.__cause__)
@@ -171,10 +171,11 @@ def test_one_that_fills_the_device_and_loses_its_memory_ends_alone(monkeypatch: 
     monkeypatch.setattr(Runner, "step", step)
     monkeypatch.setattr(Runner, "reset", restored)
     with tiny.engine() as engine:
-        engine._loop._inbox.put(lambda: time.sleep(0.2))  # so that they come together
-        others = [engine.begin_prompt(prompt, strategy="full", max_tokens=30) for prompt in prompts]
+        with Hold(engine):
+            others = [engine.begin_prompt(prompt, strategy="full", max_tokens=30) for prompt in prompts]
+            fills = engine.begin_prompt(Prompt(bad.segments), strategy="full", max_tokens=5)
         with pytest.raises(DeviceFullError, match="no room"):
-            engine.begin_prompt(Prompt(bad.segments), strategy="full", max_tokens=5).result(60)
+            fills.result(60)
         assert [other.result(60).tokens for other in others] == alone
         assert engine.stats()["device_losses_total"] == 2 and engine.stats()["errors_total"] == 1
         tiny.check_ended(engine, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 
 from ragjax.runner.runner import Runner
 from ragjax.runner.sampling import Logits, Sampled
+from ragjax.schedule.batch import Batch
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
+from tests.support.pace import Hold, until
 
 SAMPLED: dict[str, Any] = {
     **{"temperature": 0.9, "top_p": 0.95, "top_k": 60, "seed": 11},
@@ -79,7 +82,8 @@ def test_tokens_alone_cross_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_batch_says_what_each_says_alone(options: dict[str, Any]) -> None:
     expected = alone(4, max_tokens=24, **options)
     with tiny.engine() as engine:
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(4)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(4)]
         assert [future.result().tokens for future in futures] == expected
         engine.audit()
 
@@ -99,7 +103,8 @@ def test_an_error_that_shows_when_tokens_are_waited_for(
             raise RuntimeError("the step failed")
 
     with tiny.engine() as engine, reading(monkeypatch, now_and_then):
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
         answers = [future.result() for future in futures]
         assert [answer.tokens for answer in answers] == expected
         assert engine.stats()["step_failures_total"] == 2
@@ -130,7 +135,8 @@ def test_a_device_that_is_lost_while_its_tokens_are_waited_for(
     with tiny.engine() as engine, reading(monkeypatch, once):
         monkeypatch.setattr(Runner, "lost", property(lambda self: lost))
         monkeypatch.setattr(Runner, "reset", reset)
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **options) for prompt in prompts(3)]
         assert [future.result().tokens for future in futures] == expected
         assert engine.stats()["device_losses_total"] == 1
         engine.audit()
@@ -160,7 +166,8 @@ def test_who_leaves_while_the_device_computes_is_left_out(
             return land()
 
         monkeypatch.setattr(execution, "land", landed)
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **SAMPLED) for prompt in prompts(3)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=24, **SAMPLED) for prompt in prompts(3)]
         found: list[Any] = []
         for future in futures:
             error = future.exception()
@@ -210,7 +217,8 @@ def test_nobody_sleeps_while_a_request_waits_for_a_place(tokens: int, monkeypatc
             return drain(busy)
 
         monkeypatch.setattr(loop, "_drain_inbox", drained)
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=tokens) for prompt in prompts(6)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=tokens) for prompt in prompts(6)]
         assert all(len(future.result().tokens) == tokens for future in futures)
         engine.audit()
     assert not any(slept)
@@ -229,21 +237,33 @@ def test_a_place_that_is_free_is_taken_before_the_next_step(monkeypatch: pytest.
             return batch
 
         monkeypatch.setattr(scheduler, "next_batch", watched)
-        futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=3) for prompt in prompts(6)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="full", max_tokens=3) for prompt in prompts(6)]
         assert all(len(future.result().tokens) == 3 for future in futures)
     assert not any(idle)
 
 
-def test_what_is_called_in_the_engine_s_thread_finds_all_in_order() -> None:
+def test_what_is_called_in_the_engine_s_thread_finds_all_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while a step is under way: pages, pins and labels add up."""
     under_way: list[bool] = []
-    with tiny.engine() as engine:
+    with tiny.engine() as engine, ThreadPoolExecutor(1) as caller:
+        loop, execution = engine._loop, engine._loop._execution
+        launch, calls = execution.launch, list[Future[None]]()
 
         def audit() -> None:
-            under_way.append(engine._loop._execution._flight is not None)
-            engine._cache.audit(engine._loop.holders())
+            under_way.append(execution._flight is not None)
+            engine._cache.audit(loop.holders())
 
-        futures = [engine.begin_prompt(prompt, strategy="prefix", max_tokens=60) for prompt in prompts(3)]
-        while not all(future.done() for future in futures):
-            engine._loop.call(audit)
-    assert any(under_way)
+        def launched(batch: Batch) -> None:
+            launch(batch)
+            waiting = loop._inbox.qsize()
+            calls.append(caller.submit(loop.call, audit))
+            until(lambda: loop._inbox.qsize() > waiting)
+
+        monkeypatch.setattr(execution, "launch", launched)
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, strategy="prefix", max_tokens=60) for prompt in prompts(3)]
+        assert all(future.result(60).tokens for future in futures)
+        for call in calls:
+            call.result(60)
+    assert len(under_way) > 60 and all(under_way)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
 from ragjax.core import Kind, Prompt, RequestError, Segment
 from tests.support import tiny
+from tests.support.pace import Hold
 
 NAMES = ("full", "prefix", "naive", "blend", "craft", "set-cache")
 
@@ -28,7 +27,8 @@ def test_paused_requests_end_with_the_tokens_they_have_alone(sampled: bool) -> N
         with tiny.engine() as fresh:
             alone.append(fresh.answer_prompt(prompt, **given).tokens)
     with tiny.engine(pages=24) as engine:
-        futures = [engine.begin_prompt(prompt, tenant=f"t{i}", **given) for i, (prompt, given) in enumerate(jobs)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(prompt, tenant=f"t{i}", **given) for i, (prompt, given) in enumerate(jobs)]
         answers = [future.result() for future in futures]
         engine.audit()
         stats = engine.stats()
@@ -40,7 +40,8 @@ def test_paused_requests_end_with_the_tokens_they_have_alone(sampled: bool) -> N
 
 def test_what_a_paused_request_says_is_found_by_the_next_turn() -> None:
     with tiny.engine(pages=24) as engine:
-        futures = [engine.begin_prompt(tiny.prompt(i), max_tokens=90) for i in range(2)]
+        with Hold(engine):
+            futures = [engine.begin_prompt(tiny.prompt(i), max_tokens=90) for i in range(2)]
         first, second = (future.result() for future in futures)
         assert second.figures["pauses"] and not first.figures.get("pauses")
         engine.audit()
@@ -57,11 +58,11 @@ def test_scores_and_answer_of_a_paused_request_are_those_it_has_alone() -> None:
     with tiny.engine() as fresh:
         alone = fresh.answer_prompt(asked(0), continuation=continuation, max_tokens=90)
     with tiny.engine(pages=24) as engine:
-        other = engine.begin_prompt(asked(1), max_tokens=120)
-        while not engine.stats()["running"]:
-            time.sleep(0.001)
-        answer = engine.answer_prompt(asked(0), continuation=continuation, max_tokens=90)
-        assert other.result().tokens
+        with Hold(engine):
+            other = engine.begin_prompt(asked(1), max_tokens=120)
+            scored = engine.begin_prompt(asked(0), continuation=continuation, max_tokens=90)
+        answer = scored.result()
+        assert other.result().tokens and engine.stats()["pauses_total"]
         engine.audit()
     assert answer.tokens == alone.tokens
     assert answer.scores is not None and alone.scores is not None
@@ -70,11 +71,12 @@ def test_scores_and_answer_of_a_paused_request_are_those_it_has_alone() -> None:
 
 def test_a_paused_request_may_leave() -> None:
     with tiny.engine(pages=24) as engine:
-        old = engine.begin_prompt(tiny.prompt(0), max_tokens=120)
-        young = engine.begin_prompt(tiny.prompt(1), max_tokens=120)
-        while not engine.stats()["paused"]:
-            assert not old.done()
-        young.cancel()
+        with Hold(engine):
+            old = engine.begin_prompt(tiny.prompt(0), max_tokens=120)
+            young = engine.begin_prompt(tiny.prompt(1), max_tokens=120)
+            paused = Hold(engine, lambda: engine._loop.pauses.waiting)
+        with paused:
+            young.cancel()
         assert len(old.result().tokens) == 120
         engine.audit()
         assert engine.stats()["cancelled_total"] == 1 and engine.stats()["paused"] == 0
@@ -84,11 +86,13 @@ def test_paused_requests_survive_a_lost_device() -> None:
     with tiny.engine() as fresh:
         alone = [fresh.answer_prompt(tiny.prompt(i), strategy="full", max_tokens=120).tokens for i in range(2)]
     with tiny.engine(pages=24) as engine:
-        futures = [engine.begin_prompt(tiny.prompt(i), strategy="full", max_tokens=120) for i in range(2)]
-        while not engine.stats()["paused"]:
-            assert not futures[0].done()
-        engine._loop.call(lambda: engine._loop._recover(RuntimeError("lost")))
-        assert [future.result().tokens for future in futures] == alone
+        with Hold(engine):
+            futures = [engine.begin_prompt(tiny.prompt(i), strategy="full", max_tokens=120) for i in range(2)]
+            paused = Hold(engine, lambda: engine._loop.pauses.waiting)
+        with paused:
+            engine._loop._inbox.put(lambda: engine._loop._recover(RuntimeError("lost")))
+        assert [future.result(60).tokens for future in futures] == alone
+        assert engine.stats()["device_losses_total"] == 1
         engine.audit()
 
 

@@ -19,6 +19,7 @@ from ragjax.schedule.prefetch import PREFETCH, Prefetch, Preview
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.matrix import few
+from tests.support.pace import lasting, until
 from tests.support.transfers import PAGE, Bench, FakeDiskIndex, tokens
 
 GIGA = 2**30
@@ -163,18 +164,18 @@ def filled(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
 
 
-def until(condition: Any) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
-
-
 def busy(engine: Engine) -> Any:
     """A request that runs until it is cancelled."""
-    running = engine.begin_prompt(tiny.prompt(9), strategy="full", max_tokens=700)
-    until(lambda: engine.stats()["running"])
-    return running
+    return lasting(engine, tiny.prompt(9), strategy="full", max_tokens=700)
+
+
+def arrived(engine: Engine) -> bool:
+    """Whether something was loaded, and nothing is, between two looks of the engine's thread at what to load."""
+    loading: list[int] = []
+    engine._loop.call(lambda: loading.append(engine._cache.loading))
+    loaded = engine.stats()["transfers_total"]
+    assert isinstance(loaded, dict)
+    return "load" in loaded and loading == [0]
 
 
 @pytest.mark.parametrize("strategy", ["prefix", "naive"])
@@ -184,8 +185,7 @@ def test_who_waited_finds_its_kv_on_the_device(strategy: str, tmp_path: Path) ->
     with tiny.engine(disk=disk(tmp_path), max_running=1) as engine:
         running = busy(engine)
         waiting = engine.begin_prompt(tiny.prompt(0), strategy=strategy, max_tokens=3)
-        until(lambda: engine.stats()["transfers_total"].get("load"))  # type: ignore[union-attr]
-        until(lambda: not engine._cache.loading)
+        until(lambda: arrived(engine))
         assert not waiting.done() and engine.stats()["lookups_total"] == 0
         running.cancel()
         answer = waiting.result()
@@ -200,8 +200,7 @@ def test_no_more_is_loaded_than_a_share_of_the_pool(filled: Path) -> None:
         running = busy(engine)
         for seed in range(4):
             engine.begin_prompt(tiny.prompt(seed), max_tokens=1)
-        until(lambda: engine.stats()["transfers_total"].get("load"))  # type: ignore[union-attr]
-        until(lambda: not engine._cache.loading)
+        until(lambda: arrived(engine))
         prefetch = engine._loop._admission._prefetch
         assert 0 < sum(prefetch._taken.values()) <= PREFETCH * 80
         running.cancel()

@@ -20,6 +20,7 @@ from ragjax.schedule.preload import Preload
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
+from tests.support.pace import until
 
 STAGES = tiny.CONFIG.num_layers
 """Of the runner below: a layer each."""
@@ -52,7 +53,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
 class Paced:
     """Stands before a disk: before each share of an entry something is done, which may fail."""
 
-    def __init__(self, store: DiskStore, before: Callable[[int], None]):
+    def __init__(self, store: DiskStore, before: Callable[[int], object]):
         self.store = store
         self.before = before
 
@@ -73,7 +74,9 @@ def ask(engine: Engine, strategy: str = "prefix") -> Answer:
     return engine.answer_prompt(tiny.prompt(0), strategy=strategy, max_tokens=4, want_logits=True)
 
 
-def opened(runner: Runner, folder: Path, before: Callable[[int], None] = lambda number: None, **options: Any) -> Engine:
+def opened(
+    runner: Runner, folder: Path, before: Callable[[int], object] = lambda number: None, **options: Any
+) -> Engine:
     return tiny.engine(runner, disk=Paced(disk(folder), before), **options)  # type: ignore[arg-type]
 
 
@@ -143,13 +146,6 @@ def kept(runner: Runner, tmp_path: Path) -> Answer:
         return ask(engine)
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 def in_background(engine: Engine) -> tuple[threading.Thread, list[Answer]]:
     answers: list[Answer] = []
     thread = threading.Thread(target=lambda: answers.append(ask(engine)))
@@ -167,7 +163,7 @@ def test_each_stage_runs_when_it_has_arrived(
         for stage in range(STAGES):
             assert [layers for layers, _ in ran] == [(i, i + 1) for i in range(stage)]
             gates.let()
-            wait_for(lambda: len(ran) > stage)  # noqa: B023
+            until(lambda: len(ran) > stage)  # noqa: B023
         thread.join()
         engine.audit()
     assert answers[0].tokens == kept.tokens
@@ -202,7 +198,7 @@ def test_a_later_stage_that_fails_begins_the_request_anew(
         thread, answers = in_background(engine)
         for stage in range(after):  # one by one, or a single step would run them all
             gates.let()
-            wait_for(lambda: len(ran) > stage)  # noqa: B023
+            until(lambda: len(ran) > stage)  # noqa: B023
         gates.failing = True
         gates.let(100)
         thread.join()
@@ -222,7 +218,7 @@ def test_damage_found_at_the_end_leaves_nothing_in_any_page(
         data[begin : begin + 4000] = np.full(1000, np.nan, np.float32).tobytes()
         path.write_bytes(data)
     lead(monkeypatch, lambda: 1)
-    with opened(runner, tmp_path, lambda number: time.sleep(0.02)) as engine:
+    with opened(runner, tmp_path, lambda number: number and until(lambda: ran)) as engine:
         answer = ask(engine)
         assert ran[0][0] == (0, 1)  # it had begun
         assert answer.tokens == kept.tokens and "checksum" in answer.notices[0]
@@ -239,13 +235,13 @@ def test_a_client_leaves_between_two_stages(
     with opened(runner, tmp_path, gates) as engine:
         pending = engine.begin_prompt(tiny.prompt(0), strategy="prefix", max_tokens=4)
         gates.let()
-        wait_for(lambda: ran)
+        until(lambda: ran)
         [state] = engine._loop.states()
         engine._loop.cancel(state)
-        wait_for(lambda: state.ended)
+        until(lambda: state.ended)
         del pending
         gates.let(100)
-        wait_for(lambda: not engine._cache.loading)
+        until(lambda: not engine._cache.loading)
         ran.clear()
         assert ask(engine).tokens == kept.tokens
         engine.audit()
@@ -260,7 +256,7 @@ def test_the_device_is_lost_between_two_stages(
     with opened(runner, tmp_path, gates) as engine:
         thread, answers = in_background(engine)
         gates.let()
-        wait_for(lambda: ran)
+        until(lambda: ran)
         spied, left = runner.step, [1]
 
         def lost(step: Step) -> Outcome:

@@ -12,6 +12,7 @@ import pytest
 from ragjax.core import Answer, AtRest
 from ragjax.engine import Engine
 from ragjax.runner.runner import Runner
+from ragjax.schedule.admission import Admission
 from ragjax.store.disk import DiskStore
 from ragjax.store.remote.breaker import Breaker
 from ragjax.store.remote.redis import RedisRemote
@@ -48,17 +49,18 @@ def test_engines_find_each_other_s_kv(strategy: str) -> None:
         warm = ask(first, 0, strategy)
     with tiny.engine(shared=tier(remote)) as second:
         found = ask(second, 0, strategy)
-        # a fresh engine has all of it from the shared tier; some may be on the device when the request starts
-        assert {"remote"} <= tiers(found) <= {"remote", "device"} and found.cached_tokens == warm.cached_tokens > 90
+        # a fresh engine has all of it from the shared tier; it may be on the device when the request starts
+        assert tiers(found) <= {"remote", "device"} and found.cached_tokens == warm.cached_tokens > 90
         assert same(found, warm)
         stats = second.stats()
         assert stats["remote_late_total"] == 0 and stats["remote_damaged_total"] == 0
-        assert stats["tier_hit_tokens_total"]["remote"] > 0  # type: ignore[index,operator]
+        assert stats["remote_reads_total"] > 0  # type: ignore[operator]
         second.audit()
 
 
 @pytest.mark.parametrize("at_rest", ["int8", "int4"])
-def test_kv_of_fewer_bits_is_found_and_labelled(at_rest: AtRest) -> None:
+def test_kv_of_fewer_bits_is_found_and_labelled(at_rest: AtRest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "prefetch", lambda _: None)  # it may be on the device before the request starts
     remote = FakeRemote()
     with tiny.engine(shared=tier(remote), at_rest=at_rest) as first:
         ask(first, 0)
@@ -102,9 +104,10 @@ def test_two_at_once_share_while_they_run(tmp_path: Path) -> None:
 
 def test_a_server_that_hangs_costs_a_request_its_patience_once() -> None:
     remote = FakeRemote()
-    shared = tier(remote, timeout=0.05)
+    shared = tier(remote)
     with tiny.engine(shared=shared) as engine:
         ask(engine, 0)
+        shared.patience = 0.05  # only now: a machine may be as slow
         remote.held.clear()
         assert ask(engine, 1).tokens
         assert engine.stats()["remote_late_total"] == 1

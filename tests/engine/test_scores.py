@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import CancelledError, wait
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from ragjax.reuse.full import Full
 from ragjax.schedule import decoding
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
+from tests.support.pace import Hold, until
 
 FORCED = np.array([5, 17, 200, 3, 90], np.int32)
 
@@ -107,10 +107,12 @@ def test_background_requests_let_others_pass_and_are_not_counted() -> None:
 def test_background_requests_make_room() -> None:
     big = Prompt((Segment("q", SegmentKind.JOIN, np.arange(200, dtype=np.int32)),))
     with tiny.engine(pages=40) as engine:
+        running = Hold(engine, lambda: engine._loop.running)
         behind = [engine.begin_prompt(big, strategy="full", max_tokens=24, background=True) for _ in range(4)]
-        while not engine.stats()["running"]:
-            time.sleep(0.001)
-        answers = [engine.answer_prompt(tiny.prompt(i), strategy="full", max_tokens=2) for i in range(3)]
+        with running:
+            first = engine.begin_prompt(tiny.prompt(0), strategy="full", max_tokens=2)
+        later = [engine.answer_prompt(tiny.prompt(i), strategy="full", max_tokens=2) for i in (1, 2)]
+        answers = [first.result(60), *later]
         assert all(len(answer.tokens) == 2 and not answer.notices for answer in answers)
         assert len({future.result(60).tokens for future in behind}) == 1
         engine.audit()
@@ -125,7 +127,6 @@ def test_a_cancelled_future_cancels_its_request() -> None:
         gated.gate.set()
         with pytest.raises(CancelledError):
             future.result()
-        while not engine.stats()["cancelled_total"]:
-            time.sleep(0.001)
-        assert not engine.stats()["running"]
+        until(lambda: engine.stats()["cancelled_total"])
         engine.audit()
+        assert not engine.stats()["running"]

@@ -13,6 +13,7 @@ from ragjax.runner.runner import Runner
 from ragjax.schedule.batch import Batch
 from tests.support import tiny
 from tests.support.matrix import few
+from tests.support.pace import Hold
 
 GRID = Grid(rows=((2, 2), (4, 1), (8, 1), (12, 8, 4), (16, 8), (64, 16)), entries=(96,), wide=320)
 
@@ -45,6 +46,7 @@ def test_answers_are_those_of_requests_alone(
     prompts = [tiny.prompt(7, 40, (30, 20), 5 + i % 3) for i in range(6)]
     alone = [engine.answer_prompt(prompt, strategy=strategy, max_tokens=24, **sampling).tokens for prompt in prompts]
     assert not any(shared)
-    futures = [engine.begin_prompt(prompt, strategy=strategy, max_tokens=24, **sampling) for prompt in prompts]
+    with Hold(engine):
+        futures = [engine.begin_prompt(prompt, strategy=strategy, max_tokens=24, **sampling) for prompt in prompts]
     assert [future.result().tokens for future in futures] == alone
     assert max(shared) >= 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from ragjax.schedule.computing import Computing
 from tests.support import tiny
 from tests.support.executor import Executor
 from tests.support.matrix import few
+from tests.support.pace import Hold
 
 CHUNKED = tiny.prompt(3, chunks=(40, 33, 57, 21))
 SYSTEM, *PASSAGES, QUESTION = CHUNKED.segments
@@ -46,11 +46,8 @@ def prompt_of(name: str, passages: Sequence[int], question: int) -> Prompt:
 
 def together(engine: Engine, prompts: Sequence[Prompt], name: str, **options: Any) -> list[Any]:
     """Futures of requests that the engine's thread takes up at once."""
-    held = threading.Event()
-    engine._loop._inbox.put(lambda: held.wait(30))  # type: ignore[arg-type, func-returns-value, return-value]
-    futures = [engine.begin_prompt(prompt, strategy=name, max_tokens=2, **options) for prompt in prompts]
-    held.set()
-    return futures
+    with Hold(engine):
+        return [engine.begin_prompt(prompt, strategy=name, max_tokens=2, **options) for prompt in prompts]
 
 
 def computed(answers: Sequence[Answer], ids: Sequence[str]) -> int:

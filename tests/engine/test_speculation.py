@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,11 @@ from ragjax.retrieval import index
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import BASELINES, strategies
 from ragjax.schedule.odds import LEARNED, Odds
+from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.matrix import few
+from tests.support.pace import Hold, lasting, resting
+from tests.support.pace import until as _until
 
 KINDS = pytest.mark.parametrize("kind", list(index.IndexKind))
 GOODS = ("salt", "honey", "copper", "silk", "tar", "wool", "amber", "rope", "figs", "ink")
@@ -83,11 +87,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Script]:
     return install
 
 
-def _until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "it never happens"
-        time.sleep(0.001)
+def _offers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]:
+    """Generations that are begun on a guess from now on."""
+    offered: list[RequestState] = []
+    speculate = engine._loop.speculate
+    monkeypatch.setattr(engine._loop, "speculate", lambda state: (offered.append(state), speculate(state))[1])
+    return offered
 
 
 def _counted(engine: Engine) -> tuple[int, int, int]:
@@ -100,7 +105,7 @@ def _counted(engine: Engine) -> tuple[int, int, int]:
 
 def _is_clean(engine: Engine) -> bool:
     loop = engine._loop
-    _until(lambda: not loop.states() and not loop._queue.counted and not loop._guesses.waiting)
+    _until(lambda: not loop.states() and not loop._places.counted and not loop._guesses.waiting)
     engine.audit()
     return True
 
@@ -152,11 +157,11 @@ def test_every_strategy_answers_as_without(
     answers: list[Answer] = []
     for stages in (0, 3):
         with _engine(stages) as engine:
+            offered = _offers(engine, monkeypatch)
 
-            def ended(number: int, engine: Engine = engine) -> None:
+            def ended(number: int, engine: Engine = engine, offered: list[RequestState] = offered) -> None:
                 if number:
-                    before = engine.stats()["steps_total"] if number == 2 else 0
-                    _until(lambda: engine.stats()["steps_total"] > before and not engine._loop.states())
+                    _until(lambda: len(offered) == number and offered[-1].ended)
 
             hits = tuple(Hit(chunk, 0.5) for name in TWO for chunk in engine.knowledge_base().document(name))
             monkeypatch.setattr(KnowledgeBase, "search", lambda base, question, k, hits=hits, **_: hits)
@@ -168,7 +173,8 @@ def test_every_strategy_answers_as_without(
 
 
 def test_figure_11(scripted: Callable[..., Script]) -> None:
-    with _engine() as engine:
+    with _engine() as engine, ExitStack() as rest:
+        rest.enter_context(resting(engine))
         started: list[object] = []
 
         def begun(number: int) -> None:
@@ -176,6 +182,8 @@ def test_figure_11(scripted: Callable[..., Script]) -> None:
             if number in (1, 2):  # what was offered last has started
                 _until(lambda: running.running and running.running[0] not in started)
                 started.append(running.running[0])
+            if number == 2:
+                rest.close()
 
         scripted(THREE, TWO, TWO, TWO, gate=begun)
         answer = engine.answer("Which?", max_tokens=200)
@@ -187,24 +195,23 @@ def test_figure_11(scripted: Callable[..., Script]) -> None:
         assert _is_clean(engine)
 
 
-def test_a_wrong_guess_that_was_answered_is_counted_as_nothing_but_waste(scripted: Callable[..., Script]) -> None:
+def test_a_wrong_guess_that_was_answered_is_counted_as_nothing_but_waste(
+    scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _engine() as engine:
-        prompts: list[int] = []
+        offered = _offers(engine, monkeypatch)
 
         def ended(number: int) -> None:
             if number == 1:
-                _until(lambda: engine._loop.states())
-                prompts.append(len(engine._loop.states()[0].prompt))
-                _until(lambda: not engine._loop.states())
+                _until(lambda: offered[0].ended)
                 assert engine.stats()["requests_total"] == {}
 
         scripted(THREE, TWO, gate=ended)
         answer = engine.answer("Which?", max_tokens=3)
         stats = engine.stats()
         assert _counted(engine) == (0, 1, 0) and stats["requests_total"] == {"prefix": 1}
-        assert stats["speculative_wasted_tokens_total"] == prompts[0] + 2, (
-            "the prompt, and the answer but its last token"
-        )
+        wasted = len(offered[0].prompt) + 2
+        assert stats["speculative_wasted_tokens_total"] == wasted, "the prompt, and the answer but its last token"
         assert (stats["prompt_tokens_total"], stats["generated_tokens_total"]) == (answer.prompt_tokens, 3)
         assert answer.timings.search_exposed == answer.timings.retrieve
         assert answer.cached_tokens > 0, "what was finished for the wrong guess stays"
@@ -227,10 +234,13 @@ def test_guesses_that_are_always_wrong_stop(scripted: Callable[..., Script], mon
         assert _is_clean(engine)
 
 
-def test_nothing_is_out_before_the_documents_are_confirmed(scripted: Callable[..., Script]) -> None:
+def test_nothing_is_out_before_the_documents_are_confirmed(
+    scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
     confirmed = threading.Event()
     with _engine() as engine:
-        scripted(TWO, TWO, gate=lambda number: number and confirmed.wait(20))
+        offered = _offers(engine, monkeypatch)
+        scripted(TWO, TWO, gate=lambda number: number and confirmed.wait(60))
         seen: list[Event] = []
 
         async def client() -> None:
@@ -239,8 +249,7 @@ def test_nothing_is_out_before_the_documents_are_confirmed(scripted: Callable[..
                     seen.append(event)
 
             reading = asyncio.create_task(read())
-            await asyncio.to_thread(_until, engine._loop.states)
-            await asyncio.to_thread(_until, lambda: not engine._loop.states())  # the whole answer is there
+            await asyncio.to_thread(_until, lambda: offered and offered[0].ended)  # the whole answer is there
             await asyncio.sleep(0.05)
             assert not seen and not reading.done()
             confirmed.set()
@@ -330,20 +339,25 @@ def test_a_guess_that_fails_in_the_engine_is_computed_anew(
 
 def test_a_full_pool_begins_no_guess(scripted: Callable[..., Script]) -> None:
     with _engine(max_running=1) as engine:
-        busy = [engine.begin_prompt(tiny.prompt(i), max_tokens=300) for i in range(5)]
+        busy = [lasting(engine, tiny.prompt(0), max_tokens=300)]
+        busy += [engine.begin_prompt(tiny.prompt(i), max_tokens=300) for i in range(1, 5)]
         _until(lambda: engine.stats()["queue_depth"] == 4)
         scripted(THREE, TWO, TWO, gate=lambda number: _until(lambda: engine.stats()["steps_total"]))
         answering = ThreadPoolExecutor(1).submit(engine.answer, "Which?", max_tokens=2)
-        _until(lambda: sum(_counted(engine)))
+        _until(lambda: sum(_counted(engine)) == 2)
         for future in busy:
             future.cancel()
-        assert answering.result(20).tokens and _counted(engine) == (0, 0, 2)
+        assert answering.result(60).tokens and _counted(engine) == (0, 0, 2)
         assert _is_clean(engine)
 
 
-def test_a_guess_begins_when_the_pool_has_room(scripted: Callable[..., Script]) -> None:
+def test_a_guess_begins_when_the_pool_has_room(
+    scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _engine(max_running=1) as engine:
-        busy = [engine.begin_prompt(tiny.prompt(i), max_tokens=500) for i in range(5)]
+        offered = _offers(engine, monkeypatch)
+        busy = [lasting(engine, tiny.prompt(0), max_tokens=500)]
+        busy += [engine.begin_prompt(tiny.prompt(i), max_tokens=500) for i in range(1, 5)]
         _until(lambda: engine.stats()["queue_depth"] == 4)
 
         def room(number: int) -> None:
@@ -351,7 +365,7 @@ def test_a_guess_begins_when_the_pool_has_room(scripted: Callable[..., Script]) 
                 _until(lambda: engine._loop._guesses.waiting)
                 for future in busy:
                     future.cancel()
-                _until(lambda: engine._loop.running and not engine._loop._guesses.waiting)
+                _until(lambda: offered[0].running or offered[0].ended)
 
         scripted(TWO, TWO, gate=room)
         assert engine.answer("Which?", max_tokens=2).tokens and _counted(engine) == (1, 0, 0)
@@ -360,25 +374,25 @@ def test_a_guess_begins_when_the_pool_has_room(scripted: Callable[..., Script]) 
 
 def test_a_guess_is_in_no_queue_until_it_is_confirmed(scripted: Callable[..., Script]) -> None:
     """With a full queue one that runs goes on when it is confirmed; one that waits is refused before any event."""
-    confirmed, held = threading.Event(), threading.Event()
+    confirmed = threading.Event()
     with _engine(max_queue=1, max_running=1) as engine:
-        scripted(TWO, TWO, gate=lambda number: number and confirmed.wait(20))
+        scripted(TWO, TWO, gate=lambda number: number and confirmed.wait(60))
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(engine.answer, "Which?", max_tokens=400)
-            _until(lambda: engine._loop.running)
-            second = pool.submit(engine.answer, "Which other?", max_tokens=400)
-            _until(lambda: engine._loop.waiting)
-            assert not engine._loop._queue.counted
-            engine._loop._inbox.put(lambda: held.wait(20) and None)
-            others = [engine.begin_prompt(tiny.prompt(i), max_tokens=1) for i in range(2)]
-            with pytest.raises(OverloadError):
-                engine.begin_prompt(tiny.prompt(5), max_tokens=1)
-            confirmed.set()
-            with pytest.raises(OverloadError):
-                second.result(20)
-            held.set()
-            assert len(first.result(20).tokens) > 1
-        assert all(future.result(20).tokens for future in others)
+            with resting(engine):
+                first = pool.submit(engine.answer, "Which?", max_tokens=400)
+                _until(lambda: engine._loop.running)
+                second = pool.submit(engine.answer, "Which other?", max_tokens=400)
+                _until(lambda: engine._loop.waiting)
+                assert not engine._loop._places.counted
+                with Hold(engine):
+                    others = [engine.begin_prompt(tiny.prompt(i), max_tokens=1) for i in range(2)]
+                    with pytest.raises(OverloadError):
+                        engine.begin_prompt(tiny.prompt(5), max_tokens=1)
+                    confirmed.set()
+                    with pytest.raises(OverloadError):
+                        second.result(60)
+            assert len(first.result(60).tokens) > 1
+        assert all(future.result(60).tokens for future in others)
         assert _is_clean(engine) and engine.stats()["cancelled_total"] == 0
 
 
@@ -388,7 +402,7 @@ def test_the_final_documents_respect_the_queue(scripted: Callable[..., Script]) 
 
         def fill(number: int) -> None:
             if number == 1:
-                engine._loop._inbox.put(lambda: held.wait(20) and None)
+                engine._loop._inbox.put(lambda: held.wait(60) and None)
                 for i in range(2):
                     engine.begin_prompt(tiny.prompt(i), max_tokens=1)
 
@@ -406,20 +420,20 @@ def test_the_final_documents_respect_the_queue(scripted: Callable[..., Script]) 
 @pytest.mark.parametrize("number", range(4))
 def test_client_that_leaves_during_a_stage(number: int, running: bool, scripted: Callable[..., Script]) -> None:
     reached, gone = threading.Event(), threading.Event()
-    with _engine() as engine:
+    with _engine() as engine, resting(engine):
 
         def gate(at: int) -> None:
             if at == number:
                 if at and running:
                     _until(lambda: engine._loop.running)
                 reached.set()
-                assert gone.wait(20)
+                assert gone.wait(60)
 
         script = scripted(THREE, TWO, TWO, THREE, gate=gate)
 
         async def client() -> None:
             first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(_request(tokens=500))))  # type: ignore[arg-type]
-            assert await asyncio.to_thread(reached.wait, 20)
+            assert await asyncio.to_thread(reached.wait, 60)
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
@@ -435,21 +449,21 @@ def test_client_that_leaves_when_its_documents_are_confirmed(
     scripted: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the confirmation, in the search's thread, and the first event."""
-    with _engine() as engine:
+    with _engine() as engine, resting(engine):
         gone, reached = threading.Event(), threading.Event()
         confirm = engine._loop.confirm
 
         def confirmed(state: Any, place: object) -> None:
             confirm(state, place)
             reached.set()
-            assert gone.wait(20)
+            assert gone.wait(60)
 
         monkeypatch.setattr(engine._loop, "confirm", confirmed)
         scripted(TWO, TWO, gate=lambda number: number and _until(lambda: engine._loop.running))
 
         async def client() -> None:
             first: asyncio.Task[Any] = asyncio.create_task(anext(engine.submit(_request(tokens=500))))  # type: ignore[arg-type]
-            assert await asyncio.to_thread(reached.wait, 20)
+            assert await asyncio.to_thread(reached.wait, 60)
             first.cancel()
             threading.Timer(0.05, gone.set).start()
             with pytest.raises(asyncio.CancelledError):
@@ -471,12 +485,12 @@ def test_engine_that_closes_during_a_search(scripted: Callable[..., Script]) -> 
             _until(lambda: engine._loop.closed and not engine._loop._thread.is_alive())
 
     scripted(TWO, TWO, gate=gate)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, resting(engine):
         answering = pool.submit(engine.answer, "Which?", max_tokens=500)
-        assert closed.wait(20)
+        assert closed.wait(60)
         engine._loop.close()
         with pytest.raises(ClosedError):
-            answering.result(20)
+            answering.result(60)
     engine.close()
 
 

@@ -28,6 +28,7 @@ from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny
 from tests.support.matrix import few
+from tests.support.pace import until
 
 PAGES = 40  # two prompts of about 160 tokens fit, and no third
 GIGA = 2**30
@@ -292,8 +293,7 @@ def test_a_slow_load_is_not_waited_for(unwilling: Callable[[], Unwilling], refer
         assert "0.05 s" in answer.notices[0]
         assert engine.stats()["load_fallbacks_total"] == {"slow": 1}
         store.gate.set()
-        while engine.stats()["transfers_total"] == {}:
-            ask(engine, 1)
+        until(lambda: engine.stats()["transfers_total"].get("load"))  # type: ignore[union-attr]
         assert_exact(ask(engine, 0), reference[0])
         engine.audit()
 
@@ -310,8 +310,7 @@ def test_a_disk_that_hangs_ends_nobodys_service(tmp_path: Path) -> None:
         assert engine.stats()["load_fallbacks_total"]["slow"] >= 5  # type: ignore[index]
         store.gate.set()
         assert ask(engine, 7).tokens == expected[7].tokens
-        while engine._cache.loading:
-            time.sleep(0.01)
+        until(lambda: not engine._cache.loading)
         engine.audit()
 
 
@@ -380,6 +379,8 @@ def test_the_beginning_that_all_prompts_share_outlives_them_on_disk(tmp_path: Pa
     with opened() as engine:
         for seed in range(1, 60):
             engine.answer_prompt(chat(seed), max_tokens=1)
+        assert engine._transfer is not None
+        engine._transfer.flush()
         assert engine.stats()["disk_evicted_total"] > 0  # type: ignore[operator]
     with opened() as engine:
         assert engine.answer_prompt(chat(58), max_tokens=1).cached_tokens >= len(shared)
@@ -407,7 +408,8 @@ class Late(Full):
 def test_loads_between_passes_are_watched_too(unwilling: Callable[[], Unwilling], failing: int, reason: str) -> None:
     store = unwilling()
     store.failing = failing
-    with tiny.engine(disk=store, extra=[Late()], load_timeout=0.05) as engine:  # type: ignore[arg-type]
+    patience = 0.05 if reason == "slow" else 60.0
+    with tiny.engine(disk=store, extra=[Late()], load_timeout=patience) as engine:  # type: ignore[arg-type]
         if reason == "slow":
             store.gate.clear()
         expected = ask(engine, 1, "full")

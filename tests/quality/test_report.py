@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +48,7 @@ from ragjax.reuse.full import Full
 from ragjax.reuse.naive import Naive
 from ragjax.reuse.prefix import Prefix
 from tests.support import tiny
+from tests.support.pace import until
 
 NAIVE = Setting("naive")
 SYSTEM = 20
@@ -613,10 +613,7 @@ def live(engine: Engine, rounds: int, prompts: tuple[Prompt, ...], **options: An
     for i in range(rounds):
         before = replays(engine)
         answer = engine.answer_prompt(prompts[i % len(prompts)], max_tokens=6, **options)
-        end = time.monotonic() + 10
-        while replays(engine) == before:
-            assert time.monotonic() < end, "no replay came"
-            time.sleep(0.001)
+        until(lambda: replays(engine) > before)  # noqa: B023
     return answer
 
 
@@ -712,10 +709,7 @@ def test_replays_wait_for_others_and_not_without_end() -> None:
         futures = [engine.begin_prompt(PROMPTS[i % 5], max_tokens=2 + STEPS) for i in range(QUEUE + 6)]
         for future in futures:
             future.result()
-        end = time.monotonic() + 20
-        while replays(engine) < len(futures):
-            assert time.monotonic() < end
-            time.sleep(0.002)
+        until(lambda: replays(engine) == len(futures))
         stats = engine.stats()["shadow_replays_total"]
         engine.audit()
     assert isinstance(stats, dict) and stats["failed"] == 0

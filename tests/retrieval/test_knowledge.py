@@ -573,6 +573,12 @@ def test_readers_while_one_writes(kind: IndexKind, tmp_path: Path, monkeypatch: 
         assert len(base) == 4
 
 
+def until_one_waits(base: KnowledgeBase) -> None:
+    """Wait until a thread stands at the door of the lock that this one has."""
+    while not base._writing._door.locked():
+        time.sleep(0.002)
+
+
 @pytest.mark.parametrize("gone", [["isle/0"], ["long"], ["isle/0", "long"]])
 def test_a_deletion_does_not_wait_for_all_chunks_of_a_document(
     gone: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -589,7 +595,7 @@ def test_a_deletion_does_not_wait_for_all_chunks_of_a_document(
         def slow(remove: Sequence[int], ids: Ids, vectors: Vectors) -> None:
             if len(ids) and not parts:
                 deleter.start()
-                time.sleep(0.2)  # it waits by now
+                until_one_waits(base)
             if len(ids):
                 parts.append(len(ids))
             update(remove, ids, vectors)
@@ -614,7 +620,7 @@ def test_a_base_that_is_closed_between_parts_of_a_document_has_all_of_it_later(
     def slow(remove: Sequence[int], ids: Ids, vectors: Vectors) -> None:
         if len(ids):
             closer.start()
-            time.sleep(0.2)  # it waits by now
+            until_one_waits(base)
         update(remove, ids, vectors)
 
     monkeypatch.setattr(base._index, "update", slow)

@@ -391,11 +391,11 @@ def test_what_is_no_path_is_refused(steps: tuple[str, ...], message: str) -> Non
 def test_a_long_path_is_checked_at_once() -> None:
     """Looking each entity up in all before it would take 20,000 of them seconds."""
     steps = ("e0", *(step for i in range(1, 20_000) for step in ("r", f"e{i}")))
-    began = time.perf_counter()
+    began = time.thread_time()  # what other programs take is not counted
     assert len(RelationPath(steps).entities) == 20_000
     with pytest.raises(RequestError, match="'e7' twice"):
         RelationPath((*steps, "r", "e7"))
-    assert time.perf_counter() - began < 2
+    assert time.thread_time() - began < 2
 
 
 def test_equal_sets_of_paths_make_equal_subgraphs() -> None:

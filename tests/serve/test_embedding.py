@@ -111,12 +111,22 @@ def asked_by(served: Served, key: str, text: str) -> httpx.Response:
 @contextmanager
 def held(embeddings: int) -> Iterator[tuple[Held, Served, list[Future[httpx.Response]]]]:
     """A server that has so many requests of embeddings, none of which ends."""
-    engine, drain = Held(), Drain()
-    with serving(engine, drain=drain) as served, ThreadPoolExecutor(embeddings) as clients:
+    engine, come, embed = Held(), list[str](), Embedder.embed
+
+    async def noted(self: Embedder, tenant: str, body: EmbeddingBody) -> core.Embedded:
+        come.append(tenant)  # with its whole body: what is asked from now on stands behind it
+        return await embed(self, tenant, body)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving(engine) as served,
+        ThreadPoolExecutor(embeddings) as clients,
+    ):
+        patch.setattr(Embedder, "embed", noted)
         asked = {"model": MODEL, "input": "a"}
         asked_of = [clients.submit(served.post, "/v1/embeddings", json=asked) for _ in range(embeddings)]
         try:
-            wait_for(lambda: drain.serving == embeddings)
+            wait_for(lambda: len(come) == embeddings)
             wait_for(lambda: engine.at_work["a"] > 0)
             yield engine, served, asked_of
         finally:
@@ -162,6 +172,12 @@ def test_a_tenant_that_fills_its_queue_leaves_the_others_theirs() -> None:
         assert {one.result(20).status_code for one in asked} == {200}
 
 
+async def begun(engine: Held) -> None:
+    """Wait until the thread is at work."""
+    while not engine.at_work:
+        await asyncio.sleep(0.001)
+
+
 def body_of(text: str) -> EmbeddingBody:
     return EmbeddingBody(model=MODEL, input=[text])
 
@@ -188,7 +204,7 @@ def test_the_turn_of_a_client_that_leaves_goes_on() -> None:
 
     async def run(embedder: Embedder) -> None:
         tasks = [asyncio.create_task(embedder.embed("a", body_of(f"a{i}"))) for i in range(4)]
-        await asyncio.sleep(0)
+        await begun(engine)
         tasks[1].cancel()  # it waits
         tasks[0].cancel()  # it is at work; the turn is then handed to the third
         await asyncio.sleep(0)
@@ -208,7 +224,7 @@ def test_what_waits_ends_with_the_embedder() -> None:
     async def run() -> None:
         embedder = Embedder(engine)
         tasks = [asyncio.create_task(embedder.embed("a", body_of(f"a{i}"))) for i in range(3)]
-        await asyncio.sleep(0)
+        await begun(engine)
         embedder.close()
         engine.going.set()
         ended = await asyncio.gather(*tasks, return_exceptions=True)

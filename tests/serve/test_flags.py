@@ -121,7 +121,7 @@ def test_replicas_without_ray_are_one_line_and_code_2(
 
 def test_bad_model_is_one_line_and_code_2() -> None:
     process = program("--model", "missing", "--port", "0")
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and err.count("\n") == 1 and "'missing'" in err
 
 

@@ -52,6 +52,7 @@ def test_both_sides_are_asked_what_was_submitted(browser: Browser, warm: bool) -
 def test_a_key_changes_nothing_that_was_chosen(browser: Browser) -> None:
     with serving(FakeEngine()) as served, visiting(browser, served.url) as page:
         page.wait_for_selector("#compare-a-strategy option", state="attached")
+        page.wait_for_selector("#ask-knowledge option", state="attached")  # what the page asks at first is answered
         page.evaluate(SETTLED)
         page.select_option("#ask-strategy", "full")
         page.click("nav a[href='#compare']")

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
 import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from ragjax import core
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, MESSAGES, TEXT, error_of, events_of, program, serving, url_of, wait_for
 
 
 def test_graceful_stop_finishes_the_running_request() -> None:
-    engine = FakeEngine(delay=0.1)
+    class Held(FakeEngine):
+        """Says nothing before the server was told to stop."""
+
+        async def submit(self, request: core.Request) -> AsyncGenerator[core.Event, None]:
+            async with aclosing(super().submit(request)) as events:
+                async for event in events:
+                    while not served.server.should_exit:
+                        await asyncio.sleep(0.005)
+                    yield event
+
+    engine = Held()
     with serving(engine) as served:
         answers: list[httpx.Response] = []
         asking = threading.Thread(target=lambda: answers.append(served.post(json={**CHAT, "stream": True})))
         asking.start()
         wait_for(lambda: engine.running == 1)
         served.stop()
-        asking.join(10)
+        asking.join(20)
     assert events_of(answers[0])[-1] == "[DONE]" and engine.finished == 1
 
 
@@ -76,7 +91,7 @@ def test_signal_stops_gracefully(number: signal.Signals) -> None:
 
 
 FLAGS = ("--port", "0", "--knowledge", "none", "--model", "fake")
-QUICK = "from ragjax.serve import stop; stop.CLOSING, stop.LAST = 1.0, 0.5; import asyncio, threading\n"
+QUICK = "from ragjax.serve import stop; stop.CLOSING, stop.LAST = {closing}, 0.5; import asyncio, threading\n"
 STUCK_THREAD = """
 async def submit(self, request):
     print("working", file=sys.stderr)
@@ -88,30 +103,30 @@ STUCK_ENGINE = "FakeEngine.close = lambda self: threading.Event().wait()"
 
 
 def test_a_stuck_thread_does_not_keep_the_process() -> None:
-    process = program(
-        "--port", "0", "--knowledge", "none", "--grace", "1", "--model", "fake", patch=QUICK + STUCK_THREAD
-    )
+    patch = QUICK.format(closing=30.0) + STUCK_THREAD  # closing takes none of it
+    process = program("--port", "0", "--knowledge", "none", "--grace", "1", "--model", "fake", patch=patch)
     url = url_of(process)
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/chat/completions", json=CHAT)))
+    asking = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{url}/v1/chat/completions", json=CHAT, timeout=30))
+    )
     asking.start()
     assert process.stderr is not None
     assert any("working" in line for line in process.stderr)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
     log = process.stderr.read()
-    assert process.wait(20) == 3 and 1 <= time.monotonic() - began < 10
+    assert process.wait(20) == 3 and 1 <= time.monotonic() - began < 20
     process.stderr.close()
-    asking.join(10)
+    asking.join(30)
     assert answers[0].status_code == 503 and error_of(answers[0])["code"] == "stopping"
     assert "finished 0" in log, "the engine was closed"
     assert "a thread did not end in time" in log and "threading.py" in log, "and where each thread is"
 
 
 def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
-    process = program(
-        "--port", "0", "--knowledge", "none", "--grace", "0", "--model", "fake", patch=QUICK + STUCK_ENGINE
-    )
+    patch = QUICK.format(closing=1.0) + STUCK_ENGINE
+    process = program("--port", "0", "--knowledge", "none", "--grace", "0", "--model", "fake", patch=patch)
     url_of(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 3
@@ -119,17 +134,34 @@ def test_an_engine_that_does_not_close_does_not_keep_the_process() -> None:
     process.stderr.close()
 
 
+HELD_STREAMS = """
+import asyncio
+from contextlib import aclosing
+from pathlib import Path
+plain = FakeEngine.submit
+async def submit(self, request):
+    async with aclosing(plain(self, request)) as events:
+        async for event in events:
+            yield event
+            while not Path({going!r}).exists():
+                await asyncio.sleep(0.01)
+FakeEngine.submit = submit
+"""
+"""Each stream has a token, and the others once a file is there."""
+
+
 @pytest.mark.slow
-def test_a_stop_under_load_drains() -> None:
+def test_a_stop_under_load_drains(tmp_path: Path) -> None:
     """Several streams go on to their ends; what comes meanwhile, on old and new connections, is sent elsewhere."""
-    slower = "FakeEngine.load = classmethod(lambda cls, options: cls(model_name='slow', delay=0.7))"
-    process = program("--port", "0", "--knowledge", "none", "--model", "slow", patch=slower)
+    going = tmp_path / "going"
+    patch = HELD_STREAMS.format(going=str(going))
+    process = program("--port", "0", "--knowledge", "none", "--model", "slow", patch=patch)
     url = url_of(process)
     texts: list[str] = []
     begun = threading.Semaphore(0)
 
     def stream() -> None:
-        client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0, timeout=20)
+        client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0, timeout=40)
         chunks = client.chat.completions.create(model="slow", messages=MESSAGES, stream=True)
         first = next(chunks)
         begun.release()
@@ -148,6 +180,8 @@ def test_a_stop_under_load_drains() -> None:
             assert refused.status_code == 503 and error_of(refused)["code"] == "stopping"
             assert int(refused.headers["retry-after"]) > 0
         assert kept.get("/metrics").status_code == 200, "it can still be watched"
+        assert not texts, "all are served meanwhile"
+    going.touch()
     for thread in threads:
         thread.join(20)
     assert texts == [TEXT] * 8

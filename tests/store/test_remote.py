@@ -56,7 +56,7 @@ def test_an_entry_is_that_of_the_disk_tier_byte_for_byte(tmp_path: Path) -> None
     disk = DiskStore.open(tmp_path, b"tiny", about={}, max_bytes=GIGA)
     shared = tier(remote, disk)
     shared.write(one, ARRAYS)
-    assert shared.flush()
+    assert shared.flush(60)
     parcel = remote.parcels[one.key]
     [file] = disk.folder.glob("entries/*/*.safetensors")
     assert parcel.head + parcel.body == file.read_bytes()
@@ -71,7 +71,7 @@ def test_the_index_answers_at_once_and_knows_more_later() -> None:
     ones = [record("a"), record("b", provenance="dependency"), record("c", provenance="approximate"), record("d", 8)]
     for one in ones:
         writer.write(one, ARRAYS)
-    assert writer.flush()
+    assert writer.flush(60)
     place = ones[0].place
     remote.held.clear()
     assert reader.find(ones[0].key) is None and not reader.children(place, ones[0].tokens)
@@ -93,7 +93,7 @@ def test_a_damaged_entry_is_never_given_and_removed_for_all(part: str) -> None:
     remote, one = FakeRemote(), record("a")
     shared = tier(remote)
     shared.write(one, ARRAYS)
-    assert shared.flush()
+    assert shared.flush(60)
     head, body = bytearray(remote.parcels[one.key].head), bytearray(remote.parcels[one.key].body)
     (head if part == "head" else body)[-20] ^= 4
     remote.parcels[one.key] = Parcel(one.key, remote.parcels[one.key].place, bytes(head), bytes(body))
@@ -110,7 +110,7 @@ def test_two_models_and_a_replaced_entry_never_meet() -> None:
     remote, one = FakeRemote(), record("a")
     shared, other = tier(remote), tier(remote, identity=b"other")
     shared.write(one, ARRAYS)
-    assert shared.flush()
+    assert shared.flush(60)
     with pytest.raises(Missing):
         read(shared, one.key, expected=record("a", first=9))
     assert read(shared, one.key, expected=one)
@@ -135,7 +135,7 @@ def test_the_queue_is_bounded_and_what_it_drops_is_counted() -> None:
         except WriteError as error:
             assert "too many wait" in str(error)
     remote.held.set()
-    assert shared.flush()
+    assert shared.flush(60)
     assert len(remote.parcels) == written < 8
     assert shared.standing().dropped["full"] == 8 - written
     shared.close()
@@ -145,10 +145,10 @@ def test_a_full_server_is_still_read_from() -> None:
     remote, one = FakeRemote(), record("a")
     shared = tier(remote)
     shared.write(one, ARRAYS)
-    assert shared.flush()
+    assert shared.flush(60)
     remote.full = True
     shared.write(record("b"), ARRAYS)
-    assert shared.flush()
+    assert shared.flush(60)
     standing = shared.standing()
     assert standing.on and standing.dropped["failed"] == 1 and standing.counts["refused"] == 1
     assert read(shared, one.key)
@@ -182,7 +182,7 @@ def test_what_is_known_is_not_given_while_the_server_is_off() -> None:
     remote, one = FakeRemote(), record("a")
     shared = tier(remote, pause=60)
     shared.write(one, ARRAYS)
-    assert shared.flush() and known(shared, lambda: shared.find(one.key)) == one
+    assert shared.flush(60) and known(shared, lambda: shared.find(one.key)) == one
     remote.down = True
     with pytest.raises(RemoteError):
         read(shared, one.key)
@@ -203,7 +203,7 @@ def test_a_dead_server_is_not_asked_until_it_is_back() -> None:
     remote.down = False
     eventually(lambda: shared.standing().on)
     shared.write(record("a"), ARRAYS)
-    assert shared.flush() and remote.parcels
+    assert shared.flush(60) and remote.parcels
     assert shared.standing().changes == 2 and shared.standing().dropped["off"] == 1
     shared.close()
 
@@ -235,7 +235,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 def redis_of(port: int, identity: bytes = b"tiny", kind: str = "raw", max_bytes: int = GIGA, life: int = 100):
     url = f"redis://127.0.0.1:{port}/0"
-    return RedisRemote.open(url, identity, kind, max_bytes=max_bytes, life=life, timeout=5.0)
+    return RedisRemote.open(url, identity, kind, max_bytes=max_bytes, life=life, timeout=20.0)
 
 
 def parcel(name: str, size: int = 100) -> Parcel:
@@ -321,8 +321,8 @@ def test_a_password(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def tier_of(url: str) -> SharedTier:
-    remote = RedisRemote.open(url, b"tiny", "raw", max_bytes=GIGA, life=100, timeout=1.0)
-    return SharedTier(remote, b"tiny", max_bytes=GIGA, timeout=1.0)
+    remote = RedisRemote.open(url, b"tiny", "raw", max_bytes=GIGA, life=100, timeout=20.0)
+    return SharedTier(remote, b"tiny", max_bytes=GIGA, timeout=20.0)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ class FakeRemote:
 
     def _call(self, name: str) -> None:
         self.calls.append(name)
-        self.held.wait(10)
+        self.held.wait(60)
         if self.down:
             raise RemoteError("connection refused")
 
@@ -146,12 +146,12 @@ def settle(engine: Engine) -> None:
     """Wait until what the engine computed is on the server."""
     shared = engine._parts.shared
     assert shared is not None and engine._transfer is not None
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while engine._cache._hierarchy._new or engine._cache._hierarchy._hot:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     engine._transfer.flush()
-    assert shared.flush(20)
+    assert shared.flush(60)
 
 
 def free_port() -> int:
@@ -184,7 +184,7 @@ def answering(reply: bytes) -> Iterator[int]:
 
 def eventually(true: Callable[[], object]) -> None:
     """Wait until something is true."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.005)

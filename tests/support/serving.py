@@ -84,7 +84,7 @@ def serving(engine: FakeEngine, grace: int = 10, limits: Limits | None = None, *
         served.stop()
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

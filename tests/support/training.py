@@ -98,3 +98,11 @@ def make_model(folder: Path) -> Path:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def last_step(folder: Path) -> int:
+    """The last step that a run has noted; it may be at it now."""
+    try:
+        return max((line["step"] for line in lines(folder)), default=0)
+    except (OSError, ValueError):
+        return 0

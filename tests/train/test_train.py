@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from tests.support.devices import ROOT
 from tests.support.plain import FAMILIES, tensors_of
 from tests.support.tiny import byte_tokenizer, decoder
-from tests.support.training import LORA, SMALL, adapters, lines, make_model
+from tests.support.training import LORA, SMALL, adapters, last_step, lines, make_model
 from train import depft
 from train.batch import Rows
 from train.checkpoint import Checkpoints
@@ -132,35 +131,45 @@ def test_killed_run_goes_on_from_its_last_whole_checkpoint(home: Path) -> None:
         Checkpoints(home / "none", settings, resume=True)
 
 
+DOOMED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from tests.support.training import last_step
+from train.depft import main
+
+folder, steps, delay = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+
+
+def doom():
+    while last_step(folder) < steps:
+        time.sleep(0.02)
+    time.sleep(delay)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+threading.Thread(target=doom, daemon=True).start()
+sys.exit(main(sys.argv[4:]))
+"""
+"""A run that kills itself, some seconds after so many steps; another process may be too slow for it."""
+
+
 @pytest.mark.long  # kills processes in the middle of steps and of checkpoints, some seconds each
 def test_kill_in_the_middle_gives_the_same_weights(home: Path) -> None:
     more = ("--epochs", "24", "--save-every", "2")  # longer than a fast machine takes until the last kill
-    command = [sys.executable, "-m", "train.depft", *flags(home, "killed", *more)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command, environment = flags(home, "killed", *more), os.environ | {"PYTHONPATH": str(ROOT)}
     assert main(flags(home, "undisturbed", *more)) == 0
     resume: list[str] = []
     for delay in (0.0, 0.3, 0.7):
-        running = subprocess.Popen([*command, *resume], env=environment, cwd=ROOT)
-        known = last_step(home / "killed")
-        while running.poll() is None and last_step(home / "killed") < known + 3:
-            time.sleep(0.02)
-        time.sleep(delay)
-        running.send_signal(signal.SIGKILL)
-        running.wait()
+        doom = [sys.executable, "-c", DOOMED, str(home / "killed"), str(last_step(home / "killed") + 3), str(delay)]
+        killed = subprocess.run([*doom, *command, *resume], env=environment, cwd=ROOT, check=False)
+        assert killed.returncode == -signal.SIGKILL
         resume = ["--resume"]
     assert not (home / "killed" / "model").exists()
-    subprocess.run([*command, "--resume"], env=environment, cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "train.depft", *command, "--resume"], env=environment, cwd=ROOT, check=True)
     for name in ("undisturbed", "killed"):
         assert len([line for line in lines(home / name) if "loss" in line]) == 72
     one, other = ((home / name / "model" / "model.safetensors").read_bytes() for name in ("undisturbed", "killed"))
     assert one == other
-
-
-def last_step(folder: Path) -> int:
-    try:
-        return max((line["step"] for line in lines(folder)), default=0)
-    except (OSError, ValueError):
-        return 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""The pace of an engine: tests that need requests in some state hold its thread there, or have requests rest."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+from ragjax.core import Answer, Prompt
+from ragjax.engine import Engine
+from ragjax.schedule.state import RequestState
+
+LIMIT = 60.0
+"""Seconds after which something never happens, on the slowest machine."""
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait until something is true that stays true."""
+    end = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < end, "it never happens"
+        time.sleep(0.001)
+
+
+class Hold:
+    """Within it the engine's thread stands still between two steps; what is begun there comes together.
+
+    when: looked at by the engine's thread from now on, before each step; it stands still at the first time that it is
+    true.
+    """
+
+    def __init__(self, engine: Engine, when: Callable[[], object] = lambda: True):
+        self._reached, self._over = threading.Event(), threading.Event()
+        loop = engine._loop
+        look_after = loop._look_after
+
+        def held() -> bool:
+            if not self._reached.is_set() and when():
+                self._reached.set()
+                self._over.wait(2 * LIMIT)
+            return look_after()
+
+        loop._look_after = held  # type: ignore[method-assign]
+        loop.wake()
+
+    def __enter__(self) -> None:
+        assert self._reached.wait(LIMIT), "it never happens"
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+
+@contextmanager
+def resting(engine: Engine, which: Callable[[RequestState], object] = lambda state: True) -> Iterator[None]:
+    """Within it requests have no steps behind their first token: they run until it is over, or they are cancelled."""
+    over = threading.Event()
+    _rest(engine, lambda state: not over.is_set() and which(state))
+    try:
+        yield
+    finally:
+        over.set()
+        engine._loop.wake()
+
+
+def _rest(engine: Engine, which: Callable[[RequestState], object]) -> None:
+    scheduler = engine._loop._scheduler
+    active = scheduler._active
+    scheduler._active = lambda: [one for one in active() if not (one.decoding and which(one))]  # type: ignore[method-assign]
+
+
+def lasting(engine: Engine, prompt: Prompt, **options: Any) -> Future[Answer]:
+    """A request that runs until it is cancelled, at rest behind its first token. It runs when this returns."""
+    found: list[RequestState] = []
+    _rest(engine, lambda state: state in found)
+    enqueue = engine._loop.enqueue
+
+    def noted(state: RequestState, place: object = None) -> None:
+        found.append(state)
+        enqueue(state, place)
+
+    engine._loop.enqueue = noted  # type: ignore[method-assign]
+    try:
+        begun = engine.begin_prompt(prompt, **options)
+    finally:
+        engine._loop.enqueue = enqueue  # type: ignore[method-assign]
+    until(lambda: found[0].decoding)
+    return begun

@@ -238,8 +238,7 @@ def _together(measured: Sequence[StepMeasure], rows: int, entries: int, page_siz
 
 def _fill(step: Step, pending: PendingRows, request: int, placed: Placed, shared: int) -> None:
     """Write a request's rows, and its page table but for the first entries, which it shares."""
-    taken = slice(placed.begin, placed.end)
-    rows = slice(placed.row, placed.row + placed.end - placed.begin)
+    taken, rows = placed.taken, placed.rows
     entries = slice(placed.entry, placed.entry + len(pending.table) - shared)
     step.token_T[rows] = pending.token[taken]
     step.index_T[rows] = pending.index[taken]

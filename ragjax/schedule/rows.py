@@ -61,6 +61,16 @@ class Placed:
         """Rows."""
         return self.end - self.begin
 
+    @property
+    def taken(self) -> slice:
+        """The rows, of the request's pending ones."""
+        return slice(self.begin, self.end)
+
+    @property
+    def rows(self) -> slice:
+        """The rows, of the batch's."""
+        return slice(self.row, self.row + self.count)
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -193,7 +203,7 @@ class PendingRows:
         assert measure is not None
         low, high = measure.layers
         measured = measured[low - first : high - first]
-        rows = slice(placed.row, placed.row + placed.end - placed.begin)
+        rows = placed.rows
         if measure.what is Measure.SEGMENT_SCORE:
             part, axis = measured[:, rows, : measure.segments], 1
         elif measure.what is Measure.QUERY:

@@ -6,8 +6,9 @@ K or V; the default is K. Keys are compared at equal rotation. The slots of thes
 the chosen tokens are computed again from the first layer on.
 
 Gradual narrowing is CacheBlend's (section 4.3): more tokens than asked for at first, then fewer from layer to layer, by
-the deviation there. Here it narrows at the boundaries of stages, from twice the share down to the share. A token that
-is dropped uses its cached KV in the layers that follow.
+the deviation there. Here it narrows at the boundaries of stages, from twice the share down to the share. None is
+dropped behind the first layer, whose KV is that of the token alone: it deviates by rounding, if at all. A token that is
+dropped uses its cached KV in the layers that follow.
 """
 
 from __future__ import annotations
@@ -83,20 +84,23 @@ class Gradual(SourceStrategy):
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """What is missing, two layers of everything, then stage by stage over fewer tokens."""
         total = chunk_tokens(prompt)
-        counts = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(allocation.stages) - 1)
-        probing, selector = 0 < counts[0] < total, Deviation(self._of)
+        ends = [end for end in allocation.stages[1:-1] if end >= PROBED]
+        first, *fewer = narrowing(share(self.ratio if ratio is None else ratio, total), total, len(ends) + 1)
+        probing, selector = 0 < first < total, Deviation(self._of)
         scratch = total if probing else 0
-        stitched = yield from prepare(prompt, allocation, self._source, repaired=counts[0], scratch=scratch)
-        if not counts[0]:
+        stitched = yield from prepare(prompt, allocation, self._source, repaired=first, scratch=scratch)
+        if not first:
             results = yield stitched.ask()
             return stitched.plan(stitched.spans, results[Measure.LOGITS][0])
         chosen = stitched.chunks
         if probing:
-            chosen = yield from selector.choose(stitched, counts[0])
+            chosen = yield from selector.choose(stitched, first)
             allocation.free(stitched.scratch)
         spans, kept, depth = stitched.mended(chosen), chosen, allocation.stages[-1]
-        for layers, count in zip(pairwise(allocation.stages), (*counts[1:], counts[-1]), strict=True):
+        counts = dict(zip(ends, fewer, strict=True))
+        for layers in pairwise(allocation.stages):
             results = yield self._stage(stitched, spans, kept, layers)
+            count = counts.get(layers[1], len(kept))
             if count < len(kept):
                 kept, dropped = self._narrow(results[Measure.DEVIATION], stitched, kept, count)
                 yield Move(dropped, stitched.chunk, spans, (layers[1], depth))

@@ -22,7 +22,7 @@ from ragjax.reuse.repair import Selective
 from ragjax.reuse.select import budgets, share, shares, top, top_each
 from ragjax.reuse.stitch import Isolated
 from tests.support import tiny
-from tests.support.executor import Array, Executor, model, softmax
+from tests.support.executor import Array, Executor, Model, model, softmax
 from tests.support.literal import (
     FIT,
     chosen_of,
@@ -166,20 +166,23 @@ def literal_gradual(
 ) -> tuple[Array, Array, Array]:
     """Layer after layer: at each stage's end the rows that deviate least fall out, with their old KV from there on.
 
+    Not behind the first layer, whose keys and values depend on nothing but their tokens.
+
     Logits of the last token, and K and V [L, T, K, D] as generated tokens see them.
     """
     k, v = kept[0].copy(), kept[1].copy()
     total, count = len(indices_of(prompt, Kind.CHUNK)), counted(prompt, ratio)
     key, _ = deviations(prompt, kept)
     chosen = highest(key, min(2 * count, total))
-    numbers = [round(len(chosen) + (count - len(chosen)) * s / (len(stages) - 2)) for s in range(1, len(stages) - 1)]
+    ends = [end for end in stages if 1 < end < stages[-1]]
+    numbers = [round(len(chosen) + (count - len(chosen)) * s / len(ends)) for s in range(1, len(ends) + 1)]
     rows = np.array(sorted({*chosen, *joins(prompt)}))
     x = model().embedding[prompt.tokens[rows]]
     for layer in range(len(model().layers)):
         q, k[layer, rows], v[layer, rows] = model().project(layer, x, rows)
         seen = np.arange(len(prompt)) <= rows[:, None]
         x = model().finish(layer, x, model().mix(softmax(model().scores(q, k[layer]), seen[:, None]), v[layer]))
-        if layer + 1 in stages[:-1]:
+        if layer + 1 in ends:
             scores = {o: float(((k[layer, o] - kept[0][layer, o]) ** 2).sum()) for o in chosen}
             chosen = highest(scores, numbers.pop(0))
             staying = np.isin(rows, [*chosen, *joins(prompt)])
@@ -201,12 +204,24 @@ def test_gradual_narrows_at_stage_boundaries():
     np.testing.assert_allclose(talk.score(continuation)[1:], behind.logits[rows[:-1]], atol=1e-5)
     talk.close()
     kinds = ["move" if isinstance(item, Move) else item.layers for item in done.passes]
-    assert kinds == [None, (0, 2), (0, 1), "move", (1, 2), "move", (2, 3)]
+    assert kinds == [None, (0, 2), (0, 1), (1, 2), "move", (2, 3)]
     assert len(chosen_of(done, prompt)) == counted(prompt, 0.15)
     plain = executor.run(strategies()["blend"], prompt, 0.15)
     assert np.abs(plain.logits - done.logits).max() > 1e-3, "narrowing must matter for this test to tell"
     wide = executor.run(Gradual(), prompt, 0.6)
     assert wide.plan.exact_to is None, "all tokens were computed anew in the first stage, and not in the last"
+
+
+@pytest.mark.parametrize("stages", [(0, 1, 2, 3, 4, 5), (0, 2, 4, 5)])
+def test_gradual_narrows_step_by_step(stages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
+    deep, prompt = Model(tiny.decoder(config=replace(tiny.CONFIG, num_layers=5))), tiny.prompt(24)
+    for module in ("tests.support.literal", __name__):
+        monkeypatch.setattr(f"{module}.model", lambda: deep)
+    logits, *_ = literal_gradual(prompt, isolated(prompt), 0.15, stages)
+    done = Executor(deep, stages=stages).run(Gradual(), prompt, 0.15)
+    np.testing.assert_allclose(done.logits, logits, atol=1e-5)
+    moved = [item.layers[0] for item in done.passes if isinstance(item, Move)]
+    assert moved == [end for end in stages[1:-1] if end > 1]
 
 
 def test_narrowing_ends_at_the_target():

@@ -280,8 +280,8 @@ def _context_length(mapping: Mapping[str, Any], family: Family, rope: Rope) -> i
 
 def _family(mapping: Mapping[str, Any]) -> Family:
     model_type = mapping.get("model_type")
-    if model_type not in ARCHITECTURES:
-        reason = f" ({_REFUSED[str(model_type)]})" if model_type in _REFUSED else ""
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        reason = f" ({_REFUSED[model_type]})" if isinstance(model_type, str) and model_type in _REFUSED else ""
         raise ConfigError(f"model_type is {model_type!r}{reason}; supported are {', '.join(ARCHITECTURES)}")
     family = cast(Family, model_type)
     architectures = mapping.get("architectures") or [ARCHITECTURES[family]]

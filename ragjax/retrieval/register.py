@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
+from ragjax.core import ConfigError
 from ragjax.retrieval.checksum import checksum
 from ragjax.retrieval.database import compare, exclusive, grow
 from ragjax.retrieval.index import NONE, IndexKind, VectorIndex, Vectors
@@ -43,6 +44,7 @@ class Register:
 
     def __init__(self, encoder: TextEncoder, place: Path | None = None):
         self._encoder = encoder
+        self._place = place
         self._writing = threading.Lock()
         self._index = VectorIndex(IndexKind.FLAT, encoder.dim)
         self._numbers: dict[str, int] = {}
@@ -63,7 +65,11 @@ class Register:
         return frozenset(self._numbers)
 
     def add(self, names: Iterable[str], progress: Callable[[int], None] | None = None) -> int:
-        """Embed those names that are new, and say how many they were. progress: called with the number done."""
+        """Embed those names that are new, and say how many they were. progress: called with the number done.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         fresh = [name for name in dict.fromkeys(names) if name not in self._numbers]
         done = 0
         with self._writing:
@@ -75,12 +81,16 @@ class Register:
         return done
 
     def remove(self, names: Iterable[str]) -> None:
-        """Forget names; those that are not there do not matter."""
+        """Forget names; those that are not there do not matter.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         with self._writing:
             gone = {number: name for name in names if (number := self._numbers.pop(name, None)) is not None}
             for number in gone:
                 self._names.pop(number)
-            with self._database:
+            with self._transaction():
                 self._database.executemany("delete from names where number = ?", [(number,) for number in gone])
             self._index.remove(gone)
 
@@ -107,9 +117,17 @@ class Register:
     def _store(self, names: list[str], vectors: Vectors) -> None:
         known = [(name, row.tobytes()) for name, row in zip(names, vectors, strict=True)]
         sql = "insert into names (name, embedding, checksum) values (?, ?, ?)"
-        with self._database:
+        with self._transaction():
             numbers = [self._database.execute(sql, (*values, checksum(values))).lastrowid or 0 for values in known]
         self._keep(list(zip(numbers, names, strict=True)), vectors)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            with self._database:
+                yield
+        except sqlite3.OperationalError as error:
+            raise ConfigError(f"{self._place}: cannot be written: {error}") from error
 
     def _keep(self, numbered: list[tuple[int, str]], vectors: Vectors) -> None:
         self._names.update(numbered)  # before they can be found

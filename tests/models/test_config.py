@@ -158,6 +158,7 @@ def test_both_forms_of_llama3_rope_are_read(rope: dict[str, Any]) -> None:
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("model_type", LLAMA, {"model_type": "falcon"}),
     ("model_type", LLAMA, {"model_type": None}),
+    ("model_type", LLAMA, {"model_type": []}),
     ("RoPE bases and sliding windows of their own", GEMMA2, {"model_type": "gemma3_text"}),
     ("architectures", LLAMA, {"architectures": ["LlamaForSequenceClassification"]}),
     ("hidden_act", LLAMA, {"hidden_act": "gelu"}),

@@ -124,6 +124,19 @@ def test_a_broken_file_of_names(content: bytes, tmp_path: Path) -> None:
         assert graph.entities == 10
 
 
+def test_a_file_of_names_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    file, triple = tmp_path / "names.sqlite", Triple("a", "b", "c")
+    with KnowledgeGraph.open(tmp_path, WordEncoder()) as graph:
+        graph.add([triple])
+    content = bytearray(file.read_bytes())
+    content[18] = 3  # SQLite reads files of a later version, and does not write them
+    file.write_bytes(content)
+    with KnowledgeGraph.open(tmp_path, WordEncoder()) as graph:
+        for change in (lambda: graph.add([Triple("d", "b", "c")]), lambda: graph.delete([triple])):
+            with pytest.raises(ConfigError, match=r"names.sqlite: cannot be written: .*readonly"):
+                change()
+
+
 def test_a_damaged_store_is_named(tmp_path: Path) -> None:
     opened(tmp_path, FILMS).close()
     for file in (tmp_path / "triples").glob("MANIFEST*"):

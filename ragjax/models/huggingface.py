@@ -279,11 +279,11 @@ def _context_length(mapping: Mapping[str, Any], family: Family, rope: Rope) -> i
 
 
 def _family(mapping: Mapping[str, Any]) -> Family:
-    model_type = mapping.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        reason = f" ({_REFUSED[model_type]})" if isinstance(model_type, str) and model_type in _REFUSED else ""
+    model_type = mapping.get("model_type")  # of any type
+    family = next((family for family in ARCHITECTURES if family == model_type), None)
+    if family is None:
+        reason = "".join(f" ({why})" for name, why in _REFUSED.items() if name == model_type)
         raise ConfigError(f"model_type is {model_type!r}{reason}; supported are {', '.join(ARCHITECTURES)}")
-    family = cast(Family, model_type)
     architectures = mapping.get("architectures") or [ARCHITECTURES[family]]
     if architectures != [ARCHITECTURES[family]]:
         raise ConfigError(f"architectures is {architectures!r}; supported for {family} is {ARCHITECTURES[family]}")

@@ -99,18 +99,22 @@ class Gradual(SourceStrategy):
         spans, kept, depth = stitched.mended(chosen), chosen, allocation.stages[-1]
         counts = dict(zip(ends, fewer, strict=True))
         for layers in pairwise(allocation.stages):
-            results = yield self._stage(stitched, spans, kept, layers)
             count = counts.get(layers[1], len(kept))
+            results = yield self._stage(stitched, spans, kept, layers, count < len(kept))
             if count < len(kept):
                 kept, dropped = self._narrow(results[Measure.DEVIATION], stitched, kept, count)
                 yield Move(dropped, stitched.chunk, spans, (layers[1], depth))
         return stitched.plan(spans, results[Measure.LOGITS][0], chosen, whole=kept)
 
-    def _stage(self, stitched: Stitched, spans: tuple[Span, ...], kept: Tokens, layers: tuple[int, int]) -> Pass:
+    def _stage(
+        self, stitched: Stitched, spans: tuple[Span, ...], kept: Tokens, layers: tuple[int, int], narrows: bool
+    ) -> Pass:
         rows = np.union1d(kept, stitched.queries).astype(np.int32)
         if layers[1] == stitched.stages[-1]:
             return Pass(rows, rows, spans, LOGITS, (len(stitched.prompt) - 1,), layers=layers)
-        return Pass(rows, rows, spans, Deviation.measures, layers=layers, stale=stitched.chunk)
+        if narrows:
+            return Pass(rows, rows, spans, Deviation.measures, layers=layers, stale=stitched.chunk)
+        return Pass(rows, rows, spans, layers=layers)
 
     def _narrow(
         self, deviation: NDArray[np.float32], stitched: Stitched, kept: Tokens, count: int

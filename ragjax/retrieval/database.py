@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -48,6 +48,21 @@ def exclusive(
         database.close()
         raise
     return database
+
+
+@contextmanager
+def transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """What is done within it is committed at its end; nothing of it if there is an error.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        with database:
+            yield
+    except sqlite3.OperationalError as error:
+        _, _, place = database.execute("pragma database_list").fetchone()
+        raise ConfigError(f"{place}: cannot be written: {error}") from error
 
 
 def compare(database: sqlite3.Connection, schema: str) -> None:

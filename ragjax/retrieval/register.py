@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
-from ragjax.core import ConfigError
 from ragjax.retrieval.checksum import checksum
-from ragjax.retrieval.database import compare, exclusive, grow
+from ragjax.retrieval.database import compare, exclusive, grow, transaction
 from ragjax.retrieval.index import NONE, IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.retrieval.triples import batches
@@ -44,7 +43,6 @@ class Register:
 
     def __init__(self, encoder: TextEncoder, place: Path | None = None):
         self._encoder = encoder
-        self._place = place
         self._writing = threading.Lock()
         self._index = VectorIndex(IndexKind.FLAT, encoder.dim)
         self._numbers: dict[str, int] = {}
@@ -90,7 +88,7 @@ class Register:
             gone = {number: name for name in names if (number := self._numbers.pop(name, None)) is not None}
             for number in gone:
                 self._names.pop(number)
-            with self._transaction():
+            with transaction(self._database):
                 self._database.executemany("delete from names where number = ?", [(number,) for number in gone])
             self._index.remove(gone)
 
@@ -117,17 +115,9 @@ class Register:
     def _store(self, names: list[str], vectors: Vectors) -> None:
         known = [(name, row.tobytes()) for name, row in zip(names, vectors, strict=True)]
         sql = "insert into names (name, embedding, checksum) values (?, ?, ?)"
-        with self._transaction():
+        with transaction(self._database):
             numbers = [self._database.execute(sql, (*values, checksum(values))).lastrowid or 0 for values in known]
         self._keep(list(zip(numbers, names, strict=True)), vectors)
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        try:
-            with self._database:
-                yield
-        except sqlite3.OperationalError as error:
-            raise ConfigError(f"{self._place}: cannot be written: {error}") from error
 
     def _keep(self, numbered: list[tuple[int, str]], vectors: Vectors) -> None:
         self._names.update(numbered)  # before they can be found

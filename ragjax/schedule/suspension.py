@@ -21,11 +21,11 @@ class Copier(Protocol):
     """
 
     @property
-    def lost(self) -> bool: ...  # noqa: D102
+    def lost(self) -> bool: ...
 
-    def download(self, pages: NDArray[np.int32]) -> object: ...  # noqa: D102
+    def download(self, pages: NDArray[np.int32]) -> object: ...
 
-    def restore(self, pages: NDArray[np.int32], copies: Any) -> None: ...  # noqa: D102
+    def restore(self, pages: NDArray[np.int32], copies: Any) -> None: ...
 
 
 def pause(state: RequestState, copier: Copier) -> None:

@@ -33,15 +33,15 @@ class Device(Protocol):
     storage_dtype: np.dtype[Any]
 
     @property
-    def stages(self) -> tuple[int, ...]: ...  # noqa: D102
+    def stages(self) -> tuple[int, ...]: ...
 
-    def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]: ...  # noqa: D102
+    def extract(self, pages: NDArray[np.int32]) -> list[Excerpt]: ...
 
-    def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]: ...  # noqa: D102
+    def upload(self, k_LPKCD: NDArray[Any], v_LPKCD: NDArray[Any]) -> list[Excerpt]: ...
 
-    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt], first: int = 0) -> None: ...  # noqa: D102
+    def insert(self, pages: NDArray[np.int32], excerpts: Sequence[Excerpt], first: int = 0) -> None: ...
 
-    def clear(self, pages: NDArray[np.int32]) -> None: ...  # noqa: D102
+    def clear(self, pages: NDArray[np.int32]) -> None: ...
 
 
 class Disk(Protocol):

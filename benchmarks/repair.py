@@ -1,6 +1,6 @@
 """What repairing reused KV costs: time to first token by strategy, the share that selection takes, and preprocessing.
 
-    python -m benchmarks.repair [--quick] [--model NAME_OR_PATH] [--strategies a,b] [--fit FILE] [--ratio R] [--runs N]
+    python -m benchmarks.repair [--quick] [--model NAME_OR_PATH] [--strategies a,b] [--ratio R] [--runs N]
                                [--json FILE]
 
 The prompt is that of `benchmarks.ttft`: a system prompt, ten chunks of 200 tokens and a question of 30. Everything is
@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,13 +34,10 @@ from benchmarks.quality.probe import Probe
 from ragjax.commands.flags import integer, share
 from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.engine import Engine
-from ragjax.engine.measurement import SOME_FIT
 from ragjax.engine.preprocessing import Job, fuse_all
-from ragjax.quality.fit import FitReport
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.fitted import NAME as FITTED
 
 RATIO = 0.15
 RUNS, QUICK_RUNS = 7, 3
@@ -176,23 +172,16 @@ def show(made: Sequence[Mapping[str, Any]]) -> None:
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line; `full` and `naive` are always among the strategies."""
     flags = report.parser("repair", __doc__)
-    known = all_strategies(fit=SOME_FIT)
-    everything = [name for name in known if name not in (*DEPENDENCY, FITTED)]
+    known = all_strategies()
+    everything = [name for name in known if name not in DEPENDENCY]
     strategies = report.among(known, "strategy")
     report.add_model(flags)
     flags.add_argument(
         "--strategies", type=strategies, default=everything, metavar="A,B", help="besides full and naive (all)"
     )
-    flags.add_argument(
-        "--fit", type=Path, metavar="FILE", help="the model's fit, by ragjax.reuse.gate --fit; fitted is timed, too"
-    )
     flags.add_argument("--ratio", type=share, default=RATIO, metavar="R", help="share to recompute (%(default)s)")
     flags.add_argument("--runs", type=integer(1), metavar="N", help=f"runs ({RUNS}; {QUICK_RUNS} with --quick)")
     chosen = flags.parse_args(arguments)
-    if chosen.fit is not None:
-        chosen.strategies = [*chosen.strategies, FITTED]
-    if FITTED in chosen.strategies and chosen.fit is None:
-        flags.error("fitted needs --fit FILE, which python -m ragjax.reuse.gate --fit --json FILE writes")
     chosen.runs = chosen.runs or (QUICK_RUNS if chosen.quick else RUNS)
     chosen.strategies = list(dict.fromkeys(["full", "naive", *chosen.strategies]))
     return chosen
@@ -211,11 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = options(arguments)
 
     def measured(_: report.Session) -> list[dict[str, Any]]:
-        fitted = None if chosen.fit is None else FitReport.load(chosen.fit)
         with Engine.load(chosen.model, strategy="full", dtype=chosen.dtype, device_cache_gb=1.0) as engine:
-            if fitted is not None:
-                fitted.check(engine.identity.hex(), chosen.fit)
-            return run(engine, all_strategies(fit=None if fitted is None else fitted.fit), chosen)
+            return run(engine, all_strategies(), chosen)
 
     return report.run("repair", COLUMNS, chosen.json, measured, show)
 

@@ -1,6 +1,6 @@
 """How close each strategy's answers come to full attention's, and to the references, at equal shares recomputed.
 
-    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--fit FILE] [--ratios 0.15,0,0.05]
+    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--ratios 0.15,0,0.05]
         [--limit N] [--sweep N] [--deviation N] [--lazy] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
         [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
 
@@ -52,13 +52,10 @@ from benchmarks.quality.rows import Question, main_settings, rows, sweep_setting
 from benchmarks.quality.run import measure, opened
 from benchmarks.quality.similarity import History, packaged_encoder, search_in
 from ragjax.commands.flags import integer
-from ragjax.engine.measurement import SOME_FIT
 from ragjax.engine.preprocessing import fuse_all
-from ragjax.quality.fit import FitReport
 from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
-from ragjax.reuse.fitted import NAME as FITTED
 
 RATIO = 0.15
 """Share that every selective strategy recomputes on every question; both papers' setting."""
@@ -81,8 +78,8 @@ COLUMNS = (
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line."""
     flags = report.parser("quality", __doc__)
-    known = all_strategies(fit=SOME_FIT)
-    everything = [name for name in known if name not in (*DEPENDENCY, FITTED)]
+    known = all_strategies()
+    everything = [name for name in known if name not in DEPENDENCY]
     report.add_model(flags)
     add = flags.add_argument
     add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
@@ -90,7 +87,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--triviaqa", type=Path, metavar="FILE", help="also a file in TriviaQA's format, with the text of its evidence")
     add("--strategies", type=report.among(known, "strategy"), default=everything, metavar="A,B",
         help="strategies besides full and naive (all)")  # fmt: skip
-    add("--fit", type=Path, metavar="FILE", help="the model's fit, by ragjax.reuse.gate --fit; fitted is measured, too")
     add("--rivals", type=report.among(RIVALS, "rival"), default=[], metavar="A,B",
         help=f"rivals that shorten passages: {', '.join(RIVALS)} (none)")  # fmt: skip
     add("--ratios", type=_numbers(float, 1.0), default=RATIOS, metavar="R,R",
@@ -119,10 +115,6 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         flags.error("--judge and --judge-model belong together, and --judge-key to both")
     if chosen.corpus is not None and chosen.data is None:
         flags.error("--corpus names sets of --data")
-    if chosen.fit is not None and FITTED not in chosen.strategies:
-        chosen.strategies = [*chosen.strategies, FITTED]
-    if FITTED in chosen.strategies and chosen.fit is None:
-        flags.error("fitted needs --fit FILE, which python -m ragjax.reuse.gate --fit --json FILE writes")
     chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     if chosen.quick:
         chosen.ratios, chosen.sweep = [RATIO], 0
@@ -158,8 +150,7 @@ def run(
     chosen: argparse.Namespace, samples: Samples, encoder: TextEncoder, judged_by: Judge | None = None
 ) -> list[dict[str, Any]]:
     """Measure all sets; the rows."""
-    fitted = None if chosen.fit is None else FitReport.load(chosen.fit)
-    known = all_strategies(fit=None if fitted is None else fitted.fit)
+    known = all_strategies()
     selective = frozenset(name for name, s in known.items() if s.selective) | frozenset(chosen.rivals)
     ratio = RATIO if RATIO in chosen.ratios else chosen.ratios[0]
     main = main_settings([*chosen.strategies, *chosen.rivals], selective, ratio, chosen.neighbours[0])
@@ -171,8 +162,6 @@ def run(
     for questions in sets:
         limits = {"device_gb": chosen.device_cache_gb, "disk_gb": chosen.disk_cache_gb}
         with opened(chosen.model, chosen.dtype, known, ahead=not chosen.lazy, **limits) as engine:
-            if fitted is not None:
-                fitted.check(engine.identity.hex(), chosen.fit)
             work = Evaluation(
                 engine,
                 questions,
@@ -205,8 +194,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
     kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation",
             "lazy", "options", "corpus", "judge", "judge_model")  # fmt: skip
-    fit = "" if chosen.fit is None else chosen.fit.read_text(encoding="utf-8")
-    return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model), "fit": fit}
+    return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

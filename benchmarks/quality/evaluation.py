@@ -33,7 +33,7 @@ from ragjax.reuse.stitch import Isolated
 FORCED = 12
 """Tokens of the reference answer over which distributions are compared."""
 
-FUSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax", "fitted"})
+FUSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax"})
 """Strategies that use preprocessed chunks."""
 
 WARMED = ("naive", "h2o")

@@ -279,7 +279,7 @@ class Fleet:
         """
         if self._fault is None or (rag is not None and rag.strategy is not None):
             return rag
-        return replace(rag or Rag(top_k=0), strategy=FULL.strategy, kl=None)
+        return replace(rag or Rag(top_k=0), strategy=FULL.strategy)
 
     def _is_exact(self, made: Composed) -> bool:
         """As the strategy says that will serve a request, as far as it is known here.
@@ -368,8 +368,8 @@ class Fleet:
 
 
 def _by_default(rag: Rag | None) -> bool:
-    """Whether a request gets the default setting: one for a graph, or with a budget, has a default of its own."""
-    return rag is None or (rag.strategy is None and rag.graph is None and rag.kl is None)
+    """Whether a request gets the default setting: one for a graph has a default of its own."""
+    return rag is None or (rag.strategy is None and rag.graph is None)
 
 
 def fleet_of(options: EngineOptions, transport: Transport, router: str) -> Fleet:

@@ -21,7 +21,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,20 +29,28 @@ import numpy as np
 from tqdm import tqdm
 
 from ragjax import core
-from ragjax.commands import fitting
 from ragjax.commands.flags import DEMO, command_line, integer, knowledge
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.commands.wording import error_line
-from ragjax.core import Answer, ConfigError, Divergence, Kind, Message, Prompt, RagjaxError, StorageOptions, Wrapper
+from ragjax.core import (
+    Answer,
+    ConfigError,
+    Divergence,
+    Kind,
+    Message,
+    Prompt,
+    RagjaxError,
+    StorageOptions,
+    Tokens,
+    Wrapper,
+)
 from ragjax.engine import Engine
-from ragjax.engine.measurement import SOME_FIT, alpha_of, fit_of, fit_path, report_path
+from ragjax.engine.measurement import alpha_of, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.prompting.chat import chat_prompt
 from ragjax.quality.report import EXACT, Budget, Measurement, Report, Setting, divergence
 from ragjax.reuse import BASELINES, DEPENDENCY, PREPROCESSED, strategies
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.budget import UNFITTED
-from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.reuse.packet import NAME as PACKET
 
 RATIOS = (0.0, 0.05, 0.15, 0.3)
@@ -64,7 +72,7 @@ REFERENCE = 16
 HOST_GB = 8.0
 """Host memory for KV, of 2^30 bytes; taken as it is needed."""
 
-NEEDED = {FITTED: UNFITTED, PACKET: "an adapter of python -m train.packet as --model"}
+NEEDED = {PACKET: "an adapter of python -m train.packet as --model"}
 """What a model lacks that these strategies do not serve."""
 
 
@@ -72,8 +80,12 @@ class BrokenCache(RagjaxError):
     """An answer that is labelled exact differs from full attention's, or one's logits are no finite numbers."""
 
 
-class Question(fitting.Asked):
-    """A question, and what else is asked of it."""
+@dataclass(frozen=True)
+class Question:
+    """A question: its prompt, and tokens of the answer it should get, int32 [n]."""
+
+    prompt: Prompt
+    reference: Tokens
 
     @property
     def turned(self) -> Prompt:
@@ -235,8 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code."""
     try:
         options = _options(argv)
-        if options.fit:
-            return _fit(options)
         report = _measured(options)
     except BrokenCache as error:
         print(f"ragjax.reuse.gate: THE CACHE IS BROKEN: {error}", file=sys.stderr)
@@ -255,35 +265,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if chosen else 1
 
 
-def _fit(options: argparse.Namespace) -> int:
-    """Load, fit a selector, and keep it where the server looks for it; the exit code.
-
-    Nothing is timed, so programs are compiled when they are first used: a fit does not use all shapes.
-    """
-    with _engine(options, compile=False) as engine:
-        _preprocess(engine)
-        questions = demo_questions(engine, options.limit, options.questions)
-        with tqdm(total=fitting.count_answers(len(questions)), desc="fitting", unit="answer") as bar:
-            report = fitting.fit(engine, questions, bar.update)
-        report.save(fit_path(engine.identity))
-    for line in fitting.table(report):
-        print(line)
-    if options.json is not None:
-        report.save(options.json)
-    return 0
-
-
-def _engine(options: argparse.Namespace, compile: bool = True) -> Engine:
+def _engine(options: argparse.Namespace) -> Engine:
     """The model over the documents. KV is kept fused and isolated, and in host memory where the device has no room."""
     storage = StorageOptions(host_gb=HOST_GB)
-    return Engine.load(
-        engine_options(options), knowledge=knowledge(options.knowledge), storage=storage, compile=compile
-    )
+    return Engine.load(engine_options(options), knowledge=knowledge(options.knowledge), storage=storage)
 
 
 def _measured(options: argparse.Namespace) -> Report:
     """Load, measure, and keep the report where the server looks for it."""
-    known = strategies(fit=SOME_FIT, wrapper=Wrapper.of(0, 1, 1))
+    known = strategies(wrapper=Wrapper.of(0, 1, 1))
     settings = settings_of(known, options.strategies, options.ratios)
     with _engine(options) as engine:
         settings = _known(engine, settings, options.strategies is not None)
@@ -305,7 +295,6 @@ def _measured(options: argparse.Namespace) -> Report:
             top_k=engine.top_k,
             measurements=measurements,
             alpha=alpha,
-            fit="" if (fit := fit_of(engine.identity)) is None else fit.digest,
         )
         report.save(report_path(engine.identity))
         return report
@@ -355,8 +344,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flag = parser.add_argument
     add_engine_flags(parser, ("model", "dtype", "top_k", "device_cache_gb", "tensor_parallel"))
-    flag("--budget", help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
-    flag("--fit", action="store_true", help="fit the selector of the strategy fitted instead, and measure nothing else")
+    flag("--budget", required=True, help='what the server may be off: "KL=0.05", "TOP1=0.95", or both')
     flag("--knowledge", metavar="PATH", help="documents of your own (default: the packaged ones)")
     flag("--questions", type=Path, metavar="FILE", help="questions on them, JSONL of question and answers")
     flag("--strategies", type=_names, help="measure these alone, with commas between (default: all but baselines)")
@@ -364,15 +352,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--limit", type=integer(LEAST), help="questions (default: all)")
     flag("--json", type=Path, metavar="FILE", help="write the report and the choice there, too")
     options = parser.parse_args(argv)
-    if options.fit == (options.budget is not None):
-        raise ConfigError("give --budget, or --fit; run both one after the other")
-    if options.fit and (options.strategies is not None or options.ratios is not None):
-        raise ConfigError("--strategies and --ratios are of --budget: --fit measures what it needs")
     options.ratios = options.ratios or RATIOS
     if (options.knowledge is None) != (options.questions is None):
         raise ConfigError("give --knowledge and --questions together")
     options.knowledge, options.questions = options.knowledge or "demo", options.questions or BUNDLED
-    options.budget = None if options.fit else Budget.parse(options.budget)
+    options.budget = Budget.parse(options.budget)
     if options.json is not None and (options.json.is_dir() or not options.json.parent.is_dir()):
         raise ConfigError(f"--json: {options.json} cannot be written: name a file in a folder that exists")
     return options

@@ -212,7 +212,6 @@ class Rag:
         default. What comes behind them is kept for nobody.
     compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
     recognise: whether passages in the messages are recognised, and reused at any place; None uses the engine's default.
-    kl: nats; the recompute ratio is the least whose divergence is forecast to lie within (`ragjax/reuse/budget.py`).
     detail: hand back the tokens of the prompt in the answer.
     sources: knowledge bases that are searched together, instead of `knowledge`; a document that several of them have is
         found in the first. min_score: the least cosine similarity of a chunk.
@@ -229,7 +228,6 @@ class Rag:
     graph: Graph | None = None
     keep_top: int | None = None
     compression: Compression | Literal["none"] | None = None
-    kl: float | None = None
     detail: bool = False
     recognise: bool | None = None
     sources: tuple[Source, ...] = ()
@@ -247,16 +245,8 @@ class Rag:
         _check(self.keep_top is None or self.keep_top >= 0, "keep_top must be at least 0", "rag.keep_top")
         ratio = self.recompute_ratio
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
-        kl = self.kl
-        _check(kl is None or 0.0 < kl < float("inf"), "quality.kl must be above 0, and finite", "rag.quality.kl")
         found = bool(self.recognise)
         _check(not found or self.graph is None, "give recognise or graph, not both", "rag.recognise")
-        _check(not found or kl is None, "give recognise or quality, not both: quality is of chunks", "rag.recognise")
-        for name in ("strategy", "recompute_ratio", "graph", "keep_top"):
-            both = kl is not None and getattr(self, name) is not None
-            _check(not both, f"give {name} or quality, not both: quality picks the ratio", f"rag.{name}")
-        packed = kl is not None and self.compression not in (None, "none")
-        _check(not packed, "give compression or quality, not both: the forecast is of whole prompts", "rag.compression")
 
     def _check_types(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -264,8 +254,8 @@ class Rag:
             _check_text(self, name, f"rag.{name}")
         for name in given.keys() & {"top_k", "keep_top"}:
             _take_whole(self, name, f"rag.{name}")
-        for name in given.keys() & {"recompute_ratio", "min_score", "kl"}:
-            _check_number(self, name, "rag.quality.kl" if name == "kl" else f"rag.{name}")
+        for name in given.keys() & {"recompute_ratio", "min_score"}:
+            _check_number(self, name, f"rag.{name}")
         if self.documents is not None:
             what = f"documents must be a list of ids and Documents, not {self.documents!r}"
             _check(is_list(self.documents, (str, Document)), what, "rag.documents")

@@ -7,11 +7,7 @@ from collections.abc import Iterable
 
 from ragjax.core import Answer, Divergence, Plan, Timings
 from ragjax.quality.contract import Contract
-from ragjax.reuse.budget import EXPECTED, RATIO
 from ragjax.schedule.state import RequestState
-
-AS_FITTED = "the KV of preprocessed chunks at full precision, and not all of it"
-"""What quality was measured with, and what a prompt lacks of it."""
 
 
 def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str]) -> Answer:
@@ -35,13 +31,12 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         logits=state.logits if state.request.want_logits else None,
         notices=(
             *state.notices,
-            *_missed(state, plan),
             *_unmeasured(state, plan, contract),
             *(() if state.sampler is None else state.sampler.notices),
             *(contract.notices_of(state.prompt.preprocessed) if _by_setting(state, contract) else ()),
             *(f"attention not by {refused}" for refused in fallbacks),
         ),
-        recompute_ratio=plan.figures.get(RATIO, state.ratio),
+        recompute_ratio=state.ratio,
         predicted=_predicted(state, plan, contract),
         scores=state.scores,
         figures={**plan.figures, **_figures(state)},
@@ -50,19 +45,6 @@ def make_answer(state: RequestState, contract: Contract, fallbacks: Iterable[str
         kept=_kept(state, plan),
         prompt=state.prompt.tokens if state.request.rag is not None and state.request.rag.detail else None,
     )
-
-
-def _missed(state: RequestState, plan: Plan) -> tuple[str, ...]:
-    """What an answer has to say if no ratio below 1 is known to keep its budget."""
-    ratio = plan.figures.get(RATIO)
-    if ratio is not None and EXPECTED not in plan.figures:
-        redone = (f"quality was measured with {AS_FITTED} was found: all chunks were recomputed",)
-        lossy = ("quality is not promised: KV of the prompt's beginning lost precision at rest",)
-        return (redone if ratio == 1.0 else ()) + (lossy if state.exact_to != "full" else ())
-    if ratio != 1.0:
-        return ()
-    kl = None if state.request.rag is None else state.request.rag.kl
-    return (f"no recompute ratio below 1 is forecast to keep KL within {kl:g}: all was recomputed",)
 
 
 def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[str, ...]:
@@ -74,16 +56,14 @@ def _unmeasured(state: RequestState, plan: Plan, contract: Contract) -> tuple[st
         return (f"the quality budget was measured with KV at full precision, and {rounded}",)
     if plan.fused or not contract.takes_preprocessed(state.setting):
         return ()
-    return (f"the quality budget was measured with {AS_FITTED} was found (python -m ragjax.preprocess computes it)",)
+    measured = "the KV of preprocessed chunks at full precision, and not all of it was found"
+    return (f"the quality budget was measured with {measured} (python -m ragjax.preprocess computes it)",)
 
 
 def _predicted(state: RequestState, plan: Plan, contract: Contract) -> Divergence | None:
-    """Divergence to expect; none but 0 of a request with a budget, whose figures have what is forecast.
-
-    Of recognised passages, and of KV that lost precision at rest, nothing was measured.
-    """
+    """Divergence to expect; of recognised passages, and of KV that lost precision at rest, nothing was measured."""
     exact = state.exact_to == "full"
-    if (RATIO in plan.figures or state.prompt.recognised or state.lossy) and not exact:
+    if (state.prompt.recognised or state.lossy) and not exact:
         return None
     return contract.predicted(state.setting, exact, state.prompt.chunks, state.prompt.preprocessed and plan.fused)
 
@@ -107,8 +87,8 @@ def _timings(state: RequestState) -> Timings:
 
 
 def _by_setting(state: RequestState, contract: Contract) -> bool:
-    """Whether the contract's setting served a request: one for a graph, or with a budget, has a default of its own."""
-    return state.by_default and (contract.faulted or not (state.has_graph or state.has_budget))
+    """Whether the contract's setting served a request: one for a graph has a default of its own."""
+    return state.by_default and (contract.faulted or not state.has_graph)
 
 
 def _figures(state: RequestState) -> dict[str, float]:

@@ -382,7 +382,6 @@ class Engine:
         graph: Graph | str | None = None,
         keep_top: int | None = None,
         compression: Compression | str | None = None,
-        quality: float | None = None,
         recognise: bool | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
@@ -394,8 +393,7 @@ class Engine:
 
         graph: facts to use instead of chunks; a name stands for all that the graph of this name has to say.
         compression: which of the prompt's tokens the answer sees; a short form, "snapkv+graph:512" for instance, or
-        "none" (None: the engine's default). quality: KL from full attention, in nats, that the answer is to keep
-        within; it picks the recompute ratio (`core.Rag.kl`). recognise: whether passages in the messages are recognised
+        "none" (None: the engine's default). recognise: whether passages in the messages are recognised
         (None: the engine's default).
 
         Raises:
@@ -415,7 +413,6 @@ class Engine:
             graph=asked,
             keep_top=keep_top,
             compression=_compression(compression),
-            kl=quality,
             recognise=recognise,
         )
         request = Request(
@@ -448,7 +445,6 @@ class Engine:
         strategy: str | Strategy | None = None,
         recompute_ratio: float | None = None,
         compression: Compression | str | None = None,
-        quality: float | None = None,
         sampling: Sampling | None = None,
         want_logits: bool = False,
         continuation: Tokens | None = None,
@@ -458,7 +454,7 @@ class Engine:
     ) -> Future[Answer]:
         """Begin to answer a ready prompt of segments: no retrieval, no template. For notebooks and benchmarks.
 
-        strategy: a name, or one of your own. compression, quality: as in `answer`; a strategy of your own has no
+        strategy: a name, or one of your own. compression: as in `answer`; a strategy of your own has no
         compression by default.
         continuation, background: see `core.Request`. Cancelling the future cancels the request.
 
@@ -470,7 +466,7 @@ class Engine:
         own = None if isinstance(strategy, str) else strategy
         if own is not None and compression is None:
             compression = "none"
-        rag = Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression), kl=quality)
+        rag = Rag(strategy=name, recompute_ratio=recompute_ratio, compression=_compression(compression))
         request = Request(
             sampling=sampling,
             rag=rag,

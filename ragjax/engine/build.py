@@ -21,8 +21,7 @@ from ragjax.cache.pool import PagePool
 from ragjax.cache.profile import Profile
 from ragjax.core import Compression, ConfigError, EngineOptions, Grid, Measure, RequestError, StorageOptions
 from ragjax.core.compression import BY_LAYER
-from ragjax.core.fit import Fit
-from ragjax.engine.measurement import SOME_FIT, alpha_of, report_of, usable_fit
+from ragjax.engine.measurement import alpha_of, report_of
 from ragjax.engine.registry import Registry
 from ragjax.engine.sources import graph_opener, knowledge_opener, show
 from ragjax.engine.trace import Recorder
@@ -40,8 +39,6 @@ from ragjax.retrieval.knowledge import KnowledgeBase, TextEncoder
 from ragjax.reuse import PREPROCESSED, compaction
 from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.budget import UNFITTED
-from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.reuse.packet import NAME as PACKET
 from ragjax.runner.device import (
     cpu_features,
@@ -127,8 +124,8 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     dtype = numbers.dtype
     _check_fallbacks(options, all_strategies() if strategies is None else strategies)
     local = resolve(options.model)
-    chosen = dict(strategies_of(local, SOME_FIT) if strategies is None else strategies)
-    setting = _setting(options, chosen)
+    chosen = dict(strategies_of(local) if strategies is None else strategies)
+    _setting(options, chosen)  # a wrong name should not cost loading the weights
     budget = budget_of(options)
     policy = _policy(storage)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
@@ -142,8 +139,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     context = _context(config, options.max_context)
     identity = _identity(model_digest(local, cache_dir()), tokenizer, config, dtype)
     if strategies is None:
-        fit = usable_fit(identity, setting.strategy == FITTED)
-        chosen = strategies_of(local, fit, alpha_of(identity))
+        chosen = strategies_of(local, alpha_of(identity))
     contract = contract_of(options, chosen, identity, dtype, budget)
     compression = compression_of(options, [chosen[name] for name in contract.strategies])
     disk = _disk(storage, identity, local.name, config, dtype)  # a wrong folder should not cost a minute of compiling
@@ -204,9 +200,9 @@ def grounds(options: EngineOptions, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def strategies_of(local: LocalModel, fit: Fit | None, alpha: float = 1.0) -> dict[str, Strategy]:
-    """The strategies that a model can be served by. fit: what the gate fitted to it. alpha: of Cache-Craft."""
-    return dict(all_strategies(alpha=alpha, wrapper=wrapper_of(local), blocks=reads_blocks(local), fit=fit))
+def strategies_of(local: LocalModel, alpha: float = 1.0) -> dict[str, Strategy]:
+    """The strategies that a model can be served by. alpha: of Cache-Craft."""
+    return all_strategies(alpha=alpha, wrapper=wrapper_of(local), blocks=reads_blocks(local))
 
 
 def budget_of(options: EngineOptions) -> Budget | None:
@@ -222,7 +218,7 @@ def contract_of(
     Raises:
         ConfigError: if no setting is as asked.
     """
-    setting = _setting(options, chosen, whole=True)
+    setting = _setting(options, chosen)
     return Contract(
         setting,
         dtype,
@@ -259,15 +255,13 @@ def _check_fallbacks(options: EngineOptions, known: Mapping[str, Strategy]) -> N
         raise ConfigError("a quality budget needs the strategies full and prefix")
 
 
-def _setting(options: EngineOptions, known: Mapping[str, Strategy], whole: bool = False) -> Setting:
-    """What requests get that name no strategy; a budget will pick another. whole: `known` are all there will be.
+def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
+    """The default setting of requests that name no strategy; a budget picks another.
 
     Raises:
         ConfigError: for names that are not known, and a ratio that has no effect.
     """
     name, ratio = options.strategy or "prefix", options.recompute_ratio
-    if whole and name == FITTED and name not in known:
-        raise ConfigError(f"{FITTED} needs {UNFITTED}")
     if name == PACKET and name not in known:
         raise ConfigError("the model has no packets: give an adapter of python -m train.packet as --model")
     if name not in known:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ragjax.reuse.budget import EXPECTED, RATIO
 from ragjax.schedule.state import RequestState
 
 
@@ -20,7 +19,6 @@ class Counters:
     speculative_wasted_tokens: tokens computed for wrong ones.
     dropped_tokens: prompt tokens that no token of the answer saw, since the prompt was compressed.
     lookup_tokens: generated tokens that prompt lookup "proposed", and of these "accepted".
-    budgets: requests with a budget of their own: "within" it at a ratio below 1, or "full".
     """
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -38,7 +36,6 @@ class Counters:
     speculative_wasted_tokens: int = 0
     dropped_tokens: int = 0
     lookup_tokens: Counter[str] = field(default_factory=Counter)
-    budgets: Counter[str] = field(default_factory=Counter)
 
     def add(self, state: RequestState) -> None:
         """Count a request that was answered; those in the background are left out."""
@@ -53,9 +50,6 @@ class Counters:
         self.dropped_tokens += sum(report.dropped for report in reports)
         if state.plan is not None and state.plan.kept is not None:
             self.dropped_tokens += max(0, len(state.prompt) - state.plan.kept)
-        if state.has_budget and state.plan is not None:
-            within = EXPECTED in state.plan.figures and state.plan.figures[RATIO] < 1.0
-            self.budgets["within" if within else "full"] += 1
         if state.lookup is not None:
             self.lookup_tokens["proposed"] += state.lookup.proposed
             self.lookup_tokens["accepted"] += state.lookup.accepted

@@ -25,7 +25,7 @@ from ragjax.engine.build import (
 )
 from ragjax.engine.card import Card
 from ragjax.engine.grounding import Grounding
-from ragjax.engine.measurement import alpha_of, fit_of
+from ragjax.engine.measurement import alpha_of
 from ragjax.engine.prepare import Preparation
 from ragjax.engine.sources import fill, fill_graph, sources
 from ragjax.models.hub import resolve
@@ -87,8 +87,7 @@ class Front:
         """
         local = resolve(options.model)
         tokenizer = Tokenizer.load(local.path)
-        fit = fit_of(card.identity) if "fitted" in card.strategies else None
-        chosen = strategies_of(local, fit, alpha_of(card.identity))
+        chosen = strategies_of(local, alpha_of(card.identity))
         contract = contract_of(options, chosen, card.identity, card.dtype, budget_of(options))
         parts = FrontParts(
             **grounds(options, tokenizer),

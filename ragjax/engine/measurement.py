@@ -1,4 +1,4 @@
-"""What was measured of a model: its quality report, the fit of its selector, and Cache-Craft's alpha.
+"""What was measured of a model: its quality report, and Cache-Craft's alpha.
 
 Each is a file in ragjax's folder, by what the model's KV depends on (`identity`).
 """
@@ -11,21 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ragjax.core import ConfigError
-from ragjax.core.fit import Fit
 from ragjax.models.hub import cache_dir
 from ragjax.quality.alpha import Alpha
-from ragjax.quality.fit import FitReport
 from ragjax.quality.report import Budget, Report, Setting
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.budget import Fitted
 from ragjax.reuse.craft import Craft
-from ragjax.reuse.fitted import NAME as FITTED
-from ragjax.reuse.signals import NAMES
 
 _log = logging.getLogger(__name__)
-
-SOME_FIT = Fit({}, 0)
-"""Stands for the model's until it is known which model that is."""
 
 
 def report_path(identity: bytes) -> Path:
@@ -48,49 +40,12 @@ def alpha_of(identity: bytes) -> float:
     return Alpha.load(path, identity.hex()).value if path.exists() else 1.0
 
 
-def fit_path(identity: bytes) -> Path:
-    """Where the fit of a model's selector is kept, next to its quality report, by what its KV depends on."""
-    return cache_dir() / "quality" / f"{identity.hex()}.fit.json"
-
-
-def fit_of(identity: bytes) -> Fit | None:
-    """What the gate fitted to this model; None if it did not.
-
-    Raises:
-        ConfigError: if its file cannot be used.
-    """
-    path = fit_path(identity)
-    if not path.exists():
-        return None
-    fit = FitReport.load(path, identity.hex()).fit
-    unknown = next((name for name in fit.weights if name not in NAMES), None)
-    if unknown is not None:
-        raise ConfigError(f"{path}: there is no signal {unknown!r}; run python -m ragjax.reuse.gate --fit again")
-    return fit
-
-
-def usable_fit(identity: bytes, wanted: bool) -> Fit | None:
-    """The model's fit; None, and a warning, if its file cannot be used and nothing needs it.
-
-    Raises:
-        ConfigError: as `fit_of`, if it is wanted.
-    """
-    try:
-        return fit_of(identity)
-    except ConfigError as error:
-        if wanted:
-            raise
-        _log.warning("the strategy %s is not served: %s", FITTED, error)
-        return None
-
-
 def report_of(identity: bytes, budget: Budget | None, known: Mapping[str, Strategy], top_k: int) -> Report | None:
     """The model's quality report, as far as it is of known strategies.
 
     None if no budget needs one and there is none, or, with a warning, none that can be used.
 
-    What Cache-Craft's strategies did by another alpha than they have now is left out, and what `fitted` did by another
-    fit.
+    What Cache-Craft's strategies did by another alpha than they have now is left out.
 
     Raises:
         ConfigError: if a budget needs one that cannot be used, or that tells nothing of so many chunks.
@@ -115,11 +70,5 @@ def report_of(identity: bytes, budget: Budget | None, known: Mapping[str, Strate
     if stale:
         again = "run python -m ragjax.reuse.gate again"
         _log.warning("%s: %s had another alpha, %g: %s", path, ", ".join(stale), report.alpha, again)
-    fitted = known.get(FITTED)
-    if isinstance(fitted, Fitted) and fitted.digest != report.fit:
-        refitted = {m.setting for m in report.measurements if m.setting.strategy == FITTED}
-        if refitted:
-            _log.warning("%s: %s had another fit: run python -m ragjax.reuse.gate --budget again", path, FITTED)
-        changed |= refitted
     kept = (m for m in report.measurements if m.setting.strategy in known and m.setting not in changed)
     return replace(report, measurements=tuple(kept))

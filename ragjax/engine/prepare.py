@@ -35,9 +35,6 @@ from ragjax.retrieval.graph import KnowledgeGraph
 from ragjax.retrieval.knowledge import SearchStage
 from ragjax.reuse import DEPENDENCY, compaction
 from ragjax.reuse.base import Strategy
-from ragjax.reuse.budget import UNFITTED, Fitted
-from ragjax.reuse.fitted import NAME as FITTED
-from ragjax.reuse.full import Full
 from ragjax.reuse.packet import NAME as PACKET
 from ragjax.reuse.prefix import Prefix
 from ragjax.schedule.generation import Generation
@@ -55,9 +52,6 @@ MOST_COMPRESSIONS = 32
 
 MOST_OF_TENANT = 8
 """Of these, what one tenant may bring, so that no tenant uses up what there is for all."""
-
-
-FULLY = "the request ran full attention"
 
 
 class Compressions:
@@ -207,13 +201,11 @@ class Preparation:
     def _recognised(self, request: Request, build: Callable[..., Prompt]) -> Prompt:
         """The prompt that `build` makes, with passages recognised if that is asked for.
 
-        A budget was measured with retrieved chunks alone: what it serves recognises nothing.
-
         Raises:
             RequestError: if a request asks for it that names no strategy, and a budget picks one.
         """
         rag = request.rag or Rag()
-        if not (self.recognise if rag.recognise is None else rag.recognise) or rag.kl is not None:
+        if not (self.recognise if rag.recognise is None else rag.recognise):
             return build()
         if rag.strategy is None and self.contract.budgeted:
             reason = "the server's quality budget holds for retrieved chunks alone: name a strategy to recognise others"
@@ -245,7 +237,7 @@ class Preparation:
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"
         compression = self._compression(request, strategy)
-        if compression is not None or rag.kl is not None or (rag.strategy is None and self.contract.budgeted):
+        if compression is not None or (rag.strategy is None and self.contract.budgeted):
             prompt = prompt.whole  # all tokens are scored; a budget was measured with all of a chunk's KV
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
         state.sampler = Sampler(request.sampling, plain.tokens, self._constraint(request))
@@ -275,10 +267,6 @@ class Preparation:
         if given == "none" or (given is None and request.background):
             return None
         chosen = self.compression if given is None else given
-        if chosen is not None and request.rag is not None and request.rag.kl is not None:
-            reason = f"quality is promised of whole prompts, and this server compresses them ({chosen}): "
-            reason += "add compression none, which keeps all"
-            raise RequestError(reason, param="rag.compression", code="invalid_value")
         if chosen is not None:
             compaction.check(chosen, strategy)
         return chosen
@@ -298,8 +286,6 @@ class Preparation:
         """Name of the strategy that serves a request, as it says or leaves open."""
         if rag is not None and rag.strategy is not None:
             return rag.strategy
-        if rag is not None and rag.kl is not None and not self.contract.faulted:
-            return FITTED
         if rag is None or rag.graph is None or self.contract.faulted:
             return self.contract.setting.strategy
         return DEPENDENCY[0]
@@ -331,34 +317,11 @@ class Preparation:
         Raises:
             RequestError: if none can serve it as asked.
         """
-        if rag.kl is not None and not self.contract.faulted:
-            strategy, notice = self._within(rag, prompt)
-            return strategy, None, notice
         strategy, ratio = self._resolve(rag, prompt.preprocessed)
         exceeded = None if rag.strategy is not None or strategy.exact else self.contract.exceeded(prompt.chunks)
         if exceeded is None:
             return strategy, ratio, None
         return Prefix(), None, f"{exceeded}: the request ran prefix, which is exact"
-
-    def _within(self, rag: Rag, prompt: Prompt) -> tuple[Strategy, str | None]:
-        """What serves a request with a budget, and what its answer has to say of that.
-
-        Raises:
-            RequestError: if the model was not fitted.
-        """
-        assert rag.kl is not None
-        fitted = self.strategies.get(FITTED)
-        if not isinstance(fitted, Fitted):
-            raise RequestError(f"quality needs {UNFITTED}", param="rag.quality", code="invalid_value")
-        within = fitted.within(rag.kl)
-        if prompt.chunks > fitted.top_k:
-            return (
-                Full(),
-                f"quality was measured with up to {fitted.top_k} chunks, and here are {prompt.chunks}: {FULLY}",
-            )
-        if not prompt.preprocessed:
-            return Full(), f"quality was measured with preprocessed chunks, and these are not: {FULLY}"
-        return within, None
 
     def _resolve(self, rag: Rag, preprocessed: bool = True) -> tuple[Strategy, float | None]:
         """What serves a request, and the recompute ratio. preprocessed: whether all its chunks are."""
@@ -368,8 +331,6 @@ class Preparation:
             if rag.strategy == PACKET:
                 reason = "the model has no packets: start the server with an adapter of python -m train.packet"
                 raise RequestError(reason, param="rag.strategy", code="invalid_value")
-            if rag.strategy == FITTED:
-                raise RequestError(f"fitted needs {UNFITTED}", param="rag.strategy", code="invalid_value")
             known = ", ".join(self.strategies)
             raise RequestError(f"unknown strategy {rag.strategy!r}; choose one of {known}", param="rag.strategy")
         self._check_ratio(rag, strategy)

@@ -58,7 +58,6 @@ def _requests(loop: Loop) -> Stats:
             "proposed": counters.lookup_tokens["proposed"],
             "accepted": counters.lookup_tokens["accepted"],
         },
-        "quality_requests_total": {name: counters.budgets[name] for name in ("within", "full")},
         "speculative_wasted_tokens_total": counters.speculative_wasted_tokens,
         "overhead_ms_last": counters.overhead_ms_last,
         "queue_depth": loop.waiting,

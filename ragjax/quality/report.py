@@ -191,8 +191,7 @@ class Report:
 
     identity: hex of what KV depends on (weights, tokenizer, configuration, dtype). created: ISO 8601, UTC.
     questions: digest of the questions and documents asked. top_k: chunks that a question got. alpha: Cache-Craft's, by
-    which its strategies went where no ratio is named. fit: digest of the fit that `fitted` went by; "" if it was not
-    measured.
+    which its strategies went where no ratio is named.
     """
 
     identity: str
@@ -203,7 +202,6 @@ class Report:
     top_k: int
     measurements: tuple[Measurement, ...]
     alpha: float = 1.0
-    fit: str = ""
 
     def predicted(self, setting: Setting) -> Divergence | None:
         """Mean divergence of the setting, or of the nearest smaller ratio measured; None if there is none."""
@@ -262,6 +260,7 @@ class Report:
         if data.pop("version") != VERSION:
             raise ValueError(f"not version {VERSION}")
         rows = [{**row, "setting": Setting(**row["setting"])} for row in data.pop("measurements")]
+        data.pop("fit", None)  # earlier reports name the fit of a strategy that is gone
         report = cls(**data, measurements=tuple(Measurement(**row) for row in rows))
         ratios = (m.setting.ratio for m in report.measurements)
         if report.top_k < 1 or not all(ratio is None or 0 <= ratio <= 1 for ratio in ratios):

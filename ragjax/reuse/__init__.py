@@ -1,16 +1,13 @@
 """Reuse strategies by name. A new method is one file and one line here."""
 
 from ragjax.core import Wrapper
-from ragjax.core.fit import Fit
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.blend import Deviation, Gradual
-from ragjax.reuse.budget import Fitted
 from ragjax.reuse.condense import Condensed
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.epic import Leading
-from ragjax.reuse.fitted import NAME as FITTED
 from ragjax.reuse.full import Full
 from ragjax.reuse.fusion import Fused, QueryGuided
 from ragjax.reuse.heavy_hitter import HeavyHitters, Recorded
@@ -28,21 +25,18 @@ from ragjax.reuse.unmoved import Unmoved
 BASELINES = frozenset({"unmoved", "set-cache", "random", "h2o", "craft-nobeta", "craft-nocci", "fusion-chunk"})
 """Strategies that stand in tables to be compared with; nobody should serve them."""
 
-PREPROCESSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax", FITTED})
+PREPROCESSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax"})
 """Strategies that take preprocessed chunks where there are some; their measured figures hold for these alone."""
 
 DEPENDENCY = ("dependency", "dependency-preorder")
 """Strategies whose attention follows a knowledge graph; the first is that of graph requests that name none."""
 
 
-def strategies(
-    *, alpha: float = 1.0, wrapper: Wrapper | None = None, blocks: bool = False, fit: Fit | None = None
-) -> dict[str, Strategy]:
+def strategies(*, alpha: float = 1.0, wrapper: Wrapper | None = None, blocks: bool = False) -> dict[str, Strategy]:
     """Every strategy a request may name.
 
     alpha: Cache-Craft's, as `ragjax.reuse.calibrate` finds it. wrapper: of the model's packets, if it has some.
-    blocks: whether the model was trained for chunks that see the system prompt and themselves alone. fit: what
-    `ragjax.reuse.gate --fit` found for the model, if it was run.
+    blocks: whether the model was trained for chunks that see the system prompt and themselves alone.
     """
     made: tuple[Strategy, ...] = (
         Full(),
@@ -69,5 +63,4 @@ def strategies(
         Dependency("preorder"),
     )
     packed = () if wrapper is None else (Packet(wrapper),)
-    fitted = () if fit is None else (Fitted(fit),)
-    return {strategy.name: strategy for strategy in (*made, *packed, *fitted)}
+    return {strategy.name: strategy for strategy in (*made, *packed)}

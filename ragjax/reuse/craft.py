@@ -60,7 +60,6 @@ from ragjax.reuse.head import (
     system_length,
 )
 from ragjax.reuse.influence import Influence, before, quotas, record, variant_digest
-from ragjax.reuse.notes import notes_of
 from ragjax.reuse.ranking import VARIANT, ChunkVariants, Overhead, rank
 from ragjax.reuse.select import share
 from ragjax.reuse.stitch import alone, asking, check, query_spans
@@ -243,7 +242,7 @@ class Craft(ChunkStrategy):
         for i in segments_of(prompt, Kind.CHUNK):
             match = self._fused_chunk(prompt, i, context, allocation) if self._takes_fused(prompt, i) else None
             match = match or self._best_variant(prompt, i, context, allocation, tau)
-            influence = _influence(match.node.meta) if match is not None else None
+            influence = Influence.decode(match.node.meta) if match is not None else None
             if match is not None and influence is not None:
                 found[i] = Reuse(match, influence, self._overhead(influence, before(prompt, i)))
         return found
@@ -252,12 +251,12 @@ class Craft(ChunkStrategy):
         segment, prior = prompt.segments[i], before(prompt, i)
 
         def cfo(meta: bytes) -> float:
-            influence = _influence(meta)
+            influence = Influence.decode(meta)
             return 1.0 if influence is None else self._overhead(influence, prior)
 
         candidate = Candidate(Provenance.APPROXIMATE, FUSED, segment.behind, cfo=cfo)
         match = allocation.first(context, segment.tokens, [candidate])
-        if match is not None and _influence(match.node.meta) is None:
+        if match is not None and Influence.decode(match.node.meta) is None:
             raise RequestError(
                 f"chunk {segment.id!r} was preprocessed without recording its attention, which this strategy needs: "
                 "preprocess it with recording, or choose another strategy",
@@ -284,12 +283,6 @@ class Craft(ChunkStrategy):
             return dict(zip(reused, quotas(overheads, lengths, share(ratio, sum(lengths))), strict=True))
         shares = (min(1.0, self.alpha * overhead) for overhead in overheads)
         return {i: share(part, n) for i, part, n in zip(reused, shares, lengths, strict=True)}
-
-
-def _influence(meta: bytes) -> Influence | None:
-    """What is noted of a chunk that was preprocessed, or kept as a variant."""
-    notes = notes_of(meta)
-    return Influence.decode(meta) if notes is None else notes.influence
 
 
 def _public(prompt: Prompt, i: int) -> bool:

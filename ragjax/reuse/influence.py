@@ -26,6 +26,9 @@ _VERSION = 1
 _HEAD = struct.Struct("<HHII")  # version, layers, segments before it, tokens
 _DIGEST = 16
 
+_DRIFT_VERSION = 2
+_DRIFT_HEAD = struct.Struct("<HI")  # version, tokens; KV of earlier versions has a float16 for each token behind it
+
 
 @dataclass(frozen=True)
 class Influence:
@@ -99,6 +102,11 @@ class Influence:
         Raises:
             ValueError: if the bytes do not add up.
         """
+        if len(meta) >= _DRIFT_HEAD.size and _DRIFT_HEAD.unpack_from(meta)[0] == _DRIFT_VERSION:
+            end = _DRIFT_HEAD.size + 2 * _DRIFT_HEAD.unpack_from(meta)[1]
+            if len(meta) < end:
+                raise ValueError(f"the notes of a chunk have {len(meta)} bytes, and the drift alone takes {end}")
+            meta = meta[end:]
         if len(meta) < _HEAD.size or meta[:2] != _HEAD.pack(_VERSION, 0, 0, 0)[:2]:
             return None
         _, layers, segments, tokens = _HEAD.unpack_from(meta)

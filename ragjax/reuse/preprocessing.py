@@ -6,8 +6,8 @@ KV is always the isolated one, computed behind the system prompt alone (the one 
 place: if fused KV were used where there is some, the result would depend on the order in which chunks are fused.
 
 The result is kept as method "fusion", under the system prompt and the digest of the neighbours; its first K is rotated
-at |X|. The chunk's isolated KV is computed and kept, too: the drift from it is noted (`notes.py`), and `ragjax` reads
-it where the chunk comes first. Without neighbours there is nothing to fuse.
+at |X|. The chunk's isolated KV is computed and kept, too: `ragjax` reads it
+where the chunk comes first. Without neighbours there is nothing to fuse.
 
 No request can name this strategy: `ragjax.preprocess` gives it to the engine.
 """
@@ -23,9 +23,8 @@ from ragjax.core import Kind, Measure, Pass, Plan, Prefill, Prompt, Run, Segment
 from ragjax.reuse.base import LOGITS, Allocation, Strategy, indices, match_spans, owner_of, report, segments_of
 from ragjax.reuse.fusion import METHOD
 from ragjax.reuse.head import head_account, keep_system
-from ragjax.reuse.influence import record
+from ragjax.reuse.influence import Influence, record
 from ragjax.reuse.naive import Naive
-from ragjax.reuse.notes import Notes, drift, notes_of
 from ragjax.reuse.stitch import missing
 
 
@@ -39,13 +38,11 @@ class Fuse(Strategy):
 
     def __init__(self, *, record: bool = False):
         self.record = record
-        scored = {Measure.SEGMENT_SCORE} if record else set()
-        self.measures = frozenset({Measure.LOGITS, Measure.DEVIATION} | scored)
+        self.measures = LOGITS | {Measure.SEGMENT_SCORE} if record else LOGITS
 
     def noted(self, meta: bytes) -> bool:
-        """Whether the notes kept with a chunk hold all that this strategy notes."""
-        notes = notes_of(meta)
-        return notes is not None and (notes.influence is not None or not self.record)
+        """Whether the bytes kept with a chunk hold the influence that this strategy records."""
+        return not self.record or Influence.decode(meta) is not None
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
         """The path of the system prompt, each chunk behind it, and as the last one what will be kept."""
@@ -57,10 +54,7 @@ class Fuse(Strategy):
         )
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """What is missing of the system prompt and of isolated chunks, then the chunk behind its neighbours.
-
-        Another pass over the chunk if its influence is recorded: one pass measures one thing.
-        """
+        """What is missing of the system prompt and of isolated chunks, then the chunk behind its neighbours."""
         system, last = _head(prompt), len(prompt.segments) - 1
         matched = context = allocation.prefix(prompt.tokens[:system])
         others = len(prompt) - system + allocation.decode_tokens
@@ -86,16 +80,13 @@ class Fuse(Strategy):
         place = prompt.starts[last]
         placed = {i: match_spans(match, prompt.starts[i]) for i, match in found.items()}
         placed |= {i: (Span.consecutive(prompt.starts[i], run, prompt.starts[i] - system),) for i, run in fresh.items()}
-        alone = placed.pop(last, ())
+        placed.pop(last, None)  # the chunk's own isolated KV is kept, and not read here
         spans = (*system_spans, *(span for i in placed for span in placed[i]), Span.consecutive(place, own))
         rows = indices(place, len(prompt))
-        measures = LOGITS | ({Measure.DEVIATION} if alone else frozenset())
-        results = yield Pass(rows, rows, spans, measures, (len(prompt) - 1,), stale=alone)
-        influence = None
-        if self.record and alone:
-            scored = yield Pass(rows, rows, spans, frozenset({Measure.SEGMENT_SCORE}))
-            influence = record(prompt, last, rows, scored[Measure.SEGMENT_SCORE])
-        meta = Notes(drift(results[Measure.DEVIATION][1]), influence).encode() if alone else b""
+        results = yield Pass(rows, rows, spans, self.measures if isolated else LOGITS, (len(prompt) - 1,))
+        meta = b""
+        if self.record and isolated:
+            meta = record(prompt, last, rows, results[Measure.SEGMENT_SCORE]).encode()
         known = system_hit + sum(len(prompt.segments[i]) for i in found if i != last)
         totals = Totals(known, len(prompt) - known)
         _keep(allocation, context, prompt.segments[last], own, place, _behind(prompt), meta, totals)

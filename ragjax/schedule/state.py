@@ -211,11 +211,6 @@ class RequestState:
         return self.request.rag is not None and self.request.rag.graph is not None
 
     @property
-    def has_budget(self) -> bool:
-        """Whether it brought a budget of its own."""
-        return self.request.rag is not None and self.request.rag.kl is not None
-
-    @property
     def generated(self) -> Tokens:
         """All generated tokens, int32 [n]."""
         return np.array([] if self.generation is None else self.generation.tokens, np.int32)

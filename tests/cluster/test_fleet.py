@@ -77,8 +77,6 @@ def test_a_fleet_answers_as_one_engine_does() -> None:
     [
         (Rag(strategy="magic"), "rag.strategy", "unknown strategy 'magic'"),
         (Rag(strategy="packet"), "rag.strategy", "no packets"),
-        (Rag(strategy="fitted"), "rag.strategy", "gate --fit"),
-        (Rag(kl=0.1), "rag.quality", "gate --fit"),
     ],
 )
 def test_what_no_strategy_can_serve_is_refused(rag: Rag, param: str, words: str) -> None:
@@ -126,7 +124,6 @@ def find_fault(engine: Engine) -> None:
     [
         None,
         Rag(),
-        Rag(kl=0.1),
         Rag(graph=Graph(relation_paths=PATHS)),
     ],
 )

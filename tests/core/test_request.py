@@ -55,7 +55,6 @@ SCHEMA: Any = {"type": "integer"}
         (lambda: Rag(top_k=2.5), "top_k must be a whole number"),
         (lambda: Rag(keep_top=1.5), "keep_top must be a whole number"),
         (lambda: Rag(recompute_ratio="0.5"), "recompute_ratio must be a number"),
-        (lambda: Rag(kl="0.5"), "kl must be a number"),
         (lambda: Rag(strategy=5), "strategy must be a text"),
         (lambda: Rag(knowledge=5), "knowledge must be a text"),
         (lambda: Rag(documents=({"id": "d"},)), "documents must be a list of ids and Documents"),

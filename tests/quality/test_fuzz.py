@@ -9,28 +9,21 @@ from pathlib import Path
 import pytest
 
 from ragjax.core import ConfigError
-from ragjax.core.fit import Fit, Forecast
 from ragjax.quality.alpha import Alpha
-from ragjax.quality.fit import Contestant, FitReport
 from ragjax.quality.report import Measurement, Report, Setting
 from tests.support.mutation import EXAMPLES, altered, damaged, tried
 
 CREATED = "2026-01-01T00:00:00+00:00"
 ROW = Measurement(Setting("naive", 0.5), n=9, kl=0.1, kl_hi=0.2, top1=0.9, top1_lo=0.8, ttft_ms=9.0, share=0.5)
-FORECAST = Forecast((0.0, 0.3), -1.0, 0.8, 0.2, 0.1, (((-1.0, 0.3), (-2.0, 0.1)),) * 19)
 MADE = {
     Report: Report("ab", "tiny", "float32", CREATED, "cd", 3, (ROW,)),
-    FitReport: FitReport(
-        *("ab", "tiny", "float32", CREATED, 20, 20, {"fitted": 0.1}, Fit({"start": 1.0}, 4, FORECAST)),
-        contest=(Contestant({"start": 1.0}, (0.1,)),),
-    ),
     Alpha: Alpha(0.3, "ab", "tiny", "float32", "F1=0.9", 0.93, 60, 0.2),
 }
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.__name__)
-def test_damaged_reports(tmp_path: Path, kind: type[Report | FitReport | Alpha], examples: int) -> None:
+def test_damaged_reports(tmp_path: Path, kind: type[Report | Alpha], examples: int) -> None:
     path = tmp_path / "report.json"
     MADE[kind].save(path)
     assert kind.load(path, "ab") == MADE[kind]

@@ -36,7 +36,7 @@ from ragjax.core import (
 )
 from ragjax.engine import Engine
 from ragjax.engine import build as loading
-from ragjax.engine.measurement import SOME_FIT, alpha_path, report_of, report_path
+from ragjax.engine.measurement import alpha_path, report_of, report_path
 from ragjax.engine.preprocessing import preprocess
 from ragjax.quality.alpha import Alpha
 from ragjax.quality.contract import FAR, LEAST, QUEUE, STEPS, WINDOW, Contract, Monitor, Verdict
@@ -368,7 +368,7 @@ def test_strategies_that_take_preprocessed_chunks_are_named() -> None:
     cache = KnowledgeCache(b"tiny", PagePool(8, tiny.PAGE), POLICIES["lru"](Profile((0, 1), (1, 2), ((1, 2), (1, 2)))))
     bare = tiny.prompt()
     marked = Prompt(tuple(replace(s, behind=b"x" * 32) if s.kind is Kind.CHUNK else s for s in bare.segments))
-    known = strategies(fit=SOME_FIT)
+    known = strategies()
     found = {name for name, one in known.items() if one.keys(bare, cache, "") != one.keys(marked, cache, "")}
     assert found == PREPROCESSED
 
@@ -860,11 +860,8 @@ def test_what_was_measured_at_another_alpha_is_left_out(tmp_path: Path, monkeypa
         (["--budget", "KL=1", "--top-k", "0"], "--top-k"),
         (["--budget", "KL=1", "--json", "nowhere/out.json"], "--json"),
         (["--budget", "KL=1", "--json", "."], "--json"),
-        (["--fit", "--budget", "KL=1"], "--fit"),
-        (["--fit", "--strategies", "naive"], "--strategies"),
-        (["--fit", "--ratios", "0.1"], "--ratios"),
         (["--budget", "KL=1", "--knowledge", "demo"], "--questions"),
-        (["--fit", "--questions", "questions.jsonl"], "--knowledge"),
+        (["--budget", "KL=1", "--questions", "questions.jsonl"], "--knowledge"),
     ],
 )
 def test_bad_flag_of_the_gate_is_one_line_and_code_2(

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from ragjax.core.fit import Fit
 
 from ragjax.cache.keys import raw_of
 from ragjax.cache.tree import Node, Provenance
 from ragjax.commands.preprocess import main
 from ragjax.core import ConfigError, Document, Kind, Message, OutOfPages, Prompt, Segment
-from ragjax.core.fit import Fit
 from ragjax.engine import Engine
 from ragjax.engine.condensing import condense, condense_all
 from ragjax.prompting.chat import chat_prompt

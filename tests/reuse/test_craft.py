@@ -20,7 +20,6 @@ from ragjax.reuse import strategies
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.focus import Focus, find_focus
 from ragjax.reuse.influence import Influence, before, digest, disorder, quotas, record
-from ragjax.reuse.notes import notes_of
 from ragjax.reuse.preprocessing import Fuse
 from ragjax.reuse.ranking import VARIANT
 from tests.support import tiny
@@ -409,9 +408,9 @@ def test_a_use_of_a_fused_chunk_counts_by_the_fixing_that_it_takes(ratio: float 
     [node] = [node for node in executor.cache.tree.nodes() if node.method == "fusion"]
     for prior, fixing in (((3,), None), ((1, 2), 0.0)):
         prompt = Prompt((SYSTEM, *map(chunk, prior), segment, ask().segments[-1]))
-        notes = notes_of(node.meta)
-        assert notes is not None and notes.influence is not None
-        cfo = notes.influence.mismatch(before(prompt, 1 + len(prior)))
+        influence = Influence.decode(node.meta)
+        assert influence is not None
+        cfo = influence.mismatch(before(prompt, 1 + len(prior)))
         assert 0 < cfo < 1 if fixing is None else cfo == pytest.approx(fixing, abs=1e-6)
         noted = node.note
         executor.run(craft, prompt, ratio)

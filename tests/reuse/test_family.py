@@ -34,7 +34,7 @@ FAMILIES = {
         logit_cap=6.0,
     ),
 }
-ALONE = sorted(name for name in strategies() if not name.startswith(("packet", "fitted", "dependency")))
+ALONE = sorted(name for name in strategies() if not name.startswith(("packet", "dependency")))
 """Strategies that answer one chunk alone as `full` does."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -35,13 +36,12 @@ from ragjax.prompting.chat import chat_prompt
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.reuse.base import Allocation
 from ragjax.reuse.fusion import METHOD
+from ragjax.reuse.influence import Influence
 from ragjax.reuse.naive import Naive
-from ragjax.reuse.notes import Notes, notes_of
 from ragjax.reuse.preprocessing import Fuse
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.executor import Executor, model
-from tests.support.literal import drifts
 
 Array = NDArray[np.float64]
 GIGA = 2**30
@@ -159,48 +159,36 @@ def test_keys_name_what_is_used_and_kept() -> None:
     assert len(set(keys) & set(Fuse().keys(prompt, executor.cache, "acme"))) == 1  # the public system prompt
 
 
-def noted(executor: Executor, chunk: Segment, others: Sequence[Segment]) -> Notes:
-    notes = notes_of(node_of(executor.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).meta)
-    assert notes is not None
-    return notes
-
-
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("record", [False, True])
-def test_the_drift_from_isolated_values_is_noted(record: bool, warm: bool) -> None:
-    system, chunk, *others = segments(6)
-    executor, prompt = Executor(), Job(system, chunk, tuple(others)).prompt
-    if warm:
-        executor.run(Fuse(), Prompt((system, chunk)))
-    executor.run(Fuse(record=record), prompt)
-    expected = drifts(prompt, len(prompt.segments) - 1, others)
-    np.testing.assert_allclose(noted(executor, chunk, others).drift_N, expected, rtol=2e-3)
-    assert expected.min() > 0
-    alone = Executor()
-    alone.run(Fuse(record=record), Prompt((system, chunk)))
-    assert all(node.meta == b"" for node in alone.cache.tree.nodes())
+def recorded(executor: Executor, chunk: Segment, others: Sequence[Segment]) -> Influence | None:
+    return Influence.decode(node_of(executor.cache, chunk, METHOD, neighbours_digest(o.tokens for o in others)).meta)
 
 
 def test_attention_to_the_neighbours_is_recorded_if_asked_for() -> None:
     system, chunk, *others = segments(6)
     executor, prompt = Executor(), Job(system, chunk, tuple(others)).prompt
     executor.run(Fuse(), prompt)
-    assert noted(executor, chunk, others).influence is None
+    assert recorded(executor, chunk, others) is None
     executor.run(Fuse(record=True), prompt)
-    influence = noted(executor, chunk, others).influence
+    influence = recorded(executor, chunk, others)
     assert influence is not None and influence.lengths == tuple(map(len, others)) and len(influence) == len(chunk)
     assert (influence.inter_LZ > 0).all() and (influence.score_T > 0).all()
     executor.run(Fuse(), prompt)
-    assert noted(executor, chunk, others).influence is not None, "what is known is not forgotten"
+    assert recorded(executor, chunk, others) is not None, "what is known is not forgotten"
+    alone = Executor()
+    alone.run(Fuse(record=True), Prompt((system, chunk)))
+    assert all(node.meta == b"" for node in alone.cache.tree.nodes())
 
 
-def test_notes_that_do_not_add_up_are_refused() -> None:
-    notes = Notes(np.array([0.0, 1.5, 1e9], np.float32))
-    again = notes_of(notes.encode())
-    assert again is not None and list(again.drift_N) == [0.0, 1.5, 65504.0]
-    assert notes_of(b"") is None and notes_of(b"\x01\x00 an influence") is None
+def test_an_influence_behind_the_drift_that_earlier_versions_kept_is_read() -> None:
+    drift = struct.pack("<HI", 2, 3) + np.array([0.0, 1.5, 9.0], "<f2").tobytes()
+    score = np.ones(3, np.float32)
+    influence = Influence((b"x" * 16,), (2,), np.ones((1, 1), np.float32), np.ones(1, np.float32), score)
+    assert Influence.decode(drift) is None and Influence.decode(b"") is None
+    for meta in (influence.encode(), drift + influence.encode()):
+        read = Influence.decode(meta)
+        assert read is not None and read.encode() == influence.encode()
     with pytest.raises(ValueError, match="the drift alone takes 12"):
-        notes_of(notes.encode()[:-1])
+        Influence.decode(drift[:-1])
 
 
 @pytest.mark.parametrize("wrong", [(0,), (1, 2), (0, 1, 5)], ids=["system alone", "no system", "a join"])

@@ -24,7 +24,6 @@ from ragjax.reuse.stitch import Isolated
 from tests.support import tiny
 from tests.support.executor import Array, Executor, Model, model, softmax
 from tests.support.literal import (
-    FIT,
     chosen_of,
     counted,
     deviations,
@@ -39,7 +38,7 @@ from tests.support.literal import (
     shifted,
 )
 
-KNOWN = strategies(fit=FIT)
+KNOWN = strategies()
 SELECTIVE = sorted(name for name, strategy in KNOWN.items() if strategy.selective)
 STITCHED = [name for name in SELECTIVE if "craft" not in name]  # Cache-Craft's have a test of their own
 

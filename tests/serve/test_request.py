@@ -99,7 +99,6 @@ def test_rag_reaches_engine(caught: Caught) -> None:
     assert caught.request(rag={"compression": "snapkv:512"}).rag == short
     assert caught.request(rag={"compression": {"method": "snapkv", "budget": 512}}).rag == short
     assert caught.request(rag={"compression": "none"}).rag == core.Rag(compression="none")
-    assert caught.request(rag={"quality": {"kl": 0.05}, "top_k": 3}).rag == core.Rag(top_k=3, kl=0.05)
     assert caught.request(rag=None).rag is None
     assert caught.request(rag={}).rag == core.Rag()
 
@@ -136,6 +135,7 @@ def _with(path: str, value: Any) -> dict[str, Any]:
         ("frobnicate", "frobnicate"),
         ("metadata", "metadata"),
         ("rag.frobnicate", "rag.frobnicate"),
+        ("rag.quality", "rag.quality"),
         ("rag.documents.0.frobnicate", "rag.documents[0].frobnicate"),
         ("messages.0.name", "messages[0].name"),
         ("messages.0.content.0.frobnicate", "messages[0].content[0].frobnicate"),

@@ -266,7 +266,6 @@ class FakeEngine:
             "remote_dropped_total": {"full": 1},
             "remote_errors_total": {"refused": 1},
             "quality_fallback": 0,
-            "quality_requests_total": {"within": 0, "full": 0},
             "shadow_replays_total": {"replayed": 1, "dropped": 0, "failed": 0},
             "shadow_escalations_total": {"raise": 0, "exact": 0, "fault": 0},
             "shadow_faults_total": 0,

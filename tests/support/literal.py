@@ -12,14 +12,9 @@ from numpy.typing import NDArray
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.tree import Provenance
 from ragjax.core import Kind, Measure, Pass, Prompt, Segment
-from ragjax.core.fit import Fit
 from ragjax.reuse import strategies
 from ragjax.reuse.base import segments_of
-from ragjax.reuse.notes import Notes
 from tests.support.executor import Array, Dense, Done, Executor, model
-
-FIT = Fit({"received-4": 0.5, "attention-even": 0.3, "start": 0.2}, top_k=3)
-"""Of the strategy `fitted`."""
 
 
 def isolated(prompt: Prompt, *, moved: bool = True) -> tuple[Array, Array]:
@@ -98,13 +93,6 @@ def counted(prompt: Prompt, ratio: float) -> int:
     return math.ceil(round(ratio * len(indices_of(prompt, Kind.CHUNK)), 9))
 
 
-def drifts(prompt: Prompt, i: int, behind: Sequence[Segment]) -> NDArray[np.float64]:
-    """How far the values of chunk i behind these neighbours lie from its isolated ones, by token: over all layers."""
-    n, alone = len(prompt.segments[i]), Prompt((prompt.segments[0], prompt.segments[i]))
-    gap = fused(prompt, i, behind).v[:, -n:] - isolated(alone)[1][:, -n:]
-    return np.array([sum(math.sqrt((gap[layer, t] ** 2).sum()) for layer in range(len(gap))) for t in range(n)])
-
-
 def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment]) -> bytes:
     """Keep chunk i as preprocessed behind these neighbours, as offline preprocessing would; its digest."""
     dense, cache = fused(prompt, i, behind), executor.cache
@@ -118,7 +106,6 @@ def plant(executor: Executor, prompt: Prompt, i: int, behind: Sequence[Segment])
         local_start = system + sum(len(segment) for segment in behind)
         cache.admit_segment(
             context, prompt.segments[i].tokens, run, local_start, Provenance.APPROXIMATE, "fusion", behind=digest,
-            meta=Notes(drifts(prompt, i, behind).astype(np.float32)).encode(),
         )  # fmt: skip
     cache.free(run)
     return digest

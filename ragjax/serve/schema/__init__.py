@@ -21,7 +21,7 @@ from ragjax.serve.schema.item import (
     SearchCall,
 )
 from ragjax.serve.schema.message import CalledFunction, CalledTool, ChatMessage, TextPart
-from ragjax.serve.schema.rag import ChatRag, GraphRag, InlineDocument, Passage, Quality, TextRag
+from ragjax.serve.schema.rag import ChatRag, GraphRag, InlineDocument, Passage, TextRag
 from ragjax.serve.schema.response import (
     LOGPROBS,
     RESULTS,
@@ -69,7 +69,6 @@ __all__ = [
     "One",
     "Passage",
     "Prompt",
-    "Quality",
     "Ranking",
     "Reasoning",
     "ResponseBody",

@@ -82,12 +82,6 @@ class GraphRag(Body):
         return core.Graph(self.name, entities, given, self.hops, self.paths, self.serialization or "path")
 
 
-class Quality(Body):
-    """How far the answer may be from full attention's. kl: nats a token, above 0."""
-
-    kl: float
-
-
 def _named(graph: object) -> object:
     return {"name": graph} if isinstance(graph, str) else graph
 
@@ -96,14 +90,13 @@ class ChatRag(TextRag):
     """What knowledge to use, too.
 
     documents: passages used instead of retrieval: ids of the knowledge base, or whole documents. graph: facts of a
-    knowledge graph, by its name or in detail. quality: a budget, which picks the recompute ratio of this request.
+    knowledge graph, by its name or in detail.
     """
 
     knowledge: Name | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     documents: Annotated[list[Passage], Field(fail_fast=True)] | None = None
     keep_top: Annotated[int, Field(ge=0)] | None = None
-    quality: Quality | None = None
     graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:
@@ -119,7 +112,6 @@ class ChatRag(TextRag):
             graph=graph,
             keep_top=self.keep_top,
             compression=self.compressed(),
-            kl=None if self.quality is None else self.quality.kl,
             detail=bool(self.detail),
             recognise=self.recognise,
         )

@@ -7,9 +7,7 @@ import pytest
 from benchmarks import repair
 from benchmarks.latency.prompt import Workload
 from ragjax.core import Prompt
-from ragjax.core.fit import Fit
 from ragjax.reuse import strategies as all_strategies
-from ragjax.reuse.signals import NAMES
 from tests.support import tiny
 
 pytestmark = pytest.mark.slow
@@ -23,23 +21,22 @@ def small_work() -> Workload:
 
 def test_repair_measures_warm_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repair, "workload", lambda tokenizer: small_work())
-    names = ("full", "naive", "random", "fusion", "fitted")
-    fit = Fit({NAMES[0]: 1.0}, 0)
-    known = {name: all_strategies(fit=fit)[name] for name in names}
-    chosen = repair.options(["--runs", "2", "--ratio", "0.25", "--strategies", "random,fusion", "--fit", "fit.json"])
+    names = ("full", "naive", "random", "fusion")
+    known = {name: all_strategies()[name] for name in names}
+    chosen = repair.options(["--runs", "2", "--ratio", "0.25", "--strategies", "random,fusion"])
     with tiny.engine() as engine:
         made = {r["strategy"]: r for r in repair.run(engine, known, chosen)}
         engine.audit()
     shares = {name: made[name]["recomputed_share"] for name in names}
-    assert shares == {"full": 1.0, "naive": 0.0, "random": 0.25, "fusion": 0.25, "fitted": 0.25}
+    assert shares == {"full": 1.0, "naive": 0.0, "random": 0.25, "fusion": 0.25}
     passes = {name: made[name]["passes"] for name in names}
-    assert passes == {"full": 1, "naive": 1, "random": 1, "fusion": 2, "fitted": 2}
+    assert passes == {"full": 1, "naive": 1, "random": 1, "fusion": 2}
     assert made["full"]["selection_share"] == made["naive"]["selection_share"] == 0.0
     assert 0 < made["fusion"]["selection_share"] < 1 and made["fusion"]["chunks_per_s"] > 0
     assert made["full"]["faster_than_full"] == 1.0 and all(made[name]["runs"] == 2 for name in names)
 
 
-@pytest.mark.parametrize("flags", [("--runs", "0"), ("--strategies", "fitted")])
+@pytest.mark.parametrize("flags", [("--runs", "0"), ("--strategies", "fused")])
 def test_repair_refuses(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit):
         repair.options(flags)

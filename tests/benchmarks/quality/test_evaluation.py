@@ -17,7 +17,6 @@ from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Styl
 from benchmarks.quality.run import measure
 from ragjax.core import ConfigError, Document, Kind
 from ragjax.engine import Engine
-from ragjax.engine.measurement import SOME_FIT
 from ragjax.engine.preprocessing import Job, fuse_all
 from ragjax.models.config import inverse_frequencies
 from ragjax.reuse import strategies as all_strategies
@@ -166,5 +165,5 @@ def test_llmlingua_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_names_of_strategies_exist() -> None:
     """The tables by strategy name go with the registry."""
-    assert set(all_strategies(fit=SOME_FIT)) >= evaluation.FUSED
+    assert set(all_strategies()) >= evaluation.FUSED
     assert {"naive", "full", "fusion", "blend"} <= set(all_strategies())

@@ -55,7 +55,6 @@ def test_the_command_measures_and_reports(data: Path, monkeypatch: pytest.Monkey
     ("arguments", "word"),
     [
         (["--strategies", "blent"], "unknown strategy 'blent'"),
-        (["--strategies", "fitted"], "fitted needs --fit FILE"),
         (["--rivals", "lingua"], "unknown rival 'lingua'"),
     ],
 )

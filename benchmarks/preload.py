@@ -30,7 +30,7 @@ from ragjax.core import Kind, Prompt, Segment, StorageOptions
 from ragjax.core.tiers import Record
 from ragjax.engine import Engine
 from ragjax.schedule.batch import rows_of
-from ragjax.schedule.preload import Preload
+from ragjax.schedule.scheduler import Preload
 from ragjax.schedule.state import RequestState
 from ragjax.store.arrival import Disk
 from ragjax.store.codec import Arrays

@@ -36,7 +36,7 @@ from ragjax.retrieval.chunk_store import open_index
 from ragjax.retrieval.index import IndexKind, VectorIndex, Vectors
 from ragjax.retrieval.knowledge import KnowledgeBase
 from ragjax.retrieval.staged import Ids, Stage
-from ragjax.schedule.odds import LEARNED, Odds
+from ragjax.schedule.speculation import LEARNED, Odds
 
 CORPORA = ("nq_open", "hotpotqa")
 STAGES = 4

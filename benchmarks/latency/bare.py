@@ -24,7 +24,7 @@ from ragjax.models.decoder import Decoder, Weight
 from ragjax.runner.mesh import make_mesh
 from ragjax.runner.runner import Outcome, Runner
 from ragjax.schedule.batch import empty_step, put_table
-from ragjax.schedule.table import PageTable
+from ragjax.schedule.rows import PageTable
 
 
 def random_decoder(config: ModelConfig, dtype: str) -> Decoder:

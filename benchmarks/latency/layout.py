@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from benchmarks.kernels.masks import seen_pairs
 from ragjax.core import NEVER, Run, Span
-from ragjax.schedule.table import PageTable
+from ragjax.schedule.rows import PageTable
 
 Int = NDArray[np.int32]
 

@@ -63,8 +63,8 @@ from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.schedule.odds import Odds
 from ragjax.schedule.order import order_of
+from ragjax.schedule.speculation import Odds
 from ragjax.schedule.state import RequestState, Sink, Times
 
 _log = logging.getLogger(__name__)

@@ -51,7 +51,7 @@ from ragjax.runner.device import (
 )
 from ragjax.runner.mesh import copies_of, host_memory, make_mesh
 from ragjax.runner.runner import Runner
-from ragjax.schedule.budget import StepBudget
+from ragjax.schedule.scheduler import StepBudget
 from ragjax.store.disk import DiskStore
 from ragjax.store.remote.redis import RedisRemote
 from ragjax.store.remote.tier import SharedTier

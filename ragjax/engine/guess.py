@@ -58,7 +58,7 @@ class Guesses:
             self._settle(state, state.answer)
 
     def note_unlikely(self) -> None:
-        """One is not begun, since it would not pay (`schedule/odds.py`)."""
+        """One is not begun, since it would not pay."""
         self._counters.speculations["unlikely"] += 1
 
     def refute(self, state: RequestState) -> None:

@@ -24,10 +24,9 @@ from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
-from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.order.base import Order
 from ragjax.schedule.pause import Failed, Pauses
-from ragjax.schedule.scheduler import Scheduler
+from ragjax.schedule.scheduler import Scheduler, StepBudget
 from ragjax.schedule.state import RequestState
 from ragjax.store.transfer import KVTransfer
 

@@ -16,8 +16,7 @@ from ragjax.core import Answer, Event, Hit, Request, RequestError
 from ragjax.engine.loop import Loop
 from ragjax.engine.prepare import Preparation
 from ragjax.retrieval.knowledge import SearchStage
-from ragjax.schedule.odds import Odds
-from ragjax.schedule.speculation import Decision, Speculation
+from ragjax.schedule.speculation import Decision, Odds, Speculation
 from ragjax.schedule.state import RequestState, Sink, Times
 
 

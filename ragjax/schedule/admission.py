@@ -4,22 +4,186 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.keys import context_hasher, raw_of
-from ragjax.core import OutOfPages, Prompt, RequestError
+from ragjax.cache.outlook import Look
+from ragjax.core import OutOfPages, Prompt, RequestError, Run
+from ragjax.core.tiers import Inquiry
 from ragjax.reuse.base import Allocation
-from ragjax.schedule.computing import Computing
 from ragjax.schedule.order.base import Order, Queue, Waiting
 from ragjax.schedule.order.fcfs import FCFS
-from ragjax.schedule.prefetch import AHEAD, Prefetch, Preview
-from ragjax.schedule.presence import Presence
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
+
+
+@dataclass
+class _Wait:
+    """A request's wait. until: when it ends at the latest, s. open: the questions that its last look raised."""
+
+    until: float
+    open: Collection[str] = ()
+    over: bool = False
+
+
+class Presence:
+    """Holds back requests for a moment while the shared tier is asked what it has of them.
+
+    A look ahead raises questions; when they are answered, the next look goes on from what was found. What was found is
+    ordered once nothing more can be asked without it, so that a prefix comes in one piece.
+
+    look: looks ahead for a request, which raises questions, and orders what is found if told to. late: requests that
+    started before all was answered.
+    """
+
+    def __init__(
+        self, inquiry: Inquiry, look: Callable[[RequestState, bool], None], clock: Callable[[], float] = time.monotonic
+    ):
+        self.late = 0
+        self._inquiry = inquiry
+        self._look = look
+        self._clock = clock
+        self._waits: dict[RequestState, _Wait] = {}
+
+    def known(self, state: RequestState) -> bool:
+        """Whether the request may start: what there is of it is known, or was not said in time."""
+        if not state.may_load:
+            return True
+        wait = self._waits.get(state)
+        if wait is None:
+            wait = self._waits[state] = _Wait(self._clock() + self._inquiry.patience)
+        if wait.over:
+            return True
+        if self._clock() >= wait.until:
+            self.late += 1
+            wait.over = True
+        elif not (wait.open and self._inquiry.waits(wait.open)):
+            wait.open = self._raised(state, False) or self._raised(state, True)
+            wait.over = not wait.open
+        return wait.over
+
+    def _raised(self, state: RequestState, load: bool) -> Collection[str]:
+        """The questions that a look raises."""
+        self._inquiry.asked()  # what others asked is not this request's
+        self._look(state, load)
+        return self._inquiry.asked()
+
+    def forget(self, state: RequestState) -> None:
+        """The request waits no more."""
+        self._waits.pop(state, None)
+
+
+PREFETCH = 0.25
+"""Share of the pool's pages that loads for waiting requests may take."""
+
+AHEAD = 8
+"""Waiting requests that are looked after, in the order in which they will start."""
+
+
+class Preview(Allocation):
+    """An allocation that finds and takes nothing: the prefill that was given it ends where it would reserve."""
+
+    def reserve(self, tokens: int, spare: int = 0) -> Run:
+        """Never.
+
+        Raises:
+            OutOfPages: always.
+        """
+        raise OutOfPages("a look ahead reserves nothing")
+
+
+class Prefetch:
+    """Brings KV of waiting requests to the device while they queue, once for each, as long as there are pages for it.
+
+    A look ahead is what the request itself will do when it starts, up to its first reservation: the strategy matches,
+    and what lies in host memory or on disk is ordered. Nothing is held afterwards: a load holds its own pages until it
+    is done, then its KV may leave as any other's.
+
+    preview: makes the allocation of a look ahead.
+    """
+
+    def __init__(self, cache: KnowledgeCache, preview: Callable[[RequestState], Preview]):
+        self._cache = cache
+        self._preview = preview
+        self._limit = int(PREFETCH * cache.pool.capacity)
+        self._taken: dict[RequestState, int] = {}  # pages of the loads that were ordered for it
+        self._seen: tuple[RequestState, ...] = ()
+
+    def run(self, ahead: Iterable[RequestState]) -> None:
+        """Order what these requests need, first things first; nothing is done while they stay the same."""
+        states = tuple(ahead)
+        if states == self._seen:
+            return
+        self._seen = states
+        if all(state in self._taken for state in states):
+            return
+        held: list[Preview] = []
+        try:
+            for state in states:  # what a nearer one needs stays, while a farther one's is brought
+                held.append(self._preview(state))
+                self._look(state, held[-1], state not in self._taken)
+        finally:
+            for preview in held:
+                preview.close()
+
+    def again(self, state: RequestState, load: bool) -> None:
+        """Look ahead for one request, even if that was done before: more may be known of what lies below.
+
+        load: order what is found.
+        """
+        preview = self._preview(state)
+        try:
+            self._look(state, preview, load)
+        finally:
+            preview.close()
+
+    def forget(self, state: RequestState) -> None:
+        """The request waits no more: what was loaded for it is its own, or nobody's."""
+        self._taken.pop(state, None)
+
+    def _look(self, state: RequestState, preview: Preview, load: bool) -> None:
+        room = self._limit - sum(self._taken.values()) if load and state.may_load else 0
+        self._taken.setdefault(state, 0)
+        with self._cache.looking_ahead(room) as taken, suppress(Exception):  # the request itself will tell
+            prefill = state.strategy.prefill(state.whole_prompt, preview, state.ratio)
+            with suppress(OutOfPages):
+                next(prefill)
+            prefill.close()
+            self._taken[state] += taken()
+
+
+class Computing:
+    """Pieces of KV by name, each with the running request that will keep it once it is computed.
+
+    A request counts from its start until its prompt is computed, or until it fails, leaves, or is to start again: then
+    one of those that waited computes what is still missing.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[bytes, RequestState] = {}
+
+    def begin(self, state: RequestState, names: Iterable[bytes]) -> None:
+        """A request has started and computes these pieces; those in the background rest too often to be waited for."""
+        if not state.background and not state.decoding:
+            for name in names:
+                self._owners.setdefault(name, state)
+
+    def prune(self) -> None:
+        """Forget requests that compute their prompts no more."""
+        if self._owners:
+            self._owners = {name: state for name, state in self._owners.items() if state.running and not state.decoding}
+
+    def awaited(self, look: Callable[[], Look]) -> dict[bytes, int]:
+        """The pieces missing to a request that a running one is computing, tokens by name."""
+        if not self._owners:
+            return {}
+        return {name: tokens for name, tokens in look().missing.items() if name in self._owners}
+
 
 A = TypeVar("A", bound=Allocation)
 

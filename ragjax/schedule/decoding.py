@@ -12,9 +12,8 @@ import numpy as np
 from ragjax.core import NEVER, Draw, Run, Span, Tokens
 from ragjax.schedule.batch import Batch
 from ragjax.schedule.lookup import propose
-from ragjax.schedule.rows import PendingRows
+from ragjax.schedule.rows import PageTable, PendingRows
 from ragjax.schedule.state import RequestState
-from ragjax.schedule.table import PageTable
 
 
 def decode(state: RequestState, token: int) -> None:

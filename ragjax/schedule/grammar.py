@@ -7,6 +7,8 @@ grammars are in a dialect of Lark, in which a rule may be a JSON Schema.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -18,12 +20,73 @@ from numpy.typing import NDArray
 
 from ragjax.core import RequestError
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.schedule import sandbox
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-STACK = 2 * sandbox.STACK
+
+MEMORY = 512
+"""MiB of address space for the process, of which Python and llguidance take 170."""
+
+SECONDS = 2
+"""Of processor time for the process; an ordinary schema takes a tenth of one."""
+
+WAIT_S = 60.0
+"""Seconds until the process is given up on a machine that is busy."""
+
+CHECK_STACK = 8 * 2**20
+"""Bytes of stack of the process that checks a grammar. Whoever reads the grammar afterwards needs at least as much."""
+
+_READ = f"""
+import resource, sys, threading
+from llguidance import LLMatcher, LLTokenizer
+
+def read():
+    matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(sys.stdin.buffer.read().decode()), log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    print("read")
+
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_AS, ({MEMORY * 2**20},) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))
+threading.stack_size({CHECK_STACK})
+reader = threading.Thread(target=read)
+reader.start()
+reader.join()
+"""
+
+
+def check_readable(grammar: str, param: str) -> None:
+    """Check that llguidance can read a grammar within the limits, in a process of its own; it may be wrong otherwise.
+
+    llguidance is native code. It follows references by recursion, and where its stack ends the process ends; a schema
+    of a few hundred bytes can ask for any amount of memory. Neither is an error that Python sees, and no bound on the
+    schema's text is known that covers both.
+
+    grammar: in Lark. param: the field it comes from.
+
+    Raises:
+        RequestError: if it cannot.
+    """
+    command = (sys.executable, "-I", "-c", _READ)
+    try:
+        done = subprocess.run(command, input=grammar.encode(), capture_output=True, timeout=WAIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        done = None
+    if done is not None and done.stdout == b"read\n":
+        return
+    if done is not None and done.returncode > 0:  # Python's own end: nothing that a schema does
+        raise RuntimeError(f"grammars cannot be read: {done.stderr.decode(errors='replace')[-500:]}")
+    raise RequestError(
+        f"the schema takes more than {SECONDS} s, {MEMORY} MiB or the stack that there is to be read: "
+        "nest less, and use fewer references and patterns",
+        param=param,
+        code="invalid_schema",
+    )
+
+
+STACK = 2 * CHECK_STACK
 """Bytes of stack with which a grammar is read; what a thread has otherwise depends on the machine."""
 
 KEPT = 256
@@ -149,7 +212,7 @@ class Grammars:
         """Have a grammar read elsewhere that was not read lately; one at a time, so that few cores are enough."""
         with self._checking:
             if grammar not in self._readable:
-                sandbox.check(grammar, param)
+                check_readable(grammar, param)
                 self._readable[grammar] = None
             self._readable.move_to_end(grammar)
             if len(self._readable) > KEPT:

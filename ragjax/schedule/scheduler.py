@@ -7,16 +7,152 @@ rows: whoever owns the device carries it out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ragjax.core import Grid, RowShape, StepLimits
 from ragjax.core.step import PREFILL_ROWS
-from ragjax.schedule.batch import Batch, pack, rows_of
-from ragjax.schedule.budget import StepBudget
-from ragjax.schedule.preload import Preload
+from ragjax.schedule.batch import Batch, Group, find_groups, pack, rows_of
 from ragjax.schedule.rows import PendingRows
-from ragjax.schedule.sharing import Group, find_groups
 from ragjax.schedule.state import RequestState
+
+FADES = 0.7
+"""What the past counts for the pace of prefill after each step."""
+
+
+def depth(stages: int, prefill_s: float, load_s: float) -> int:
+    """Stages that must have arrived before the first one runs, so that none is waited for later (equation 16).
+
+    stages: how many there are, S. prefill_s, load_s: seconds that the whole pass computes, and that its KV is loaded.
+    """
+    if load_s <= prefill_s:
+        return 1
+    return max(1, math.ceil((stages - 1) * (1 - prefill_s / load_s) + 1 - 1e-9))
+
+
+def reach(first: int, last: int, arrived: int, lead: int, stages: int) -> int:
+    """The stage before which a pass over stages [first, last) has to stop for now; `first`: it cannot begin.
+
+    arrived: how many have, of `stages` in all. lead: the preloading depth.
+    """
+    if first == 0 and arrived < min(lead, stages):
+        return first
+    return max(first, min(last, arrived))
+
+
+@dataclass
+class Preload:
+    """Cuts passes whose KV has arrived in part: layer-wise loading (Cache-Craft, section 3.4.2, Algorithm 2).
+
+    KV arrives a stage of layers at a time (`core.tiers.Load`), so a pass is cut where stages begin. It begins once S_p
+    stages have arrived, the paper's preloading depth L_p in units of stages; from then on a stage runs as soon as it is
+    there. Algorithm 2 loads L_p layers beyond the one that runs; here loads never stop for passes. Of loads from
+    several tiers the slowest counts; while either time is not known, all stages are waited for.
+
+    keys: keys whose attention costs as much as the rest of a row.
+    """
+
+    keys: int
+    _units: float = 0.0
+    _seconds: float = 0.0
+
+    def note(self, batch: Batch, seconds: float) -> None:
+        """Learn the pace of prefill from a step that was waited for, as the logits of a whole pass are."""
+        units = sum(
+            self._cost(part.state, part.placed.count)
+            for part in batch.parts
+            if part.live and not part.state.decoding and batch.step.layers == part.state.reader.all_layers
+        )
+        if units and batch.logit_rows:
+            self._units, self._seconds = FADES * self._units + units, FADES * self._seconds + seconds
+
+    def seconds(self, tokens: int) -> float | None:
+        """How long so many tokens take to compute, by the last prefill steps; None if there were none."""
+        return tokens * self._seconds / self._units if self._units else None
+
+    def may_run(self, state: RequestState) -> bool:
+        """Whether rows of a request that computes its prompt may run now; they are cut to what may."""
+        allocation, rows = state.reader.allocation, rows_of(state)
+        if rows.done and allocation.broken is None:
+            return True
+        boundaries = allocation.stages
+        first = boundaries.index(rows.layers[0])
+        last = next(i for i, layer in enumerate(boundaries) if layer >= rows.end)
+        stop = reach(first, last, state.stages_ready, self._lead(state), len(boundaries) - 1)
+        if stop == first:
+            return False
+        rows.cut(min(boundaries[stop], rows.end))
+        return True
+
+    def _lead(self, state: RequestState) -> int:
+        """The preloading depth of a request; all stages if it is not known how long loads or passes take."""
+        allocation, rows = state.reader.allocation, rows_of(state)
+        stages, load_s = len(allocation.stages) - 1, allocation.load_seconds
+        if load_s is None or not self._units:
+            return stages
+        return depth(stages, self._cost(state, len(rows.token)) * self._seconds / self._units, load_s)
+
+    def _cost(self, state: RequestState, rows: int) -> float:
+        """Of so many rows through all layers."""
+        return rows * (1 + len(rows_of(state).table) * state.reader.allocation.page_size / self.keys)
+
+
+STRETCH = 3.0
+"""How many times longer than the step of decoding tokens alone a step may take, for each prompt that is computed."""
+
+
+@dataclass(frozen=True)
+class StepBudget:
+    """What a step may compute while requests decode, so that their next tokens do not wait long.
+
+    tokens: rows of a step, decoding tokens included, if they read no more than a few keys.
+    keys: keys whose attention costs as much as the rest of a row; rows that read many keys count for more.
+    decode_keys: likewise for decoding tokens, which compute little on what they read (two cores: 6.6 µs a key, 0.8 ms a
+        row).
+    fixed: `tokens` holds whatever waits. Otherwise a step grows with the prompts that are being computed, and with what
+        the decoding tokens read: requests that wait for their first token count as much as those that decode.
+    """
+
+    tokens: int = 64
+    keys: int = 1536
+    decode_keys: int = 128
+    fixed: bool = False
+
+    @staticmethod
+    def fitted(decode_s: float, mixed_s: Mapping[int, float], key_s: float, keys: int) -> StepBudget:
+        """The most tokens whose step takes no more than `STRETCH` times as long as one of decoding tokens.
+
+        decode_s: seconds of a step of decoding tokens. mixed_s: seconds of steps by rows, of two numbers of rows at
+        least; between and beyond them time is taken to grow evenly. key_s: seconds for each key that decoding tokens
+        read.
+        """
+        (few, few_s), (many, many_s) = min(mixed_s.items()), max(mixed_s.items())
+        row_s = max((many_s - few_s) / (many - few), 1e-9)
+        tokens = max(few, min(int(few + (STRETCH * decode_s - few_s) / row_s), many))
+        return StepBudget(tokens, keys, max(1, int(row_s / max(key_s, 1e-9))))
+
+    def room(self, decoding: int, decode_keys: int, prompts: int) -> float:
+        """Rows that so many decoding tokens, which read so many keys in all, leave to the prompts that are computed."""
+        if self.fixed:
+            return float(self.tokens - decoding)
+        return self.tokens * prompts + (STRETCH * prompts - 1) * decode_keys / self.decode_keys - decoding
+
+    def takes(self, room: float, lefts: Sequence[int], reads: Sequence[int]) -> list[int]:
+        """Rows of each prompt that have room in a step, oldest first; the oldest gets one at least.
+
+        lefts: rows that each has left. reads: keys that a row of each reads, at most.
+        """
+        takes = list[int]()
+        for left, keys in zip(lefts, reads, strict=True):
+            cost = 1 + keys / self.keys
+            take = min(left, max(int(room / cost), 0 if takes else 1))
+            if not take:
+                break
+            takes.append(take)
+            room -= take * cost
+        return takes
+
 
 FEW = PREFILL_ROWS
 """Decoding requests bring fewer rows than this to a step, in blocks smaller than this; more rows are prefilled."""

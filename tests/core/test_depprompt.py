@@ -25,7 +25,7 @@ from ragjax.core.depprompt import DepPrompt, LinearNode, Positions, TreeNode, la
 from ragjax.engine import Engine
 from ragjax.reuse import DEPENDENCY, strategies
 from ragjax.reuse.dependency import Dependency
-from ragjax.schedule.table import PageTable
+from ragjax.schedule.rows import PageTable
 from tests.support import tiny
 from tests.support.executor import Done, Executor, Keys, model
 

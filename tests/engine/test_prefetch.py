@@ -15,7 +15,7 @@ from ragjax.core import Answer, Prompt
 from ragjax.core.limits import StepLimits
 from ragjax.core.tiers import Tier
 from ragjax.engine import Engine
-from ragjax.schedule.prefetch import PREFETCH, Prefetch, Preview
+from ragjax.schedule.admission import PREFETCH, Prefetch, Preview
 from ragjax.store.disk import DiskStore
 from tests.support import tiny
 from tests.support.matrix import few

@@ -16,7 +16,7 @@ from ragjax.core import Answer, Step
 from ragjax.core.tiers import Load, Record
 from ragjax.engine import Engine
 from ragjax.runner.runner import Outcome, Runner
-from ragjax.schedule.preload import Preload
+from ragjax.schedule.scheduler import Preload
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
 from tests.support import tiny

@@ -16,7 +16,7 @@ from ragjax.core import Answer, Kind, Prompt, Segment
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.engine import Engine
 from ragjax.reuse import strategies
-from ragjax.schedule.computing import Computing
+from ragjax.schedule.admission import Computing
 from tests.support import tiny
 from tests.support.executor import Executor
 from tests.support.matrix import few

@@ -33,7 +33,7 @@ from ragjax.engine import Engine
 from ragjax.retrieval import index
 from ragjax.retrieval.knowledge import KnowledgeBase, SearchStage
 from ragjax.reuse import BASELINES, strategies
-from ragjax.schedule.odds import LEARNED, Odds
+from ragjax.schedule.speculation import LEARNED, Odds
 from ragjax.schedule.state import RequestState
 from tests.support import tiny
 from tests.support.matrix import few

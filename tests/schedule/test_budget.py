@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragjax.schedule.budget import STRETCH, StepBudget
+from ragjax.schedule.scheduler import STRETCH, StepBudget
 
 
 def test_rows_that_read_more_keys_count_for_more() -> None:

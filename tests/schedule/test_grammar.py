@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from ragjax.core import RequestError
-from ragjax.schedule import sandbox
-from ragjax.schedule.grammar import Constraint, Grammars
+from ragjax.schedule.grammar import Constraint, Grammars, check_readable
 from tests.support.vocabulary import gapped
 
 EOS, VOCABULARY = 37, 40
@@ -126,7 +125,7 @@ def crossed(patterns: int) -> str:
 @pytest.mark.parametrize("grammar", [chained(30_000), doubled(24), crossed(26)], ids=["chained", "doubled", "crossed"])
 def test_a_schema_that_takes_too_much_is_refused(grammar: str) -> None:
     with pytest.raises(RequestError, match="nest less, and use fewer references and patterns") as refused:
-        sandbox.check(grammar, "response_format")
+        check_readable(grammar, "response_format")
     assert refused.value.param == "response_format" and refused.value.code == "invalid_schema"
 
 
@@ -137,7 +136,7 @@ def test_an_ordinary_schema_is_read(grammar: str) -> None:
 
 def test_a_grammar_is_checked_before_it_is_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
-    monkeypatch.setattr(sandbox, "check", lambda grammar, param: checked.append(grammar))
+    monkeypatch.setattr("ragjax.schedule.grammar.check_readable", lambda grammar, param: checked.append(grammar))
     monkeypatch.setattr("ragjax.schedule.grammar.KEPT", 2)
     grammars = Grammars(gapped(), {1})
     for text in ("a", "b", "a", "c", "a", "b"):
@@ -146,9 +145,9 @@ def test_a_grammar_is_checked_before_it_is_read_and_once(monkeypatch: pytest.Mon
 
 
 def test_a_process_that_cannot_start_is_no_fault_of_the_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_READ", "import nothing_of_that_name")
+    monkeypatch.setattr("ragjax.schedule.grammar._READ", "import nothing_of_that_name")
     with pytest.raises(RuntimeError, match="nothing_of_that_name"):
-        sandbox.check('start: "a"', "tools")
+        check_readable('start: "a"', "tools")
 
 
 def test_other_threads_keep_their_stack() -> None:

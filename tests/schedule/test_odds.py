@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragjax.schedule.odds import LEARNED, Odds
+from ragjax.schedule.speculation import LEARNED, Odds
 
 
 def learned(right: list[bool], left_s: float, searches: int = LEARNED) -> Odds:

@@ -15,7 +15,7 @@ from ragjax.core import NEVER, Kind, OutOfPages, Run, Span
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.schedule.admission import Admission
 from ragjax.schedule.pause import RECOMPUTED, Pauses
-from ragjax.schedule.table import PageTable
+from ragjax.schedule.rows import PageTable
 from tests.support.bench import PAGE, STAGES, Bench, knowledge_prompt, make_prompt, read_table, simple
 from tests.support.states import Asked
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragjax.schedule.preload import depth, reach
 from ragjax.schedule.rows import Carried
+from ragjax.schedule.scheduler import depth, reach
 
 times = st.floats(0.01, 100.0)
 

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from ragjax.core import NEVER, Grid, Kind, Measure, OutOfPages, Pass, Plan, Run, Span, StepMeasure
 from ragjax.reuse import Full, Naive, Prefix
 from ragjax.reuse.base import match_spans
-from ragjax.schedule.budget import StepBudget
 from ragjax.schedule.lookup import Lookup
-from ragjax.schedule.scheduler import Scheduler
-from ragjax.schedule.table import PageTable
+from ragjax.schedule.rows import PageTable
+from ragjax.schedule.scheduler import Scheduler, StepBudget
 from tests.support.bench import (
     MIXED,
     PAGE,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ragjax.core import Kind, Run, Span
 from ragjax.reuse import Full, Naive, Prefix
-from ragjax.schedule.sharing import BLOCK_READS, find_groups
-from ragjax.schedule.table import PageTable
+from ragjax.schedule.batch import BLOCK_READS, find_groups
+from ragjax.schedule.rows import PageTable
 from tests.support.bench import MIXED, PAGE, Bench, knowledge_prompt, make_prompt, simple, text
 
 

@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from ragjax.core import RequestError
-from ragjax.schedule import sandbox
+from ragjax.schedule import grammar
 from ragjax.serve.limits import ENTITIES, LIMITS, STEPS, STOPS, TOKENS, check_sizes
 from ragjax.serve.schema import NAME_CHARS, ChatBody
 from tests.support.growth import assert_linear, calls
@@ -113,7 +113,7 @@ def test_the_page_lists_every_limit() -> None:
         expected = f"{limit.most:,}" if not limit.per_token or limit.most > 1 else "one"
         assert expected in rows[limit.field], limit
     assert f"{TOKENS:,}" in page and f"{NAME_CHARS:,}" in page
-    assert f"at most {sandbox.SECONDS} s of processor time and {sandbox.MEMORY} MiB" in page
+    assert f"at most {grammar.SECONDS} s of processor time and {grammar.MEMORY} MiB" in page
     assert (STOPS, ENTITIES, STEPS) == (4, 32, 8)
 
 

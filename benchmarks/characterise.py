@@ -1,7 +1,5 @@
 """How skewed retrieval is, and how often chunks come back: alone, and behind the same chunks.
 
-    python -m benchmarks.characterise --data DIR [--encoder] [--quick] [--limit N] [--plot FILE.png] [--json FILE]
-
 Access curves, the share of all accesses that the most accessed items take: documents by question set and way of
 retrieval (RAGCache, Figures 5 and 6: BM25, the supporting passages, and with --encoder the packaged encoder behind
 exact, inverted-list and graph indexes), chunks and ordered 5-tuples of chunks (Cache-Craft, Figure 6), entities of
@@ -11,8 +9,8 @@ k chunks (Cache-Craft, Figure 6b). Nobody's log of requests is here: every quest
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import plot, report
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.policies.source import Corpus, bm25, corpora
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
@@ -34,9 +33,7 @@ RECENT = 1000
 """Requests back that density looks (Cache-Craft, section 2.4)."""
 
 INDEXES = ("flat", "ivf", "hnsw")
-QUICK_QUESTIONS = 60
-QUICK_DOCUMENTS = 200
-"""Bounds of a quick run; documents are those of the encoder, which takes the time."""
+QUICK_DOCUMENTS = 200  # of the encoder, which takes the time
 
 TOPS = (0.03, 0.05, 0.2)
 """Shares of the items whose accesses the papers quote: 3% (RAGCache), 5% (Cache-Craft) and 20% (DepCache)."""
@@ -195,32 +192,23 @@ def draw(found: Sequence[Curve], file: Path) -> None:
     plot.save([*map(accesses, dict.fromkeys(curve.figure for curve in found)), densities], file)
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("characterise", __doc__)
-    add = flags.add_argument
-    add("--data", type=report.existing_folder, metavar="DIR", required=True, help="a folder with text/ and kg/")
-    add("--encoder", action="store_true", help="also retrieve with the packaged encoder and faiss")
-    add("--limit", type=integer(1), metavar="N", help="at most N questions a set")
-    add("--plot", type=report.writable, metavar="FILE.png", help="also draw the curves")
-    return flags.parse_args(arguments)
+def options(flags: Parser) -> None:
+    flags.add("--data", type=report.existing_folder, metavar="DIR", required=True, help="a folder with text/ and kg/")
+    flags.add("--encoder", action="store_true", help="also retrieve with the packaged encoder and faiss")
+    flags.add("--limit", type=integer(1), default=10**9, quick=60, metavar="N", help="at most N questions a set")
+    flags.add("--plot", type=report.writable, metavar="FILE.png", help="also draw the curves")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
-    limit = chosen.limit or (QUICK_QUESTIONS if chosen.quick else None)
+def measure(chosen: Namespace, _: Session) -> list[dict[str, Any]]:
+    found = list(curves(chosen.data, chosen.limit, chosen.encoder, QUICK_DOCUMENTS if chosen.quick else None))
+    if not found:
+        raise ConfigError(f"{chosen.data} holds no text sets with a corpus and no graph questions")
+    if chosen.plot is not None:
+        draw(found, chosen.plot)
+    return [curve.row() for curve in found]
 
-    def measure(_: report.Session) -> list[dict[str, Any]]:
-        found = list(curves(chosen.data, limit, chosen.encoder, QUICK_DOCUMENTS if chosen.quick else None))
-        if not found:
-            raise ConfigError(f"{chosen.data} holds no text sets with a corpus and no graph questions")
-        if chosen.plot is not None:
-            draw(found, chosen.plot)
-        return [curve.row() for curve in found]
 
-    return report.run("characterise", COLUMNS, chosen.json, measure)
-
+main = Benchmark("characterise", __doc__, COLUMNS, measure, options).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,5 @@
 """How far answers over compressed KV are from those over all of it: every scorer and graph on the same prefills.
 
-    python -m benchmarks.compress [--data DIR --sets A,B] [--methods A,B] [--graphs A,B] [--budgets N,M] [--heads all]
-        [--context N] [--limit N] [--tokens N] [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
-    python -m benchmarks.compress --part decode [--methods A,B] [--budgets N] [--context N] [--clients N] [--json FILE]
-    python -m benchmarks.compress --part memory [--methods A,B] [--budgets N] [--context N] [--json FILE]
-    python -m benchmarks.compress --part condense|rest --data DIR [--sets A,B] [--limit N] [--tokens N] [--json FILE]
-    python -m benchmarks.compress --part codec [--json FILE]
-
 A prompt is prefilled once with full attention, and answered greedily. Its KV is then compressed in every way, as arrays
 without an engine, and the same answer is read again over what is kept. The set `demo` is the bundled documents and
 questions; `needle` is DIR/needle, others are DIR/text/SET. `kl` is the mean of KL(full || compressed) over the answer's
@@ -25,28 +18,29 @@ in turns.
 whether the pool is one pair of arrays or has a pair for each stage of layers, `share` is of the pages without
 compression. Nothing is timed.
 
-`--part condense` asks an engine over chunks of which a share of the KV is kept once (`chosen_by`: what chose it),
-beside chunks that are kept whole, and in int8; `--part rest` over whole chunks in each encoding. `bytes_share` is what
-the chunks take at rest over what they take whole in the engine's dtype. `kl` is over the positions that predict the
-first 12 tokens of the reference answer, `over_blend` the paired difference from `blend` at 15% over exact KV,
-`over_raw` that from the same strategy over exact KV.
+`--part rest` asks an engine over chunks in each encoding at rest. `bytes_share` is what the chunks take at rest over
+what they take in the engine's dtype. `kl` is over the positions that predict the first 12 tokens of the reference
+answer, `over_blend` the paired difference from `blend` at 15% over exact KV, `over_raw` that from the same strategy
+over exact KV.
 
 `--part codec` times the encodings at rest alone: 10^6 bytes of bfloat16 KV a second of one thread, normal numbers.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import report
-from benchmarks.compression import codec, condense, decode, memory
+from benchmarks.common.report import Benchmark, Parser, Row, Session
+from benchmarks.compression import decode, memory, rest
 from benchmarks.compression.case import DEMO_SET, NEEDLE, Case, cases
 from benchmarks.compression.laboratory import Kept, Laboratory, Prefill
 from benchmarks.quality import score
@@ -84,80 +78,59 @@ COLUMNS = (
     "same", "kl_change", "kl_change_lo", "kl_change_hi", "f1", "rouge_l", "needle", "answered", "answered_full",
     "redundancy", "decode_tokens_per_s", "faster",
 )  # fmt: skip
-LIMIT, QUICK_LIMIT = 16, 4
-CONTEXT, QUICK_CONTEXT = 2048, 768
+COLUMNS_OF: Mapping[str, Sequence[str]] = {
+    "quality": COLUMNS, "decode": COLUMNS, "memory": memory.COLUMNS, "rest": rest.COLUMNS, "codec": rest.CODEC_COLUMNS,
+}  # fmt: skip
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("compress", __doc__)
-    report.add_model(flags)
-    flags.add_argument(
-        "--part",
-        choices=("quality", "decode", "memory", "condense", "rest", "codec"),
-        default="quality",
-        help="what to measure (%(default)s)",
-    )
-    flags.add_argument("--clients", type=integer(1), default=8, help="requests that decode together (%(default)s)")
-    flags.add_argument("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
-    flags.add_argument("--sets", type=report.listed, default=["musique"], help="sets of DIR, by comma")
-    flags.add_argument("--methods", type=report.among(METHODS, "method"), default=list(METHODS), help="by comma")
-    flags.add_argument("--graphs", type=report.among(GRAPHS, "graph"), default=DEFAULT_GRAPHS, help="by comma")
-    flags.add_argument(
-        "--budgets", type=report.numbers(integer(33)), help="tokens kept, by comma (128,512; 128: --quick)"
-    )
-    flags.add_argument("--heads", choices=("all", "each"), default="all", help="one choice for all KV heads, or each")
-    flags.add_argument("--context", type=integer(64), help=f"tokens of a prompt ({CONTEXT}; {QUICK_CONTEXT})")
-    flags.add_argument("--limit", type=integer(1), help=f"questions of a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
-    flags.add_argument("--tokens", type=integer(2), default=16, help="of an answer, at most (%(default)s)")
-    chosen = flags.parse_args(arguments)
-    if chosen.part in ("condense", "rest") and chosen.data is None:
-        flags.error(f"--part {chosen.part} needs --data")
-    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
-    chosen.context = chosen.context or (QUICK_CONTEXT if chosen.quick else CONTEXT)
-    chosen.budgets = chosen.budgets or ([128] if chosen.quick else [128, 512])
-    return chosen
+def options(flags: Parser) -> None:
+    flags.add("--part", choices=tuple(COLUMNS_OF), default="quality", help="what to measure")
+    flags.add("--clients", type=integer(1), default=8, help="requests that decode together")
+    flags.add("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
+    flags.add("--sets", type=report.listed, default=["musique"], help="sets of DIR, by comma")
+    flags.add("--methods", type=report.among(METHODS, "method"), default=list(METHODS), help="by comma")
+    flags.add("--graphs", type=report.among(GRAPHS, "graph"), default=DEFAULT_GRAPHS, help="by comma")
+    flags.add("--budgets", type=report.numbers(integer(33)), default=[128, 512], quick=[128], help="tokens kept")
+    flags.add("--heads", choices=("all", "each"), default="all", help="one choice for all KV heads, or each")
+    flags.add("--context", type=integer(64), default=2048, quick=768, help="tokens of a prompt")
+    flags.add("--limit", type=integer(1), default=16, quick=4, help="questions of a set")
+    flags.add("--tokens", type=integer(2), default=16, help="of an answer, at most")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def check(flags: Parser, chosen: Namespace) -> None:
+    if chosen.part == "rest" and chosen.data is None:
+        flags.error("--part rest needs --data")
 
+
+def measure(chosen: Namespace, _: Session) -> Iterable[Row]:
     if chosen.part == "decode":
-        return report.run("compress", COLUMNS, chosen.json, lambda _: decode.rows(chosen))
+        return decode.rows(chosen)
     if chosen.part == "memory":
-        return report.run("compress", memory.COLUMNS, chosen.json, lambda _: memory.rows(chosen))
+        return memory.rows(chosen)
     if chosen.part == "codec":
-        return report.run("compress", codec.COLUMNS, chosen.json, lambda _: codec.rows())
-    if chosen.part in ("condense", "rest"):
-        ways = condense.WHOLE if chosen.part == "rest" else condense.WAYS
-        made = (row for name in chosen.sets for row in condense.rows(chosen, name, ways))
-        return report.run("compress", condense.COLUMNS, chosen.json, lambda _: made)
-
-    def measure(_: report.Session) -> Iterator[dict[str, Any]]:
-        local = resolve(chosen.model)
-        tokenizer = Tokenizer.load(local.path)
-        decoder = load_model(local, np.dtype(chosen.dtype) if chosen.dtype == "float32" else _bfloat16(), cache_dir())
-        laboratory = Laboratory(decoder, chosen.context, chosen.tokens)
-        ends = frozenset(decoder.config.eos_ids) | frozenset(tokenizer.eos_ids)
-        for name in [DEMO_SET] if chosen.data is None else chosen.sets:
-            found = list(cases(tokenizer, chosen.data, name, chosen.limit, chosen.context))
-            yield from rows(laboratory, tokenizer, ends, name, found, settings(chosen))
-
-    return report.run("compress", COLUMNS, chosen.json, measure)
+        return rest.codec_rows()
+    if chosen.part == "rest":
+        return (row for name in chosen.sets for row in rest.rows(chosen, name))
+    return quality(chosen)
 
 
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
+def quality(chosen: Namespace) -> Iterator[Row]:
+    local = resolve(chosen.model)
+    tokenizer = Tokenizer.load(local.path)
+    dtype: Any = np.dtype(np.float32 if chosen.dtype == "float32" else ml_dtypes.bfloat16)
+    decoder = load_model(local, dtype, cache_dir())
+    laboratory = Laboratory(decoder, chosen.context, chosen.tokens)
+    ends = frozenset(decoder.config.eos_ids) | frozenset(tokenizer.eos_ids)
+    for name in [DEMO_SET] if chosen.data is None else chosen.sets:
+        found = list(cases(tokenizer, chosen.data, name, chosen.limit, chosen.context))
+        yield from rows(laboratory, tokenizer, ends, name, found, settings(chosen))
 
 
 Setting = tuple[str, str, int]
 """Method, name of the graph, budget."""
 
 
-def settings(chosen: argparse.Namespace) -> Mapping[Setting, Compression]:
+def settings(chosen: Namespace) -> Mapping[Setting, Compression]:
     """What is measured, in the table's order."""
     return {
         (method, graph, budget): Compression(method, budget, GRAPHS[graph], chosen.heads)
@@ -246,6 +219,11 @@ def _log_softmax(x_TV: NDArray[np.float64]) -> NDArray[np.float64]:
     found: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
     return found
 
+
+BENCHMARK = Benchmark(
+    "compress", __doc__, lambda chosen: COLUMNS_OF[chosen.part], measure, options, model=True, check=check
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,5 @@
 """Measures what a prefill costs by tokens cached and tokens computed, once per device (RAGCache, section 5.1).
 
-    python -m benchmarks.cost --out cost.json [--model M] [--dtype D] [--longest N] [--quick]
-
 `python -m ragjax.serve --policy pgdsf --cost-profile cost.json` reads it, and so does `python -m benchmarks.policies`.
 """
 
@@ -10,11 +8,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator
 
 import numpy as np
 
 from benchmarks.common import report
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress
 from ragjax.cache.profile import Profile
 from ragjax.commands.flags import integer
@@ -64,26 +64,23 @@ def measure(engine: Engine, longest: int, rounds: int) -> Profile:
     return Profile(cached, new, tuple(rows), f"{engine.model_name} {engine.dtype}")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    flags = report.parser("cost", __doc__)
-    report.add_model(flags)
-    flags.add_argument("--out", type=report.writable, required=True, metavar="FILE", help="the profile, JSON")
-    flags.add_argument("--longest", type=integer(33), default=2048, help="most cached, and new tokens (%(default)s)")
-    chosen = flags.parse_args(arguments)
-    longest, rounds = (min(chosen.longest, 512), 1) if chosen.quick else (chosen.longest, 3)
+def rows(chosen: Namespace, _: Session) -> Iterator[dict[str, float]]:
+    longest = chosen.longest
+    with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
+        profile = measure(engine, longest, 1 if chosen.quick else 3)
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(chosen.out)
+    for a, times in zip(profile.cached, profile.seconds, strict=True):
+        for b, s in zip(profile.new, times, strict=True):
+            yield {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}
 
-    def rows(_: report.Session) -> Iterator[dict[str, float]]:
-        with Engine.load(chosen.model, dtype=chosen.dtype, device_cache_gb=1.0, max_context=2 * longest + 64) as engine:
-            profile = measure(engine, longest, rounds)
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        profile.save(chosen.out)
-        for a, times in zip(profile.cached, profile.seconds, strict=True):
-            for b, s in zip(profile.new, times, strict=True):
-                yield {"cached": a, "new": b, "ms": s * 1e3, "ms_per_new_token": s * 1e3 / b}
 
-    return report.run("cost", COLUMNS, chosen.json, rows)
+def options(flags: Parser) -> None:
+    flags.add("--out", type=report.writable, required=True, metavar="FILE", help="the profile, JSON")
+    flags.add("--longest", type=integer(33), default=2048, quick=512, help="most cached, and new tokens")
 
+
+main = Benchmark("cost", __doc__, COLUMNS, rows, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,5 @@
 """What prompt lookup is worth: tokens a second of greedy answers with and without it.
 
-    python -m benchmarks.decode [--data DIR] [--sets A,B] [--lookup N] [--clients 1,8] [--limit N] [--tokens N]
-        [--model NAME_OR_PATH] [--dtype D] [--quick] [--json FILE]
-
 The set `demo` is the bundled documents and questions; others are questions of DIR/text/SET over their own passages.
 Each question is answered once beforehand, so that its prompt's KV is kept (`prefix`), then by both engines in turn;
 `faster` is the ratio of the tokens a second. With one client a second is one of decoding, without the time to first
@@ -12,18 +9,18 @@ tokens are the same: steps of other shapes round otherwise.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import report
+from benchmarks.common.questions import demo_questions
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.quality import dataset
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import Answer, Document
@@ -32,7 +29,6 @@ from ragjax.engine import Engine
 
 COLUMNS = ("set", "clients", "n", "tokens", "tokens_per_s_off", "tokens_per_s", "faster", "tokens_per_step", "equal")
 SETS = ("squad_xquad_en", "musique", "dialogsum")
-LIMIT, QUICK_LIMIT = 24, 8
 
 
 @dataclass(frozen=True)
@@ -43,41 +39,30 @@ class Case:
     documents: tuple[Document, ...] | None = None
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("decode", __doc__)
-    report.add_model(flags)
-    flags.add_argument("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
-    flags.add_argument("--sets", type=report.listed, default=SETS, help="sets of DIR, by comma")
-    flags.add_argument("--lookup", type=integer(1, MOST_LOOKUP), default=MOST_LOOKUP, help="tokens (%(default)s)")
-    flags.add_argument(
-        "--clients",
-        type=report.numbers(integer(1)),
-        default=[1, 8],
-        help="at once, by comma",
-    )
-    flags.add_argument("--limit", type=integer(1), help=f"questions of a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
-    flags.add_argument("--tokens", type=integer(2), default=64, help="of an answer, at most (%(default)s)")
-    chosen = flags.parse_args(arguments)
-    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
-    return chosen
+def options(flags: Parser) -> None:
+    flags.add("--data", type=report.existing_folder, metavar="DIR", help="folder of question sets")
+    flags.add("--sets", type=report.listed, default=SETS, help="sets of DIR, by comma")
+    flags.add("--lookup", type=integer(1, MOST_LOOKUP), default=MOST_LOOKUP, help="tokens")
+    flags.add("--clients", type=report.numbers(integer(1)), default=[1, 8], help="at once, by comma")
+    flags.add("--limit", type=integer(1), default=24, quick=8, help="questions of a set")
+    flags.add("--tokens", type=integer(2), default=64, help="of an answer, at most")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
-
-    def measure(_: report.Session) -> Iterator[dict[str, Any]]:
-        cases = {"demo": _demo(chosen.limit)}
-        if chosen.data is not None:
-            cases |= {name: _of_set(chosen.data, name, chosen.limit) for name in chosen.sets}
-        with ExitStack() as stack:
-            engines = [stack.enter_context(_engine(chosen, lookup)) for lookup in (0, chosen.lookup)]
-            for name, of_set in cases.items():
-                for clients in chosen.clients:
-                    yield row(engines, name, of_set, clients, chosen.tokens)
-
-    return report.run("decode", COLUMNS, chosen.json, measure)
+def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
+    cases = {"demo": [Case(entry["question"]) for entry in demo_questions(limit=chosen.limit)]}
+    for name in chosen.sets if chosen.data is not None else ():
+        questions = dataset.load(chosen.data, name).questions[: chosen.limit]
+        cases[name] = [Case(q.text, q.passages[:5]) for q in questions]
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(Engine.load(
+                chosen.model, dtype=chosen.dtype, knowledge=DEMO / "documents", lookup=lookup, max_context=4096,
+                device_cache_gb=1.0,
+            )) for lookup in (0, chosen.lookup)
+        ]  # fmt: skip
+        for name, of_set in cases.items():
+            for clients in chosen.clients:
+                yield row(engines, name, of_set, clients, chosen.tokens)
 
 
 def row(engines: Sequence[Engine], name: str, cases: Sequence[Case], clients: int, tokens: int) -> dict[str, Any]:
@@ -101,16 +86,10 @@ def row(engines: Sequence[Engine], name: str, cases: Sequence[Case], clients: in
         per_step += [answer.figures.get("tokens_per_step", 1.0) for answer in found[1]]
     off, on = (n / max(s, 1e-9) for n, s in zip(said, seconds, strict=True))
     return {
-        "set": name,
-        "clients": clients,
-        "n": len(cases),
-        "tokens": said[1],
-        "tokens_per_s_off": off,
-        "tokens_per_s": on,
-        "faster": on / off,
-        "tokens_per_step": sum(per_step) / len(per_step),
+        "set": name, "clients": clients, "n": len(cases), "tokens": said[1], "tokens_per_s_off": off,
+        "tokens_per_s": on, "faster": on / off, "tokens_per_step": sum(per_step) / len(per_step),
         "equal": equal / len(cases),
-    }
+    }  # fmt: skip
 
 
 def answered(engine: Engine, cases: Sequence[Case], tokens: int) -> list[Answer]:
@@ -123,21 +102,7 @@ def answered(engine: Engine, cases: Sequence[Case], tokens: int) -> list[Answer]
         return list(threads.map(ask, cases))
 
 
-def _engine(chosen: argparse.Namespace, lookup: int) -> Engine:
-    return Engine.load(
-        chosen.model, dtype=chosen.dtype, knowledge=DEMO / "documents", lookup=lookup, max_context=4096,
-        device_cache_gb=1.0,
-    )  # fmt: skip
-
-
-def _demo(limit: int) -> list[Case]:
-    lines = (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()[:limit]
-    return [Case(json.loads(line)["question"]) for line in lines]
-
-
-def _of_set(data: Path, name: str, limit: int) -> list[Case]:
-    return [Case(q.text, q.passages[:5]) for q in dataset.load(data, name).questions[:limit]]
-
+main = Benchmark("decode", __doc__, COLUMNS, measure, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

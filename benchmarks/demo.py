@@ -1,23 +1,22 @@
 """The bundled demo: does retrieval find the right documents, and do answers contain the right string?
 
-    python -m benchmarks.demo [--model NAME_OR_PATH] [--strategy full,prefix,naive] [--limit N] [--json FILE]
-
 An answer counts if it contains one of the question's answer strings, case aside. Greedy, 32 new tokens, top 3. The rows
 with `hops` are the questions on the demo's graph, whose paths are found and read as a server does it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ragjax
 from benchmarks.common import report
 from benchmarks.common.machine import median
+from benchmarks.common.questions import demo_questions
+from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.commands.flags import DEMO, integer
 from ragjax.core import Answer
 from ragjax.engine import Engine
@@ -28,33 +27,21 @@ COLUMNS = ("strategy", "documents", "hops", "n", "answered", "found_top3", "foun
 Question = Mapping[str, Any]
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("demo", __doc__)
-    report.add_model(flags)
+def options(flags: Parser) -> None:
     names = report.among(all_strategies(), "strategy")
-    flags.add_argument("--strategy", type=names, default="full,prefix,naive", help="comma-separated (%(default)s)")
-    flags.add_argument("--limit", type=integer(1), metavar="N", help="use the first N questions (20 with --quick)")
-    chosen = flags.parse_args(arguments)
-    chosen.limit = chosen.limit or (20 if chosen.quick else None)
-    return chosen
+    flags.add("--strategy", type=names, default="full,prefix,naive", help="comma-separated")
+    flags.add("--limit", type=integer(1), default=1000, quick=20, metavar="N", help="use the first N questions")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
-    questions, on_graph = (_questions(name, chosen.limit) for name in ("questions", "graph_questions"))
-
-    def measure(_: report.Session) -> Iterator[dict[str, Any]]:
-        with Engine.load(
-            chosen.model, dtype=chosen.dtype, knowledge=DEMO / "documents", graph={"demo": DEMO / "facts.tsv"}
-        ) as engine:
-            for strategy, count in itertools.product(chosen.strategy, (1, 2)):
-                yield row(engine, strategy, count, [q for q in questions if len(q["documents"]) == count])
-            for hops in (1, 2):
-                yield graph_row(engine, hops, [q for q in on_graph if len(q["paths"][0]) // 2 == hops])
-
-    return report.run("demo", COLUMNS, chosen.json, measure)
+def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
+    questions, on_graph = (demo_questions(name, chosen.limit) for name in ("questions", "graph_questions"))
+    with Engine.load(
+        chosen.model, dtype=chosen.dtype, knowledge=DEMO / "documents", graph={"demo": DEMO / "facts.tsv"}
+    ) as engine:
+        for strategy, count in itertools.product(chosen.strategy, (1, 2)):
+            yield row(engine, strategy, count, [q for q in questions if len(q["documents"]) == count])
+        for hops in (1, 2):
+            yield graph_row(engine, hops, [q for q in on_graph if len(q["paths"][0]) // 2 == hops])
 
 
 def row(engine: Engine, strategy: str, count: int, questions: Sequence[Question]) -> dict[str, Any]:
@@ -85,11 +72,6 @@ def _figures(questions: Sequence[Question], answers: Sequence[Answer]) -> dict[s
     }
 
 
-def _questions(name: str, limit: int | None) -> list[Question]:
-    lines = (DEMO / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()[:limit]
-    return [json.loads(line) for line in lines]
-
-
 def _found(engine: Engine, question: Question, k: int) -> bool:
     hits = engine.search(question["question"], top_k=k)
     return set(question["documents"]) <= {hit.chunk.document_id for hit in hits}
@@ -99,6 +81,8 @@ def _share(outcomes: Any) -> float:
     known = list(outcomes)
     return float(sum(known) / max(1, len(known)))
 
+
+main = Benchmark("demo", __doc__, COLUMNS, measure, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,5 @@
 """Time to the first token and decode speed of real model sizes with random weights, beside transformers' generate.
 
-    python -m benchmarks.e2e [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
-
 Llama-3-8B and Qwen2.5-7B, bfloat16, contexts of 4K to 32K tokens: a system prompt, chunks of 512 tokens, a question of
 32. `full`: everything is computed. `naive`: chunks that were computed behind the system prompt alone are read where
 they lie, at their new positions, and the question is computed; `cold` includes the chunks. `recompute-15`: chunks as in

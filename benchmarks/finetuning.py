@@ -1,8 +1,5 @@
 """What dependency-aware fine-tuning is worth: questions that training never saw, before it and after (DepCache, 6.5).
 
-    python -m benchmarks.finetuning --data DIR --aside FILE FILE --tuned DIR --control DIR [--sets a,b] [--paths N]
-        [--model NAME_OR_PATH] [--dtype D] [--plot DIR] [--quick] [--json FILE]
-
 DIR/kg/SET/questions.jsonl holds questions; of these the ones are asked whose ids stand in the files of samples that
 `python -m train.data kg --aside` put aside. --tuned is a model that `python -m train.depft` made of --model, --control
 one that it made of the same samples with `--attention self`.
@@ -17,8 +14,8 @@ paired difference from the tuned `self`, `_minus_self` from the untuned.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import report
-from benchmarks.common.plot import draw
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
 from benchmarks.graph.plot import FIGURES
 from benchmarks.graph.question import (
@@ -112,7 +109,7 @@ BASE, CONTROL = METHODS[0], METHODS[2]
 
 
 def measure(
-    chosen: argparse.Namespace, sets: Mapping[str, Sequence[Question]], samples: Samples
+    chosen: Namespace, sets: Mapping[str, Sequence[Question]], samples: Samples
 ) -> dict[str, dict[Method, list[dict[str, Any]]]]:
     """Samples of every method on every question, one model after the other."""
     found: dict[str, dict[Method, list[dict[str, Any]]]] = {name: {} for name in sets}
@@ -179,31 +176,22 @@ def verdict(made: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------ command line
+def options(flags: Parser) -> None:
+    """--model is what the tuned models were made of."""
+    flags.add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
+    flags.add("--aside", required=True, nargs="+", metavar="FILE", help="samples that were put aside, for their ids")
+    flags.add("--tuned", required=True, metavar="DIR", help="the model that was fine-tuned under dependency attention")
+    flags.add("--control", required=True, metavar="DIR", help="the one that was fine-tuned under self-attention")
+    flags.add("--sets", type=report.listed, default=SETS, metavar="A,B", help="sets of the folder")
+    flags.add("--paths", type=integer(1), default=LIMITS.paths, metavar="N", help="of a question, at most")
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line; --model is what the tuned models were made of."""
-    flags = report.parser("finetuning", __doc__)
-    report.add_model(flags)
-    add = flags.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
-    add("--aside", required=True, nargs="+", metavar="FILE", help="samples that were put aside; ids are read alone")
-    add("--tuned", required=True, metavar="DIR", help="the model that was fine-tuned under dependency attention")
-    add("--control", required=True, metavar="DIR", help="the one that was fine-tuned under self-attention")
-    add("--sets", default=SETS, metavar="A,B", help="sets of the folder (%(default)s)")
-    add("--paths", type=integer(1), default=LIMITS.paths, metavar="N", help="of a question, at most (%(default)s)")
-    add("--plot", type=Path, metavar="DIR", help="also draw the paper's figure")
-    return flags.parse_args(arguments)
-
-
-def run(chosen: argparse.Namespace, samples: Samples) -> list[dict[str, Any]]:
+def run(chosen: Namespace, samples: Samples) -> list[dict[str, Any]]:
     """Measure everything; the rows."""
     aside = frozenset(sample.id for sample in read_samples(chosen.aside))
     limit = QUICK_LIMIT if chosen.quick else None
     sets = {
-        name: questions_of(chosen.data, name, limit, replace(LIMITS, paths=chosen.paths), aside)
-        for name in chosen.sets.split(",")
+        name: questions_of(chosen.data, name, limit, replace(LIMITS, paths=chosen.paths), aside) for name in chosen.sets
     }
     empty = [name for name, questions in sets.items() if not questions]
     if empty:
@@ -211,25 +199,21 @@ def run(chosen: argparse.Namespace, samples: Samples) -> list[dict[str, Any]]:
     return list(rows(measure(chosen, sets, samples)))
 
 
-def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+def settings_of(chosen: Namespace) -> dict[str, Any]:
     """What a question's samples depend on."""
     models = {name: weights_of(getattr(chosen, name)) for name in ("model", "tuned", "control")}
     return models | {name: str(getattr(chosen, name)) for name in ("dtype", "data", "paths")}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
+    return run(chosen, session.samples(settings_of(chosen)))
 
-    def measured(session: report.Session) -> list[dict[str, Any]]:
-        return run(chosen, session.samples(settings_of(chosen)))
 
-    def show(made: Sequence[Mapping[str, Any]]) -> None:
-        print("\n" + verdict(made))
-        draw(made, chosen.plot, FIGURES)
-
-    return report.run("finetuning", COLUMNS, chosen.json, measured, show)
-
+BENCHMARK = Benchmark(
+    "finetuning", __doc__, COLUMNS, measured, options, model=True, figures=FIGURES,
+    show=lambda made, _: print("\n" + verdict(made)),
+)  # fmt: skip
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

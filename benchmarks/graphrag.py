@@ -1,8 +1,5 @@
 """Questions over knowledge graphs: dependency attention beside self-attention, its answers, its work and its time.
 
-    python -m benchmarks.graphrag --data DIR [--graphs DIR] [--sets a,b] [--parts work,length] [--limit N] [--runs N]
-        [--model NAME_OR_PATH] [--dtype D] [--plot DIR] [--quick] [--json FILE]
-
 DIR/kg/SET/questions.jsonl holds questions with topic entities, triples and gold paths; each gets at most 30 relation
 paths of up to three hops from its entities, the gold ones among them, as `train.data` makes them (DepCache, section
 3.3). A set that has text alone, DIR/text/SET, is asked over the graph that `python -m ragjax.retrieval.extract` made of
@@ -28,14 +25,13 @@ its documents, GRAPHS/SET.jsonl: entities are linked and paths retrieved as a se
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import report
-from benchmarks.common.plot import draw
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
 from benchmarks.graph.accuracy import accuracy
 from benchmarks.graph.length import length
@@ -48,7 +44,6 @@ from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
 
 PARTS = ("work", "accuracy", "length", "workload")
-RUNS = 5
 REQUESTS, QUICK_REQUESTS = 500, 20
 COLUMNS = (
     "part", "set", "method", "positions", "n", "prompt_tokens", "accuracy", "logprob", "top1", "logprob_minus_self",
@@ -57,28 +52,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("graphrag", __doc__)
-    report.add_model(flags)
-    add = flags.add_argument
-    parts = report.among(PARTS, "part")
-    add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
-    add("--graphs", type=Path, metavar="DIR", help="triples extracted from sets of text: SET.jsonl, .tsv or .nt")
-    add("--sets", default=SETS, metavar="A,B", help="sets of the folder (%(default)s; the first with --quick)")
-    add("--parts", type=parts, default=",".join(PARTS), metavar="A,B", help="what to measure (%(default)s)")
-    add("--limit", type=integer(1), metavar="N", help=f"questions a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
-    add("--runs", type=integer(1), default=RUNS, metavar="N", help="timed runs of each length (%(default)s)")
-    add("--plot", type=Path, metavar="DIR", help="also draw the paper's figures")
-    chosen = flags.parse_args(arguments)
-    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
-    chosen.sets = chosen.sets.split(",")
-    if chosen.quick:
-        chosen.sets, chosen.runs = chosen.sets[:1], 1
-    return chosen
+def options(flags: Parser) -> None:
+    flags.add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
+    flags.add("--graphs", type=Path, metavar="DIR", help="triples extracted from sets of text: SET.jsonl, .tsv or .nt")
+    flags.add("--sets", type=report.listed, default=SETS, quick=SETS[:1], metavar="A,B", help="sets of the folder")
+    flags.add("--parts", type=report.among(PARTS, "part"), default=PARTS, metavar="A,B", help="what to measure")
+    flags.add("--limit", type=integer(1), default=LIMIT, quick=QUICK_LIMIT, metavar="N", help="questions a set")
+    flags.add("--runs", type=integer(1), default=5, quick=1, metavar="N", help="timed runs of each length")
 
 
-def run(chosen: argparse.Namespace, samples: Samples) -> list[dict[str, Any]]:
+def run(chosen: Namespace, samples: Samples) -> list[dict[str, Any]]:
     """Measure every part on every set; the rows."""
     sets = {name: _questions(chosen, name) for name in chosen.sets}
     empty = [name for name, questions in sets.items() if not questions]
@@ -104,7 +87,7 @@ def run(chosen: argparse.Namespace, samples: Samples) -> list[dict[str, Any]]:
     return made
 
 
-def _questions(chosen: argparse.Namespace, name: str) -> list[Question]:
+def _questions(chosen: Namespace, name: str) -> list[Question]:
     places = [] if chosen.graphs is None else [chosen.graphs / f"{name}{kind}" for kind in (".jsonl", ".tsv", ".nt")]
     triples = next((place for place in places if place.is_file()), None)
     if triples is None:
@@ -112,21 +95,18 @@ def _questions(chosen: argparse.Namespace, name: str) -> list[Question]:
     return extracted(chosen.data, name, chosen.limit, triples, packaged_encoder())
 
 
-def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+def settings_of(chosen: Namespace) -> dict[str, Any]:
     """What a question's samples depend on: sets and parts may be added to a stopped run."""
     kept = {name: str(getattr(chosen, name)) for name in ("dtype", "data", "graphs")}
     return {**kept, "model": weights_of(chosen.model)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def measure(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
+    return run(chosen, session.samples(settings_of(chosen)))
 
-    def measure(session: report.Session) -> list[dict[str, Any]]:
-        return run(chosen, session.samples(settings_of(chosen)))
 
-    return report.run("graphrag", COLUMNS, chosen.json, measure, lambda rows: draw(rows, chosen.plot, FIGURES))
-
+BENCHMARK = Benchmark("graphrag", __doc__, COLUMNS, measure, options, model=True, figures=FIGURES)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

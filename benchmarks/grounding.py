@@ -1,8 +1,5 @@
 """What an answer stands on, and what it costs: nothing, passages of text, or a graph's paths (DepCache, Figure 5).
 
-    python -m benchmarks.grounding --data DIR [--set NAME --text NAME] [--limit N] [--model NAME_OR_PATH] [--dtype D]
-        [--plot DIR] [--quick] [--json FILE]
-
 The questions are those that DIR/kg/SET and DIR/text/TEXT have in common. `none` is the question alone; `passages` the
 five of the question's own that are most similar to it; `graph` its relation paths as `benchmarks.graphrag` makes them.
 Methods take turns on every question, and nothing is known beforehand except to those named `-cached`, for which the
@@ -12,8 +9,8 @@ same prompt was answered just before. `slower` is the median over questions of t
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import report
-from benchmarks.common.plot import draw
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress
 from benchmarks.graph.plot import FIGURES
 from benchmarks.graph.question import LIMIT, QUICK_LIMIT, Question, answered, opened, prompt_of, questions_of
@@ -53,7 +49,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def common(chosen: argparse.Namespace) -> list[tuple[Question, tuple[Document, ...]]]:
+def common(chosen: Namespace) -> list[tuple[Question, tuple[Document, ...]]]:
     """Questions with paths, and the passages that the other set has for them.
 
     Raises:
@@ -125,35 +121,20 @@ def rows(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterato
         }
 
 
-# ------------------------------------------------------------------------------------ command line
+def options(flags: Parser) -> None:
+    flags.add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET and text/TEXT")
+    flags.add("--set", default="2wiki_evidence", metavar="NAME", help="set with relation paths")
+    flags.add("--text", default="2wikimultihopqa", metavar="NAME", help="set with passages")
+    flags.add("--limit", type=integer(1), default=LIMIT, quick=QUICK_LIMIT, metavar="N", help="questions")
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("grounding", __doc__)
-    report.add_model(flags)
-    add = flags.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET and text/TEXT")
-    add("--set", default="2wiki_evidence", metavar="NAME", help="set with relation paths (%(default)s)")
-    add("--text", default="2wikimultihopqa", metavar="NAME", help="set with passages (%(default)s)")
-    add("--limit", type=integer(1), metavar="N", help=f"questions ({LIMIT}; {QUICK_LIMIT} with --quick)")
-    add("--plot", type=Path, metavar="DIR", help="also draw the figure")
-    chosen = flags.parse_args(arguments)
-    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
-    return chosen
+def measured(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
+    asked = common(chosen)
+    with opened(chosen.model, chosen.dtype) as engine:
+        yield from rows(chosen.set, measure(engine, packaged_encoder(), asked))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
-
-    def measured(_: report.Session) -> Iterator[dict[str, Any]]:
-        asked = common(chosen)
-        with opened(chosen.model, chosen.dtype) as engine:
-            yield from rows(chosen.set, measure(engine, packaged_encoder(), asked))
-
-    return report.run("grounding", COLUMNS, chosen.json, measured, lambda made: draw(made, chosen.plot, FIGURES))
-
+main = Benchmark("grounding", __doc__, COLUMNS, measured, options, model=True, figures=FIGURES).main
 
 if __name__ == "__main__":
     sys.exit(main())

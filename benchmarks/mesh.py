@@ -1,7 +1,5 @@
 """Tensor parallel over all devices beside one of them: logits, time to the first token, decode speed.
 
-    python -m benchmarks.mesh [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
-
 Models and passes are those of `benchmarks.e2e`: Llama-3-8B and Qwen2.5-7B with random weights, bfloat16, prompts of 4K
 and 32K tokens that are computed whole, then greedy decoding. Each model runs on as many of the devices as can share
 out its heads. Logits are compared in float32 over two layers of the same shapes, where devices differ by the order of
@@ -107,7 +105,7 @@ def with_ratios(rows: Sequence[report.Row]) -> list[report.Row]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    gpu.choose_platform(gpu.options("mesh", __doc__, arguments), MEMORY_SHARE)
+    gpu.choose_platform(gpu.parse("mesh", __doc__, arguments), MEMORY_SHARE)
     there = jax.device_count()
     if there < 2:
         print(f"mesh: skipped, as there is one device ({jax.devices()[0].device_kind}) and it takes at least two")

@@ -1,8 +1,5 @@
 """What the host does while the device computes a decode step, and what the device waits for.
 
-    python -m benchmarks.overlap [--clients 1,8] [--tokens N] [--rounds N] [--model NAME_OR_PATH] [--dtype D] [--quick]
-        [--json FILE]
-
 Of steps in which all clients decode, medians in milliseconds: `step_ms` from its first program to its tokens,
 `hidden_ms` of host work that is done meanwhile (sampling ordered, text, admission, transfers), `waited_ms` that the
 host then waits for the tokens, and `exposed_ms` from these to the first program of the next step, while the device has
@@ -12,17 +9,18 @@ log-probabilities; `penalized` has the three penalties as well.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import report
+from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment
 from ragjax.engine import Engine
@@ -38,16 +36,10 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("overlap", __doc__)
-    report.add_model(flags)
-    flags.add_argument("--clients", type=report.numbers(integer(1)), default=[1, 8], help="by comma")
-    flags.add_argument("--tokens", type=integer(8), default=64, help="of an answer (%(default)s)")
-    flags.add_argument("--rounds", type=integer(1), help="of answers (4; 1 with --quick)")
-    chosen = flags.parse_args(arguments)
-    chosen.rounds = chosen.rounds or (1 if chosen.quick else 4)
-    return chosen
+def options(flags: Parser) -> None:
+    flags.add("--clients", type=report.numbers(integer(1)), default=[1, 8], help="by comma")
+    flags.add("--tokens", type=integer(8), default=64, help="of an answer")
+    flags.add("--rounds", type=integer(1), default=4, quick=1, help="of answers")
 
 
 class Watch:
@@ -113,7 +105,7 @@ def row(engine: Engine, mode: str, clients: int, tokens: int, rounds: int) -> di
     asked: dict[str, Any] = {
         "strategy": "full",
         "max_tokens": tokens,
-        "logit_bias": dict.fromkeys(_ends(engine), -100.0),
+        "logit_bias": dict.fromkeys({*engine._runner.config.eos_ids, *engine.tokenizer.eos_ids}, -100.0),
     }
     asked |= MODES[mode]
     prompts = [prompt(i, engine.tokenizer.vocab_size) for i in range(clients)]
@@ -127,22 +119,14 @@ def row(engine: Engine, mode: str, clients: int, tokens: int, rounds: int) -> di
     return {"sampling": mode, "clients": clients, "steps": len(watch.found["step_ms"]), **found}
 
 
-def _ends(engine: Engine) -> frozenset[int]:
-    return frozenset(engine._runner.config.eos_ids) | frozenset(engine.tokenizer.eos_ids)
+def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
+    with Engine.load(chosen.model, dtype=chosen.dtype, lookup=0, max_context=1024, device_cache_gb=0.5) as engine:
+        for clients in chosen.clients:
+            for mode in MODES:
+                yield row(engine, mode, clients, chosen.tokens, chosen.rounds)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
-
-    def measure(_: report.Session) -> Iterator[dict[str, Any]]:
-        with Engine.load(chosen.model, dtype=chosen.dtype, lookup=0, max_context=1024, device_cache_gb=0.5) as engine:
-            for clients in chosen.clients:
-                for mode in MODES:
-                    yield row(engine, mode, clients, chosen.tokens, chosen.rounds)
-
-    return report.run("overlap", COLUMNS, chosen.json, measure)
-
+main = Benchmark("overlap", __doc__, COLUMNS, measure, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common import envs, report
+from benchmarks.common import envs
 from benchmarks.common.machine import cores
-from benchmarks.common.report import MODEL
+from benchmarks.common.report import MODEL, Benchmark, Parser, Session
 from benchmarks.latency.prompt import TEXTS
 from ragjax.models import hub
 from ragjax.models.huggingface import read_config
@@ -315,7 +316,7 @@ def cases(scratch: Path) -> Iterator[Case]:
         yield Case("qwen2", Path(os.environ["RAGJAX_QWEN_GGUF"]))
 
 
-def check(*, quick: bool) -> list[dict[str, Any]]:
+def check(chosen: Namespace, _: Session) -> list[dict[str, Any]]:
     """One row a prompt: the greatest difference over all positions and tokens, and the share of equal top tokens."""
     rows = []
     with reference_worker() as worker, tempfile.TemporaryDirectory() as folder:
@@ -324,7 +325,7 @@ def check(*, quick: bool) -> list[dict[str, Any]]:
             prompts = case.prompts or encoded_prompts(worker, case.path)
             theirs, mine = reference(worker, case.path, scratch), ours(case.path)
             for name, tokens in prompts.items():
-                if quick and len(tokens) > PROMPTS["melville"]:
+                if chosen.quick and len(tokens) > PROMPTS["melville"]:
                     continue
                 rows.append({"model": case.name, "prompt": name, **compare(theirs(tokens), mine(tokens))})
                 print(rows[-1], file=sys.stderr)
@@ -340,30 +341,36 @@ def compare(theirs_TV: NDArray[np.float32], mine_TV: NDArray[np.float32]) -> dic
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    flags = report.parser("parity", __doc__)
+def options(flags: Parser) -> None:
     task = flags.add_mutually_exclusive_group()
     task.add_argument("--check", action="store_true", help="compare with fresh reference logits (the default)")
     task.add_argument("--make", type=Path, metavar="DIR", help="write the goldens to DIR instead")
     task.add_argument("--make-tokenizer", type=Path, metavar="FILE", help="write the tokenizer's goldens instead")
-    chosen = flags.parse_args(arguments)
+
+
+def refuse(flags: Parser, chosen: Namespace) -> None:
     if (chosen.make or chosen.make_tokenizer) and (chosen.quick or chosen.json):
         flags.error("--quick and --json go with --check")
+
+
+def differs(rows: Sequence[Mapping[str, Any]], _: Namespace) -> bool:
+    return any(row["max_abs_diff"] > TOLERANCE or row["top1"] < 1.0 for row in rows)
+
+
+COLUMNS = ("model", "prompt", "tokens", "max_abs_diff", "top1")
+BENCHMARK = Benchmark("parity", __doc__, COLUMNS, check, options, check=refuse, show=differs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    chosen = BENCHMARK.parse(arguments)
     if chosen.make:
         make(chosen.make)
-        return 0
-    if chosen.make_tokenizer:
+    elif chosen.make_tokenizer:
         make_tokenizer(chosen.make_tokenizer)
-        return 0
-    differing: list[str] = []
-
-    def show(rows: Sequence[Mapping[str, Any]]) -> None:
-        differing.extend(row["prompt"] for row in rows if row["max_abs_diff"] > TOLERANCE or row["top1"] < 1.0)
-
-    columns = ("model", "prompt", "tokens", "max_abs_diff", "top1")
-    code = report.run("parity", columns, chosen.json, lambda _: check(quick=chosen.quick), show)
-    return code or int(bool(differing))
+    else:
+        return BENCHMARK.main(arguments)
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """What training for passages that stand alone is worth: answers and divergence, beside the untouched model.
 
-    python -m benchmarks.passages --data DIR [--adapter A,B] [--packet A,B] [--sets a,b] [--limit N] [--model NAME]
-        [--dtype D] [--quick] [--json FILE]
-
 Every question is asked over its own passages (`demo`: the bundled questions, over the three chunks that retrieval
 finds), of the untouched model by `full`, `naive` and `ragjax`, and of each trained model: one with an adapter of
 `python -m train.depft --target teacher` by `naive`, one with packets of `python -m train.packet` by `packet`, and both
@@ -17,9 +14,8 @@ the median over questions of the first token's time, all KV warm, over that of `
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import report
+from benchmarks.common.questions import demo_questions
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.quality import dataset
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style, sample
@@ -40,7 +38,7 @@ from ragjax.engine import Engine
 from ragjax.engine.preprocessing import fuse_all
 from ragjax.reuse import strategies as all_strategies
 
-SETS = "demo,musique,2wikimultihopqa"
+SETS = ("demo", "musique", "2wikimultihopqa")
 """The demo, and sets that the packaged models were not trained on."""
 
 NEIGHBOURS, TOP_K, TOKENS = 10, 3, 32
@@ -66,17 +64,14 @@ class Arm:
     settings: tuple[Setting, ...]
 
 
-def arms(chosen: argparse.Namespace) -> list[Arm]:
+def arms(chosen: Namespace) -> list[Arm]:
     """The untouched model first."""
     trained = [Arm(name, name, (FULL, NAIVE)) for name in chosen.adapter]
     packed = [Arm(name, name, (FULL, NAIVE, PACKET)) for name in chosen.packet]
     return [Arm(chosen.model, chosen.model, (FULL, NAIVE, RAGJAX)), *trained, *packed]
 
 
-# ------------------------------------------------------------------------------------ measurement
-
-
-def measure(arm: Arm, questions: QuestionSet, chosen: argparse.Namespace, exact: dict[str, Answer]) -> Found:
+def measure(arm: Arm, questions: QuestionSet, chosen: Namespace, exact: dict[str, Answer]) -> Found:
     """Samples of one model on a set. exact: answers of the untouched model's full attention, filled by the first."""
     found: Found = {(arm.name, setting): [] for setting in arm.settings}
     with opened(arm.path, chosen.dtype, device_gb=0.5, ahead=not chosen.quick) as engine:
@@ -110,8 +105,7 @@ def _warm(work: Evaluation, question: dataset.Question, arm: Arm) -> list[Answer
 
 def demo(model: str, limit: int) -> QuestionSet:
     """The bundled questions, each over the chunks that retrieval finds."""
-    lines = (DEMO / "questions.jsonl").read_text(encoding="utf-8").splitlines()[:limit]
-    asked = [json.loads(line) for line in lines]
+    asked = demo_questions(limit=limit)
     with Engine.load(model, knowledge=DEMO / "documents") as engine:
         found = [[hit.chunk for hit in engine.search(one["question"], top_k=TOP_K)] for one in asked]
         base = engine.knowledge_base()
@@ -126,9 +120,6 @@ def demo(model: str, limit: int) -> QuestionSet:
 def _passage(chunk: Chunk) -> Document:
     """A document that is cut into this chunk again."""
     return Document(chunk.id, chunk.text.removeprefix(f"{chunk.title}\n").strip(), chunk.title)
-
-
-# ------------------------------------------------------------------------------------------- rows
 
 
 def rows(name: str, found: Found) -> Iterator[dict[str, Any]]:
@@ -163,44 +154,33 @@ def _values(samples: Sequence[Mapping[str, Any]], of: str) -> list[float]:
     return [float(one[of]) for one in samples]
 
 
-# ------------------------------------------------------------------------------------ command line
+def options(flags: Parser) -> None:
+    flags.add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
+    flags.add("--sets", type=report.listed, default=SETS, metavar="A,B", help="the demo, and sets of the folder")
+    flags.add("--adapter", type=report.listed, default=(), metavar="A,B", help="models with adapters of train.depft")
+    flags.add("--packet", type=report.listed, default=(), metavar="A,B", help="models with packets of train.packet")
+    flags.add("--limit", type=integer(1), default=100, quick=4, metavar="N", help="questions a set")
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("passages", __doc__)
-    report.add_model(flags)
-    add = flags.add_argument
-    add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
-    add("--sets", default=SETS, metavar="A,B", help="the demo, and sets of the folder (%(default)s)")
-    add("--adapter", type=report.listed, default=[], metavar="A,B", help="models with adapters of train.depft")
-    add("--packet", type=report.listed, default=[], metavar="A,B", help="models with packets of train.packet")
-    add("--limit", type=integer(1), metavar="N", help="questions a set (100; 4 with --quick)")
-    chosen = flags.parse_args(arguments)
-    chosen.sets = chosen.sets.split(",")
-    chosen.limit = chosen.limit or (4 if chosen.quick else 100)
+def check(flags: Parser, chosen: Namespace) -> None:
     if chosen.data is None and chosen.sets != ["demo"]:
         flags.error("give --data for the sets of a folder, or --sets demo")
     if not chosen.adapter and not chosen.packet:
         flags.error("give --adapter, --packet or both")
-    return chosen
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def measured(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
+    for name in chosen.sets:
+        asked = demo(chosen.model, chosen.limit) if name == "demo" else dataset.load(chosen.data, name)
+        found: Found = {}
+        exact: dict[str, Answer] = {}
+        for arm in arms(chosen):
+            found |= measure(arm, asked, chosen, exact)
+        yield from rows(name, found)
 
-    def measured(_: report.Session) -> Iterator[dict[str, Any]]:
-        for name in chosen.sets:
-            asked = demo(chosen.model, chosen.limit) if name == "demo" else dataset.load(chosen.data, name)
-            found: Found = {}
-            exact: dict[str, Answer] = {}
-            for arm in arms(chosen):
-                found |= measure(arm, asked, chosen, exact)
-            yield from rows(name, found)
 
-    return report.run("passages", COLUMNS, chosen.json, measured)
-
+BENCHMARK = Benchmark("passages", __doc__, COLUMNS, measured, options, check=check, model=True)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

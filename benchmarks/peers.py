@@ -1,7 +1,5 @@
 """Our attention beside FlashAttention, FlexAttention and cuDNN, in one run on this machine's device.
 
-    python -m benchmarks.peers [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
-
 Equal shapes and masks: Hq 32, Hkv 8, D 128, bfloat16, 16K and 32K rows. FlexAttention gets an equal block mask, whose
 making is timed apart; FlashAttention (PyTorch's SDPA) and cuDNN (`jax.nn.dot_product_attention`) cannot express these
 masks and compute dense causal attention over all rows. Peers get keys that are rotated already. ratio: the peer's time

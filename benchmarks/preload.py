@@ -1,8 +1,5 @@
 """Time to first token while KV arrives: passes that wait for all of it, and passes that begin with its first stages.
 
-    python -m benchmarks.preload [--quick] [--contexts N,N,...] [--new N] [--tiers host,disk]
-        [--throttle MB_S,...] [--rounds N] [--plot DIR] [--json FILE]
-
 Cache-Craft, Fig. 29. A context lies in host memory or on disk; a request reuses it and computes a question behind it.
 `whole` waits for all of the context, `layers` is what ragjax does. Both are asked in turns, so that their ratio is one
 run's; `device` is the same question with nothing to load. A throttled disk is an ordinary one whose reads are held up.
@@ -14,17 +11,17 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common import report
-from benchmarks.common.plot import Panel, draw
-from benchmarks.common.report import Row
+from benchmarks.common.plot import Figures, Panel
+from benchmarks.common.report import Benchmark, Parser, Row, Session
 from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment, StorageOptions
 from ragjax.core.tiers import Record
@@ -197,59 +194,39 @@ def panels(rows: Sequence[Row]) -> Iterator[Panel]:
         yield panel
 
 
-FIGURES = {"preload": ("Whole loads and layer-wise loads (Cache-Craft, Fig. 29)", panels)}
+FIGURES: Figures = {"preload": ("Whole loads and layer-wise loads (Cache-Craft, Fig. 29)", panels)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    flags = report.parser("preload", __doc__)
-    add = flags.add_argument
-    add(
-        "--contexts",
-        type=report.numbers(integer(1)),
-        default=[2048, 4096, 7680],
-        metavar="N,...",
-        help="tokens reused (%(default)s)",
+def options(flags: Parser) -> None:
+    tiers, number = ["host", "disk"], report.numbers(integer(1))
+    flags.add(
+        "--contexts", type=number, default=[2048, 4096, 7680], quick=[2048], metavar="N,...", help="reused tokens"
     )
-    add("--new", type=integer(1), default=256, metavar="N", help="tokens to compute (%(default)s)")
-    tiers = ["host", "disk"]
-    add(
-        "--tiers",
-        type=report.among(tiers, "tier"),
-        default=tiers,
-        metavar="T,...",
-        help="where the context lies (both)",
+    flags.add("--new", type=integer(1), default=256, metavar="N", help="tokens to compute")
+    flags.add(
+        "--tiers", type=report.among(tiers, "tier"), default=tiers, metavar="T,...", help="where the context lies"
     )
-    add(
-        "--throttle",
-        type=report.numbers(integer(1)),
-        default=[400, 150],
-        metavar="MB_S,...",
-        help="held-up disks' speeds (%(default)s)",
-    )
-    add("--rounds", type=integer(1), default=7, metavar="N", help="of each mode (%(default)s; 3 with --quick)")
-    add("--plot", type=Path, metavar="DIR", help="also draw the paper's figure")
-    chosen = flags.parse_args(arguments)
-    contexts, rounds = (chosen.contexts[:1], 3) if chosen.quick else (chosen.contexts, chosen.rounds)
-    made: list[dict[str, Any]] = []
+    flags.add("--throttle", type=number, default=[400, 150], metavar="MB_S,...", help="speeds of held-up disks")
+    flags.add("--rounds", type=integer(1), default=7, quick=3, metavar="N", help="of each mode")
 
-    def run(session: report.Session) -> list[dict[str, Any]]:
-        if "host" in chosen.tiers:
-            with opened(host_gb=2.0) as engine:
-                server = Server(engine, chosen.new)
-                made.extend(measure(server, {"tier": "host", "disk_mb_s": None}, n, rounds) for n in contexts)
-                session.tables["cuts"] = [cuts(server, n, rounds) for n in contexts]
-        if "disk" in chosen.tiers:
-            with tempfile.TemporaryDirectory() as folder, opened(disk=folder) as engine:
-                server = Server(engine, chosen.new)
-                for speed in (0, *chosen.throttle):
-                    server.hold_up(speed)
-                    where = {"tier": "disk", "disk_mb_s": speed or None}
-                    made.extend(measure(server, where, n, rounds) for n in contexts)
-        return made
 
-    return report.run("preload", COLUMNS, chosen.json, run, lambda rows: draw(rows, chosen.plot, FIGURES))
+def rows(chosen: Namespace, session: Session) -> Iterator[Row]:
+    if "host" in chosen.tiers:
+        with opened(host_gb=2.0) as engine:
+            server = Server(engine, chosen.new)
+            for n in chosen.contexts:
+                yield measure(server, {"tier": "host", "disk_mb_s": None}, n, chosen.rounds)
+            session.tables["cuts"] = [cuts(server, n, chosen.rounds) for n in chosen.contexts]
+    if "disk" in chosen.tiers:
+        with tempfile.TemporaryDirectory() as folder, opened(disk=folder) as engine:
+            server = Server(engine, chosen.new)
+            for speed in (0, *chosen.throttle):
+                server.hold_up(speed)
+                for n in chosen.contexts:
+                    yield measure(server, {"tier": "disk", "disk_mb_s": speed or None}, n, chosen.rounds)
 
+
+main = Benchmark("preload", __doc__, COLUMNS, rows, options, figures=FIGURES).main
 
 if __name__ == "__main__":
     sys.exit(main())

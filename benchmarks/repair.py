@@ -1,8 +1,5 @@
 """What repairing reused KV costs: time to first token by strategy, the share that selection takes, and preprocessing.
 
-    python -m benchmarks.repair [--quick] [--model NAME_OR_PATH] [--strategies a,b] [--ratio R] [--runs N]
-                               [--json FILE]
-
 The prompt is that of `benchmarks.ttft`: a system prompt, ten chunks of 200 tokens and a question of 30. Everything is
 warm: chunks are computed by themselves, and preprocessed behind the nine others; Cache-Craft's variants come from a
 request with the chunks in another order. Strategies take turns within each run, as a tenant of its own each time, so
@@ -17,9 +14,9 @@ itself after `break_even` reuses of a chunk, each of which saves a tenth of what
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import report
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress
 from benchmarks.latency.prompt import CHUNKS, Workload, jobs, marked, workload
 from benchmarks.quality.evaluation import RECORDED, TAUGHT, WARMED
@@ -40,7 +38,6 @@ from ragjax.reuse import strategies as all_strategies
 from ragjax.reuse.base import Strategy
 
 RATIO = 0.15
-RUNS, QUICK_RUNS = 7, 3
 COLUMNS = (
     "strategy", "ratio", "context_tokens", "ttft_ms", "faster_than_full", "faster_lo", "faster_hi", "selection_share",
     "recomputed_share", "passes", "runs",
@@ -99,12 +96,9 @@ def measure(
     for run in range(runs + 1):
         for name, strategy in strategies.items():
             probe = Probe(strategy)
+            portion = ratio if strategy.selective else None
             answer = engine.answer_prompt(
-                prompt,
-                strategy=probe,
-                recompute_ratio=ratio if strategy.selective else None,
-                max_tokens=1,
-                tenant=f"{run}/{name}",
+                prompt, strategy=probe, recompute_ratio=portion, max_tokens=1, tenant=f"{run}/{name}"
             )
             if run:
                 found[name].append(sample(answer, probe))
@@ -134,18 +128,12 @@ def rows(
         mine = np.asarray([s["ttft_ms"] for s in samples])
         faster = full / mine
         middle = {key: float(np.median([s[key] for s in samples])) for key in samples[0]}
-        made.append(
-            {
-                "strategy": name,
-                "ratio": ratio if name in selective else None,
-                **middle,
-                "faster_than_full": float(np.median(faster)),
-                "faster_lo": float(faster.min()),
-                "faster_hi": float(faster.max()),
-                "selection_share": float(np.median([s["selection_ms"] / s["ttft_ms"] for s in samples])),
-                "runs": len(samples),
-            }
-        )
+        made.append({
+            "strategy": name, "ratio": ratio if name in selective else None, **middle,
+            "faster_than_full": float(np.median(faster)), "faster_lo": float(faster.min()),
+            "faster_hi": float(faster.max()), "runs": len(samples),
+            "selection_share": float(np.median([s["selection_ms"] / s["ttft_ms"] for s in samples])),
+        })  # fmt: skip
         if name == "fusion":
             saved_s = (float(np.median(full)) - middle["ttft_ms"]) / 1e3 / CHUNKS
             made[-1] |= {
@@ -157,7 +145,7 @@ def rows(
     return made
 
 
-def show(made: Sequence[Mapping[str, Any]]) -> None:
+def show(made: Sequence[Mapping[str, Any]], _: Namespace) -> None:
     """Print what preprocessing costs, and when it has paid for itself."""
     for r in made:
         if "fuse_s_per_chunk" not in r:
@@ -169,42 +157,31 @@ def show(made: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line; `full` and `naive` are always among the strategies."""
-    flags = report.parser("repair", __doc__)
+def options(flags: Parser) -> None:
     known = all_strategies()
     everything = [name for name in known if name not in DEPENDENCY]
-    strategies = report.among(known, "strategy")
-    report.add_model(flags)
-    flags.add_argument(
-        "--strategies", type=strategies, default=everything, metavar="A,B", help="besides full and naive (all)"
-    )
-    flags.add_argument("--ratio", type=share, default=RATIO, metavar="R", help="share to recompute (%(default)s)")
-    flags.add_argument("--runs", type=integer(1), metavar="N", help=f"runs ({RUNS}; {QUICK_RUNS} with --quick)")
-    chosen = flags.parse_args(arguments)
-    chosen.runs = chosen.runs or (QUICK_RUNS if chosen.quick else RUNS)
-    chosen.strategies = list(dict.fromkeys(["full", "naive", *chosen.strategies]))
-    return chosen
+    flags.add("--strategies", type=report.among(known, "strategy"), default=everything, metavar="A,B",
+              help="besides full and naive")  # fmt: skip
+    flags.add("--ratio", type=share, default=RATIO, metavar="R", help="share to recompute")
+    flags.add("--runs", type=integer(1), default=7, quick=3, metavar="N", help="runs")
 
 
-def run(engine: Engine, known: Mapping[str, Strategy], chosen: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure on an engine; the rows."""
-    chosen_ones = {name: known[name] for name in chosen.strategies}
-    prompt, spent = prepare(engine, workload(engine.tokenizer), chosen.strategies)
-    found = measure(engine, prompt, chosen_ones, chosen.ratio, chosen.runs)
-    return rows(found, chosen.ratio, frozenset(name for name, s in chosen_ones.items() if s.selective), spent)
+def run(engine: Engine, chosen: Namespace) -> list[dict[str, Any]]:
+    """Measure on an engine; the rows. `full` and `naive` are always among the strategies."""
+    known = all_strategies()
+    strategies = {name: known[name] for name in dict.fromkeys(["full", "naive", *chosen.strategies])}
+    prompt, spent = prepare(engine, workload(engine.tokenizer), list(strategies))
+    found = measure(engine, prompt, strategies, chosen.ratio, chosen.runs)
+    return rows(found, chosen.ratio, frozenset(name for name, s in strategies.items() if s.selective), spent)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def measured(chosen: Namespace, _: Session) -> list[dict[str, Any]]:
+    with Engine.load(chosen.model, strategy="full", dtype=chosen.dtype, device_cache_gb=1.0) as engine:
+        return run(engine, chosen)
 
-    def measured(_: report.Session) -> list[dict[str, Any]]:
-        with Engine.load(chosen.model, strategy="full", dtype=chosen.dtype, device_cache_gb=1.0) as engine:
-            return run(engine, all_strategies(), chosen)
 
-    return report.run("repair", COLUMNS, chosen.json, measured, show)
-
+BENCHMARK = Benchmark("repair", __doc__, COLUMNS, measured, options, model=True, show=show)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

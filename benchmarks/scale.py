@@ -1,7 +1,5 @@
 """What the cache's decisions cost with a million nodes: memory, and time for a request of ten segments.
 
-    python -m benchmarks.scale [--nodes N] [--policy P] [--quick] [--json FILE]
-
 Runs of 16 tokens in pages of 16; requests draw documents by Zipf's law. A decision is: announce a request that begins
 to wait, let another one start, match and pin its ten segments, update the policy, choose and evict as many victims as
 two new segments take, admit these, release. Keys are computed beforehand. RAGCache reports 0.9 ms for a small tree
@@ -13,6 +11,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.common import report
+from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.pool import PagePool
@@ -95,15 +94,16 @@ def measure(policy: str, nodes: int, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = report.parser("scale", __doc__)
-    parser.add_argument("--nodes", type=integer(SEGMENTS), default=1_000_000, help="of the tree (%(default)s)")
-    parser.add_argument("--policy", choices=tuple(POLICIES), default="lacr")
-    chosen = parser.parse_args(arguments)
-    nodes, count = (min(chosen.nodes, 100_000), 300) if chosen.quick else (chosen.nodes, 3000)
-    return report.run("scale", COLUMNS, chosen.json, lambda _: [measure(chosen.policy, nodes, count)])
+def rows(chosen: Namespace, _: Session) -> list[dict[str, Any]]:
+    return [measure(chosen.policy, chosen.nodes, 300 if chosen.quick else 3000)]
 
+
+def options(flags: Parser) -> None:
+    flags.add("--nodes", type=integer(SEGMENTS), default=1_000_000, quick=100_000, help="of the tree")
+    flags.add("--policy", choices=tuple(POLICIES), default="lacr", help="replacement policy")
+
+
+main = Benchmark("scale", __doc__, COLUMNS, rows, options).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,5 @@
 """Blockwise attention in XLA beside dense attention on this machine, under a dependency tree that hides most pairs.
 
-    python -m benchmarks.sparse [--quick] [--json FILE]
-
 Time at 4K rows, and the memory of one call from 4K to 32K rows, where dense attention would need a mask of n x n.
 Geometry of SmolLM2-135M: 9 query heads, 3 KV heads, head dimension 64.
 """
@@ -10,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import report
+from benchmarks.common.report import Benchmark, Session
 from benchmarks.kernels import masks
 from benchmarks.kernels.masks import Mask
 from ragjax.kernels.attention.op import paged_interval_attention
@@ -125,19 +124,15 @@ def memory(rows: int, dtype: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def measure(quick: bool) -> Iterator[dict[str, Any]]:
-    """All rows."""
+def measure(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
+    quick = chosen.quick
     for dtype in ("float32", "bfloat16"):
         yield compare(1024 if quick else 4096, dtype, 3 if quick else 7)
         for rows in (1024, 2048) if quick else (4096, 8192, 16384, 32768):
             yield memory(rows, dtype)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = report.parser("sparse", __doc__).parse_args(arguments)
-    return report.run("sparse", COLUMNS, chosen.json, lambda _: measure(chosen.quick))
-
+main = Benchmark("sparse", __doc__, COLUMNS, measure).main
 
 if __name__ == "__main__":
     sys.exit(main())

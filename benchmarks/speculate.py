@@ -1,9 +1,5 @@
 """What it is worth to begin answers before their search has ended (RAGCache, Figure 19 and Table 3).
 
-    python -m benchmarks.speculate --data DIR [--sets A,B] [--indexes flat,ivf,hnsw] [--stages N] [--stage-ms A,B]
-        [--top-k K] [--limit N] [--strategy NAME] [--index-dir DIR] [--model NAME_OR_PATH] [--dtype D] [--plot DIR]
-        [--quick] [--json FILE]
-
 Questions of DIR/text/SET are answered from one corpus, the passages of all sets in CORPORA together. The search sleeps
 for `--stage-ms` before each stage: it stands for a large index that other processors search. Questions come one at a
 time (the paper: 0.1 requests a second), each with and without speculation in turn, with no KV known beforehand. What
@@ -19,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +23,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.common import plot, report
-from benchmarks.common.lines import read_lines
 from benchmarks.common.machine import ROOT
-from benchmarks.common.samples import Progress, weights_of
+from benchmarks.common.questions import read_lines
+from benchmarks.common.report import Benchmark, Parser, Session
+from benchmarks.common.samples import Progress
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Document
 from ragjax.engine import Engine
@@ -43,7 +41,7 @@ STAGES = 4
 STAGE_MS = (12.5, 112.5)
 """With four stages a search takes 50 or 450 ms, about the shortest and the longest of Table 3."""
 
-LIMIT, QUICK_LIMIT, QUICK_DOCUMENTS = 20, 4, 300
+QUICK_DOCUMENTS = 300
 PAUSE = 0.02
 """Seconds before each question, in which what the last one left behind comes to an end."""
 
@@ -137,7 +135,7 @@ def ask(engine: Engine, question: str, strategy: str, k: int, stages: int) -> di
     }
 
 
-def learn(engine: Engine, asked: Sequence[str], chosen: argparse.Namespace) -> None:
+def learn(engine: Engine, asked: Sequence[str], chosen: Namespace) -> None:
     """Forget what earlier searches told of guesses, and learn it from these."""
     engine._odds = Odds()
     for question in asked:
@@ -148,7 +146,7 @@ def _outcomes(stats: Mapping[str, Any], name: str) -> int:
     return int(stats["speculations_total"].get(name, 0))
 
 
-def measure(engine: Engine, asked: Sequence[str], chosen: argparse.Namespace) -> dict[str, Any]:
+def measure(engine: Engine, asked: Sequence[str], chosen: Namespace) -> dict[str, Any]:
     """For each question (of `pairs`) its sample without speculation and that with it.
 
     Raises:
@@ -171,30 +169,21 @@ def row(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[st
     def middle(samples: Sequence[Mapping[str, Any]], name: str) -> float:
         return float(median(sample[name] for sample in samples))
 
-    exposed, ttft = (
-        (middle(off, "exposed_ms"), middle(on, "exposed_ms")),
-        (middle(off, "ttft_ms"), middle(on, "ttft_ms")),
-    )
+    made: dict[str, Any] = {"n": len(pairs), "prompt_tokens": middle(on, "prompt_tokens")}
+    for name, ratio in (("exposed_ms", "less"), ("ttft_ms", "faster")):
+        made |= {f"{name}_off": middle(off, name), name: middle(on, name)}
+        made[ratio] = made[f"{name}_off"] / made[name]
     return {
-        "n": len(pairs),
-        "prompt_tokens": middle(on, "prompt_tokens"),
-        "exposed_ms_off": exposed[0],
-        "exposed_ms": exposed[1],
-        "less": exposed[0] / exposed[1],
-        "ttft_ms_off": ttft[0],
-        "ttft_ms": ttft[1],
-        "faster": ttft[0] / ttft[1],
+        **made,
         **{name: sum(sample[name] for sample in on) / len(on) for name in ("hit", "wrong", "wasted_tokens")},
     }
 
 
-def rows(engine: Engine, chosen: argparse.Namespace, session: report.Session) -> Iterator[dict[str, Any]]:
+def rows(engine: Engine, chosen: Namespace, session: Session) -> Iterator[dict[str, Any]]:
     """A row for each set, index and length of a stage."""
     engine.add_documents(documents(chosen.data, QUICK_DOCUMENTS if chosen.quick else None))
     base = engine.knowledge_base()
-    names = ("stages", "top_k", "strategy", "model", "dtype", "quick", "limit")
-    settings = {name: getattr(chosen, name) for name in names} | {"weights": weights_of(chosen.model)}
-    samples = session.samples({**settings, "data": str(chosen.data)})
+    samples = session.samples()
     progress = Progress(len(chosen.indexes) * len(chosen.sets) * len(chosen.stage_ms))
     for stages in (0, chosen.stages):  # what runs first pays for what is lazy
         ask(engine, "Is anybody there?", chosen.strategy, chosen.top_k, stages)
@@ -218,9 +207,6 @@ def rows(engine: Engine, chosen: argparse.Namespace, session: report.Session) ->
                 progress.step(key)
                 where = {"set": name, "index": kind, "documents": len(engine.document_ids())}
                 yield {**where, "search_ms": pause * chosen.stages, **row(pairs), **known}
-
-
-# ------------------------------------------------------------------------------------------ figure
 
 
 def panels(rows: Sequence[report.Row]) -> Iterator[plot.Panel]:
@@ -248,9 +234,6 @@ def _panel(name: str, rows: Sequence[report.Row], what: str, label: str) -> plot
 FIGURES: plot.Figures = {"speculation": ("Answers that begin before their search has ended", panels)}
 
 
-# ------------------------------------------------------------------------------------ command line
-
-
 def milliseconds(text: str) -> list[float]:
     """Numbers above 0, separated by commas."""
     try:
@@ -262,40 +245,26 @@ def milliseconds(text: str) -> list[float]:
     return found
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("speculate", __doc__)
-    report.add_model(flags)
-    add = flags.add_argument
-    add("--data", type=report.existing_folder, required=True, metavar="DIR", help="a folder with text/SET")
-    add("--sets", type=report.listed, default=["nq_open", "mmlu"], metavar="A,B", help="question sets")
-    kinds = report.among(list(IndexKind), "index")
-    add("--indexes", type=kinds, default=[str(kind) for kind in IndexKind], metavar="A,B", help="flat, ivf, hnsw")
-    add("--stages", type=integer(2), default=STAGES, metavar="N", help="of a search (%(default)s)")
-    add("--stage-ms", type=milliseconds, default=list(STAGE_MS), metavar="A,B", help="sleep before each stage")
-    add("--top-k", type=integer(1), default=2, metavar="K", help="chunks of a prompt (%(default)s)")
-    add("--strategy", default="prefix", metavar="NAME", help="how KV is reused (%(default)s)")
-    add("--limit", type=integer(1), metavar="N", help=f"questions of a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
-    kept = ROOT / "build" / "benchmarks" / "union"
-    add("--index-dir", type=Path, default=kept, metavar="DIR", help="where the corpus is kept, embedded once")
-    add("--plot", type=Path, metavar="DIR", help="also draw the figure")
-    chosen = flags.parse_args(arguments)
-    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
-    if chosen.quick:
-        chosen.stage_ms, chosen.index_dir = chosen.stage_ms[-1:], chosen.index_dir / "quick"
-    return chosen
+def options(flags: Parser) -> None:
+    kinds, kept = report.among(list(IndexKind), "index"), ROOT / "build" / "benchmarks" / "union"
+    flags.add("--data", type=report.existing_folder, required=True, metavar="DIR", help="a folder with text/SET")
+    flags.add("--sets", type=report.listed, default=["nq_open", "mmlu"], metavar="A,B", help="question sets")
+    flags.add("--indexes", type=kinds, default=list(map(str, IndexKind)), metavar="A,B", help="kinds")
+    flags.add("--stages", type=integer(2), default=STAGES, metavar="N", help="of a search")
+    flags.add("--stage-ms", type=milliseconds, default=STAGE_MS, quick=STAGE_MS[-1:], help="sleep before each stage")
+    flags.add("--top-k", type=integer(1), default=2, metavar="K", help="chunks of a prompt")
+    flags.add("--strategy", default="prefix", metavar="NAME", help="how KV is reused")
+    flags.add("--limit", type=integer(1), default=20, quick=4, metavar="N", help="questions of a set")
+    flags.add("--index-dir", type=Path, default=kept, quick=kept / "quick", metavar="DIR",
+              help="where the corpus is kept, embedded once")  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def measured(chosen: Namespace, session: Session) -> Iterator[dict[str, Any]]:
+    with Engine.load(chosen.model, dtype=chosen.dtype, index_dir=chosen.index_dir, progress=False) as engine:
+        yield from rows(engine, chosen, session)
 
-    def measured(session: report.Session) -> Iterator[dict[str, Any]]:
-        with Engine.load(chosen.model, dtype=chosen.dtype, index_dir=chosen.index_dir, progress=False) as engine:
-            yield from rows(engine, chosen, session)
 
-    return report.run("speculate", COLUMNS, chosen.json, measured, lambda made: plot.draw(made, chosen.plot, FIGURES))
-
+main = Benchmark("speculate", __doc__, COLUMNS, measured, options, model=True, figures=FIGURES).main
 
 if __name__ == "__main__":
     sys.exit(main())

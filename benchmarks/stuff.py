@@ -1,8 +1,5 @@
 """RAG programs that stuff passages into the user's message: tokens reused, time to the first token, divergence.
 
-    python -m benchmarks.stuff --data DIR [--set NAME] [--questions N] [--passages M] [--found K] [--shape user|system]
-        [--llamacpp] [--model NAME] [--dtype D] [--quick] [--json FILE]
-
 N questions of a set are asked one after the other over M passages: those that support the questions, and others of the
 corpus. The packaged encoder finds K for each question, best first, and they are put into the message as LangChain's
 "stuff" chain does it (`user`: its question-answering prompt; `system`: as `create_stuff_documents_chain`, passages in
@@ -19,10 +16,10 @@ programs kept busy meanwhile.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import envs, report
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.latency.load import OtherLoad
 from benchmarks.quality import dataset
 from benchmarks.quality.dataset import QuestionSet
@@ -90,9 +88,6 @@ class Served:
     scores_NV: NDArray[np.float32] | None = None
 
 
-# --------------------------------------------------------------------------------------- requests
-
-
 def pool(questions: QuestionSet, count: int, passages: int, found: int) -> list[Document]:
     """Passages of the first `count` questions, a few of each in turn, then others of the corpus."""
     kept: dict[str, Document] = {}
@@ -115,9 +110,7 @@ def stuffed(question: str, passages: Sequence[str], shape: str) -> tuple[Message
     return (Message("user", STUFF.format(context=context, question=question)),)
 
 
-def requests(
-    questions: QuestionSet, chosen: argparse.Namespace, encoder: TextEncoder, tokenizer: Tokenizer
-) -> list[Asked]:
+def requests(questions: QuestionSet, chosen: Namespace, encoder: TextEncoder, tokenizer: Tokenizer) -> list[Asked]:
     """A request for each question, over the passages nearest to it."""
     documents = pool(questions, chosen.questions, chosen.passages, chosen.found)
     vectors_NE = encoder.encode([document.text for document in documents])
@@ -128,9 +121,6 @@ def requests(
         answer = tokenizer.encode(f" {question.answers[0]}", special=False, continued=True)[:COMPARED]
         asked.append(Asked(messages, answer))
     return asked
-
-
-# ------------------------------------------------------------------------------------ measurement
 
 
 def measured(engine: Engine, system: System, asked: Sequence[Asked]) -> Iterator[Served]:
@@ -185,9 +175,7 @@ def row(name: str, recognise: bool, served: Sequence[Served], exact: Sequence[Se
         if one.scores_NV is not None and full.scores_NV is not None
     ]
     return {
-        "system": name,
-        "recognise": recognise,
-        "n": len(later),
+        "system": name, "recognise": recognise, "n": len(later),
         "prompt_tokens": float(np.mean([one.prompt_tokens for one in later])),
         "reused": sum(one.reused for one in later) / sum(one.prompt_tokens for one in later),
         "ttft_ms": float(np.median(ttft)),
@@ -195,20 +183,15 @@ def row(name: str, recognise: bool, served: Sequence[Served], exact: Sequence[Se
         "kl": float(np.mean([one.kl for one in far])) if far else None,
         "top1": float(np.mean([one.top1 for one in far])) if far else None,
         "other_load": load,
-    }
+    }  # fmt: skip
 
 
-def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each system."""
+def rows(chosen: Namespace, _: Session) -> Iterator[dict[str, Any]]:
     questions = dataset.load(chosen.data, chosen.set)
     with Engine.load(
-        chosen.model,
-        strategy="ragjax",
-        dtype=chosen.dtype,
-        device_cache_gb=2.0,
-        progress=False,
+        chosen.model, strategy="ragjax", dtype=chosen.dtype, device_cache_gb=2.0, progress=False,
         compile=not chosen.quick,
-    ) as engine:
+    ) as engine:  # fmt: skip
         asked = requests(questions, chosen, packaged_encoder(), engine.tokenizer)
         work: list[tuple[str, bool, Callable[[], Iterator[Served]]]] = [
             (system.strategy, system.recognise, lambda system=system: measured(engine, system, asked))  # type: ignore[misc]
@@ -227,36 +210,17 @@ def rows(chosen: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield row(name, recognise, served, exact, busy)
 
 
-# ----------------------------------------------------------------------------------- command line
+def options(flags: Parser) -> None:
+    flags.add("--data", type=report.existing_folder, required=True, metavar="DIR", help="a folder with text/SET")
+    flags.add("--set", default="nq_open", metavar="NAME", help="the set of questions")
+    flags.add("--questions", type=integer(2), default=50, quick=8, metavar="N", help="questions asked")
+    flags.add("--passages", type=integer(1), default=500, quick=24, metavar="M", help="passages to find some in")
+    flags.add("--found", type=integer(1), default=4, metavar="K", help="passages of a message")
+    flags.add("--shape", choices=("user", "system"), default="user", help="whose message has the passages")
+    flags.add("--llamacpp", action="store_true", help="ask llama.cpp, too")
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("stuff", __doc__)
-    report.add_model(flags)
-    add = flags.add_argument
-    add("--data", type=report.existing_folder, required=True, metavar="DIR", help="a folder with text/SET")
-    add("--set", default="nq_open", metavar="NAME", help="the set of questions (%(default)s)")
-    add("--questions", type=integer(2), metavar="N", help="questions asked (50; 8 with --quick)")
-    add("--passages", type=integer(1), metavar="M", help="passages to find some in (500; 24 with --quick)")
-    add("--found", type=integer(1), default=4, metavar="K", help="passages of a message (%(default)s)")
-    add("--shape", choices=("user", "system"), default="user", help="whose message has the passages (%(default)s)")
-    add("--llamacpp", action="store_true", help="ask llama.cpp, too")
-    chosen = flags.parse_args(arguments)
-    chosen.questions = chosen.questions or (8 if chosen.quick else 50)
-    chosen.passages = chosen.passages or (24 if chosen.quick else 500)
-    return chosen
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
-
-    def found(_: report.Session) -> Iterator[Mapping[str, Any]]:
-        yield from rows(chosen)
-
-    return report.run("stuff", COLUMNS, chosen.json, found)
-
+main = Benchmark("stuff", __doc__, COLUMNS, rows, options, model=True).main
 
 if __name__ == "__main__":
     sys.exit(main())

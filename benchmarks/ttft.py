@@ -1,7 +1,5 @@
 """Time to the first token of a retrieval-augmented prompt, and decode speed, beside three others.
 
-    python -m benchmarks.ttft [--quick] [--json FILE]
-
 The others are transformers, llama.cpp and OpenVINO GenAI. OpenVINO reads the packaged file, has its prefix cache off,
 and is asked for bfloat16 where XLA may use it, else for float32 (stored with its version); how it quantises activations
 and KV is its own choice. XLA_FLAGS=--xla_cpu_max_isa=AVX2, which imitates an older CPU, limits ragjax alone.
@@ -21,6 +19,7 @@ import hashlib
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ import numpy as np
 from benchmarks.common import report
 from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import Ceilings, median
+from benchmarks.common.report import Benchmark, Session
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.latency.load import OtherLoad, peak_mb, reset_peak
 from benchmarks.latency.prompt import Case, Workload, workload
@@ -206,8 +206,9 @@ def show_ratios(rows: Sequence[Mapping[str, Any]]) -> None:
     print(report.table(list(by_system.values()), SYSTEM_COLUMNS))
 
 
-def measured(session: report.Session, quick: bool) -> list[dict[str, Any]]:
+def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     """All systems in turns; the rows."""
+    quick = chosen.quick
     path = hub.resolve(report.MODEL).path
     work, config = workload(Tokenizer.load(path)), open_checkpoint(path).config
     least_ms, most_rate = floors(config, len(work.prompt), session.head.ceilings)
@@ -226,18 +227,14 @@ def measured(session: report.Session, quick: bool) -> list[dict[str, Any]]:
     return rows_of(everyone, work, samples, effort.runs)
 
 
-def show(rows: Sequence[Mapping[str, Any]]) -> None:
+def show(rows: Sequence[Mapping[str, Any]], _: Namespace) -> None:
     """Print the ratios, and whether the machine was quiet."""
     show_ratios(rows)
     if any(row["other_load"] > BUSY for row in rows):
         print("\nother programs were busy (other_load): repeat this on a quiet machine", file=sys.stderr)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = report.parser("ttft", __doc__).parse_args(arguments)
-    return report.run("ttft", COLUMNS, chosen.json, lambda session: measured(session, chosen.quick), show)
-
+main = Benchmark("ttft", __doc__, COLUMNS, measured, show=show).main
 
 if __name__ == "__main__":
     sys.exit(main())

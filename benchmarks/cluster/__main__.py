@@ -1,10 +1,5 @@
 """Routers of replicas: 4 to 1,024 that are simulated, or a few that serve.
 
-    python -m benchmarks.cluster [--data DIR] [--replicas 4,16,64] [--quick] [--plot FILE.png] [--json FILE]
-    python -m benchmarks.cluster --part replicas [--data DIR] [--replicas 2,4] [--clients 4 | --rate 0.5]
-        [--workloads zipf,temporal,zipf-topics] [--requests 32] [--warm 16] [--shared-tier with|without]
-        [--device-cache-gb 0.1] [--ray-address HOST:PORT] [--quick] [--json FILE]
-
 Simulated are tokens found, evenness of queues, time of a decision and a router's bytes. There is no model: a replica
 holds chunks, and computes what it lacks at a fixed rate (`benchmarks.cluster.simulation`). Four chunks a request, in
 random order. zipf, temporal: patterns of `benchmarks.policies`; each chunk is drawn by itself, so no replica can hold
@@ -26,10 +21,10 @@ share the cores of one machine say nothing of replicas that have a device each.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +34,7 @@ import numpy as np
 from benchmarks.cluster import picture, request, trial
 from benchmarks.cluster.simulation import Outcome, Setting, needs, simulate, traced
 from benchmarks.common import report
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import weights_of
 from benchmarks.policies.source import mooncake
 from benchmarks.policies.workload import PATTERNS, Pattern
@@ -109,20 +105,7 @@ def measure(counts: Sequence[int], requests: int, data: Path | None) -> Iterator
                 yield {**made, "over_round_robin": made["found"] / base if base else None}
 
 
-def simulation(chosen: argparse.Namespace) -> int:
-    """The simulated routers; the exit code."""
-    counts = chosen.replicas or ([2, 4] if chosen.quick else [4, 16, 64, 256, 1024])
-    requests = 200 if chosen.quick else 2_000
-    return report.run(
-        "cluster",
-        COLUMNS,
-        chosen.json,
-        lambda _: measure(counts, requests, chosen.data),
-        lambda rows: picture.draw(rows, chosen.plot) if chosen.plot else None,
-    )
-
-
-def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str, Any]]:
+def serve(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     """Rows of replicas that serve.
 
     Raises:
@@ -156,48 +139,46 @@ def serve(chosen: argparse.Namespace, session: report.Session) -> list[dict[str,
     return rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    flags = report.parser("cluster", __doc__)
-    add = flags.add_argument
-    add("--part", choices=("simulation", "replicas"), default="simulation", help="what to measure (%(default)s)")
-    add("--replicas", type=_counts, default=None, metavar="N,…", help="(4,16,64,256,1024; replicas: 2,4)")
-    add(
-        "--data", type=report.existing_folder, metavar="DIR", help="a folder with traces/mooncake_*.jsonl; text/nq_open"
-    )
-    many = flags.add_mutually_exclusive_group()
-    many.add_argument("--clients", type=integer(1, 1000), metavar="N", help="replicas: how many wait for answers (4)")
-    many.add_argument(
-        "--rate", type=positive, metavar="X", help="replicas: requests a second, whatever becomes of those before"
-    )
-    add(
-        "--workloads",
-        type=_workloads,
-        metavar="NAME,…",
-        help=f"replicas: of {', '.join(request.WORKLOADS)} (all; zipf with --quick)",
-    )
-    add(
-        "--requests",
-        type=integer(1),
-        metavar="N",
-        help="replicas: requests that count, of each workload (32; 6 with --quick)",
-    )
-    add("--warm", type=integer(1), metavar="N", help="replicas: requests before those (16; 4 with --quick)")
-    add("--shared-tier", choices=("with", "without"), help="replicas: only servers that have it, or have none (both)")
-    add("--device-cache-gb", type=positive, metavar="GB", help="replicas: KV pool of each, 2^30 bytes (0.1)")
-    add("--ray-address", metavar="HOST:PORT", help="replicas: of a cluster that runs (each server starts one)")
-    add("--plot", type=report.writable, metavar="FILE.png", help="simulation: also draw the rows by replicas")
-    chosen = flags.parse_args(arguments)
+def options(flags: Parser) -> None:
+    names = ", ".join(request.WORKLOADS)
+    flags.add("--part", choices=("simulation", "replicas"), default="simulation", help="what to measure")
+    flags.add("--replicas", type=_counts, metavar="N,…", help="(4,16,64,256,1024; replicas: 2,4)")
+    flags.add("--data", type=report.existing_folder, metavar="DIR", help="a folder with traces/ and text/nq_open")
+    many = flags.add_mutually_exclusive_group().add_argument
+    many("--clients", type=integer(1, 1000), metavar="N", help="replicas: how many wait for answers (4)")
+    many("--rate", type=positive, metavar="X", help="replicas: requests a second, whatever becomes of those before")
+    flags.add("--workloads", type=_workloads, metavar="NAME,…", help=f"replicas: of {names} (all; zipf with --quick)")
+    flags.add("--requests", type=integer(1), metavar="N", help="replicas: requests that count (32; 6 with --quick)")
+    flags.add("--warm", type=integer(1), metavar="N", help="replicas: requests before those (16; 4 with --quick)")
+    flags.add("--shared-tier", choices=("with", "without"), help="replicas: only servers with it, or without (both)")
+    flags.add("--device-cache-gb", type=positive, metavar="GB", help="replicas: KV pool of each, 2^30 bytes (0.1)")
+    flags.add("--ray-address", metavar="HOST:PORT", help="replicas: of a cluster that runs (each server starts one)")
+    flags.add("--plot", type=report.writable, metavar="FILE.png", help="simulation: also draw the rows by replicas")
+
+
+def check(flags: Parser, chosen: Namespace) -> None:
     if chosen.part == "replicas":
         if chosen.plot:
             flags.error("--plot is a flag of --part simulation")
-        return report.run("cluster", trial.COLUMNS, chosen.json, lambda session: serve(chosen, session))
+        return
     for name in ("clients", "rate", "workloads", "requests", "warm", "shared_tier", "device_cache_gb", "ray_address"):
         if getattr(chosen, name) is not None:
             flags.error(f"--{name.replace('_', '-')} is a flag of --part replicas")
     if chosen.data and not [*chosen.data.glob("traces/mooncake_*.jsonl")]:
         flags.error(f"--data: {chosen.data} holds no traces/mooncake_*.jsonl")
-    return simulation(chosen)
+
+
+def rows(chosen: Namespace, session: Session) -> Iterable[dict[str, Any]]:
+    if chosen.part == "replicas":
+        return serve(chosen, session)
+    counts = chosen.replicas or ([2, 4] if chosen.quick else [4, 16, 64, 256, 1024])
+    return measure(counts, 200 if chosen.quick else 2_000, chosen.data)
+
+
+main = Benchmark(
+    "cluster", __doc__, lambda chosen: trial.COLUMNS if chosen.part == "replicas" else COLUMNS, rows, options,
+    check=check, show=lambda made, chosen: picture.draw(made, chosen.plot) if chosen.plot else None,
+).main  # fmt: skip
 
 
 def _counts(text: str) -> list[int]:

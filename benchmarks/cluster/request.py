@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.question import questions
+from benchmarks.common.questions import spread
 from benchmarks.load.workload import Ask, Wish, passages
 from benchmarks.policies.workload import PATTERNS
 from benchmarks.quality import dataset
@@ -48,7 +48,7 @@ def source(data: Path | None) -> tuple[list[Document], list[str]]:
     """
     if data is None:
         found = load(DEMO / "documents").documents
-        return [piece for document in found for piece in pieces(document)], questions(1_000)
+        return [piece for document in found for piece in pieces(document)], spread(1_000)
     asked = dataset.load(data, "nq_open").questions
     return passages(Wish(data, 0, pool=POOL)), [question.text for question in asked]
 

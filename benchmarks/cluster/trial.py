@@ -11,8 +11,7 @@ from typing import Any
 
 from benchmarks.cluster.fleet import Figures, FleetServer
 from benchmarks.cluster.request import WORKLOADS, exact, requests
-from benchmarks.common.envs import RivalError
-from benchmarks.common.redis import redis
+from benchmarks.common.envs import RivalError, redis
 from benchmarks.load.arrival import poisson
 from benchmarks.load.client import closed_loop, open_loop
 from benchmarks.load.metric import found_share, percentile

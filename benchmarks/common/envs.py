@@ -12,13 +12,18 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from ragjax.core import ConfigError
 
 HERE = Path(__file__).parents[1]
 HOMES = HERE / ".envs"
@@ -29,6 +34,7 @@ BUILD_SETTINGS: Mapping[str, Mapping[str, str]] = {
 }
 """Environment variables that an installation needs besides its requirement file."""
 
+REDIS_START_S = 10.0  # within which a Redis server listens
 TAIL = 4000  # characters of a failed process's words that an error repeats
 
 
@@ -163,3 +169,38 @@ class Worker:
     def _last_words(self) -> str:
         self._listener.join(timeout=10)
         return "".join(self._words)[-TAIL:]
+
+
+@contextmanager
+def redis(url: str | None = None) -> Iterator[str]:
+    """The address of a Redis server: the one given, or one that runs meanwhile and keeps nothing.
+
+    Raises:
+        ConfigError: there is no redis-server to start, or it does not listen.
+    """
+    if url is not None:
+        yield url
+        return
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        raise ConfigError("there is no redis-server to start: install one (redis-server or valkey-server)")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    options = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no")
+    with subprocess.Popen((program, *options), stdout=subprocess.DEVNULL) as process:
+        try:
+            _wait(port)
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.kill()
+
+
+def _wait(port: int) -> None:
+    end = time.monotonic() + REDIS_START_S
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        except OSError as error:
+            if time.monotonic() > end:
+                raise ConfigError(f"redis-server does not listen on port {port}: {error}") from error
+            time.sleep(0.1)

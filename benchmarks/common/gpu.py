@@ -14,9 +14,9 @@ import signal
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,39 +25,9 @@ import jax
 
 from benchmarks.common import envs, report, samples
 from benchmarks.common.machine import on_gpu
-from ragjax.commands.flags import positive
-
-BUDGET_S = 470  # a part has nine minutes; the rest is for the start and for the measurement that runs when it is over
 
 
-# ------------------------------------------------------------------------------------------- flags
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a check is run. json_file: where the report goes, None to print only."""
-
-    part: str
-    platform: str
-    quick: bool
-    seconds: float
-    json_file: Path | None
-    out: Path | None
-
-
-def options(part: str, description: str | None, arguments: Sequence[str] | None = None) -> Options:
-    """Read the command line; unknown flags end the program with exit code 2."""
-    flags = report.parser(part, description)
-    flags.add_argument("--platform", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal (%(default)s)")
-    flags.add_argument("--seconds", type=positive, default=BUDGET_S, help="begin nothing after that (%(default)s)")
-    flags.add_argument("--out", type=Path, metavar="DIR", help="write the report to DIR/<date>-<device>-<part>.json")
-    chosen = flags.parse_args(arguments)
-    if chosen.out is not None and chosen.json is not None:
-        flags.error("--out and --json name the same report: give one of them")
-    return Options(part, chosen.platform, chosen.quick, chosen.seconds, chosen.json, chosen.out)
-
-
-def choose_platform(chosen: Options, memory_share: float) -> None:
+def choose_platform(chosen: Namespace, memory_share: float) -> None:
     """Settle platform and share of the GPU's memory before JAX opens the device.
 
     Raises:
@@ -84,13 +54,15 @@ def keep_programs() -> None:
 # ------------------------------------------------------------------------------------------ report
 
 
-def result_file(chosen: Options) -> Path | None:
+def result_file(part: str, chosen: Namespace) -> Path | None:
     """Where the report goes."""
     if chosen.out is None:
-        return chosen.json_file
+        file: Path | None = chosen.json
+        return file
     kind = jax.devices()[0].device_kind.lower().replace("nvidia", "")
     device = re.sub(r"[^a-z0-9]+", "-", kind).strip("-") or "device"
-    return chosen.out / f"{date.today().isoformat()}-{device}-{chosen.part}.json"
+    folder: Path = chosen.out
+    return folder / f"{date.today().isoformat()}-{device}-{part}.json"
 
 
 class Clock:
@@ -113,20 +85,20 @@ class Record:
     measurement raised; these are tried again by the next run.
     """
 
-    def __init__(self, chosen: Options, head: report.Header, clock: Clock):
+    def __init__(self, chosen: Namespace, head: report.Header, clock: Clock):
         """Open the samples of an unfinished run of the same settings, code and machine."""
         self.head, self.clock = head, clock
         self.rows: dict[str, report.Row] = {}
         self.skipped: list[str] = []
         self.failed: list[str] = []
-        self._file = result_file(chosen)
+        self._file = result_file(head.benchmark, chosen)
         settings = {
             "platform": chosen.platform,
             "quick": chosen.quick,
             "device": jax.devices()[0].device_kind,
             "versions": dict(head.versions),
         }
-        self._samples = samples.Samples(chosen.part, settings)
+        self._samples = samples.Samples(head.benchmark, settings)
 
     def has(self, key: str) -> bool:
         """Whether a row was measured by the run that is gone on with."""
@@ -186,11 +158,21 @@ class Record:
             self._samples.done()
 
 
+def parse(part: str, about: str | None, arguments: Sequence[str] | None) -> Namespace:
+    """The parsed command line; wrong flags end the program with exit code 2."""
+    flags = report.Parser(part, about)
+    flags.add_gpu()
+    chosen = flags.parse(arguments)
+    if chosen.out is not None and chosen.json is not None:
+        flags.error("--out and --json name the same report: give one of them")
+    return chosen
+
+
 def begin(
-    part: str, description: str | None, arguments: Sequence[str] | None, memory_share: float
-) -> tuple[Options, Record]:
+    part: str, about: str | None, arguments: Sequence[str] | None, memory_share: float
+) -> tuple[Namespace, Record]:
     """Read the command line, open the device, measure and print its ceilings; the check's record."""
-    chosen = options(part, description, arguments)
+    chosen = parse(part, about, arguments)
     clock = Clock(chosen.seconds)
     choose_platform(chosen, memory_share)
     return chosen, Record(chosen, report.header(part, arguments), clock)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.report import Row
-
+Row = Mapping[str, Any]
 Panel = Callable[[Any], None]
 """Draws on the axes it is given."""
 

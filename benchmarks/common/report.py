@@ -16,9 +16,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.common import plot
 from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import Ceilings, ceilings, machine, versions
-from benchmarks.common.samples import Samples
+from benchmarks.common.samples import Samples, weights_of
+from ragjax.commands.flags import positive
 from ragjax.core import RagjaxError
 from ragjax.core.file import atomic_path
 
@@ -30,24 +32,44 @@ MODEL = "smollm2-135m-instruct"
 # -------------------------------------------------------------------------------------------- flags
 
 
-def parser(benchmark: str, description: str | None) -> argparse.ArgumentParser:
-    """The flags that every benchmark has; unknown flags and abbreviations are errors.
+class Parser(argparse.ArgumentParser):
+    """Flags of a command. Unknown flags and abbreviations are errors; help names each flag's defaults."""
 
-    description: the command's docstring; its first line is shown.
-    """
-    about = (description or "").partition("\n")[0]
-    flags = argparse.ArgumentParser(prog=f"python -m benchmarks.{benchmark}", description=about, allow_abbrev=False)
-    flags.add_argument("--quick", action="store_true", help="a smaller run that ends within two minutes on two cores")
-    flags.add_argument("--json", type=writable, metavar="FILE", help="also write the report to FILE")
-    return flags
+    def __init__(self, benchmark: str, about: str | None):
+        """about: the command's docstring; its first line is shown."""
+        first = (about or "").partition("\n")[0]
+        super().__init__(prog=f"python -m benchmarks.{benchmark}", description=first, allow_abbrev=False)
+        self._quick: dict[str, tuple[Any, Any]] = {}
+        self.add("--quick", action="store_true", help="a smaller run that ends within two minutes on two cores")
+        self.add("--json", type=writable, metavar="FILE", help="also write the report to FILE")
 
+    def add(self, flag: str, *, default: Any = None, quick: Any = None, help: str = "", **more: Any) -> None:
+        """Add a flag. quick: its default in a run with --quick, if that is another one."""
+        told = ",".join(map(str, default)) if isinstance(default, list | tuple) else default
+        if quick is not None:
+            told = f"{told}; {','.join(map(str, quick)) if isinstance(quick, list | tuple) else quick} with --quick"
+            self._quick[flag.lstrip("-").replace("-", "_")] = (default, quick)
+        more |= {} if quick is not None or default is None else {"default": default}
+        super().add_argument(flag, help=help if told in (None, "") else f"{help} ({told})", **more)
 
-def add_model(flags: argparse.ArgumentParser) -> None:
-    """--model and --dtype."""
-    flags.add_argument("--model", default=MODEL, metavar="NAME_OR_PATH", help="model (%(default)s)")
-    flags.add_argument(
-        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV (%(default)s)"
-    )
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """The parsed command line."""
+        chosen = self.parse_args(arguments)
+        for name, (full, quick) in self._quick.items():
+            if getattr(chosen, name) is None:
+                setattr(chosen, name, quick if chosen.quick else full)
+        return chosen
+
+    def add_model(self) -> None:
+        """Add --model and --dtype."""
+        self.add("--model", default=MODEL, metavar="NAME_OR_PATH", help="model")
+        self.add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV")
+
+    def add_gpu(self) -> None:
+        """Add what the checks on a GPU have: --platform, --seconds and --out."""
+        self.add("--platform", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal")
+        self.add("--seconds", type=positive, default=470, help="begin no measurement after that")
+        self.add("--out", type=Path, metavar="DIR", help="write the report to DIR/<date>-<device>-<part>.json")
 
 
 def writable(text: str) -> Path:
@@ -191,18 +213,22 @@ class Session:
     tables: rows of other columns, by name, printed and written behind the report's.
     """
 
-    def __init__(self, benchmark: str):
+    def __init__(self, benchmark: str, chosen: argparse.Namespace | None = None):
         """Measure the ceilings and print them."""
         self.head = header(benchmark)
         self.tables: dict[str, Sequence[Row]] = {}
+        self._chosen = chosen or argparse.Namespace()
         self._opened: list[Samples] = []
 
     def add_versions(self, versions: Mapping[str, str]) -> None:
-        """Versions of what else took part."""
+        """Note versions of what else took part."""
         self.head = replace(self.head, versions={**self.head.versions, **versions})
 
-    def samples(self, settings: Mapping[str, Any]) -> Samples:
-        """The samples of these settings on this machine with these versions."""
+    def samples(self, settings: Mapping[str, Any] | None = None) -> Samples:
+        """Open the samples of these settings (the command line's) on this machine with these versions."""
+        if settings is None:
+            given = {name: str(value) for name, value in vars(self._chosen).items() if name not in ("json", "plot")}
+            settings = given | ({"weights": weights_of(self._chosen.model)} if "model" in given else {})
         where = {"machine": self.head.machine["cpu"], "versions": dict(self.head.versions)}
         self._opened.append(Samples(self.head.benchmark, {**where, **settings}))
         return self._opened[-1]
@@ -220,23 +246,42 @@ class Session:
             samples.done()
 
 
-def run(
-    benchmark: str,
-    columns: Sequence[str],
-    json_file: Path | None,
-    measure: Callable[[Session], Iterable[Row]],
-    show: Callable[[Sequence[Row]], object] = lambda rows: None,
-) -> int:
-    """Measure and report; the exit code: 1 after an error of ours or a rival's, which is one line.
+@dataclass(frozen=True)
+class Benchmark:
+    """A command: its flags, the rows that it measures, the columns that it prints, the figures that it draws."""
 
-    show: prints or draws more of the rows, after the report.
-    """
-    try:
-        session = Session(benchmark)
-        rows = list(measure(session))
-    except (RagjaxError, RivalError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    session.finish(rows, columns, json_file)
-    show(rows)
-    return 0
+    name: str
+    about: str | None  # the module's docstring
+    columns: Sequence[str] | Callable[[argparse.Namespace], Sequence[str]]
+    rows: Callable[[argparse.Namespace, Session], Iterable[Row]]
+    flags: Callable[[Parser], object] = lambda flags: None
+    model: bool = False  # whether it has --model and --dtype
+    figures: plot.Figures | None = None  # drawn with --plot DIR
+    check: Callable[[Parser, argparse.Namespace], object] = lambda flags, chosen: None  # refuses flags that contradict
+    show: Callable[[Sequence[Row], argparse.Namespace], object] = lambda rows, chosen: None  # prints more; True: failed
+
+    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """The parsed command line; wrong flags end the program with exit code 2."""
+        flags = Parser(self.name, self.about)
+        if self.model:
+            flags.add_model()
+        self.flags(flags)
+        if self.figures is not None:
+            flags.add("--plot", type=Path, metavar="DIR", help="also draw the figures")
+        chosen = flags.parse(arguments)
+        self.check(flags, chosen)
+        return chosen
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Run the command line; the exit code: 1 after an error of ours or a rival's, which is one line."""
+        chosen = self.parse(arguments)
+        try:
+            session = Session(self.name, chosen)
+            rows = list(self.rows(chosen, session))
+        except (RagjaxError, RivalError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        session.finish(rows, self.columns(chosen) if callable(self.columns) else self.columns, chosen.json)
+        if self.figures is not None:
+            plot.draw(rows, chosen.plot, self.figures)
+        return int(bool(self.show(rows, chosen)))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
 from benchmarks.quality import dataset
 from ragjax.commands.flags import DEMO
 from ragjax.core import Message

@@ -1,10 +1,5 @@
 """Figures of FusionRAG and Cache-Craft, measured on a small model, one command each.
 
-    python -m benchmarks.figures --list
-    python -m benchmarks.figures --figure NAME --data DIR [--quick] [--limit N] [--model M] [--dtype D]
-        [--json FILE] [--plot FILE.png]
-    python -m benchmarks.figures --figure NAME --rows REPORT.json [--plot FILE.png]
-
 The docstring of the figure's module says what the paper measures and what is measured here. `--rows` measures nothing
 and draws the rows of a stored report: of this command, of another figure that shares the measurement, or of
 `benchmarks.quality`. `--list` also names the figures that other commands draw.
@@ -12,15 +7,15 @@ and draws the rows of a stored report: of this command, of another figure that s
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import plot, report
-from benchmarks.common.samples import weights_of
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.figures.base import Figure, Setup
 from benchmarks.figures.catalogue import ELSEWHERE, FIGURES
 from benchmarks.quality.similarity import packaged_encoder
@@ -28,21 +23,19 @@ from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("figures", __doc__)
-    report.add_model(flags)
-    add = flags.add_argument
+def options(flags: Parser) -> None:
     what = flags.add_mutually_exclusive_group(required=True)
     what.add_argument("--figure", choices=tuple(FIGURES), metavar="NAME", help="which figure (--list names them)")
     what.add_argument("--list", action="store_true", help="say which figures there are, and measure nothing")
-    add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
-    add("--limit", type=integer(1), metavar="N", help="questions a set (the figure's own)")
-    add("--rows", type=report.existing_file, metavar="FILE", help="draw the rows of a stored report")
-    add("--plot", type=report.writable, metavar="FILE.png", help="also draw the figure")
-    chosen = flags.parse_args(arguments)
+    flags.add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
+    flags.add("--limit", type=integer(1), metavar="N", help="questions a set (the figure's own)")
+    flags.add("--rows", type=report.existing_file, metavar="FILE", help="draw the rows of a stored report")
+    flags.add("--plot", type=report.writable, metavar="FILE.png", help="also draw the figure")
+
+
+def check(flags: Parser, chosen: Namespace) -> None:
     if chosen.list:
-        return chosen
+        return
     figure = FIGURES[chosen.figure]
     if chosen.rows is not None:
         if chosen.plot is None or any((chosen.data, chosen.limit, chosen.json, chosen.quick)):
@@ -51,7 +44,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
         flags.error(f"{chosen.figure} reads questions: give --data DIR, or --rows FILE with a stored report")
     elif not figure.reads_data and chosen.data is not None:
         flags.error(f"{chosen.figure} reads no data: leave out --data")
-    return chosen
+    chosen.limit = chosen.limit or (figure.quick if chosen.quick else figure.limit)
 
 
 def listing() -> str:
@@ -89,7 +82,7 @@ def draw(figure: Figure, rows: Sequence[report.Row], file: Path) -> None:
     plot.save(panels, file, f"{figure.paper}: {figure.shows}" if len(panels) > 1 else figure.paper)
 
 
-def redraw(chosen: argparse.Namespace) -> int:
+def redraw(chosen: Namespace) -> int:
     """Draw a stored report; returns the exit code."""
     try:
         draw(FIGURES[chosen.figure], stored(chosen.rows), chosen.plot)
@@ -99,32 +92,35 @@ def redraw(chosen: argparse.Namespace) -> int:
     return 0
 
 
+def measure(chosen: Namespace, session: Session) -> Sequence[report.Row]:
+    setup = Setup(
+        chosen.data, chosen.model, chosen.dtype, chosen.limit, session.samples(), chosen.quick, packaged_encoder
+    )
+    return FIGURES[chosen.figure].measure(setup)
+
+
+def show(rows: Sequence[report.Row], chosen: Namespace) -> None:
+    figure = FIGURES[chosen.figure]
+    print(f"\n{figure.paper}: {figure.shows}\nnot as in the paper: {figure.differs}")
+    if figure.timed:
+        print("times are those of this machine as busy as it was")
+    if chosen.plot is not None:
+        draw(figure, rows, chosen.plot)
+
+
+BENCHMARK = Benchmark(
+    "figures", __doc__, lambda chosen: FIGURES[chosen.figure].columns, measure, options, model=True, check=check,
+    show=show,
+)  # fmt: skip
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+    chosen = BENCHMARK.parse(arguments)
     if chosen.list:
         print(listing())
         return 0
-    if chosen.rows is not None:
-        return redraw(chosen)
-    figure = FIGURES[chosen.figure]
-    limit = chosen.limit or (figure.quick if chosen.quick else figure.limit)
-
-    def measure(session: report.Session) -> Sequence[report.Row]:
-        settings = {"figure": chosen.figure, "limit": limit, "quick": chosen.quick, "dtype": chosen.dtype}
-        samples = session.samples({**settings, "data": str(chosen.data), "model": weights_of(chosen.model)})
-        return figure.measure(
-            Setup(chosen.data, chosen.model, chosen.dtype, limit, samples, chosen.quick, packaged_encoder)
-        )
-
-    def show(rows: Sequence[report.Row]) -> None:
-        print(f"\n{figure.paper}: {figure.shows}\nnot as in the paper: {figure.differs}")
-        if figure.timed:
-            print("times are those of this machine as busy as it was")
-        if chosen.plot is not None:
-            draw(figure, rows, chosen.plot)
-
-    return report.run("figures", figure.columns, chosen.json, measure, show)
+    return BENCHMARK.main(arguments) if chosen.rows is None else redraw(chosen)
 
 
 if __name__ == "__main__":

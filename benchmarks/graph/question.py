@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import log_softmax  # type: ignore[import-untyped]
 
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
 from benchmarks.quality import dataset, score
 from ragjax.core import ConfigError, Message, Prompt
 from ragjax.engine import Engine
@@ -23,7 +23,7 @@ from train.maker import from_question
 from train.sample import MOST_ANSWERS
 from train.walk import Limits
 
-SETS = "metaqa,geo_made,2wiki_evidence"
+SETS = ("metaqa", "geo_made", "2wiki_evidence")
 LIMIT, QUICK_LIMIT = 100, 3
 """Questions of a set."""
 

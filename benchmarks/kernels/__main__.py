@@ -1,7 +1,5 @@
 """The attention kernels on this machine's device: are they right, and how fast are they?
 
-    python -m benchmarks.kernels [--quick] [--platform cpu] [--seconds N] [--json FILE | --out DIR]
-
 First every backend that serves on the device against a float64 oracle, attention and attention scores: small random
 prompts over head dimension, dtype, group, page size, prefill and decode, NaN in all unused slots. Then timings at 16K
 and 32K rows, each with a spot check of its result; TFLOP/s count the tiles that the block lists name, and nothing else.

@@ -1,10 +1,5 @@
 """Many requests at once: latency and throughput of ragjax's systems and of rivals' servers under the same load.
 
-    python -m benchmarks.load --data DIR [--workload questions|zipf|graph|trace] [--sets a,b] [--systems a,b]
-        [--clients 8 | --rate 0.5,1 | --points 5 | --search] [--arrivals FILE] [--requests N] [--warm N] [--output N]
-        [--top-k 1,3] [--engine FIELD=VALUE]... [--http] [--figure NAME] [--plot DIR] [--quick] [--json FILE]
-    python -m benchmarks.load --part batch|stall [--quick] [--json FILE]
-
 Arrivals are open loop: Poisson's process, seeded, at the rates given, or a trace's times stretched to each rate;
 `--points N` measures the capacity first, by 8 clients that wait, and takes N rates from a fifth of it to all of it.
 `--clients N` is closed loop: N clients, each of which sends its next request when it has an answer. `--search` finds
@@ -32,10 +27,10 @@ over a context of its own and then all over one, with a single request;
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +38,7 @@ from typing import Any
 
 from benchmarks.common import report
 from benchmarks.common.plot import draw
-from benchmarks.common.report import listed, numbers
+from benchmarks.common.report import Benchmark, Parser, Session, listed, numbers
 from benchmarks.common.samples import Samples, weights_of
 from benchmarks.latency.load import OtherLoad
 from benchmarks.load import figure, part, rival
@@ -64,18 +59,17 @@ RIVALS = ("llamacpp-q4_0", "llamacpp-f16", "llamacpp-q4_0-reuse", "openvino")
 REUSE_TOKENS = 64
 """Of `llamacpp-q4_0-reuse`: chunks that moved and are this long are shifted instead of computed."""
 
-REQUESTS, QUICK_REQUESTS = 120, 12
-WARM, QUICK_WARM = 60, 8
+REQUESTS, QUICK_REQUESTS = 120, 8
+WARM, QUICK_WARM = 60, 4
 SYSTEMS = "full,prefix-lru,prefix-tiers"
 CONTEXT = 4096
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line, a figure's flags behind those that are given."""
-    flags = report.parser("load", __doc__)
-    add = flags.add_argument
+def options(flags: Parser) -> None:
+    """Flags that a figure may fill in have no default here."""
+    add = flags.add
     add("--data", type=Path, metavar="DIR", help="a folder with text/SET, kg/SET and traces/")
-    add("--part", choices=("load", "batch", "stall"), default="load", help="what to measure (%(default)s)")
+    add("--part", choices=("load", "batch", "stall"), default="load", help="what to measure")
     add("--figure", metavar="NAME", choices=tuple(figure.FIGURES), help=f"one of {', '.join(figure.FIGURES)}")
     add("--workload", choices=(*WORKLOADS, "trace"), help="what is asked (zipf)")
     add("--sets", type=listed, metavar="A,B", help="sets of the workload (questions: nq_open,mmlu,musique)")
@@ -83,31 +77,33 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--clients", type=numbers(integer(1, 1000)), metavar="N,M", help="closed loops of so many clients (8)")
     add("--rate", type=numbers(positive), metavar="X,Y", help="open loops at so many requests a second")
     add("--points", type=integer(0, 20), help="open loops at so many rates up to the capacity")
-    add("--search", action="store_true", default=None, help="find the throughput")
+    flags.add_argument("--search", action="store_true", default=None, help="find the throughput")
     add("--arrivals", type=Path, metavar="FILE", help="a trace whose arrivals are used, stretched to each rate")
     add("--requests", type=integer(2, 100000), help=f"requests of a point ({REQUESTS}; {QUICK_REQUESTS} with --quick)")
     add("--warm", type=integer(0, 100000), help=f"requests before the first point ({WARM}; {QUICK_WARM} with --quick)")
     add("--output", type=integer(1, 4096), metavar="N", help="tokens of each answer (32; mmlu 1, graph 16)")
     add("--top-k", type=numbers(integer(1, 100)), metavar="K,L", help="passages of a question (2)")
-    add("--pool", type=integer(2, 100000), default=POOL, help="passages that zipf draws from (%(default)s)")
+    add("--pool", type=integer(2, 100000), default=POOL, help="passages that zipf draws from")
     add("--in-order", action="store_true", help="zipf's passages stand in the pool's order")
     add("--engine", action="append", default=[], metavar="FIELD=VALUE", help="an option of all of ragjax's engines")
-    add("--device-cache-gb", type=positive, default=0.5, help="KV pool of every system, 2^30 bytes (%(default)s)")
+    add("--device-cache-gb", type=positive, default=0.5, help="KV pool of every system, 2^30 bytes")
     add("--http", action="store_true", help="measure ragjax's systems as servers, too")
-    add("--context", type=integer(256, 10**6), default=CONTEXT, help="tokens of prompt and answer (%(default)s)")
-    add("--part-context", type=from_zero, default=1024, help="tokens of each prompt of --part batch (%(default)s)")
-    add("--model", default=report.MODEL, metavar="NAME_OR_PATH", help="model, .gguf where rivals run (%(default)s)")
-    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of weights and KV (%(default)s)")
-    add("--seed", type=integer(0), default=0, help="of arrivals and draws (%(default)s)")
+    add("--context", type=integer(256, 10**6), default=CONTEXT, help="tokens of prompt and answer")
+    add("--part-context", type=from_zero, default=1024, help="tokens of each prompt of --part batch")
+    add("--model", default=report.MODEL, metavar="NAME_OR_PATH", help="model, .gguf where rivals run")
+    add("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="of weights and KV")
+    add("--seed", type=integer(0), default=0, help="of arrivals and draws")
     add("--plot", type=Path, metavar="DIR", help="also draw pictures")
-    chosen = flags.parse_args(arguments)
+
+
+def check(flags: Parser, chosen: Namespace) -> None:
     try:
-        return complete(chosen)
+        complete(chosen)
     except ConfigError as error:
         flags.error(str(error))
 
 
-def complete(chosen: argparse.Namespace) -> argparse.Namespace:
+def complete(chosen: Namespace) -> None:
     """Fill in a figure's flags and the defaults, and check what can be checked before anything is measured.
 
     Raises:
@@ -121,7 +117,9 @@ def complete(chosen: argparse.Namespace) -> argparse.Namespace:
     if chosen.part == "load" and chosen.data is None:
         raise ConfigError("--data DIR is needed: it holds the questions")
     chosen.workload = chosen.workload or "zipf"
-    chosen.systems = chosen.systems or listed(SYSTEMS)
+    if chosen.part == "load":
+        chosen.systems = chosen.systems or listed("prefix-tiers" if chosen.quick else SYSTEMS)
+    chosen.systems = chosen.systems or ["prefix-lru"]
     chosen.requests = chosen.requests or (QUICK_REQUESTS if chosen.quick else REQUESTS)
     chosen.warm = (QUICK_WARM if chosen.quick else WARM) if chosen.warm is None else chosen.warm
     chosen.top_k = chosen.top_k or [2]
@@ -135,13 +133,12 @@ def complete(chosen: argparse.Namespace) -> argparse.Namespace:
     for name in chosen.systems:
         if name not in RIVALS:
             parse_system(name)
-    return chosen
 
 
 # --------------------------------------------------------------------------------------------- loads
 
 
-def plan_of(chosen: argparse.Namespace, trace: Sequence[Arrival]) -> Plan:
+def plan_of(chosen: Namespace, trace: Sequence[Arrival]) -> Plan:
     """What is measured of every system."""
     return Plan(
         requests=chosen.requests,
@@ -155,7 +152,7 @@ def plan_of(chosen: argparse.Namespace, trace: Sequence[Arrival]) -> Plan:
     )
 
 
-def workloads_of(chosen: argparse.Namespace, count: int, trace: Sequence[Arrival]) -> list[Workload]:
+def workloads_of(chosen: Namespace, count: int, trace: Sequence[Arrival]) -> list[Workload]:
     """One workload, or one for each top-k."""
     wish = Wish(
         chosen.data, count, tuple(chosen.sets or ()), output=chosen.output, seed=chosen.seed, quick=chosen.quick,
@@ -168,7 +165,7 @@ def workloads_of(chosen: argparse.Namespace, count: int, trace: Sequence[Arrival
     return [WORKLOADS["questions"](replace(wish, top_k=k)) for k in chosen.top_k]
 
 
-def targets_of(chosen: argparse.Namespace, workload: Workload) -> list[Target]:
+def targets_of(chosen: Namespace, workload: Workload) -> list[Target]:
     """Who takes part, in the order named."""
     model = hub.resolve(chosen.model).path
     rivals = [name for name in chosen.systems if name in RIVALS]
@@ -189,7 +186,7 @@ def targets_of(chosen: argparse.Namespace, workload: Workload) -> list[Target]:
     return made
 
 
-def rival_of(name: str, chosen: argparse.Namespace, model: Path, tokens: Prompts) -> Target:
+def rival_of(name: str, chosen: Namespace, model: Path, tokens: Prompts) -> Target:
     """A rival by name, with as many slots as there are clients at most (8 under open arrivals)."""
     clients = max([8, *(chosen.clients or ())])
     if name == "openvino":
@@ -199,7 +196,7 @@ def rival_of(name: str, chosen: argparse.Namespace, model: Path, tokens: Prompts
     return rival.LlamaServer(name, model, kind, tokens, slots=clients, context=chosen.context, reuse=reuse)
 
 
-def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+def settings_of(chosen: Namespace) -> dict[str, Any]:
     """What the points of a run depend on besides system, workload and rate."""
     kept = (
         "dtype", "context", "device_cache_gb", "requests", "warm", "seed", "part", "part_context", "arrivals", "engine",
@@ -208,7 +205,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 
 
-async def measure(chosen: argparse.Namespace, samples: Samples, results: Results) -> dict[str, str]:
+async def measure(chosen: Namespace, samples: Samples, results: Results) -> dict[str, str]:
     """Fill `results`; the versions of what took part."""
     trace = read_trace(chosen.arrivals) if chosen.arrivals else []
     plan = plan_of(chosen, trace)
@@ -223,7 +220,7 @@ async def measure(chosen: argparse.Namespace, samples: Samples, results: Results
 # --------------------------------------------------------------------------------------------- parts
 
 
-def measure_part(chosen: argparse.Namespace, samples: Samples, results: Results) -> list[dict[str, Any]]:
+def measure_part(chosen: Namespace, samples: Samples, results: Results) -> list[dict[str, Any]]:
     """Rows of a part into `results`; its verdict."""
     verdicts = []
     for name in chosen.systems:
@@ -235,7 +232,7 @@ def measure_part(chosen: argparse.Namespace, samples: Samples, results: Results)
     return verdicts
 
 
-def _part(own: Own, chosen: argparse.Namespace) -> dict[str, Any]:
+def _part(own: Own, chosen: Namespace) -> dict[str, Any]:
     async def all_of_it() -> dict[str, Any]:
         await own.open()
         try:
@@ -252,7 +249,7 @@ def _part(own: Own, chosen: argparse.Namespace) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------- command
 
 
-def run(chosen: argparse.Namespace, session: report.Session) -> list[dict[str, Any]]:
+def run(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     """Measure what was asked for; the rows."""
     results, samples = Results(), session.samples(settings_of(chosen))
     if chosen.part != "load":
@@ -263,18 +260,13 @@ def run(chosen: argparse.Namespace, session: report.Session) -> list[dict[str, A
     return results.rows
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
-    if chosen.part != "load" and chosen.systems == listed(SYSTEMS):
-        chosen.systems = ["prefix-lru"]
-    name = chosen.figure or chosen.workload
+def show(rows: Sequence[report.Row], chosen: Namespace) -> None:
     title = figure.FIGURES[chosen.figure].title if chosen.figure else f"Under load: {chosen.workload}"
-    return report.run(
-        "load", COLUMNS, chosen.json, lambda session: run(chosen, session),
-        lambda rows: draw(rows, chosen.plot, figures(name, title)),
-    )  # fmt: skip
+    draw(rows, chosen.plot, figures(chosen.figure or chosen.workload, title))
 
+
+BENCHMARK = Benchmark("load", __doc__, COLUMNS, run, options, check=check, show=show)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

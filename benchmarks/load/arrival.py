@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
 from ragjax.core import ConfigError
 
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

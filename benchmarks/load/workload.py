@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
 from benchmarks.graph import question as graphs
 from benchmarks.graph.stream import requests as entity_requests
 from benchmarks.load.arrival import BLOCK_TOKENS, Arrival

@@ -1,10 +1,5 @@
 """Replacement policies side by side on generated and recorded requests, each beside what no policy can pass.
 
-    python -m benchmarks.policies --data DIR [--quick] [--limit N] [--profile FILE] [--plot FILE.png] [--json FILE]
-    python -m benchmarks.policies --trace FILE [...]
-    python -m benchmarks.policies --data DIR --orders [...]
-    python -m benchmarks.policies --storage [--json FILE]
-
 Workloads: graph entities under three access patterns (DepCache, section 6.1), repeated questions over documents at
 top-k of 1 to 5, and 3 kept of 5 (RAGCache, sections 7 and 8), Mooncake's traces, or a trace of the server. Capacities:
 10, 20 and 40% of the data's distinct tokens (documents: 5% too), or token counts for Mooncake. Each is served by the
@@ -16,9 +11,9 @@ single tokens allow, `min` that of Belady's MIN; `belady` is a policy that knows
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import plot, report
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.policies import orders, storage
 from benchmarks.policies.cell import Cell, cells, effort, workloads
@@ -119,44 +115,43 @@ def draw(rows: Sequence[report.Row], file: Path) -> None:
     plot.save([hit_rates(key) for key in groups], file)
 
 
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("policies", __doc__)
-    what, add = flags.add_mutually_exclusive_group(required=True).add_argument, flags.add_argument
+def options(flags: Parser) -> None:
+    what = flags.add_mutually_exclusive_group(required=True).add_argument
     what("--data", type=report.existing_folder, metavar="DIR", help="a folder with kg/, text/ and traces/, or some")
     what("--trace", type=report.existing_file, metavar="FILE", help="replay a trace that the server recorded")
     what("--storage", action="store_true", help="FusionRAG's storage simulation (section 5.3.3) instead")
-    add("--orders", action="store_true", help="every order under some policies, not every policy in order of arrival")
-    add("--limit", type=integer(1), metavar="N", help="at most N questions a text set, N requests a workload")
-    add("--profile", type=Path, metavar="FILE", help="a measured cost profile; modelled without")
-    add("--plot", type=report.writable, metavar="FILE.png", help="also draw hit rates by capacity")
-    return flags.parse_args(arguments)
+    flags.add("--orders", action="store_true", help="every order under some of the policies")
+    flags.add("--limit", type=integer(1), metavar="N", help="at most N questions a text set, N requests a workload")
+    flags.add("--profile", type=Path, metavar="FILE", help="a measured cost profile; modelled without")
+    flags.add("--plot", type=report.writable, metavar="FILE.png", help="also draw hit rates by capacity")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def columns(chosen: Namespace) -> Sequence[str]:
+    return STORAGE_COLUMNS if chosen.storage else orders.COLUMNS if chosen.orders else COLUMNS
+
+
+def measured(chosen: Namespace, session: Session) -> Iterable[Mapping[str, Any]]:
     if chosen.storage:
-        return report.run("policies", STORAGE_COLUMNS, chosen.json, lambda _: storage.rows(storage.Setting()))
+        return storage.rows(storage.Setting())
+    profile = modelled() if chosen.profile is None else Profile.load(chosen.profile)
+    much = (orders.effort if chosen.orders else effort)(chosen.quick, chosen.limit)
+    planned = list(cells(workloads(chosen, much)))
+    print(f"costs: {profile.measured_on or chosen.profile}; lookahead {LOOKAHEAD}")
+    asked = {"data": str(chosen.data or chosen.trace), "limit": chosen.limit, "quick": chosen.quick}
+    asked |= {"orders": chosen.orders, "profile": asdict(profile)}
+    return (orders.measure if chosen.orders else measure)(planned, profile, session.samples(asked))
 
-    def measured(session: report.Session) -> list[dict[str, Any]]:
-        profile = modelled() if chosen.profile is None else Profile.load(chosen.profile)
-        much = (orders.effort if chosen.orders else effort)(chosen.quick, chosen.limit)
-        planned = list(cells(workloads(chosen, much)))
-        print(f"costs: {profile.measured_on or chosen.profile}; lookahead {LOOKAHEAD}")
-        asked = {"data": str(chosen.data or chosen.trace), "limit": chosen.limit, "quick": chosen.quick}
-        asked |= {"orders": chosen.orders, "profile": asdict(profile)}
-        return list((orders.measure if chosen.orders else measure)(planned, profile, session.samples(asked)))
 
-    def show(rows: Sequence[Mapping[str, Any]]) -> None:
-        found = orders.gains(rows) if chosen.orders else means(rows)
-        print("\n" + report.table(found, tuple(found[0]) if found else ()))
-        if chosen.plot is not None:
-            (orders.draw if chosen.orders else draw)(rows, chosen.plot)
+def show(rows: Sequence[Mapping[str, Any]], chosen: Namespace) -> None:
+    if chosen.storage:
+        return
+    found = orders.gains(rows) if chosen.orders else means(rows)
+    print("\n" + report.table(found, tuple(found[0]) if found else ()))
+    if chosen.plot is not None:
+        (orders.draw if chosen.orders else draw)(rows, chosen.plot)
 
-    columns = orders.COLUMNS if chosen.orders else COLUMNS
-    return report.run("policies", columns, chosen.json, measured, show)
 
+main = Benchmark("policies", __doc__, columns, measured, options, show=show).main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
 from benchmarks.policies.workload import PATTERNS, Forest, Pattern, Request, Workload
 from ragjax.core import ConfigError
 

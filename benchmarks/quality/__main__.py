@@ -1,9 +1,5 @@
 """How close each strategy's answers come to full attention's, and to the references, at equal shares recomputed.
 
-    python -m benchmarks.quality --data DIR [--sets a,b] [--strategies a,b] [--ratios 0.15,0,0.05]
-        [--limit N] [--sweep N] [--deviation N] [--lazy] [--options N] [--corpus A,B] [--judge URL --judge-model NAME]
-        [--triviaqa FILE] [--model NAME_OR_PATH] [--plot DIR] [--quick] [--json FILE]
-
 Each question is asked over its own passages, as chat requests are. Distributions are compared over the positions that
 predict the first 12 tokens of the first reference answer (`kl` in nats, `top1`); then up to 24 tokens are generated,
 greedily. Selective strategies recompute 15% of the chunks' tokens on every question; the other ratios of --ratios
@@ -33,13 +29,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.common import report
-from benchmarks.common.plot import draw
+from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
 from benchmarks.quality import dataset, inferiority, judge
 from benchmarks.quality.choice import choices
@@ -61,8 +58,6 @@ RATIO = 0.15
 """Share that every selective strategy recomputes on every question; both papers' setting."""
 
 RATIOS = "0,0.05,0.1,0.15,0.3,1"
-LIMIT, SWEEP = 100, 25
-QUICK_SET, QUICK_LIMIT = "hotpotqa", 2
 
 COLUMNS = (
     "set", "part", "strategy", "ratio", "neighbours", "n", "kl", "kl_lo", "kl_hi", "kl_over_fusion", "top1", "em", "f1",
@@ -72,55 +67,45 @@ COLUMNS = (
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------ command line
-
-
-def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line."""
-    flags = report.parser("quality", __doc__)
+def options(flags: Parser) -> None:
     known = all_strategies()
     everything = [name for name in known if name not in DEPENDENCY]
-    report.add_model(flags)
-    add = flags.add_argument
+    add = flags.add
     add("--data", type=report.existing_folder, metavar="DIR", help="a folder with text/SET/questions.jsonl")
-    add("--sets", metavar="A,B", help=f"sets of the folder ({','.join(dataset.SETS)}; {QUICK_SET} with --quick)")
+    add("--sets", type=report.listed, default=dataset.SETS, quick=["hotpotqa"], help="sets of the folder")
     add("--triviaqa", type=Path, metavar="FILE", help="also a file in TriviaQA's format, with the text of its evidence")
     add("--strategies", type=report.among(known, "strategy"), default=everything, metavar="A,B",
-        help="strategies besides full and naive (all)")  # fmt: skip
+        help="strategies besides full and naive")  # fmt: skip
     add("--rivals", type=report.among(RIVALS, "rival"), default=[], metavar="A,B",
-        help=f"rivals that shorten passages: {', '.join(RIVALS)} (none)")  # fmt: skip
-    add("--ratios", type=_numbers(float, 1.0), default=RATIOS, metavar="R,R",
-        help="recomputed shares (%(default)s; 0.15 alone with --quick)")  # fmt: skip
+        help=f"rivals that shorten passages: {', '.join(RIVALS)}")  # fmt: skip
+    add("--ratios", type=_numbers(float, 1.0), default=RATIOS, metavar="R,R", help="recomputed shares; 0.15: --quick")
     add("--neighbours", type=_numbers(int, 100), default="10", metavar="N,N",
-        help="neighbours of fused chunks, the default first (%(default)s)")  # fmt: skip
-    add("--limit", type=integer(1), metavar="N", help=f"questions a set ({LIMIT}; {QUICK_LIMIT} with --quick)")
-    add("--sweep", type=integer(0), default=SWEEP, metavar="N", help="questions for the other ratios (%(default)s)")
-    add("--deviation", type=integer(0), default=0, metavar="N", help="questions whose KV is compared (%(default)s)")
-    add("--max-tokens", type=integer(1), default=24, metavar="N", help="tokens generated (%(default)s)")
+        help="neighbours of fused chunks, the default first")  # fmt: skip
+    add("--limit", type=integer(1), default=100, quick=2, metavar="N", help="questions a set")
+    add("--sweep", type=integer(0), default=25, metavar="N", help="questions for the other ratios")
+    add("--deviation", type=integer(0), default=0, metavar="N", help="questions whose KV is compared")
+    add("--max-tokens", type=integer(1), default=24, metavar="N", help="tokens generated")
     add("--instruction", metavar="TEXT", help="system message (ragjax's own)")
-    add("--craft-history", default="similar", choices=get_args(History), help="past requests (%(default)s)")
-    add("--device-cache-gb", type=float, default=2.0, metavar="GB", help="KV on the device (%(default)s)")
-    add("--disk-cache-gb", type=float, default=24.0, metavar="GB", help="KV on disk, for a while (%(default)s)")
+    add("--craft-history", default="similar", choices=get_args(History), help="past requests")
+    add("--device-cache-gb", type=float, default=2.0, metavar="GB", help="KV on the device")
+    add("--disk-cache-gb", type=float, default=24.0, metavar="GB", help="KV on disk, for a while")
     add("--lazy", action="store_true", help="compile programs when first used: times mean nothing then, scores do")
     add("--options", type=integer(2, 8), metavar="N", help="also choose among N options (no choice)")
     add("--corpus", metavar="A,B", help="sets among whose passages questions without any find theirs")
     add("--judge", metavar="URL", help="OpenAI-compatible endpoint that judges answers, with its /v1")
     add("--judge-model", metavar="NAME", help="model that the judge shall use")
     add("--judge-key", metavar="VARIABLE", help="environment variable with its key (OPENAI_API_KEY, if set)")
-    add("--plot", type=Path, metavar="DIR", help="also draw the papers' figures")
-    chosen = flags.parse_args(arguments)
+
+
+def check(flags: Parser, chosen: Namespace) -> None:
     if chosen.data is None and chosen.triviaqa is None:
         flags.error("give --data, --triviaqa or both")
     if (chosen.judge is None) != (chosen.judge_model is None) or (chosen.judge_key and chosen.judge is None):
         flags.error("--judge and --judge-model belong together, and --judge-key to both")
     if chosen.corpus is not None and chosen.data is None:
         flags.error("--corpus names sets of --data")
-    chosen.limit = chosen.limit or (QUICK_LIMIT if chosen.quick else LIMIT)
     if chosen.quick:
         chosen.ratios, chosen.sweep = [RATIO], 0
-    names = chosen.sets or (QUICK_SET if chosen.quick else ",".join(dataset.SETS))
-    chosen.sets = names.split(",") if chosen.data is not None else []
-    return chosen
 
 
 def _numbers(kind: Callable[[str], Any], most: float) -> Callable[[str], list[Any]]:
@@ -136,18 +121,18 @@ def _numbers(kind: Callable[[str], Any], most: float) -> Callable[[str], list[An
     return parse
 
 
-def sets_of(chosen: argparse.Namespace, encoder: TextEncoder) -> list[QuestionSet]:
+def sets_of(chosen: Namespace, encoder: TextEncoder) -> list[QuestionSet]:
     """The sets asked for, with passages for questions that bring none if a corpus is named."""
     search = None
     if chosen.corpus is not None:
         corpora = [dataset.load(chosen.data, name).corpus for name in chosen.corpus.split(",")]
         search = search_in(list({d.id: d for corpus in corpora for d in corpus.values()}.values()), encoder)
-    sets = [dataset.load(chosen.data, name, search) for name in chosen.sets]
+    sets = [dataset.load(chosen.data, name, search) for name in (chosen.sets if chosen.data else ())]
     return sets if chosen.triviaqa is None else [*sets, dataset.triviaqa(chosen.triviaqa)]
 
 
 def run(
-    chosen: argparse.Namespace, samples: Samples, encoder: TextEncoder, judged_by: Judge | None = None
+    chosen: Namespace, samples: Samples, encoder: TextEncoder, judged_by: Judge | None = None
 ) -> list[dict[str, Any]]:
     """Measure all sets; the rows."""
     known = all_strategies()
@@ -163,61 +148,47 @@ def run(
         limits = {"device_gb": chosen.device_cache_gb, "disk_gb": chosen.disk_cache_gb}
         with opened(chosen.model, chosen.dtype, known, ahead=not chosen.lazy, **limits) as engine:
             work = Evaluation(
-                engine,
-                questions,
-                chosen.limit,
-                encoder,
-                style,
-                known,
-                partial(fuse_all, progress=False),
-                [RIVALS[name](engine) for name in chosen.rivals],
-                whole_corpus=not chosen.quick,
+                engine, questions, chosen.limit, encoder, style, known, partial(fuse_all, progress=False),
+                [RIVALS[name](engine) for name in chosen.rivals], whole_corpus=not chosen.quick,
                 choices=choices(questions, chosen.options) if chosen.options else None,
-            )
+            )  # fmt: skip
             if work.left_out:
                 print(f"{work.name}: {work.left_out} questions are too long for the model", file=sys.stderr)
             progress.total -= min(chosen.limit, len(questions.questions)) - len(work.questions)
             measured[questions.name] = measure(
-                work,
-                main,
-                sweep,
-                samples,
-                progress,
-                swept=chosen.sweep,
-                deviations=chosen.deviation,
+                work, main, sweep, samples, progress, swept=chosen.sweep, deviations=chosen.deviation,
                 judged_by=judged_by,
-            )
+            )  # fmt: skip
     return rows(measured, main, sweep, chosen.model)
 
 
-def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
+def settings_of(chosen: Namespace) -> dict[str, Any]:
     """What a question's samples depend on: strategies, ratios and sets may be added to a stopped run."""
     kept = ("dtype", "limit", "max_tokens", "instruction", "craft_history", "quick", "data", "triviaqa", "deviation",
             "lazy", "options", "corpus", "judge", "judge_model")  # fmt: skip
     return {**{name: str(getattr(chosen, name)) for name in kept}, "model": weights_of(chosen.model)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    chosen = options(arguments)
+def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
+    judged_by = None if chosen.judge is None else judge.opened(chosen.judge, chosen.judge_model, chosen.judge_key)
+    if judged_by is not None:
+        judged_by.check()
+    made = run(chosen, session.samples(settings_of(chosen)), packaged_encoder(), judged_by)
+    session.tables["non-inferiority"] = inferiority.smallest(made)
+    return made
 
-    def measured(session: report.Session) -> list[dict[str, Any]]:
-        judged_by = None if chosen.judge is None else judge.opened(chosen.judge, chosen.judge_model, chosen.judge_key)
-        if judged_by is not None:
-            judged_by.check()
-        made = run(chosen, session.samples(settings_of(chosen)), packaged_encoder(), judged_by)
-        session.tables["non-inferiority"] = inferiority.smallest(made)
-        return made
 
-    def show(made: Sequence[report.Row]) -> None:
-        claims = verdicts(made)
-        if claims:
-            print("\nwhat the methods promise (with their 95% intervals):")
-            print(report.table(claims, tuple(claims[0])))
-        draw(made, chosen.plot, FIGURES)
+def show(made: Sequence[report.Row], _: Namespace) -> None:
+    claims = verdicts(made)
+    if claims:
+        print("\nwhat the methods promise (with their 95% intervals):")
+        print(report.table(claims, tuple(claims[0])))
 
-    return report.run("quality", COLUMNS, chosen.json, measured, show)
 
+BENCHMARK = Benchmark(
+    "quality", __doc__, COLUMNS, measured, options, model=True, figures=FIGURES, check=check, show=show
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
     sys.exit(main())

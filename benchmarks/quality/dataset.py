@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
 from ragjax.core import ConfigError, Document
 
 SETS = ("musique", "hotpotqa", "2wikimultihopqa", "nq_open", "squad_xquad_en", "drop_small", "dialogsum")

@@ -41,4 +41,4 @@ def test_several_clients_ask_at_once() -> None:
 @pytest.mark.parametrize("flags", [["--lookup", "7"], ["--clients", "0"], ["--tokens", "1"]])
 def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
-        decode.options(flags)
+        decode.main(flags)

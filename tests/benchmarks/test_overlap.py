@@ -21,4 +21,4 @@ def test_a_row_counts_steps_in_which_all_clients_decode(mode: str) -> None:
 @pytest.mark.parametrize("flags", [["--clients", "0"], ["--tokens", "1"], ["--rounds", "0"]])
 def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
-        overlap.options(flags)
+        overlap.main(flags)

@@ -74,7 +74,7 @@ def test_a_chunk_as_a_passage_is_cut_into_the_same_chunk() -> None:
 )
 def test_flags_that_cannot_work(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        passages.options(flags)
+        passages.BENCHMARK.parse(flags)
     assert message in capsys.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ SHAPE = Shape(64, "float32", 4, 16, 8, 32)
 
 
 def record_of(part: str = "kernels", seconds: float = 100.0, out: Path | None = None) -> gpu.Record:
-    chosen = gpu.Options(part, "cpu", True, seconds, out, None)
+    chosen = Namespace(platform="cpu", quick=True, seconds=seconds, json=out, out=None)
     return gpu.Record(chosen, report.Header(part, "command", {}, {"python": "3"}), gpu.Clock(seconds))
 
 

@@ -42,11 +42,12 @@ def finished(
 ) -> int:
     """The exit code of a command that measures these rows."""
 
-    def made(session: report.Session) -> Sequence[report.Row]:
+    def made(_: argparse.Namespace, session: report.Session) -> Sequence[report.Row]:
         measure(session.samples({"n": 1}))
         return rows
 
-    return report.run("b", ("system", "ttft_ms"), file, made)
+    command = report.Benchmark("b", "", ("system", "ttft_ms"), made)
+    return command.main([] if file is None else ["--json", str(file)])
 
 
 def test_document_has_the_agreed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +66,7 @@ def test_a_report_that_cannot_be_written_is_an_error_before_anything_is_measured
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    flags = report.parser("ttft", "")
+    flags = report.Parser("ttft", "")
     for path in (tmp_path, tmp_path / "file" / "report.json"):
         with pytest.raises(SystemExit):
             flags.parse_args(["--json", str(path)])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import compress
-from benchmarks.compression import condense, memory
+from benchmarks.compression import memory, rest
 from benchmarks.compression.case import NEEDLE, Case, cases
 from benchmarks.compression.decode import decode_rate
 from benchmarks.compression.laboratory import Laboratory
@@ -20,7 +20,6 @@ from ragjax.core import Answer, ConfigError, Timings
 from ragjax.core.compression import Compression, Graph
 from ragjax.engine import Engine
 from tests.support import tiny
-from tests.support.matrix import few
 
 TOKENS = np.random.default_rng(3).permutation(256)[:90].astype(np.int32)
 SAID = [5, 80, 200]
@@ -107,7 +106,7 @@ def test_rates_add_up() -> None:
 @pytest.mark.slow
 def test_pages_of_a_request_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "load", lambda _: tiny.engine(pages=100, lookup=0))
-    chosen = compress.options(
+    chosen = compress.BENCHMARK.parse(
         ["--part", "memory", "--context", "160", "--budgets", "48", "--methods", "snapkv,pyramidkv"]
     )
     rows = list(memory.rows(chosen))
@@ -122,17 +121,14 @@ def test_pages_of_a_request_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("flags", [["--methods", "zip"], ["--graphs", "zip"], ["--budgets", "8"], ["--part", "zip"]])
 def test_flags_that_cannot_work_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit):
-        compress.options(flags)
+        compress.BENCHMARK.parse(flags)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("everything", few([False, True], [False]))
-def test_condensed_chunks_are_measured_beside_whole_ones(
-    everything: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_encoded_at_rest_are_measured_beside_exact_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def options(*flags: str) -> argparse.Namespace:
-        return compress.options(
-            ["--part", "condense", "--data", str(tmp_path), "--limit", "2", "--tokens", "4", *flags]
+        return compress.BENCHMARK.parse(
+            ["--part", "rest", "--data", str(tmp_path), "--limit", "2", "--tokens", "4", *flags]
         )
 
     folder = tmp_path / "text" / "small"
@@ -151,26 +147,16 @@ def test_condensed_chunks_are_measured_beside_whole_ones(
         for i in range(2)
     ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    monkeypatch.setattr(condense, "packaged_encoder", tiny.HashedEncoder)
+    monkeypatch.setattr(rest, "packaged_encoder", tiny.HashedEncoder)
     monkeypatch.setattr(
         Engine, "load", lambda *_, storage, **__: tiny.engine(host_bytes=1 << 22, at_rest=storage.at_rest)
     )
-    some = [way for way in condense.WAYS if way.strategy in ("naive", "blend") and way.share in (1, 0.25)]
-    measured = condense.WAYS if everything else some
-    rows = list(condense.rows(options(), "small", measured))
-    assert len(rows) == len(measured) and all(row.keys() <= set(condense.COLUMNS) for row in rows)
-    found = {(row["strategy"], row["chosen_by"], round(row["kept_share"], 2), row["at_rest"]): row for row in rows}
-    naive = found["naive", "all", 1.0, "raw"]
-    assert naive["bytes_share"] == 1.0 and naive["n"] == 2
-    assert 0.2 < found["naive", "repeat", 0.25, "raw"]["bytes_share"] < 0.3
-    assert found["naive", "repeat", 0.25, "raw"]["kl"] != naive["kl"] != found["naive", "all", 1.0, "int8"]["kl"]
-    assert found["naive", "all", 1.0, "int8"]["bytes_share"] < 0.5
-    assert found["blend", "all", 1.0, "raw"].get("over_blend") is None
-
-    ways = [way for way in condense.WHOLE if way.strategy in ("naive", "blend") and way.at_rest != "int8"]
-    whole = {(row["strategy"], row["at_rest"]): row for row in condense.rows(options(), "small", ways)}
-    assert whole.keys() == {("blend", "raw"), ("naive", "raw"), ("naive", "int4")}
-    assert whole["naive", "int4"]["bytes_share"] < found["naive", "all", 1.0, "int8"]["bytes_share"]
-    assert whole["naive", "raw"]["kl"] == pytest.approx(naive["kl"]) and "over_raw" not in whole["naive", "raw"]
-    change = whole["naive", "int4"]["kl"] - naive["kl"]
-    assert whole["naive", "int4"]["over_raw"] == pytest.approx(change) and abs(change) > 0
+    ways = [way for way in rest.WAYS if way.strategy in ("naive", "blend")]
+    found = {(row["strategy"], row["at_rest"]): row for row in rest.rows(options(), "small", ways)}
+    assert found.keys() == {("blend", "raw"), ("naive", "raw"), ("naive", "int8"), ("naive", "int4")}
+    assert all(row.keys() <= set(rest.COLUMNS) for row in found.values())
+    naive, int8, int4 = (found["naive", kind] for kind in ("raw", "int8", "int4"))
+    assert naive["bytes_share"] == 1.0 and naive["n"] == 2 and "over_raw" not in naive
+    assert int4["bytes_share"] < int8["bytes_share"] < 0.5 and naive["kl"] != int8["kl"]
+    assert found["blend", "raw"].get("over_blend") is None
+    assert int4["over_raw"] == pytest.approx(int4["kl"] - naive["kl"]) and abs(int4["over_raw"]) > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.common import report
 from benchmarks.figures import __main__ as command
 from benchmarks.figures import cachecraft_7, cachecraft_8, cachecraft_12, observe
 from benchmarks.figures.base import Setup
@@ -83,7 +84,7 @@ def test_a_figure_without_data_is_refused() -> None:
 def test_the_command_measures_draws_and_draws_again(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(command, "weights_of", str)
+    monkeypatch.setattr(report, "weights_of", str)
     out, drawn, again = tmp_path / "r.json", tmp_path / "a.png", tmp_path / "b.png"
     flags = [
         "--figure",

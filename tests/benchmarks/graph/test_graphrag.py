@@ -85,7 +85,7 @@ def test_sets_of_text_are_asked_over_an_extracted_graph(tmp_path: Path, monkeypa
     write_lines(tmp_path / "text" / "films" / "questions.jsonl", lines)
     write_lines(tmp_path / "films.jsonl", [{"id": "c", "triples": [["Heat", "by", "Mann"]]}])
     monkeypatch.setattr(graphrag, "packaged_encoder", WordEncoder)
-    chosen = graphrag.options(["--data", str(tmp_path), "--sets", "films", "--graphs", str(tmp_path)])
+    chosen = graphrag.BENCHMARK.parse(["--data", str(tmp_path), "--sets", "films", "--graphs", str(tmp_path)])
     found = graphrag._questions(chosen, "films")
     assert [q.id for q in found] == ["t1", "t2"]
     assert [path.steps for s in found[0].subgraphs for path in s.paths] == [("Heat", "by", "Mann")]
@@ -94,7 +94,7 @@ def test_sets_of_text_are_asked_over_an_extracted_graph(tmp_path: Path, monkeypa
 
 def test_no_questions_cannot_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        graphrag.options(["--data", "d", "--limit", "0"])
+        graphrag.BENCHMARK.parse(["--data", "d", "--limit", "0"])
     assert "--limit: must be a whole number from 1" in capsys.readouterr().err
 
 
@@ -102,7 +102,7 @@ def test_samples_belong_to_the_weights_behind_a_name(tmp_path: Path, monkeypatch
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
     model, tuned = tmp_path / "m.gguf", tmp_path / "t.gguf"
     chosen = {
-        name: module.options([*flags, "--data", str(tmp_path), "--model", str(model)])
+        name: module.BENCHMARK.parse([*flags, "--data", str(tmp_path), "--model", str(model)])
         for name, module, flags in (
             ("graphrag", graphrag, ()),
             ("finetuning", finetuning, ("--aside", "a", "--tuned", str(tuned), "--control", str(model))),

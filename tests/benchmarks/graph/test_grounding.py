@@ -69,7 +69,7 @@ def test_every_method_answers_what_both_sets_ask(
 
 def test_no_questions_cannot_be_asked_for() -> None:
     with pytest.raises(SystemExit):
-        grounding.options(["--data", "d", "--limit", "0"])
+        grounding.main(["--data", "d", "--limit", "0"])
 
 
 def test_every_figure_is_drawn_of_its_rows_alone(tmp_path: Path) -> None:

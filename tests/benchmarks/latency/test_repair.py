@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
 from benchmarks import repair
 from benchmarks.latency.prompt import Workload
 from ragjax.core import Prompt
-from ragjax.reuse import strategies as all_strategies
 from tests.support import tiny
 
 pytestmark = pytest.mark.slow
@@ -22,10 +23,9 @@ def small_work() -> Workload:
 def test_repair_measures_warm_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repair, "workload", lambda tokenizer: small_work())
     names = ("full", "naive", "random", "fusion")
-    known = {name: all_strategies()[name] for name in names}
-    chosen = repair.options(["--runs", "2", "--ratio", "0.25", "--strategies", "random,fusion"])
+    chosen = repair.BENCHMARK.parse(["--runs", "2", "--ratio", "0.25", "--strategies", "random,fusion"])
     with tiny.engine() as engine:
-        made = {r["strategy"]: r for r in repair.run(engine, known, chosen)}
+        made = {r["strategy"]: r for r in repair.run(engine, chosen)}
         engine.audit()
     shares = {name: made[name]["recomputed_share"] for name in names}
     assert shares == {"full": 1.0, "naive": 0.0, "random": 0.25, "fusion": 0.25}
@@ -36,10 +36,10 @@ def test_repair_measures_warm_strategies(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made["full"]["faster_than_full"] == 1.0 and all(made[name]["runs"] == 2 for name in names)
 
 
-@pytest.mark.parametrize("flags", [("--runs", "0"), ("--strategies", "fused")])
+@pytest.mark.parametrize("flags", [("--runs", "0"), ("--strategies", "nothing")])
 def test_repair_refuses(flags: tuple[str, str]) -> None:
     with pytest.raises(SystemExit):
-        repair.options(flags)
+        repair.BENCHMARK.parse(flags)
 
 
 def test_break_even_is_the_cost_of_a_chunk_over_what_its_reuse_saves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,5 +49,5 @@ def test_break_even_is_the_cost_of_a_chunk_over_what_its_reuse_saves(capsys: pyt
     assert made[1]["break_even"] == pytest.approx(0.4 / (2.0 / repair.CHUNKS))
     assert made[1]["faster_than_full"] == pytest.approx(41) and made[1]["selection_share"] == pytest.approx(0.2)
     assert (made[0]["ratio"], made[1]["ratio"]) == (None, 0.15)
-    repair.show(made)
+    repair.show(made, Namespace())
     assert "after 2.0 reuses" in capsys.readouterr().out

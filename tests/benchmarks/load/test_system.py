@@ -87,13 +87,15 @@ def test_requests_by_kind_of_knowledge() -> None:
 @pytest.mark.parametrize("name", figure.FIGURES)
 def test_a_figures_flags_are_flags_of_the_command(name: str, tmp_path: Path) -> None:
     systems = figure.flags_of(name)["systems"]
-    chosen = command.options(["--data", str(tmp_path), "--figure", name])
+    chosen = command.BENCHMARK.parse(["--data", str(tmp_path), "--figure", name])
     assert chosen.systems == systems.split(",")
     assert chosen.clients or chosen.rate or chosen.points or chosen.search
 
 
 def test_flags_that_are_given_go_before_a_figures(tmp_path: Path) -> None:
-    chosen = command.options(["--data", str(tmp_path), "--figure", "ragcache_13", "--sets", "nq_open", "--rate", "1,2"])
+    chosen = command.BENCHMARK.parse(
+        ["--data", str(tmp_path), "--figure", "ragcache_13", "--sets", "nq_open", "--rate", "1,2"]
+    )
     assert chosen.sets == ["nq_open"] and chosen.rate == [1.0, 2.0]
 
 

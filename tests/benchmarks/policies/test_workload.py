@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.common.lines import read_lines
+from benchmarks.common.questions import read_lines
 from benchmarks.policies import source
 from benchmarks.policies.source import Corpus
 from benchmarks.policies.workload import PATTERNS, Forest, Pattern, Workload

@@ -161,4 +161,4 @@ def test_an_endpoint_that_is_gone_is_one_error() -> None:
 )
 def test_flags_that_do_not_go_together_are_refused(data: Path, flags: list[str]) -> None:
     with pytest.raises(SystemExit):
-        quality.options(["--data", str(data), *flags])
+        quality.BENCHMARK.parse(["--data", str(data), *flags])

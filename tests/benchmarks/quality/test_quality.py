@@ -80,4 +80,4 @@ def test_a_set_that_is_not_there_is_one_line(
 )
 def test_the_command_refuses_bad_flags(data: Path, arguments: list[str]) -> None:
     with pytest.raises(SystemExit):
-        quality.options([*(["--data", str(data)] if arguments else []), *arguments])
+        quality.BENCHMARK.parse([*(["--data", str(data)] if arguments else []), *arguments])

@@ -1,4 +1,4 @@
-"""Files of JSON lines."""
+"""Files of JSON lines, and the questions of the demo."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ragjax.commands.flags import DEMO
 from ragjax.core import ConfigError
 
 
@@ -28,3 +29,14 @@ def read_lines(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
             if missing:
                 raise ConfigError(f"{path}:{number}: no field {missing[0]!r}")
             yield found
+
+
+def demo_questions(name: str = "questions", limit: int | None = None) -> list[dict[str, Any]]:
+    """The packaged questions (`graph_questions`: those on its graph), the first `limit` of them."""
+    return list(read_lines(DEMO / f"{name}.jsonl", "question"))[:limit]
+
+
+def spread(limit: int) -> list[str]:
+    """Packaged questions that find different documents."""
+    chosen = [entry["question"] for entry in demo_questions()]
+    return chosen[:: max(1, len(chosen) // limit)][:limit]

@@ -242,12 +242,21 @@ async def _served(engine: Engine) -> tuple[dict[str, Any], str]:
 
 
 def described(engine: Engine) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The HTTP description, and of each metric the names of its labels."""
+    """The HTTP description without its prose, and of each metric the names of its labels."""
     from prometheus_client.parser import text_string_to_metric_families
 
     description, text = asyncio.run(_served(engine))
     families = text_string_to_metric_families(text)
-    return description, {f.name: sorted({label for s in f.samples for label in s.labels}) for f in families}
+    labels = {family.name: sorted({name for s in family.samples for name in s.labels}) for family in families}
+    return without_prose(description), labels
+
+
+def without_prose(tree: Any) -> Any:
+    """The same without descriptions."""
+    if isinstance(tree, dict):
+        kept = {key: child for key, child in tree.items() if key != "description" or not isinstance(child, str)}
+        return {key: without_prose(child) for key, child in kept.items()}
+    return [without_prose(child) for child in tree] if isinstance(tree, list) else tree
 
 
 def leaves(tree: Any, at: str = "") -> dict[str, Any]:

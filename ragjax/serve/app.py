@@ -19,8 +19,6 @@ from starlette.middleware.cors import CORSMiddleware
 
 from ragjax import core
 from ragjax.serve import page
-from ragjax.serve.choices import merged
-from ragjax.serve.connection import Limits
 from ragjax.serve.description import describe
 from ragjax.serve.embedding import Embedder, EmbeddingBody, embeddings
 from ragjax.serve.error import ApiError, api_error
@@ -28,18 +26,52 @@ from ragjax.serve.inventory import Looks
 from ragjax.serve.library import LibraryEndpoints
 from ragjax.serve.limits import check_sizes
 from ragjax.serve.metric import Metrics
-from ragjax.serve.middleware import Door
-from ragjax.serve.model import grounded, knowledge_of, names
+from ragjax.serve.middleware import Callers, Door
 from ragjax.serve.neutral import settle
-from ragjax.serve.origin import Callers
-from ragjax.serve.reply import Reply
 from ragjax.serve.response import ChatForm, Form, Json, TextForm, ToolForm, chunks, whole
+from ragjax.serve.responses_api import Reply
 from ragjax.serve.schema import Body, ChatBody, CompletionBody, ResponseBody
-from ragjax.serve.stop import Drain
-from ragjax.serve.stream import EventStream, TypedStream, while_connected
+from ragjax.serve.server import Drain, Limits
+from ragjax.serve.stream import EventStream, TypedStream, merged, while_connected
 
 if TYPE_CHECKING:
     from ragjax.engine.service import Service
+
+SEPARATOR = ":"
+"""Stands between the names of a model and of a knowledge base."""
+
+
+def names(model: str, knowledge: tuple[str, ...]) -> list[str]:
+    """What requests may name besides the model itself."""
+    return [f"{model}{SEPARATOR}{name}" for name in knowledge]
+
+
+def knowledge_of(named: str, model: str, knowledge: tuple[str, ...]) -> str | None:
+    """The knowledge base that a model's name brings along; None if it is not one of `names`."""
+    name = named.removeprefix(model + SEPARATOR)
+    return name if name in knowledge and named != name else None
+
+
+def grounded(request: core.Request, knowledge: str) -> core.Request:
+    """The request with the knowledge base that its model's name brings along.
+
+    Raises:
+        core.RequestError: if the request retrieves nothing, or names another knowledge base.
+    """
+    rag = request.rag
+    if request.prompt is not None:
+        raise _contradiction(f"text completions retrieve nothing, so none from {knowledge!r}")
+    if rag is None:
+        raise _contradiction(f"the model's name asks for knowledge from {knowledge!r}, and rag: null for none")
+    if any(name != knowledge for name in rag.named):
+        others = ", ".join(map(repr, rag.named))
+        raise _contradiction(f"the model's name asks for knowledge from {knowledge!r}, and the request for {others}")
+    return request if rag.named else replace(request, rag=replace(rag, knowledge=knowledge))
+
+
+def _contradiction(reason: str) -> core.RequestError:
+    return core.RequestError(f"{reason}: change one of them", param="model", code="invalid_value")
+
 
 MAX_BODY_BYTES = 8 * 2**20
 """Default limit of a request's body, bytes."""

@@ -27,9 +27,8 @@ from ragjax.commands.flags import command_line, integer, positive
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.commands.wording import error_line
 from ragjax.serve.app import MAX_BODY_BYTES, MAX_FILE_BYTES, create_app
-from ragjax.serve.connection import Limits, limited
-from ragjax.serve.origin import LOOPBACK, is_loopback
-from ragjax.serve.stop import Drain, Server, Watchdog
+from ragjax.serve.middleware import LOOPBACK, is_loopback
+from ragjax.serve.server import Drain, Limits, Server, Watchdog, limited
 
 if TYPE_CHECKING:
     from ragjax.engine.service import Service
@@ -40,7 +39,7 @@ _log = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> int:
     """The command. Returns its exit code: 0 after a graceful stop, 2 if it cannot start as asked.
 
-    A stop that takes too long ends the process with code 3 (`ragjax.serve.stop`).
+    A stop that takes too long ends the process with code 3 (`ragjax.serve.server`).
     """
     try:
         options = parse_options(argv)

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ragjax.core import RequestError
-from ragjax.serve.choices import MOST
-from ragjax.serve.schema.filter import ALL, filters_in
+from ragjax.serve.schema.chat import MOST_CHOICES
 from ragjax.serve.schema.response import MOST_INCLUDED
+from ragjax.serve.schema.store import ALL, filters_in
 
 TOKENS = 2**14
 """Tokens of the context that count, at most: each message takes about 25 microseconds to validate."""
@@ -50,7 +50,7 @@ LIMITS = (
     Limit("messages", "messages", 1, True, "Send fewer messages"),
     Limit("messages[].content", "text parts in all messages", 1, True, "Join parts"),
     Limit("messages[].tool_calls", "calls in all messages", CALLS, False, "Leave out earlier calls and their answers"),
-    Limit("prompt", "prompts", MOST, False, "Send fewer prompts"),
+    Limit("prompt", "prompts", MOST_CHOICES, False, "Send fewer prompts"),
     Limit("input", "items", 1, True, "Send fewer items"),
     Limit("input[].content", "text parts in all items", 1, True, "Join parts"),
     Limit("stop", "strings", STOPS, False, "Send fewer stop strings"),

@@ -40,7 +40,7 @@ from ragjax.serve.schema import (
     TextPart,
     ToolChoice,
 )
-from ragjax.serve.schema.filter import DEPTH
+from ragjax.serve.schema.store import DEPTH
 
 KNOWN = frozenset(
     {

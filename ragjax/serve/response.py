@@ -11,13 +11,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ragjax import core
-from ragjax.serve.calls import CallReader, Piece
-from ragjax.serve.choices import Numbered
+from ragjax.serve.tool_calls import CallReader, Piece
 
 if TYPE_CHECKING:
     from ragjax.engine.service import Service
 
 Json = dict[str, Any]
+Numbered = tuple[int, core.Event]
+"""An event, and the choice that it belongs to."""
 
 
 class Form(ABC):

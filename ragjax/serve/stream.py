@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -12,8 +12,9 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from ragjax import core
 from ragjax.serve.error import ApiError, api_error
-from ragjax.serve.response import Json
+from ragjax.serve.response import Json, Numbered
 
 T = TypeVar("T")
 
@@ -93,3 +94,39 @@ async def _send_event(send: Send, chunk: Json) -> None:
     name = f"event: {chunk['type']}\n" if "type" in chunk else ""
     data = json.dumps(chunk, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     await send({"type": "http.response.body", "body": f"{name}data: {data}\n\n".encode(), "more_body": True})
+
+
+async def merged(streams: Sequence[AsyncGenerator[core.Event, None]]) -> AsyncGenerator[Numbered, None]:
+    """The events of all choices as they come. The first error ends all of them, as does closing this."""
+    queue: asyncio.Queue[tuple[int, core.Event | Exception | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(i, stream, queue)) for i, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            number, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                left -= 1
+            else:
+                yield number, event
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int,
+    stream: AsyncGenerator[core.Event, None],
+    queue: asyncio.Queue[tuple[int, core.Event | Exception | None]],
+) -> None:
+    """Put the events of one choice into the queue, and None behind them, or the error that ended them."""
+    try:
+        async with aclosing(stream) as events:
+            async for event in events:
+                queue.put_nowait((number, event))
+    except Exception as error:
+        queue.put_nowait((number, error))
+    else:
+        queue.put_nowait((number, None))

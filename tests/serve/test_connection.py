@@ -19,8 +19,7 @@ import uvicorn
 
 from ragjax import core
 from ragjax.serve.command import parse_options
-from ragjax.serve.connection import Connection, Limits
-from ragjax.serve.stop import Drain
+from ragjax.serve.server import Connection, Drain, Limits
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, serving, wait_for
 

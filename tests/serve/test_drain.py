@@ -15,7 +15,7 @@ import uvicorn
 
 from ragjax.engine import Engine
 from ragjax.serve import create_app
-from ragjax.serve.stop import Drain, Server, Watchdog
+from ragjax.serve.server import Drain, Server, Watchdog
 from tests.support import tiny
 from tests.support.pace import resting
 from tests.support.serving import error_of, events_of, wait_for

@@ -24,7 +24,7 @@ from ragjax import core
 from ragjax.core.cancellation import Cancellation
 from ragjax.engine.front import BATCH
 from ragjax.serve.embedding import WAITING, Embedder, EmbeddingBody
-from ragjax.serve.stop import Drain
+from ragjax.serve.server import Drain
 from tests.support import tiny
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, Served, error_of, serving, wait_for

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from ragjax.core import RequestError
-from ragjax.serve.multipart import parse
+from ragjax.serve.library import parse
 from tests.support.fakes import FakeEngine
 from tests.support.mutation import EXAMPLES, altered, damaged, tried
 from tests.support.serving import CHAT, Caught, error_of, serving

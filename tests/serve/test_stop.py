@@ -91,7 +91,7 @@ def test_signal_stops_gracefully(number: signal.Signals) -> None:
 
 
 FLAGS = ("--port", "0", "--knowledge", "none", "--model", "fake")
-QUICK = "from ragjax.serve import stop; stop.CLOSING, stop.LAST = {closing}, 0.5; import asyncio, threading\n"
+QUICK = "from ragjax.serve import server; server.CLOSING, server.LAST = {closing}, 0.5; import asyncio, threading\n"
 STUCK_THREAD = """
 async def submit(self, request):
     print("working", file=sys.stderr)

@@ -11,8 +11,8 @@ from pydantic import BaseModel
 
 from ragjax import core
 from ragjax.prompting import tools
-from ragjax.serve import calls
-from ragjax.serve.calls import CallReader
+from ragjax.serve import tool_calls
+from ragjax.serve.tool_calls import CallReader
 from tests.support.fakes import FakeEngine
 from tests.support.serving import CHAT, MESSAGES, TEXT, Caught, Served, serving
 
@@ -150,11 +150,11 @@ def test_parse_of_openai() -> None:
 
 
 def test_the_reader_looks_for_what_the_grammar_makes() -> None:
-    assert calls.OPEN == tools.OPEN
+    assert tool_calls.OPEN == tools.OPEN
     offered = core.Tools((core.Tool("now", "", '{"type": "object"}'),))
     asked = core.Request((core.Message("user", "?"),), tools=offered)
     for native in (False, True):
         found = tools.grammar(asked, native)
         assert found is not None
-        head = (calls.OPEN if native else "") + calls.NAME + "now" + calls.ARGUMENTS
+        head = (tool_calls.OPEN if native else "") + tool_calls.NAME + "now" + tool_calls.ARGUMENTS
         assert json.dumps(head) in found[0]

@@ -22,7 +22,7 @@ import uvicorn
 
 from ragjax import core
 from ragjax.serve import create_app
-from ragjax.serve.connection import Limits, limited
+from ragjax.serve.server import Limits, limited
 from tests.support.fakes import FakeEngine
 
 MESSAGES = [{"role": "user", "content": "What colour is the lighthouse?"}]

@@ -6,34 +6,42 @@ what changes nothing.
 """
 
 from ragjax.serve.schema.body import NAME_CHARS, Body, Count, Filled, FilledName, FunctionName, Name, One, Text
-from ragjax.serve.schema.chat import ChatBody
-from ragjax.serve.schema.completion import CompletionBody, Prompt
-from ragjax.serve.schema.filter import Comparison, Compound, Filter
-from ragjax.serve.schema.format import JsonSchema, ResponseFormat
-from ragjax.serve.schema.generation import Generation, StreamOptions
-from ragjax.serve.schema.item import (
+from ragjax.serve.schema.chat import (
+    CalledFunction,
+    CalledTool,
+    ChatBody,
+    ChatMessage,
+    ChatTool,
+    CompletionBody,
+    FunctionTool,
+    Generation,
+    JsonSchema,
+    NamedFunction,
+    Prompt,
+    ResponseFormat,
+    StreamOptions,
+    TextPart,
+    ToolChoice,
+)
+from ragjax.serve.schema.rag import ChatRag, GraphRag, InlineDocument, Passage, TextRag
+from ragjax.serve.schema.response import (
     ITEMS,
+    LOGPROBS,
+    RESULTS,
     FunctionCall,
     FunctionCallOutput,
     InputMessage,
     InputPart,
     Reasoning,
-    SearchCall,
-)
-from ragjax.serve.schema.message import CalledFunction, CalledTool, ChatMessage, TextPart
-from ragjax.serve.schema.rag import ChatRag, GraphRag, InlineDocument, Passage, TextRag
-from ragjax.serve.schema.response import (
-    LOGPROBS,
-    RESULTS,
-    Ranking,
     ResponseBody,
     ResponseChoice,
     ResponseTool,
+    SearchCall,
     SearchTool,
     TextConfig,
     TextFormat,
 )
-from ragjax.serve.schema.tool import ChatTool, FunctionTool, NamedFunction, ToolChoice
+from ragjax.serve.schema.store import Comparison, Compound, Filter, Ranking
 
 __all__ = [
     "ITEMS",

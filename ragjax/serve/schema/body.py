@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from ragjax import core
 
@@ -86,3 +86,21 @@ def as_json(value: object, param: str) -> str:
     except ValueError:
         reason = "holds NaN or an infinity, which JSON does not have"
     raise core.RequestError(f"{param} {reason}", param=param, code="invalid_schema")
+
+
+Key = Annotated[str, Field(min_length=1, max_length=64)]
+Value = Annotated[str, Field(min_length=0, max_length=512)]
+Metadata = Annotated[dict[Key, Value], Field(max_length=16)]
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool):
+        return "<boolean>"
+    return {str: "<string>", int: "<number>", float: "<number>"}.get(type(value), f"<{type(value).__name__}>")
+
+
+Scalar = Annotated[
+    Annotated[Value, Tag("<string>")] | Annotated[bool, Tag("<boolean>")] | Annotated[float, Tag("<number>")],
+    Discriminator(_kind),
+]
+Attributes = Annotated[dict[Key, Scalar], Field(max_length=16)]

@@ -2,19 +2,269 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator
 
 from ragjax import core
-from ragjax.serve.choices import choices
-from ragjax.serve.schema.body import Count
-from ragjax.serve.schema.format import ResponseFormat
-from ragjax.serve.schema.generation import Generation
-from ragjax.serve.schema.message import ChatMessage
-from ragjax.serve.schema.rag import ChatRag
-from ragjax.serve.schema.tool import ChatTool, ToolChoice, tools_of, typed
+from ragjax.serve.schema.body import (
+    Body,
+    Count,
+    Filled,
+    FilledName,
+    FunctionName,
+    Name,
+    One,
+    Text,
+    as_json,
+    refuse_beside,
+)
+from ragjax.serve.schema.rag import ChatRag, TextRag
+
+
+def _parts(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _no_refusal(refusal: object) -> object:
+    if refusal is not None:
+        raise ValueError("send what was said as content")
+    return refusal
+
+
+class TextPart(Body):
+    """One text part of a message; images, audio and files are refused."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class CalledFunction(Body):
+    """What was called: the name of a function, and its arguments as JSON text."""
+
+    name: FunctionName
+    arguments: Text
+
+
+class CalledTool(Body):
+    """A call that the assistant made."""
+
+    id: FilledName
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatMessage(Body):
+    """One message. `developer` is OpenAI's newer name of `system`; `refusal` comes back null with our own answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[
+        Annotated[list[TextPart], Field(fail_fast=True)] | None,
+        BeforeValidator(_parts, json_schema_input_type=str | list[TextPart] | None),
+    ] = None
+    refusal: Annotated[None, BeforeValidator(_no_refusal)] = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
+    tool_call_id: Name | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _said(cls, content: list[TextPart] | None, info: ValidationInfo) -> list[TextPart] | None:
+        if content is None and info.data.get("role") != "assistant":
+            raise ValueError("only an assistant's message may have no content; give a text")
+        return content
+
+    def to_core(self) -> core.Message:
+        """The message, its parts as lines."""
+        role = "system" if self.role == "developer" else self.role
+        calls = [core.ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
+        text = "\n".join(part.text for part in self.content or ())
+        return core.Message(role, text, tuple(calls), self.tool_call_id)
+
+
+class FunctionTool(Body):
+    """A function that an answer may call. parameters: JSON Schema of its arguments; it is followed in any case."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def to_core(self) -> core.Tool:
+        """The same for the engine.
+
+        Raises:
+            core.RequestError: if the arguments are no object.
+        """
+        schema = self.parameters or {"properties": {}, "additionalProperties": False}
+        schema = {"type": "object", **schema}
+        if schema["type"] != "object":
+            reason = f"the parameters of the tool {self.name} must be an object"
+            raise core.RequestError(reason, param="tools", code="invalid_value")
+        return core.Tool(self.name, self.description or "", as_json(schema, "tools"))
+
+
+class ChatTool(Body):
+    """A tool; functions are the only ones."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def to_core(self) -> core.Tool:
+        """The same for the engine."""
+        return self.function.to_core()
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class ToolChoice(Body):
+    """Whether a tool is called: as the model likes, never, in any case, or this one."""
+
+    type: Literal["auto", "none", "required", "function"]
+    function: NamedFunction | None = None
+
+
+def typed(choice: object) -> object:
+    """A choice as an object: OpenAI's short form is its type alone."""
+    return {"type": choice} if isinstance(choice, str) else choice
+
+
+def tools_of(tools: Sequence[core.Tool], choice: ToolChoice | None) -> core.Tools | None:
+    """The tools that an answer may call; None: it calls none.
+
+    Raises:
+        core.RequestError: for two tools of one name, or a choice that no tool fits.
+    """
+    choice = choice or ToolChoice(type="auto")
+    if choice.type != "function":
+        refuse_beside(choice.type, "tool_choice", function=choice.function)
+    named = None if choice.type != "function" or choice.function is None else choice.function.name
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise core.RequestError("two tools have the same name", param="tools", code="invalid_value")
+    if choice.type == "function" and named not in names:
+        known = ", ".join(names) or "none"
+        reason = f"tool_choice must name one of the tools: {known}"
+        raise core.RequestError(reason, param="tool_choice", code="invalid_value")
+    if choice.type == "required" and not tools:
+        reason = "tool_choice is required, and there are no tools"
+        raise core.RequestError(reason, param="tool_choice", code="invalid_value")
+    if choice.type == "none" or not tools:
+        return None
+    return core.Tools(tuple(tools), choice.type != "auto", named)
+
+
+SCHEMA_OF_OBJECTS = '{"type": "object"}'
+
+
+class JsonSchema(Body):
+    """The JSON Schema of an answer; it is followed, whatever `strict` says. Its name changes nothing."""
+
+    name: Name | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """How an answer is written: as text, as a JSON object, or as an instance of a JSON Schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def to_core(self) -> str | None:
+        """The JSON Schema of the answer, as JSON text; None: it is text."""
+        if self.type != "json_schema":
+            refuse_beside(self.type, "response_format", json_schema=self.json_schema)
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return SCHEMA_OF_OBJECTS
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            reason = 'response_format of type json_schema needs json_schema: {"name": …, "schema": {…}}'
+            raise core.RequestError(reason, param="response_format.json_schema", code="missing_required_parameter")
+        return as_json(self.json_schema.schema_, "response_format.json_schema.schema")
+
+
+def _strings(stop: object) -> object:
+    if isinstance(stop, str):
+        return (stop,)
+    return tuple(stop) if isinstance(stop, list) else stop
+
+
+TokenId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class Generation(Body):
+    """The fields that both completion endpoints share."""
+
+    model: Name
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    n: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Annotated[tuple[Name, ...], BeforeValidator(_strings, json_schema_input_type=str | list[str])] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    logit_bias: Annotated[dict[TokenId, float], Field(fail_fast=True)] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    user: Text | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> core.Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise core.RequestError("stream_options needs stream: true", param="stream_options")
+        names = {"temperature", "top_p", "top_k", "seed", "stop"}
+        names |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+        given = self.model_dump(include=names, exclude_none=True)
+        given["logit_bias"] = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        if max_tokens is not None:
+            given["max_tokens"] = max_tokens
+        return core.Sampling(**given, logprobs=logprobs)
+
+
+MOST_CHOICES = 64
+"""Choices of one body, at most: prompts times `n`."""
+
+
+def choices(requests: Sequence[core.Request], n: int) -> tuple[core.Request, ...]:
+    """`n` requests of each, those of one behind another. The i-th of them has the seed plus i, if a seed is given.
+
+    Raises:
+        core.RequestError: if they are too many.
+    """
+    if len(requests) * n > MOST_CHOICES:
+        reason = (
+            f"{len(requests)} prompts with {n} choices each were asked for; at most {MOST_CHOICES} choices are made"
+        )
+        raise core.RequestError(f"{reason}. Send fewer", param="n" if n > 1 else "prompt", code="invalid_value")
+    return tuple(_seeded(request, i) for request in requests for i in range(n))
+
+
+def _seeded(request: core.Request, number: int) -> core.Request:
+    seed = request.sampling.seed
+    if not number or seed is None:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=(seed + number) % 2**63))
 
 
 class ChatBody(Generation):
@@ -49,3 +299,53 @@ class ChatBody(Generation):
             tools=tools_of([tool.to_core() for tool in self.tools or ()], self.tool_choice),
         )
         return choices([request], self.n or 1)
+
+
+def _only_false(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported")
+    return value
+
+
+def _prompts(prompt: object) -> object:
+    """A list of prompts, each a text or token ids, from any of OpenAI's four forms."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    return prompt
+
+
+def _prompt_kind(prompt: object) -> str:
+    return "<tokens>" if isinstance(prompt, list) else "<text>"
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+Prompt = Annotated[Annotated[Filled, Tag("<text>")] | Annotated[TokenIds, Tag("<tokens>")], Discriminator(_prompt_kind)]
+
+
+class CompletionBody(Generation):
+    """Body of POST /v1/completions: raw text, no chat template and no retrieval."""
+
+    prompt: Annotated[
+        list[Prompt],
+        Field(min_length=1, fail_fast=True),
+        BeforeValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Annotated[bool, AfterValidator(_only_false)] | None = None
+    best_of: One | None = None
+    rag: TextRag | None = None
+
+    def to_core(self) -> tuple[core.Request, ...]:
+        """What the body asks of the engine, a request for each choice; raises as in chat."""
+        asked = self.rag or TextRag()
+        rag = core.Rag(
+            top_k=0,
+            strategy=asked.strategy,
+            recompute_ratio=asked.recompute_ratio,
+            compression=asked.compressed(),
+            detail=bool(asked.detail),
+            recognise=asked.recognise,
+        )
+        sampling = self._sampling(self.max_tokens, self.logprobs)
+        prompts = (prompt if isinstance(prompt, str) else tuple(prompt) for prompt in self.prompt)
+        return choices([core.Request(prompt=prompt, sampling=sampling, rag=rag) for prompt in prompts], self.n or 1)

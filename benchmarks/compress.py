@@ -49,8 +49,8 @@ from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
 from ragjax.core.compression import METHODS, Compression, Graph
 from ragjax.models.hub import cache_dir, resolve
-from ragjax.models.local import load_model
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.trained import load_model
 
 GRAPHS: Mapping[str, Graph | None] = {
     "none": None,

@@ -1,6 +1,6 @@
 """Which samples a step takes, and how they are packed: side by side into rows of a few fixed lengths.
 
-Attention keeps packed samples apart (`kernels.train_attention`), so nothing is padded to the longest of a batch. A
+Attention keeps packed samples apart (`train.attention`), so nothing is padded to the longest of a batch. A
 batch is cut into rows of one device each; a microbatch is one row for every device.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError, Tokens
-from ragjax.kernels.train_attention.mask import BLOCK_ROWS
+from train.attention.mask import BLOCK_ROWS
 from train.example import Example, View
 
 TARGET_SHARE = 4
@@ -136,7 +136,7 @@ class Batch:
     """Rows of packed samples, one for each device, end to end: int32 on the host, T tokens and N targets in all.
 
     request: number of the sample within its row, -1 for padding. index, position, hide_from, hide_until: as in
-    `kernels.train_attention.mask.Tokens`. row: token within its row that predicts the target; target: -1 for padding.
+    `train.attention.mask.Tokens`. row: token within its row that predicts the target; target: -1 for padding.
     teacher_*: how the model that is learned from sees the tokens; where there is none, as the model that learns.
     """
 

@@ -18,7 +18,7 @@ from ragjax.commands.flags import command_line, from_zero, integer, positive, sh
 from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.depprompt import Positions
-from ragjax.models.adapter import INPUTS
+from ragjax.models.trained import INPUTS
 from train.example import Attention
 from train.lora import Lora
 from train.recipe import PRESETS, Recipe, Target

@@ -23,13 +23,12 @@ from ragjax.commands.flags import command_line
 from ragjax.commands.wording import error_line
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.core.file import atomic_path
-from ragjax.models.adapter import Adapter
 from ragjax.models.config import Family, LongRope, ModelConfig
 from ragjax.models.gguf import read_gguf
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.huggingface import ARCHITECTURES, read_json
-from ragjax.models.local import check_weights
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.trained import Adapter, check_weights
 from ragjax.models.weights import load_decoder, weights_digest
 from train.model import Tree, stacked
 

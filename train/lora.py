@@ -1,6 +1,6 @@
 """Low-rank adapters while they are trained (LoRA, arXiv 2106.09685): beside their matrices, sharded as these are.
 
-`ragjax.models.adapter` reads and merges them.
+`ragjax.models.trained` reads and merges them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from ragjax.core import ConfigError
 from ragjax.core.file import atomic_path
-from ragjax.models.adapter import FORMAT, INPUTS, Pair, pair_shapes
+from ragjax.models.trained import INPUTS, LORA_FORMAT, Pair, pair_shapes
 
 
 @dataclass(frozen=True)
@@ -72,4 +72,4 @@ class Lora:
 
         tensors = {f"{n}.{k}": jnp.asarray(x, jnp.bfloat16) for n, pair in adapter.items() for k, x in pair.items()}
         with atomic_path(Path(file)) as part:
-            save_file(tensors, part, {**about, "format": FORMAT, "lora": json.dumps(asdict(self))})
+            save_file(tensors, part, {**about, "format": LORA_FORMAT, "lora": json.dumps(asdict(self))})

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.core import ConfigError
-from ragjax.models.adapter import INPUTS
 from ragjax.models.config import ModelConfig
+from ragjax.models.trained import INPUTS
 from train.batch import Microbatch
 from train.model import shapes_of
 

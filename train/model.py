@@ -20,11 +20,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ragjax.kernels.rope import Rotation
-from ragjax.kernels.train_attention.mask import Mask, Tokens
-from ragjax.kernels.train_attention.op import train_attention
-from ragjax.models.adapter import INPUTS, Pair
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Layer
+from ragjax.models.trained import INPUTS, Pair
+from train.attention.mask import Mask, Tokens
+from train.attention.op import train_attention
 from train.batch import Batch
 from train.lora import Lora
 from train.mesh import ROWS, spec_of

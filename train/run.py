@@ -14,10 +14,10 @@ import numpy as np
 
 from ragjax.commands.flags import integer, positive, share
 from ragjax.core import ConfigError
-from ragjax.models.adapter import BLOCK, Adapter
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.trained import BLOCK, Adapter
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from ragjax.runner.device import use_compilation_cache
 from train.batch import Order, Rows

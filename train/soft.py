@@ -1,6 +1,6 @@
 """Embeddings of soft tokens while they are trained: the header and the trailer of packets (KV Packet, 2604.13226).
 
-`ragjax.models.packet` reads what is saved here.
+`ragjax.models.trained` reads what is saved here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from ragjax.core import ConfigError, Wrapper
 from ragjax.core.file import atomic_path
-from ragjax.models.packet import FORMAT
+from ragjax.models.trained import PACKET_FORMAT
 
 
 @dataclass(frozen=True)
@@ -51,4 +51,4 @@ class Soft:
         soft_SE = np.asarray(trained["soft"], np.float32)
         tensors = {"header": soft_SE[: self.header].copy(), "trailer": soft_SE[self.header :].copy()}
         with atomic_path(Path(file)) as part:
-            save_file(tensors, part, {**about, "format": FORMAT})
+            save_file(tensors, part, {**about, "format": PACKET_FORMAT})

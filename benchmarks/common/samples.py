@@ -35,7 +35,7 @@ def weights_of(model: str) -> str:
         ConfigError: if there is no such model.
     """
     from ragjax.models.hub import cache_dir, resolve
-    from ragjax.models.local import model_digest
+    from ragjax.models.trained import model_digest
 
     return model_digest(resolve(model), cache_dir()).hex()
 

@@ -40,9 +40,9 @@ def measure_backward(bench: Bench, mask: Mask, backend: str) -> dict[str, Any]:
 
 def _gradients(m: Model, mask: Mask, backend: str) -> tuple[Callable[[], Any], int, int | None]:
     """The gradients of q, k and v as a call, the pairs that its tiles cover, and its temporary memory."""
-    from ragjax.kernels.train_attention.mask import Mask as Tiled
-    from ragjax.kernels.train_attention.mask import Tokens
-    from ragjax.kernels.train_attention.op import train_attention
+    from train.attention.mask import Mask as Tiled
+    from train.attention.mask import Tokens
+    from train.attention.op import train_attention
 
     tokens = Tokens(*(jnp.asarray(x) for x in (mask.index_T, mask.request_T, mask.hide_from_N, mask.hide_until_N)))
     tiled = jax.jit(Tiled.build)(tokens)

@@ -15,7 +15,7 @@ from ragjax.core import ClosedError, ConfigError, Divergence, EngineOptions, Inv
 from ragjax.engine import Engine
 from ragjax.engine.card import Card
 from ragjax.quality.report import Setting
-from ragjax.store.link import link
+from ragjax.store.folder import link
 
 _log = logging.getLogger(__name__)
 

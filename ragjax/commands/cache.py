@@ -21,7 +21,7 @@ from ragjax.commands.wording import error_line, plural, size_text
 from ragjax.core import ConfigError, RagjaxError
 from ragjax.store.disk import DiskStore
 from ragjax.store.entry import Damaged
-from ragjax.store.manifest import folders
+from ragjax.store.folder import folders
 
 
 @dataclass(frozen=True, slots=True)

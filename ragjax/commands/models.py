@@ -18,9 +18,7 @@ from ragjax.commands.wording import error_line, size_text
 from ragjax.core import CHUNK_TOKENS, ConfigError, EngineOptions, RagjaxError
 from ragjax.models.config import ModelConfig
 from ragjax.models.hub import LocalModel, NotHereError, resolve
-from ragjax.models.inventory import inventory, offer
-from ragjax.models.memory import device_memory
-from ragjax.models.summary import Summary, parameters, weight_bytes
+from ragjax.models.summary import Summary, device_memory, inventory, offer, parameters, weight_bytes
 from ragjax.store.codec import Codec
 
 ITEM_BYTES = 2

@@ -28,8 +28,8 @@ from ragjax.engine.trace import Recorder
 from ragjax.models.config import ModelConfig
 from ragjax.models.encoder import Encoder
 from ragjax.models.hub import LocalModel, cache_dir, resolve
-from ragjax.models.local import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.trained import load_model, model_digest, reads_blocks, wrapper_of
 from ragjax.models.weights import open_checkpoint
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Budget, Setting

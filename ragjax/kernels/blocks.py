@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ragjax.kernels.table import PageTable, Rows
-from ragjax.kernels.visibility import Extent, seen_and_full, seen_keys
+from ragjax.kernels.table import Extent, PageTable, Rows, seen_and_full, seen_keys
 
 LAST = 2**31 - 1
 """Sorts behind every item; offsets stay below a quarter of it (`view.check_values`)."""

@@ -1,12 +1,92 @@
-"""Rows that look and the entries of the page table that they look at."""
+"""Query rows, the entries of the page table that they read, and the one rule of visibility between them.
+
+A key is visible to a row iff both belong to the same request and
+
+    index[key] <= index[row]  and not  (hide_from[key] <= index[row] < hide_until[key])
+
+which says causal attention, independent chunks, dependency trees, stale slots and unused slots with O(n) numbers
+(FusionRAG §4.3, DepCache §3.3; the interval form is FlashMask's, arXiv 2410.01359). The tests for a range of rows are
+FlashMask's skip and full tests (§4.1), taken per key instead of per tile, so that no tile is visited for its
+neighbours' sake.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from ragjax.kernels.visibility import Keys, sees
+from ragjax.core import NEVER
+
+TOGETHER = 64
+"""Blocks of rows compared with all keys at once: what is held meanwhile grows with the keys alone."""
+
+
+def sees(row: jax.Array, key: jax.Array, hide_from: jax.Array, hide_until: jax.Array) -> jax.Array:
+    """Whether a row of one token index sees a key of the same request; int32 that broadcast, bool."""
+    hidden = (hide_from <= row) & (row < hide_until)
+    return (key <= row) & ~hidden
+
+
+class Keys(NamedTuple):
+    """Token index and request of keys, and the indices [hide_from, hide_until) that do not see them; int32 [S, C].
+
+    Request -1 is padding; `request_SC` may be [S, 1].
+    """
+
+    index_SC: jax.Array
+    request_SC: jax.Array
+    hide_from_SC: jax.Array
+    hide_until_SC: jax.Array
+
+
+class Extent(NamedTuple):
+    """Of blocks of rows, int32 [N] each: the least and greatest token index and request of a block's live rows."""
+
+    low: jax.Array
+    high: jax.Array
+    first: jax.Array
+    last: jax.Array
+
+    @staticmethod
+    def of(index_NB: jax.Array, request_NB: jax.Array, live_NB: jax.Array) -> Extent:
+        """The extent of these rows; a block without live rows sees nothing."""
+        low_N, first_N = (jnp.where(live_NB, x, jnp.int32(NEVER)).min(1) for x in (index_NB, request_NB))
+        high_N, last_N = (jnp.where(live_NB, x, -1).max(1) for x in (index_NB, request_NB))
+        return Extent(low_N, high_N, first_N, last_N)
+
+    def some(self, keys: Keys) -> jax.Array:
+        """For one block, whether some index of it sees a key, bool [S, C]."""
+        begin_SC = jnp.maximum(self.low, keys.index_SC)  # smaller indices than the key's own do not see it anyway
+        hidden_SC = (keys.hide_from_SC <= begin_SC) & (keys.hide_until_SC > self.high)
+        return self._has(keys) & (keys.index_SC <= self.high) & ~hidden_SC
+
+    def all(self, keys: Keys) -> jax.Array:
+        """For one block, whether every index of it sees a key, bool [S, C]."""
+        overlap_SC = jnp.maximum(keys.hide_from_SC, self.low) < jnp.minimum(keys.hide_until_SC, self.high + 1)
+        return self._has(keys) & (keys.index_SC <= self.low) & ~overlap_SC
+
+    def _has(self, keys: Keys) -> jax.Array:
+        return (self.first <= keys.request_SC) & (keys.request_SC <= self.last)
+
+
+def seen_keys(extent: Extent, keys: Keys) -> jax.Array:
+    """Whether some index of a block sees a key, bool [N, S, C]."""
+    seen_NSC: jax.Array = lax.map(lambda block: block.some(keys), extent, batch_size=TOGETHER)
+    return seen_NSC
+
+
+def seen_and_full(extent: Extent, keys: Keys) -> tuple[jax.Array, jax.Array]:
+    """Whether a block sees some key of an entry, and whether every index of it sees all of them, bool [N, S] each."""
+
+    def of_block(block: Extent) -> tuple[jax.Array, jax.Array]:
+        return block.some(keys).any(-1), block.all(keys).all(-1)
+
+    found: tuple[jax.Array, jax.Array] = lax.map(of_block, extent, batch_size=TOGETHER)
+    return found
 
 
 @jax.tree_util.register_dataclass

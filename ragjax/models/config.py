@@ -7,13 +7,15 @@ Gemma 2.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragjax.models.fields import check
+from ragjax.core import ConfigError
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2"]
 
@@ -80,7 +82,7 @@ class ModelConfig:
     num_heads query heads share num_kv_heads key/value heads in groups of num_groups, each head_dim wide
     (not always hidden_size / num_heads). qkv_bias: q, k and v projections have a bias. qk_norm: RMSNorm
     over each query and key head. context_length: longest sequence the model was trained for, in tokens.
-    soft_tokens: tokens behind the vocabulary that no text has and the model never says (`models/packet.py`).
+    soft_tokens: tokens behind the vocabulary that no text has and the model never says (`models/trained.py`).
     rotary_dim: components of a head that RoPE turns, the first in the checkpoint's order; None if all.
     activation: of the MLP's gate; "gelu" is the approximation by tanh. post_norms: attention and MLP are normed before
     they are added as well. embedding_scale: what embeddings are multiplied with. query_scalar: attention logits are
@@ -189,3 +191,176 @@ class ModelConfig:
             name: value for name, value in asdict(self).items() if defaults[name] is MISSING or value != defaults[name]
         }
         return json.dumps(given, sort_keys=True, separators=(",", ":"))
+
+
+def check(ok: bool, name: str, value: object, wanted: str) -> None:
+    """Refuse a value unless `ok`; wanted: what it must be."""
+    if not ok:
+        raise ConfigError(f"model configuration: {name} is {value!r}; it must be {wanted}")
+
+
+def integer(mapping: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """Read a whole number, which may be given for each layer as long as the layers agree."""
+    value = mapping.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"model configuration: {key} is missing")
+    if isinstance(value, list | tuple) and value and all(item == value[0] for item in value):
+        value = value[0]
+    check(isinstance(value, int) and not isinstance(value, bool), key, value, "one whole number for all layers")
+    return int(value)
+
+
+def number(mapping: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """Read a finite number."""
+    value = mapping.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ConfigError(f"model configuration: {key} is missing")
+    check(isinstance(value, int | float) and not isinstance(value, bool), key, value, "a number")
+    check(abs(value) < 1e300, key, value, "a finite number")
+    return float(value)
+
+
+def flag(mapping: Mapping[str, Any], key: str) -> bool:
+    """Read a truth value, false where it is not given."""
+    value = mapping.get(key)
+    check(value is None or isinstance(value, bool), key, value, "true or false")
+    return bool(value)
+
+
+def token_ids(mapping: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Read a token id that configs give as a number, a list of numbers or null."""
+    value = mapping.get(key)
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list | tuple) else (value,)
+    for token in ids:
+        check(isinstance(token, int) and not isinstance(token, bool), key, value, "a token id or a list of them")
+    return tuple(int(token) for token in ids)
+
+
+_HARMLESS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_LLAMA3 = frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"})
+_LONG = frozenset({"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"})
+_LONG_NAMES = ("longrope", "su")  # the second in the first files of Phi-3
+
+
+@dataclass(frozen=True)
+class Rope:
+    """theta, scaling, rotary_dim: as of `config.ModelConfig`. context: tokens that they hold for; None if for all."""
+
+    theta: float
+    scaling: RopeScaling | LongRope | None = None
+    rotary_dim: int | None = None
+    context: int | None = None
+
+
+def read_rope(mapping: Mapping[str, Any], family: Family, head_dim: int) -> Rope:
+    """Read `rope_parameters`, or `rope_theta` and `rope_scaling`, of config.json.
+
+    Raises:
+        ConfigError: naming the field that is not supported.
+    """
+    where, rope = _section(mapping)
+    theta = number(rope, "rope_theta", number(mapping, "rope_theta", 10000.0))
+    rotary_dim = _rotary_dim(mapping, rope, where, family, head_dim)
+    method = rope.get("rope_type", rope.get("type", "default"))
+    if method == "default":
+        _refuse_unknown(rope, where, frozenset())
+        return Rope(theta, None, rotary_dim)
+    if method in _LONG_NAMES and family == "phi3":
+        _refuse_unknown(rope, where, _LONG)
+        scaling, original = _long_rope(mapping, rope, where)
+        return Rope(theta, scaling, rotary_dim, original)
+    if method != "llama3":
+        raise ConfigError(f"model configuration: {where} of type {method!r} is not supported, only llama3")
+    _refuse_unknown(rope, where, _LLAMA3)
+    stretched = RopeScaling(
+        factor=number(rope, "factor"),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
+        original_context=integer(rope, "original_max_position_embeddings"),
+    )
+    return Rope(theta, stretched, rotary_dim)
+
+
+def _section(mapping: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    forms = [key for key in ("rope_parameters", "rope_scaling") if mapping.get(key)]
+    if len(forms) == 2 and mapping["rope_parameters"] != mapping["rope_scaling"]:
+        raise ConfigError("model configuration: rope_parameters and rope_scaling contradict each other")
+    rope: Mapping[str, Any] = mapping[forms[0]] if forms else {}
+    where = forms[0] if forms else "rope_scaling"
+    check(isinstance(rope, Mapping), where, rope, "an object")
+    return where, rope
+
+
+def _rotary_dim(
+    mapping: Mapping[str, Any], rope: Mapping[str, Any], where: str, family: Family, head_dim: int
+) -> int | None:
+    """The components that are turned; None if all are."""
+    name, owner = (f"{where}.", rope) if "partial_rotary_factor" in rope else ("", mapping)
+    share = owner.get("partial_rotary_factor")
+    if share in (None, 1, 1.0):
+        return None
+    check(family == "phi3", f"{name}partial_rotary_factor", share, f"1 for {family}")
+    return int(head_dim * number(owner, "partial_rotary_factor"))
+
+
+def _long_rope(mapping: Mapping[str, Any], rope: Mapping[str, Any], where: str) -> tuple[LongRope, int]:
+    """LongRoPE and the original length: up to it, the short factors hold (transformers' `longrope`)."""
+    key = "original_max_position_embeddings"
+    original = integer(rope, key, integer(mapping, key, 4096))
+    check(original >= 2, key, original, "at least 2")
+    short = rope.get("short_factor")
+    valid = isinstance(short, list | tuple) and all(isinstance(f, int | float) for f in short)
+    check(valid, f"{where}.short_factor", short, "a list of numbers")
+    factor = number(rope, "factor", integer(mapping, "max_position_embeddings") / original)
+    usual = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    return LongRope(tuple(map(float, short or ())), number(rope, "attention_factor", usual)), original
+
+
+def _refuse_unknown(rope: Mapping[str, Any], where: str, wanted: frozenset[str]) -> None:
+    unknown = sorted(set(rope) - _HARMLESS - wanted)
+    if unknown:
+        raise ConfigError(f"model configuration: {where} has unsupported fields: {', '.join(unknown)}")
+
+
+GEMMA_FIELDS = frozenset(
+    {
+        *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "hidden_activation"),
+        *("cache_implementation", "use_bidirectional_attention"),
+    }
+)
+"""Fields that `read_gemma` reads, or that do not change the computation."""
+
+GEMMA_HEAD_DIM, GEMMA_WINDOW = 256, 4096
+GEMMA_ATTENTION_CAP, GEMMA_LOGIT_CAP = 50.0, 30.0
+
+
+def read_gemma(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the fields of `ModelConfig` that Gemma 2 alone has; transformers' Gemma2Config has the defaults.
+
+    Raises:
+        ConfigError: naming the field that is not supported.
+    """
+    activation = mapping.get("hidden_activation") or "gelu_pytorch_tanh"
+    check(activation == "gelu_pytorch_tanh", "hidden_activation", activation, "'gelu_pytorch_tanh'")
+    both_ways = flag(mapping, "use_bidirectional_attention")
+    check(not both_ways, "use_bidirectional_attention", both_ways, "false")
+    return {
+        "activation": "gelu",
+        "post_norms": True,
+        "embedding_scale": integer(mapping, "hidden_size") ** 0.5,
+        "query_scalar": number(mapping, "query_pre_attn_scalar", GEMMA_HEAD_DIM),
+        "attention_cap": _cap(mapping, "attn_logit_softcapping", GEMMA_ATTENTION_CAP),
+        "logit_cap": _cap(mapping, "final_logit_softcapping", GEMMA_LOGIT_CAP),
+        "tie_embeddings": mapping.get("tie_word_embeddings") is None or flag(mapping, "tie_word_embeddings"),
+    }
+
+
+def _cap(mapping: Mapping[str, Any], key: str, default: float) -> float | None:
+    """A cap; None if the file says null, the default if it says nothing."""
+    return None if key in mapping and mapping[key] is None else number(mapping, key, default)

@@ -30,7 +30,7 @@ from tokenizers import Tokenizer
 
 from ragjax.core import ConfigError, RequestError
 from ragjax.models.huggingface import read_json
-from ragjax.models.tokenizer_definition import vocab_size
+from ragjax.models.tokenizer_files import vocab_size
 
 GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 192: (1, 6), 256: (1, 4)}
 """Compiled lengths, and the batch sizes of each: one text, or about a thousand tokens."""

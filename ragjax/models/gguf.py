@@ -13,9 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import ConfigError
-from ragjax.models import gemma
-from ragjax.models.config import Family, LongRope, ModelConfig, RopeScaling, inverse_frequencies, rope_divisors
-from ragjax.models.fields import check, integer, number, token_ids
+from ragjax.models.config import (
+    GEMMA_ATTENTION_CAP,
+    GEMMA_LOGIT_CAP,
+    GEMMA_WINDOW,
+    Family,
+    LongRope,
+    ModelConfig,
+    RopeScaling,
+    check,
+    integer,
+    inverse_frequencies,
+    number,
+    rope_divisors,
+    token_ids,
+)
 from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, split_fused
 
 # GGUF keys below the architecture's prefix that are read, that say nothing, or that must have one value.
@@ -343,8 +355,8 @@ def _gemma2(metadata: Mapping[str, Any], layers: int, hidden: int, heads: int, h
         "post_norms": True,
         "embedding_scale": hidden**0.5,
         "query_scalar": float(hidden // heads if layers == _GEMMA2_27B_LAYERS else head_dim),
-        "attention_cap": number(metadata, "gemma2.attn_logit_softcapping", gemma.ATTENTION_CAP),
-        "logit_cap": number(metadata, "gemma2.final_logit_softcapping", gemma.LOGIT_CAP),
+        "attention_cap": number(metadata, "gemma2.attn_logit_softcapping", GEMMA_ATTENTION_CAP),
+        "logit_cap": number(metadata, "gemma2.final_logit_softcapping", GEMMA_LOGIT_CAP),
     }
 
 
@@ -358,7 +370,7 @@ def _context_length(metadata: Mapping[str, Any], prefix: str) -> int:
 def _window(architecture: str, context: int) -> int:
     """The window of files older than its key, as llama.cpp has it; 0: none."""
     if architecture == "gemma2":
-        return gemma.WINDOW
+        return GEMMA_WINDOW
     return _PHI3_4K_WINDOW if architecture == "phi3" and context == _PHI3_4K else 0
 
 

@@ -1,6 +1,6 @@
 """Checkpoints laid out as on Hugging Face: config.json and safetensors.
 
-Matrices may be stored in fewer bits (`quantization/`). A field of config.json that would change the computation in a
+Matrices may be stored in fewer bits (`quantization.py`). A field of config.json that would change the computation in a
 way the decoder does not know is refused by name.
 Fields: https://huggingface.co/docs/transformers; tensors: https://huggingface.co/docs/safetensors.
 """
@@ -21,11 +21,22 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ragjax.core import ConfigError
-from ragjax.models import gemma
-from ragjax.models.config import Family, ModelConfig
-from ragjax.models.fields import check, flag, integer, number, token_ids
+from ragjax.models.config import (
+    GEMMA_FIELDS,
+    GEMMA_HEAD_DIM,
+    GEMMA_WINDOW,
+    Family,
+    ModelConfig,
+    Rope,
+    check,
+    flag,
+    integer,
+    number,
+    read_gemma,
+    read_rope,
+    token_ids,
+)
 from ragjax.models.quantization import read_scheme, section_of, widened
-from ragjax.models.rotary import Rope, read_rope
 from ragjax.models.tensors import Array, Checkpoint, Shape, Tensors, check_tensors, expected_shapes, raised, split_fused
 
 SAFETENSORS_DTYPES: Mapping[str, DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -60,11 +71,11 @@ _GEMMA3 = "layers with RoPE bases and sliding windows of their own are not suppo
 _REFUSED: Mapping[str, str] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 
 # What the reference implementation assumes where config.json is silent.
-_WINDOWS: Mapping[Family, int] = {"mistral": 4096, "gemma2": gemma.WINDOW}
-_HEAD_DIMS: Mapping[Family, int] = {"qwen3": 128, "gemma2": gemma.HEAD_DIM}
+_WINDOWS: Mapping[Family, int] = {"mistral": 4096, "gemma2": GEMMA_WINDOW}
+_HEAD_DIMS: Mapping[Family, int] = {"qwen3": 128, "gemma2": GEMMA_HEAD_DIM}
 
 # Fields that are read for one family and refused for others.
-_OWN_FIELDS: Mapping[Family, frozenset[str]] = {"gemma2": gemma.FIELDS}
+_OWN_FIELDS: Mapping[Family, frozenset[str]] = {"gemma2": GEMMA_FIELDS}
 _ACTIVATIONS: Mapping[Family, tuple[str, ...]] = {"gemma2": ("gelu", "gelu_pytorch_tanh")}
 
 # Fields of config.json that choose something the decoder has no code for, with the values that mean "off".
@@ -242,7 +253,7 @@ def read_config(mapping: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(mapping, family, head_dim)
     own: dict[str, Any] = {"tie_embeddings": flag(mapping, "tie_word_embeddings")}
     if family == "gemma2":
-        own = gemma.read_gemma(mapping)
+        own = read_gemma(mapping)
     return ModelConfig(
         **own,
         family=family,

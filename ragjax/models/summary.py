@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from math import prod
 from pathlib import Path
 
+import jax
+
+from ragjax.core import ConfigError
 from ragjax.models.config import ModelConfig
-from ragjax.models.hub import LocalModel
-from ragjax.models.huggingface import weight_files
+from ragjax.models.hub import (
+    ADAPTED,
+    PACKAGED,
+    SNAPSHOT,
+    LocalModel,
+    NotHereError,
+    download_bytes,
+    is_repository,
+    resolve,
+    wheel_url,
+)
+from ragjax.models.huggingface import read_config, read_json, weight_files
 from ragjax.models.tensors import Tensors, expected_shapes
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.weights import open_checkpoint
@@ -65,3 +82,82 @@ def _storage(tensors: Tensors, path: Path) -> str:
         count[tensors.dtypes[name]] += prod(shape)
     kind = count.most_common(1)[0][0]
     return kind if path.is_dir() else f"GGUF, {kind}"
+
+
+_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """platform: JAX's word for the device. bytes: that it has in all."""
+
+    platform: str
+    bytes: int
+
+
+def device_memory() -> Memory:
+    """Of the first device: what its allocator may take; of a CPU, the machine's memory, or the container's limit."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
+    return Memory(device.platform, int(limit) if limit else _host_bytes())
+
+
+def _host_bytes() -> int:
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no container, or one without a limit ("max")
+        return min(installed, int(_LIMIT.read_text()))
+    return installed
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a download brings: its size in bytes, and the model's configuration; None for what is not known before."""
+
+    bytes: int | None
+    config: ModelConfig | None
+
+
+def inventory() -> Iterator[tuple[str, LocalModel | None]]:
+    """The packaged models, and repositories in the cache of Hugging Face, by name; None for what is not here."""
+    for name in (*PACKAGED, *ADAPTED, *_repositories()):
+        try:
+            yield name, resolve(name, download=False)
+        except NotHereError:
+            yield name, None
+
+
+def offer(name: str) -> Offer:
+    """What a download of this model would bring; nothing is downloaded but a repository's config.json.
+
+    Raises:
+        ConfigError: if it cannot be found, or could not be served.
+    """
+    if name in PACKAGED:
+        return Offer(download_bytes(wheel_url(PACKAGED[name])), None)
+    return _repository_offer(name) if is_repository(name) else Offer(None, None)
+
+
+def _repository_offer(name: str) -> Offer:
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        files = HfApi().model_info(name, files_metadata=True).siblings or []
+        config = read_config(read_json(Path(hf_hub_download(name, "config.json"))))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise ConfigError(f"{name}: cannot be fetched from Hugging Face: {error}") from error
+    wanted = [file for file in files if any(fnmatch(file.rfilename, pattern) for pattern in SNAPSHOT)]
+    return Offer(sum(file.size or 0 for file in wanted), config)
+
+
+def _repositories() -> list[str]:
+    """Repositories of models that were downloaded from Hugging Face."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        found = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    # the cache may hold ids without an owner (gpt2), which are no name of a model here
+    return sorted(repo.repo_id for repo in found if repo.repo_type == "model" and is_repository(repo.repo_id))

@@ -18,13 +18,17 @@ from typing import Any
 import numpy as np
 
 from ragjax.core import ConfigError, Message, RequestError, Tokens
-from ragjax.models.alignment import Pieces
-from ragjax.models.chat_template import ChatTemplate
+from ragjax.models.chat_template import ChatTemplate, Pieces
 from ragjax.models.config import ModelConfig
-from ragjax.models.directory_tokenizer import settings_of_directory
 from ragjax.models.gguf import read_gguf
-from ragjax.models.gguf_tokenizer import settings_of_gguf
-from ragjax.models.tokenizer_definition import SPACE, ByteForm, build, vocab_size
+from ragjax.models.tokenizer_files import (
+    SPACE,
+    ByteForm,
+    build,
+    settings_of_directory,
+    settings_of_gguf,
+    vocab_size,
+)
 
 
 def _is_blank(token: Mapping[str, Any]) -> bool:

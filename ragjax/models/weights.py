@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from ragjax.core import ConfigError
 from ragjax.core.file import atomic_path
 from ragjax.models.gguf import open_gguf
-from ragjax.models.hub import cache_writes
+from ragjax.models.hub import cache_writes, locked
 from ragjax.models.huggingface import (
     SAFETENSORS_DTYPES,
     open_directory,
@@ -26,7 +26,6 @@ from ragjax.models.huggingface import (
     storage_note,
     weight_files,
 )
-from ragjax.models.lock import locked
 from ragjax.models.tensors import Array, Checkpoint, Tensors
 
 if TYPE_CHECKING:

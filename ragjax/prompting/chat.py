@@ -17,8 +17,7 @@ import numpy as np
 
 from ragjax.core import Chunk, Hit, Kind, Message, Prompt, RequestError, Segment, Tokens, Tools
 from ragjax.core.depprompt import TreeNode, branches
-from ragjax.models.alignment import Pieces
-from ragjax.models.chat_template import CONTEXT
+from ragjax.models.chat_template import CONTEXT, Pieces
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.recognition import Recognition, questions, recognise
 from ragjax.prompting.tools import for_template, told

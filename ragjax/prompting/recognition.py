@@ -19,7 +19,7 @@ from itertools import accumulate, groupby
 import numpy as np
 
 from ragjax.core import Kind, Segment, Tokens
-from ragjax.models.alignment import Pieces
+from ragjax.models.chat_template import Pieces
 from ragjax.models.tokenizer import Tokenizer
 from ragjax.prompting.passage import Cutter
 

@@ -1,7 +1,7 @@
 """packet: every chunk is reused as it is, between soft tokens that make up for what it did not see (KV Packet).
 
 Source: arXiv 2604.13226. A chunk is computed behind the system prompt alone, between a header and a trailer whose
-embeddings were trained for the model (`models/packet.py`), and kept with them. Nothing is recomputed, as in `naive`.
+embeddings were trained for the model (`models/trained.py`), and kept with them. Nothing is recomputed, as in `naive`.
 The paper computes its documents without a system prompt; here they see it, as all chunks do. A chunk that stands alone
 needs no packet: it is exact as it is.
 """

@@ -30,13 +30,10 @@ from numpy.typing import NDArray
 from ragjax.core import ConfigError
 from ragjax.core.tiers import Record
 from ragjax.store import entry
-from ragjax.store.draft import draft
 from ragjax.store.entry import Arrays, Bytes, Damaged, DiskError
-from ragjax.store.folder import Folder, reason, stamp
+from ragjax.store.folder import Folder, Manifest, claim, draft, reason, stamp
 from ragjax.store.index import Index
-from ragjax.store.journal import Flaw, Journal, Stats
-from ragjax.store.manifest import Manifest, claim
-from ragjax.store.repair import SLICE, Repair
+from ragjax.store.repair import SLICE, Flaw, Journal, Repair, Stats
 
 _log = logging.getLogger(__name__)
 

@@ -1,16 +1,58 @@
-"""The files of one model's disk tier: their names, those set aside, and the lock on the folder."""
+"""The files of one model's disk tier: names, manifest, those set aside, the lock on the folder.
+
+A file is written as a draft and appears under its name whole or not at all, whatever happens to its writer.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from filelock import FileLock
 
-from ragjax.store.draft import is_draft
+from ragjax.store.entry import FORMAT, Damaged
+
+_DRAFT_SUFFIX = ".tmp"
+
+
+@contextmanager
+def draft(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
+    """Write a file beside `path`, on disk when this yields its name; to be renamed there within, else it is removed.
+
+    Folders are made as needed. The draft is locked while its writer lives, on this machine or in its containers.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}")
+    with open(name, "xb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+            yield name
+        finally:
+            name.unlink(missing_ok=True)
+
+
+def is_draft(path: Path) -> bool:
+    """Whether a file's name is that of a draft."""
+    return path.name.startswith(".") and path.name.endswith(_DRAFT_SUFFIX)
+
+
+def remove_draft(path: Path) -> None:
+    """Remove a draft, unless somebody is writing it or it cannot be removed."""
+    with suppress(OSError), open(path, "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+
 
 _SUFFIX = ".safetensors"
 
@@ -87,3 +129,111 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
         return list(files)
     return []
+
+
+_NAME = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a folder of entries belongs to. about: the model, its dtype and the like, for people to read."""
+
+    identity: bytes
+    about: Mapping[str, str]
+
+    @staticmethod
+    def read(folder: Path) -> Manifest | None:
+        """The manifest of a folder, or None if it has none.
+
+        Raises:
+            Damaged: it cannot be read, or is of another version.
+        """
+        try:
+            fields = json.loads((folder / _NAME).read_bytes())
+            version, identity, about = fields["format"], bytes.fromhex(fields["identity"]), dict(fields["about"])
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, KeyError, TypeError, ValueError, RecursionError):
+            raise Damaged("its manifest cannot be read") from None
+        if version != FORMAT:
+            raise Damaged(f"its format is {version!r}, this program's is {FORMAT}")
+        return Manifest(identity, about)
+
+    def write(self, folder: Path) -> None:
+        """Make the folder if need be, and write its manifest."""
+        fields = {"format": FORMAT, "identity": self.identity.hex(), "about": dict(self.about)}
+        path = folder / _NAME
+        with draft(path, [json.dumps(fields, indent=1).encode()]) as file:
+            file.replace(path)
+
+
+def claim(directory: Path, manifest: Manifest) -> tuple[Path, int]:
+    """The folder of a model, made if need be, and the number of folders passed over.
+
+    It is named by the identity. One whose manifest is of another version, another identity or not readable is left as
+    it is (a process of that version may be using it), and the name with ".1", ".2" and so on is tried.
+
+    Raises:
+        OSError: the directory cannot be made or entered, so that every name would fail.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    os.stat(os.path.join(directory, "."))  # as a string: a Path would leave the point out, and so not enter it
+    for number in count():
+        folder = directory / (manifest.identity.hex() + (f".{number}" if number else ""))
+        try:
+            found = Manifest.read(folder)
+        except Damaged:
+            continue
+        if found is None:
+            manifest.write(folder)
+        elif found.identity != manifest.identity:
+            continue
+        return folder, number
+    raise AssertionError("unreachable")
+
+
+def folders(directory: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
+    """The folders of a directory that have a manifest, or else why it cannot be used; by name.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for folder in sorted(directory.iterdir()):
+        try:
+            manifest = Manifest.read(folder)
+        except Damaged as error:
+            yield folder, error
+            continue
+        if manifest is not None:
+            yield folder, manifest
+
+
+def link(source: Path, target: Path) -> None:
+    """Have the entries of a directory, of all models, in another one too; what is there already stays.
+
+    An entry is never changed, so both may have its file. A store enters the files that its index lacks when it opens
+    the folder (`ragjax/store/disk.py`). Folders whose manifest is of another version, or not readable, are left out.
+
+    Raises:
+        OSError: one of the two cannot be read or written; some entries may have been put there.
+    """
+    for path, manifest in folders(source) if source.is_dir() else ():
+        if isinstance(manifest, Damaged):
+            continue
+        old, new = Folder(path), Folder(claim(target, manifest)[0])
+        for file in old.files():
+            key = old.key(file)
+            if key is not None:
+                _place(file, new.entry(key))
+
+
+def _place(source: Path, path: Path) -> None:
+    """Have a file at a second place, if nothing is there: a link, or where there are no links a copy."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, path)
+    except (FileExistsError, FileNotFoundError):  # it is there already, or has left its cache meanwhile
+        return
+    except OSError:
+        with draft(path, [source.read_bytes()]) as copy:
+            copy.replace(path)

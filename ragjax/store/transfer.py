@@ -21,12 +21,10 @@ import numpy as np
 from ragjax.core import AtRest
 from ragjax.core.tiers import Copy, Done, Job, Load, Save, TransferEngine, Write
 from ragjax.store import host
-from ragjax.store.arrival import Arrivals, Device, Disk
 from ragjax.store.codec import Codec, cut, rest_dtype
 from ragjax.store.device import Excerpt
 from ragjax.store.host import Entry, HostStore
-from ragjax.store.pages import Snapshot, nbytes
-from ragjax.store.traffic import Direction, Traffic, TrafficMeter
+from ragjax.store.load import Arrivals, Device, Direction, Disk, Snapshot, Traffic, TrafficMeter, nbytes
 
 _log = logging.getLogger(__name__)
 

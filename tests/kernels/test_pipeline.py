@@ -10,13 +10,13 @@ import pytest
 
 from ragjax.kernels.attention import jax_triton, triton
 from ragjax.kernels.attention.jax_triton import Launch
-from ragjax.kernels.attention.pipeline import STAGES, deepest, shared_bytes
+from ragjax.kernels.attention.split import STAGES, deepest, shared_bytes
 from ragjax.kernels.device import Device
 from ragjax.kernels.reductions import triton as reductions
-from ragjax.kernels.train_attention import triton as training
-from ragjax.kernels.train_attention.mask import Mask, Tokens
 from tests.support.cases import HOPPER
 from tests.support.compiler import Model, production_call
+from train.attention import triton as training
+from train.attention.mask import Mask, Tokens
 
 L4, A100, B200 = Device("gpu", (8, 9)), Device("gpu", (8, 0)), Device("gpu", (10, 0))
 LLAMA = Model(32, 8, 128)

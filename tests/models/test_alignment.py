@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragjax.core import Message, RequestError
-from ragjax.models.alignment import Frame, sentinel
-from ragjax.models.chat_template import ChatTemplate
+from ragjax.models.chat_template import ChatTemplate, Frame, sentinel
 from tests.support.growth import Scanned, assert_linear, calls
 from tests.support.vocabulary import CHATML, GOLDENS, LLAMA2
 

@@ -13,13 +13,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
-from ragjax.models.adapter import FORMAT as ADAPTER
-from ragjax.models.adapter import Adapter
 from ragjax.models.gguf import read_gguf
-from ragjax.models.packet import FORMAT as PACKET
-from ragjax.models.packet import Packet
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.models.tokenizer_definition import build
+from ragjax.models.tokenizer_files import build
+from ragjax.models.trained import LORA_FORMAT as ADAPTER
+from ragjax.models.trained import PACKET_FORMAT as PACKET
+from ragjax.models.trained import Adapter, Packet
 from ragjax.models.weights import open_checkpoint
 from tests.support import tiny
 from tests.support.mutation import EXAMPLES, altered, damaged, tried

@@ -22,8 +22,7 @@ from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
 from ragjax.models import hub
-from ragjax.models.download import download_bytes, ssl_context
-from ragjax.models.hub import Wheel, fetch, resolve, wheel_url
+from ragjax.models.hub import Wheel, download_bytes, fetch, resolve, ssl_context, wheel_url
 
 MODEL = bytes(range(256)) * 2048
 METADATA = "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: something-that-does-not-exist\n"
@@ -487,7 +486,7 @@ def test_packaged_models_are_what_their_names_say() -> None:
 
 @pytest.mark.model
 def test_packaged_adapters_are_small_and_of_a_packaged_model() -> None:
-    from ragjax.models.local import check_weights, load_trained
+    from ragjax.models.trained import check_weights, load_trained
     from ragjax.models.weights import weights_digest
 
     for name, file in hub.ADAPTED.items():

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
-from ragjax.models import lock
+from ragjax.models import hub
 from tests.support.serving import wait_for
 
 
 def test_nobody_waits_and_nothing_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        with lock.locked(tmp_path / "lock", "making it"), pytest.raises(Timeout):
+        with hub.locked(tmp_path / "lock", "making it"), pytest.raises(Timeout):
             FileLock(tmp_path / "lock").acquire(timeout=0)
     assert not caplog.records
 
@@ -22,11 +22,11 @@ def test_nobody_waits_and_nothing_is_said(tmp_path: Path, caplog: pytest.LogCapt
 def test_who_waits_long_says_so_once_and_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "PATIENCE", 0.01)
+    monkeypatch.setattr(hub, "PATIENCE", 0.01)
     went_on = threading.Event()
 
     def work() -> None:
-        with lock.locked(tmp_path / "lock", "making it"):
+        with hub.locked(tmp_path / "lock", "making it"):
             went_on.set()
 
     waiting = threading.Thread(target=work)
@@ -41,6 +41,6 @@ def test_who_waits_long_says_so_once_and_goes_on(
 
 
 def test_a_failure_gives_the_lock_back(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no"), lock.locked(tmp_path / "lock", "making it"):
+    with pytest.raises(RuntimeError, match="no"), hub.locked(tmp_path / "lock", "making it"):
         raise RuntimeError("no")
     FileLock(tmp_path / "lock").acquire(timeout=0)

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from ragjax.core import ConfigError
-from ragjax.models.adapter import Adapter
 from ragjax.models.hub import LocalModel
-from ragjax.models.local import load_model
 from ragjax.models.quantization import read_scheme
+from ragjax.models.trained import Adapter, load_model
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from tests.support.devices import ROOT
 

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from ragjax.core import ConfigError, Message, RequestError
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
-from ragjax.models.gguf_tokenizer import settings_of_gguf
 from ragjax.models.tokenizer import Stream, Tokenizer
-from ragjax.models.tokenizer_definition import build
+from ragjax.models.tokenizer_files import build, settings_of_gguf
 from tests.support.tiny import CONFIG
 from tests.support.vocabulary import CHATML, GOLDENS, gapped, tiny, user
 

@@ -11,9 +11,8 @@ import pytest
 
 from ragjax.core import Prompt
 from ragjax.engine import Engine
-from ragjax.models.adapter import BLOCK
 from ragjax.models.hub import LocalModel
-from ragjax.models.local import reads_blocks
+from ragjax.models.trained import BLOCK, reads_blocks
 from ragjax.reuse import strategies
 from ragjax.reuse.naive import Naive
 from tests.support import tiny

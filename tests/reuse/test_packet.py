@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError, Divergence, Kind, Prompt, RequestError, Wrapper
 from ragjax.engine import Engine
-from ragjax.models.packet import FORMAT, Packet
+from ragjax.models.trained import PACKET_FORMAT, Packet
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting, divergence
 from ragjax.reuse.packet import Packet as Packed
@@ -139,7 +139,7 @@ def test_a_file_of_packets_is_read_back_and_others_are_refused(tmp_path: Path) -
     save_file(wide, tmp_path / "q.safetensors", {"format": "other"})
     with pytest.raises(ConfigError, match="not a packet"):
         Packet.load(tmp_path / "q.safetensors")
-    save_file({"header": wide["header"]}, tmp_path / "r.safetensors", {"format": FORMAT})
+    save_file({"header": wide["header"]}, tmp_path / "r.safetensors", {"format": PACKET_FORMAT})
     with pytest.raises(ConfigError, match="cannot be read as a packet"):
         Packet.load(tmp_path / "r.safetensors")
     with pytest.raises(ConfigError, match="a packet needs soft tokens"):

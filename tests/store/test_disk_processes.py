@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ragjax.store.disk import DiskStore, Missing
-from ragjax.store.draft import draft
+from ragjax.store.folder import draft
 from tests.support import disks as shelves
 from tests.support.disks import (
     adds_up,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragjax.store.entry import FORMAT, Damaged, DiskError, encode
-from ragjax.store.manifest import Manifest
+from ragjax.store.folder import Manifest
 from tests.support.disks import ABOUT, IDENTITY, arrays_of, begins, decode, digest, open_store, put, record_of, same
 from tests.support.mutation import EXAMPLES, Spoil, altered, damaged, spoiled, spoils, tried
 

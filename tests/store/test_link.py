@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ragjax.store.link import link
+from ragjax.store.folder import link
 from tests.support.disks import arrays_of, digest, open_store, path_of, put, same
 
 

@@ -28,10 +28,10 @@ from ragjax.kernels.pages import Pages
 from ragjax.kernels.reductions import triton as reductions_triton
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import PageTable, Rows
-from ragjax.kernels.train_attention import triton as train_attention_triton
-from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens
 from ragjax.kernels.view import View
 from ragjax.runner.mesh import AXES
+from train.attention import triton as train_attention_triton
+from train.attention.mask import Mask, Tiles, Tokens
 
 SHARED_BYTES = 227 * 1024
 """What a block of threads can have on sm_90 (CUDA C++ Programming Guide, technical specifications)."""

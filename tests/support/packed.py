@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from ragjax.kernels.train_attention.mask import Mask, Tokens
-from ragjax.kernels.train_attention.op import BACKENDS, Backend, attend
 from tests.support.cases import KINDS, SEEDS, Writer
 from tests.support.oracle import NEVER, Float, Int, worst_error
+from train.attention.mask import Mask, Tokens
+from train.attention.op import BACKENDS, Backend, attend
 
 XLA, REFERENCE = BACKENDS["xla"], BACKENDS["reference"]
 NAMES = ("out", "lse", "dq", "dk", "dv")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ragjax.core import Message
 from ragjax.models.tokenizer import Tokenizer
-from ragjax.models.tokenizer_definition import TOKEN_FLAGS
+from ragjax.models.tokenizer_files import TOKEN_FLAGS
 
 GOLDENS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "tokenizer_goldens.json").read_text("utf-8"))
 CHATML = (

@@ -12,7 +12,7 @@ import pytest
 from ragjax.core import Wrapper
 from ragjax.engine import Engine
 from ragjax.models.decoder import rotation_table
-from ragjax.models.packet import Packet
+from ragjax.models.trained import Packet
 from tests.support import tiny
 from tests.support.plain import tensors_of
 from tests.support.reading import HEAD, READING, copied, log_softmax, seen_of, written

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ragjax.core import ConfigError, Message
-from ragjax.models.adapter import Adapter
 from ragjax.models.decoder import rotation_table
+from ragjax.models.trained import Adapter
 from ragjax.prompting.chat import chat_prompt
 from tests.support import tiny
 from tests.support.plain import tensors_of

@@ -10,7 +10,7 @@ import pytest
 
 from ragjax.core import Message, Wrapper
 from ragjax.models.decoder import Decoder
-from ragjax.models.packet import Packet
+from ragjax.models.trained import Packet
 from ragjax.prompting.chat import chat_prompt
 from ragjax.reuse.packet import Packet as Packed
 from ragjax.runner.runner import Runner

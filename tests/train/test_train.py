@@ -19,11 +19,10 @@ from flax import nnx
 
 from ragjax.core import ConfigError
 from ragjax.engine import Engine
-from ragjax.models.adapter import Adapter
 from ragjax.models.decoder import Decoder
 from ragjax.models.hub import LocalModel, resolve
-from ragjax.models.local import load_model, model_digest
 from ragjax.models.tokenizer import Tokenizer
+from ragjax.models.trained import Adapter, load_model, model_digest
 from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
 from tests.support.devices import ROOT
 from tests.support.plain import FAMILIES, tensors_of

@@ -19,9 +19,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError
-from ragjax.models.adapter import FORMAT, Adapter
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, rotation_table
+from ragjax.models.trained import LORA_FORMAT, Adapter
 from ragjax.prompting.chat import GRAPH_INSTRUCTION
 from tests.support.oracle import Float
 from tests.support.plain import tensors_of
@@ -250,7 +250,7 @@ def test_adapter_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-d
 def test_adapter_file_of_other_matrices_or_without_a_rank_is_refused(  # type: ignore[no-untyped-def]
     tmp_path, name: str, rank: int
 ) -> None:
-    about = {"format": FORMAT, "lora": json.dumps({"rank": rank, "alpha": 8.0})}
+    about = {"format": LORA_FORMAT, "lora": json.dumps({"rank": rank, "alpha": 8.0})}
     save_file({name: np.zeros((2, 4, 48), np.float32)}, tmp_path / "a.safetensors", about)
     with pytest.raises(ConfigError, match="cannot be read as a LoRA adapter"):
         Adapter.load(tmp_path / "a.safetensors")

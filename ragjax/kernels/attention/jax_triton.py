@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.core import NEVER
-from ragjax.kernels.attention.pipeline import deepest, shared_bytes
-from ragjax.kernels.attention.split import merge_splits, splits
+from ragjax.kernels.attention.split import deepest, merge_splits, shared_bytes, splits
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View
 

@@ -5,8 +5,8 @@ Source: a producer warpgroup that copies by TMA and consumer warpgroups that mul
 takes one or two tiles of 64 folded rows of one row block, a consumer warpgroup each, and its own copy of the walk
 through the block's list. A query tile is rotated once a run of equal offset, in shared memory, where wgmma reads it.
 
-This module is the call; `mosaic_memory.py` holds sizes, arrays and barriers, beside it `mosaic_producer.py` and
-`mosaic_consumer.py`.
+This module is the call; `mosaic_memory.py` holds sizes, arrays, barriers and the producer warpgroup,
+`mosaic_consumer.py` the consumers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ragjax.kernels.attention.mosaic_consumer import consume
-from ragjax.kernels.attention.mosaic_memory import TILE, Inputs, Place, Ref, Shared, Sizes, arguments, scratch_of
-from ragjax.kernels.attention.mosaic_producer import produce
+from ragjax.kernels.attention.mosaic_memory import (
+    TILE,
+    Inputs,
+    Place,
+    Ref,
+    Shared,
+    Sizes,
+    arguments,
+    produce,
+    scratch_of,
+)
 from ragjax.kernels.attention.split import splits
 from ragjax.kernels.device import Device
 from ragjax.kernels.view import View

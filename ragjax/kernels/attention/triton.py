@@ -22,11 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ragjax.core import NEVER
-from ragjax.kernels.attention.pipeline import deepest, shared_bytes
-from ragjax.kernels.attention.split import merge_splits, splits
+from ragjax.kernels.attention.split import deepest, merge_splits, shared_bytes, splits
 from ragjax.kernels.device import Device
+from ragjax.kernels.table import sees
 from ragjax.kernels.view import View
-from ragjax.kernels.visibility import sees
 
 LOG2E = 1.4426950408889634
 

@@ -21,8 +21,8 @@ from ragjax.core import NEVER
 from ragjax.kernels.blocks import visible_slots
 from ragjax.kernels.pages import from_storage, to_storage
 from ragjax.kernels.rope import rotate
+from ragjax.kernels.table import sees
 from ragjax.kernels.view import View
-from ragjax.kernels.visibility import sees
 
 FEW = 8
 """Row blocks smaller than this take entries and rotate queries, larger ones take slots and rotate keys."""

@@ -18,13 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from ragjax.kernels.attention import triton as attention_triton
-from ragjax.kernels.attention.pipeline import deepest
+from ragjax.kernels.attention.split import deepest
 from ragjax.kernels.attention.triton import LEAST_ROWS, LOG2E, Halves, Tiling, dot, fold, rotate_halves
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
-from ragjax.kernels.table import PageTable
+from ragjax.kernels.table import PageTable, sees
 from ragjax.kernels.view import View
-from ragjax.kernels.visibility import sees
 
 MOST_ROWS = 64
 """Folded rows of a program at most: next to the logits a sum of their size is kept."""

@@ -45,7 +45,7 @@ class Standing:
 
 
 class SharedTier(Inquiry):
-    """A `DiskIndex` of disk and server together, and their bytes (`store.arrival.Disk`).
+    """A `DiskIndex` of disk and server together, and their bytes (`store.load.Disk`).
 
     What the disk has is read from it. What is written goes to both: to the disk at once, to the server behind. The
     index waits for nobody: of the server it gives what is known, and asks for the rest (`Directory`).

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ragjax.kernels.attention.triton import LOG2E, dot
 from ragjax.kernels.device import Device
-from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens, visible
+from train.attention.mask import Mask, Tiles, Tokens, visible
 
 MOST_ROWS = 64
 """Rows that meet a block of keys at once in their gradient's kernel, which holds two sums: more spill registers."""

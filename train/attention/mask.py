@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ragjax.core import NEVER
-from ragjax.kernels.visibility import Extent, Keys, seen_and_full
+from ragjax.kernels.table import Extent, Keys, seen_and_full
 
 BLOCK_ROWS, BLOCK_KEYS = 128, 64
 """Block sizes where the caller does not say: what suits GPUs in bfloat16, and costs nothing on CPUs."""

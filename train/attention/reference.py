@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from ragjax.kernels.train_attention.mask import Mask, visible
+from train.attention.mask import Mask, visible
 
 
 def attend(

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 
 from ragjax.kernels.device import Device
-from ragjax.kernels.train_attention import triton as train_attention_triton
-from ragjax.kernels.train_attention.mask import Mask, Tokens
-from ragjax.kernels.train_attention.op import Backend, train_attention
 from tests.support.cases import HOPPER, budget
 from tests.support.compiler import kernels, lower
 from tests.support.matrix import few
 from tests.support.packed import CASES, TOLERANCE, Sample, Shape, check, errors, make_case, oracle, rich_case
+from train.attention import triton as train_attention_triton
+from train.attention.mask import Mask, Tokens
+from train.attention.op import Backend, train_attention
 
 pytestmark = pytest.mark.slow
 

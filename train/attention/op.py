@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from ragjax.kernels.device import Device
-from ragjax.kernels.train_attention import reference, triton, xla
-from ragjax.kernels.train_attention.mask import Mask
+from train.attention import reference, triton, xla
+from train.attention.mask import Mask
 
 log = logging.getLogger(__name__)
 

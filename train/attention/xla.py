@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ragjax.kernels.attention.xla import accumulate, dot, empty, finish, fold_heads, unfold_heads
-from ragjax.kernels.train_attention.mask import Mask, Tokens, visible
+from train.attention.mask import Mask, Tokens, visible
 
 Arrays = tuple[jax.Array, ...]
 Sums = tuple[jax.Array, jax.Array, jax.Array]

@@ -23,8 +23,6 @@ from ragjax.kernels.device import Device
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
 from ragjax.kernels.table import PageTable, Rows
-from ragjax.kernels.train_attention.mask import Mask, Tiles, Tokens, visible
-from ragjax.kernels.train_attention.op import Backend, choose, train_attention
 from ragjax.kernels.view import View
 from tests.support.cases import HOPPER, SEEDS, budget
 from tests.support.devices import assert_agreement
@@ -43,6 +41,8 @@ from tests.support.packed import (
     oracle,
     rich_case,
 )
+from train.attention.mask import Mask, Tiles, Tokens, visible
+from train.attention.op import Backend, choose, train_attention
 
 pytestmark = pytest.mark.slow
 
@@ -432,8 +432,8 @@ SHARDED = """
 import functools
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import PartitionSpec as P
-from ragjax.kernels.train_attention.op import train_attention
-from ragjax.kernels.train_attention.mask import Mask, Tokens
+from train.attention.op import train_attention
+from train.attention.mask import Mask, Tokens
 
 rng = np.random.default_rng(0)
 t = 64

@@ -1,0 +1,465 @@
+"""Hugging Face checkpoints whose matrices are stored in fewer bits; each matrix is widened to float32 when it is read.
+
+`quantization_config` of config.json names the format. A stored matrix is several tensors of one module, which become
+its `weight`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ragjax.core import ConfigError
+from ragjax.models.config import check
+from ragjax.models.tensors import Array, Shape, Tensors
+
+PLAIN_DTYPES = frozenset({"F32", "F16", "BF16"})
+"""What a tensor may have that no scheme has to widen, by its name in safetensors."""
+
+
+class Scheme(ABC):
+    """How a checkpoint stores its matrices. The parts of a module are its tensors, by their last name."""
+
+    title: str
+    """For people: format, bits, and how far a scale reaches."""
+
+    parts: frozenset[str]
+    """What a stored matrix consists of, where it is stored."""
+
+    unused: frozenset[str] = frozenset()
+    """Tensors that say how to round activations or KV, which keep the engine's dtype here."""
+
+    @abstractmethod
+    def stores(self, dtypes: Mapping[str, str]) -> bool:
+        """Whether a module with these parts, given with their dtypes, has a matrix that has to be widened."""
+
+    @abstractmethod
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """Of the matrix, [out, in]. Raises ValueError that says which part's shape does not fit."""
+
+    @abstractmethod
+    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
+        """The matrix, float32 [out, in]."""
+
+
+def widened(stored: Tensors, scheme: Scheme, where: Path) -> Tensors:
+    """The tensors with every stored matrix as a `weight`, which is widened each time it is read.
+
+    Raises:
+        ConfigError: that names the tensor which is missing or of another shape than its neighbours ask for.
+    """
+    modules: dict[str, dict[str, str]] = {}
+    for name in stored:
+        module, _, part = name.rpartition(".")
+        if part in scheme.parts:
+            modules.setdefault(module, {})[part] = name
+    packed = {
+        m: parts for m, parts in modules.items() if scheme.stores({p: stored.dtypes[n] for p, n in parts.items()})
+    }
+    taken = {name for parts in packed.values() for name in parts.values()}
+    plain = stored.without(taken | {name for name in stored if name.rpartition(".")[2] in scheme.unused})
+    for name, dtype in plain.dtypes.items():
+        if dtype not in PLAIN_DTYPES:
+            raise ConfigError(f"{where}: tensor {name} of type {dtype} has no place in a matrix of {scheme.title}")
+    return Tensors(
+        plain.loaders | {f"{m}.weight": _loader(scheme, stored, parts) for m, parts in packed.items()},
+        plain.shapes | {f"{m}.weight": _shape(scheme, stored, m, parts, where) for m, parts in packed.items()},
+        plain.dtypes | {f"{m}.weight": scheme.title for m in packed},
+    )
+
+
+def _loader(scheme: Scheme, stored: Tensors, parts: Mapping[str, str]) -> Callable[[], Array]:
+    return lambda: scheme.widen({part: stored[name] for part, name in parts.items()})
+
+
+def _shape(scheme: Scheme, stored: Tensors, module: str, parts: Mapping[str, str], where: Path) -> Shape:
+    try:
+        return scheme.shape({part: stored.shapes[name] for part, name in parts.items()})
+    except KeyError as error:
+        raise ConfigError(f"{where}: tensor {module}.{error.args[0]} is missing") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: tensor {module}.{error}") from error
+
+
+def fit(part: str, found: Shape, wanted: Shape) -> None:
+    """Raise ValueError, which `widened` completes, unless a part has the shape that it must have."""
+    if found != wanted:
+        raise ValueError(f"{part} has shape {list(found)}, expected {list(wanted)}")
+
+
+def setting(section: Mapping[str, Any], key: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
+    """A field of `quantization_config` that has one of the values which are read.
+
+    Raises:
+        ConfigError: that names it, if its value is another.
+    """
+    value = section.get(key, default)
+    choices = ", ".join(map(repr, allowed))
+    check(value in allowed, f"quantization_config.{key}", value, choices if len(allowed) == 1 else f"one of {choices}")
+    return value
+
+
+def group_size(section: Mapping[str, Any], key: str = "group_size") -> int:
+    """Inputs that share a scale; 0 for all of a row.
+
+    Raises:
+        ConfigError: if it is no such number.
+    """
+    size = section.get(key, 128)
+    valid = isinstance(size, int) and not isinstance(size, bool) and (size >= 1 or size == -1)
+    check(valid, f"quantization_config.{key}", size, "a whole number of at least 1, or -1")
+    return max(int(size), 0)
+
+
+def unpack(packed: Array, bits: int) -> NDArray[np.uint8]:
+    """Whole numbers of 4 or 8 bits from int32 words, lowest bits first: uint8 [..., words * 32 / bits]."""
+    octets = np.ascontiguousarray(packed).astype("<i4", copy=False).view(np.uint8)
+    if bits == 8:
+        return octets
+    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
+
+
+_SCALES = ("weight_scale", "weight_scale_inv")
+
+
+class Scaled(Scheme):
+    """Numbers of 8 bits and their scales: weight[o, i] = q[o, i] * scale, a scale per matrix, output or block.
+
+    `weight_scale` or `weight_scale_inv` is what q is multiplied with, whatever its name says. Its shape is [] or [1]
+    for a matrix, [out, 1] or [out] for outputs, and [out / b0, in / b1], rounded up, for blocks. The tensors say which
+    modules are stored so.
+
+    Sources: https://github.com/deepseek-ai/DeepSeek-V3, inference/kernel.py (weight_dequant); transformers'
+    FineGrainedFP8Config; https://github.com/vllm-project/vllm, vllm/model_executor/layers/quantization/fp8.py.
+
+    kind: of the numbers, "float" or "int". block: outputs and inputs that share a scale; None for a matrix or an output
+    at a time.
+    """
+
+    parts = frozenset({"weight", *_SCALES})
+    unused = frozenset({"input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "kv_scale", "q_scale"})
+
+    def __init__(self, kind: Literal["float", "int"], block: tuple[int, int] | None):
+        self._dtype, name = {"float": ("F8_E4M3", "FP8"), "int": ("I8", "INT8")}[kind]
+        self._block = block
+        reach = f"blocks of {block[0]} x {block[1]}" if block else "a scale per matrix or output"
+        self.title = f"{name}, {reach}"
+
+    def stores(self, dtypes: Mapping[str, str]) -> bool:
+        """Whatever is of this kind, or has a scale."""
+        return dtypes.get("weight") == self._dtype or not dtypes.keys().isdisjoint(_SCALES)
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """[out, in]."""
+        name = _scale_of(shapes)
+        outputs, inputs = shapes["weight"]
+        found = shapes[name]
+        if self._block:
+            rows, columns = self._block
+            fit(name, found, (-(-outputs // rows), -(-inputs // columns)))
+        elif found not in ((), (1,), (1, 1), (outputs,)):
+            fit(name, found, (outputs, 1))
+        return outputs, inputs
+
+    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
+        """Products of q and its scale."""
+        weight_OI = parts["weight"].astype(np.float32)
+        scale = parts[_scale_of(parts)].astype(np.float32)
+        if not self._block:
+            weight_OI *= scale.reshape(-1, 1) if scale.ndim == 1 else scale
+            return weight_OI
+        outputs, inputs = weight_OI.shape
+        weight_OI *= scale.repeat(self._block[0], 0)[:outputs].repeat(self._block[1], 1)[:, :inputs]
+        return weight_OI
+
+
+def _scale_of(parts: Mapping[str, Any]) -> str:
+    """The name of a module's scale. Raises KeyError with the name that it should have."""
+    found = next((name for name in _SCALES if name in parts), None)
+    if found is None:
+        raise KeyError(_SCALES[0])
+    return found
+
+
+def read_block(section: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    """The outputs and inputs of a block; None if there are no blocks. Raises ConfigError if it is no such pair."""
+    block = section.get(key)
+    if block is None:
+        return None
+    valid = isinstance(block, Sequence) and len(block) == 2 and all(isinstance(n, int) and n >= 1 for n in block)
+    check(valid, f"quantization_config.{key}", block, "two whole numbers of at least 1")
+    return int(block[0]), int(block[1])
+
+
+def read_fp8(section: Mapping[str, Any]) -> Scaled:
+    """From `quantization_config`. Raises ConfigError that names the field which cannot be honoured."""
+    setting(section, "fmt", (None, "e4m3"))
+    return Scaled("float", read_block(section, "weight_block_size"))
+
+
+_EIGHT_BITS = {"float-quantized": "float", "naive-quantized": "float", "int-quantized": "int"}
+
+_IN_ROW, _BY_INDEX = ("weight", "static"), ("group", "dynamic")
+"""Of `actorder`: groups of inputs in a row, or as weight_g_idx says; the second name of each is an alias."""
+
+
+class Packed(Scheme):
+    """compressed-tensors' "pack-quantized": weight[o, i] = (q[o, i] - zero[o, g]) * scale[o, g].
+
+    g is i // group_size, or weight_g_idx[i]. weight_packed is int32 [out, in * bits / 32]: a word holds 32 / bits
+    inputs, the first in its lowest bits. weight_zero_point is int32 [out * bits / 32, groups], packed along the
+    outputs; without it, zero is 2^(bits - 1). weight_scale is [out, groups]; weight_shape repeats out and in.
+
+    Source: https://github.com/neuralmagic/compressed-tensors, src/compressed_tensors/compressors (pack_quantized.py)
+    and src/compressed_tensors/quantization/quant_args.py.
+
+    bits: 4 or 8. group: inputs that share a scale; 0 for all. ordered: groups are in a row.
+    """
+
+    parts = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"})
+
+    def __init__(self, bits: int, group: int, *, symmetric: bool, ordered: bool):
+        self._bits, self._group, self._symmetric, self._ordered = bits, group, symmetric, ordered
+        self.title = f"compressed-tensors, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
+
+    def stores(self, dtypes: Mapping[str, str]) -> bool:
+        """Wherever there is a weight_packed."""
+        return "weight_packed" in dtypes
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """[out, in]."""
+        outputs, words = shapes["weight_packed"]
+        inputs = words * 32 // self._bits
+        groups = -(-inputs // (self._group or inputs))
+        fit("weight_scale", shapes["weight_scale"], (outputs, groups))
+        if not self._symmetric:
+            fit("weight_zero_point", shapes["weight_zero_point"], (-(-outputs * self._bits // 32), groups))
+        if not self._ordered:
+            fit("weight_g_idx", shapes["weight_g_idx"], (inputs,))
+        return outputs, inputs
+
+    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
+        """As the definition above."""
+        weight_OI = unpack(parts["weight_packed"], self._bits).astype(np.float32)
+        outputs, inputs = weight_OI.shape
+        group_I = np.arange(inputs) // (self._group or inputs) if self._ordered else parts["weight_g_idx"]
+        if self._symmetric:
+            weight_OI -= 2 ** (self._bits - 1)
+        else:
+            zero_OG = np.ascontiguousarray(unpack(parts["weight_zero_point"].T, self._bits).T[:outputs])
+            weight_OI -= zero_OG[:, group_I]
+        weight_OI *= parts["weight_scale"].astype(np.float32)[:, group_I]
+        return weight_OI
+
+
+def read_compressed(section: Mapping[str, Any]) -> Scheme:
+    """Read a `quantization_config` of llm-compressor; all groups of `config_groups` must say the same.
+
+    Raises:
+        ConfigError: naming the field that is not supported.
+    """
+    layout = setting(section, "format", (*_EIGHT_BITS, "pack-quantized"))
+    for key in ("sparsity_config", "transform_config"):
+        inner = section.get(key)
+        dense = not inner or (isinstance(inner, Mapping) and inner.get("format") == "dense")
+        check(dense, f"quantization_config.{key}", inner, "absent")
+    groups: Any = section.get("config_groups")
+    check(isinstance(groups, Mapping) and bool(groups), "quantization_config.config_groups", groups, "an object")
+    schemes = [_read_group(name, group, layout) for name, group in groups.items()]
+    if len({scheme.title for scheme in schemes}) != 1:
+        raise ConfigError("model configuration: quantization_config.config_groups do not agree; one way is read")
+    return schemes[0]
+
+
+def _read_group(name: str, group: Any, layout: str) -> Scheme:
+    """How the weights of a group's modules are stored."""
+    where = f"config_groups.{name}.weights"
+    weights: Any = group.get("weights") if isinstance(group, Mapping) else None
+    check(isinstance(weights, Mapping), f"quantization_config.{where}", weights, "an object")
+    named = {f"{where}.{key}": value for key, value in weights.items()}
+    if layout == "pack-quantized":
+        return _read_packed(named, where)
+    kind = setting(named, f"{where}.type", (_EIGHT_BITS[layout],))
+    setting(named, f"{where}.num_bits", (8,))
+    setting(named, f"{where}.symmetric", (True,), True)
+    reach = setting(named, f"{where}.strategy", ("tensor", "channel", "block"))
+    return Scaled(kind, read_block(named, f"{where}.block_structure") if reach == "block" else None)
+
+
+def _read_packed(named: Mapping[str, Any], where: str) -> Packed:
+    setting(named, f"{where}.type", ("int",))
+    bits = setting(named, f"{where}.num_bits", (4, 8))
+    reach = setting(named, f"{where}.strategy", ("group", "channel"))
+    symmetric = setting(named, f"{where}.symmetric", (True, False), True)
+    ordered = setting(named, f"{where}.actorder", (None, *_IN_ROW, *_BY_INDEX)) not in _BY_INDEX
+    size = group_size(named, f"{where}.group_size") if reach == "group" else 0
+    return Packed(bits, size, symmetric=symmetric, ordered=ordered)
+
+
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in a word each of its 8 outputs lies."""
+
+
+class Awq(Scheme):
+    """AWQ (arXiv 2306.00978) in AutoAWQ's GEMM layout: weight[o, i] = (q[i, o] - zero[g, o]) * scale[g, o].
+
+    g is i // group_size. qweight is int32 [in, out / 8]: a word holds 8 outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7
+    from the lowest bits on. qzeros is int32 [groups, out / 8], packed alike; scales are [groups, out].
+
+    Source: https://github.com/casper-hansen/AutoAWQ, awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
+
+    group: inputs that share a scale; 0 for all of them.
+    """
+
+    parts = frozenset({"qweight", "qzeros", "scales"})
+
+    def __init__(self, group: int):
+        self._group = group
+        self.title = f"AWQ, 4 bits, {f'groups of {group}' if group else 'a scale per output'}"
+
+    def stores(self, dtypes: Mapping[str, str]) -> bool:
+        """Wherever there is a qweight."""
+        return "qweight" in dtypes
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """[out, in]."""
+        inputs, words = shapes["qweight"]
+        groups = inputs // (self._group or inputs)
+        if self._group and inputs % self._group:
+            raise ValueError(f"qweight has {inputs} inputs, which groups of {self._group} do not divide")
+        fit("scales", shapes["scales"], (groups, 8 * words))
+        fit("qzeros", shapes["qzeros"], (groups, words))
+        return 8 * words, inputs
+
+    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
+        """As the definition above."""
+        scale_GO = parts["scales"].astype(np.float32)
+        zero_GO = _outputs(parts["qzeros"])
+        code_IO = _outputs(parts["qweight"])
+        weight_GIO = code_IO.reshape(len(scale_GO), -1, code_IO.shape[1]).astype(np.float32)
+        weight_GIO -= zero_GO[:, None]
+        weight_GIO *= scale_GO[:, None]
+        return weight_GIO.reshape(code_IO.shape).T
+
+
+def _outputs(packed: Array) -> NDArray[np.uint8]:
+    """Words [..., out / 8] as numbers in the outputs' order, uint8 [..., out]."""
+    return unpack(packed, 4).reshape(*packed.shape, 8)[..., _PLACES].reshape(len(packed), -1)
+
+
+def read_awq(section: Mapping[str, Any]) -> Awq:
+    """From `quantization_config`. Raises ConfigError that names the field which cannot be honoured."""
+    setting(section, "bits", (4,), 4)
+    setting(section, "zero_point", (True,), True)
+    version = section.get("version", "gemm")
+    check(str(version).lower() == "gemm", "quantization_config.version", version, "'gemm'")
+    return Awq(group_size(section))
+
+
+_FORMATS = ("gptq", "gptq_v2")
+
+
+class Gptq(Scheme):
+    """GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it: weight[o, i] = (q[i, o] - zero[g, o]) * scale[g, o].
+
+    g is g_idx[i], int32 [in]; with `desc_act` it is not i // group_size. qweight is int32 [in * bits / 32, out]: a word
+    holds 32 / bits inputs, the first in its lowest bits. qzeros is int32 [groups, out * bits / 32], scales are
+    [groups, out]. The format "gptq" stores zero - 1 and wraps around, "gptq_v2" stores zero.
+
+    Sources: https://github.com/AutoGPTQ/AutoGPTQ, auto_gptq/nn_modules/qlinear/qlinear_cuda_old.py;
+    https://github.com/ModelCloud/GPTQModel, gptqmodel/utils/model.py (conversion of format 1 to 2).
+
+    bits: 4 or 8. group: inputs that share a scale; 0 for all. less_one: zero points are stored less 1.
+    """
+
+    parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+
+    def __init__(self, bits: int, group: int, *, ordered: bool, less_one: bool):
+        self._bits, self._group, self._ordered, self._less_one = bits, group, ordered, less_one
+        self.title = f"GPTQ, {bits} bits, {f'groups of {group}' if group else 'a scale per output'}"
+
+    def stores(self, dtypes: Mapping[str, str]) -> bool:
+        """Wherever there is a qweight."""
+        return "qweight" in dtypes
+
+    def shape(self, shapes: Mapping[str, Shape]) -> Shape:
+        """[out, in]."""
+        words, outputs = shapes["qweight"]
+        inputs = words * 32 // self._bits
+        groups = -(-inputs // (self._group or inputs))
+        fit("scales", shapes["scales"], (groups, outputs))
+        fit("qzeros", shapes["qzeros"], (groups, outputs * self._bits // 32))
+        if not self._ordered or "g_idx" in shapes:
+            fit("g_idx", shapes["g_idx"], (inputs,))
+        return outputs, inputs
+
+    def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
+        """As the definition above."""
+        scale_OG = np.ascontiguousarray(parts["scales"].T, np.float32)
+        zero_OG = np.ascontiguousarray(unpack(parts["qzeros"], self._bits).T)
+        if self._less_one:
+            zero_OG = (zero_OG + np.uint8(1)) & np.uint8(2**self._bits - 1)
+        weight_OI = unpack(parts["qweight"].T, self._bits).astype(np.float32)
+        group_I = self._groups(parts, weight_OI.shape[1])
+        weight_OI -= zero_OG[:, group_I]
+        weight_OI *= scale_OG[:, group_I]
+        return weight_OI
+
+    def _groups(self, parts: Mapping[str, Array], inputs: int) -> Array:
+        if "g_idx" in parts:
+            return parts["g_idx"]
+        return np.arange(inputs) // (self._group or inputs)
+
+
+def read_gptq(section: Mapping[str, Any]) -> Gptq:
+    """From `quantization_config`. Raises ConfigError that names the field which cannot be honoured."""
+    bits = setting(section, "bits", (4, 8))
+    layout = section.get("checkpoint_format", section.get("format", "gptq"))
+    check(layout in _FORMATS, "quantization_config.checkpoint_format", layout, f"one of {', '.join(_FORMATS)}")
+    setting(section, "is_marlin_format", (None, False))
+    setting(section, "pack_dtype", (None, "int32"))
+    setting(section, "dynamic", (None, {}))  # other bits or groups for some modules
+    ordered = not setting(section, "desc_act", (None, False, True))
+    return Gptq(bits, group_size(section), ordered=ordered, less_one=layout == "gptq")
+
+
+READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "awq": read_awq,
+    "gptq": read_gptq,
+    "fp8": read_fp8,
+    "compressed-tensors": read_compressed,
+}
+
+
+def section_of(mapping: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The part of config.json's contents that says how matrices are stored; None if they are stored plainly.
+
+    Raises:
+        ConfigError: if it is no object.
+    """
+    section = mapping.get("quantization_config") or mapping.get("compression_config")
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError(f"model configuration: quantization_config is {section!r}; it must be an object")
+    return section
+
+
+def read_scheme(mapping: Mapping[str, Any]) -> Scheme | None:
+    """How a checkpoint's matrices are stored, from the contents of config.json; None if plainly.
+
+    Raises:
+        ConfigError: that names the field which cannot be honoured.
+    """
+    section = section_of(mapping)
+    if section is None:
+        return None
+    method = str(section.get("quant_method"))
+    if method not in READERS:
+        raise ConfigError(
+            f"model configuration: quantization_config.quant_method is {method!r}; read are {', '.join(READERS)}"
+        )
+    return READERS[method](section)

@@ -1,0 +1,236 @@
+"""A model on this machine with what was trained for it: its decoder, its digest, and how it reads chunks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from numpy.typing import DTypeLike, NDArray
+
+from ragjax.core import ConfigError, Wrapper
+from ragjax.models.decoder import Decoder
+from ragjax.models.hub import LocalModel
+from ragjax.models.weights import load_decoder, open_checkpoint, weights_digest
+
+
+def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> Decoder:
+    """The decoder of a model, with its adapter if it has one.
+
+    Raises:
+        ConfigError: as `weights.open_checkpoint`; if the adapter is not for these weights.
+    """
+    decoder = load_decoder(model.path, dtype, cache_dir)
+    if model.adapter is not None:
+        trained = load_trained(model.adapter)
+        check_weights(trained.about, weights_digest(model.path, cache_dir), str(model.path))
+        trained.apply(decoder)
+    return decoder
+
+
+def load_trained(file: str | Path) -> Adapter | Packet:
+    """What a file adds to a model.
+
+    Raises:
+        ConfigError: if it is neither an adapter nor a packet.
+    """
+    return Packet.load(file) if has_format(file, PACKET_FORMAT) else Adapter.load(file)
+
+
+def check_weights(about: Mapping[str, str], digest: bytes, model: str) -> None:
+    """Raise ConfigError if what says this of itself was trained on other weights than those of this digest."""
+    if about.get("weights", digest.hex()) != digest.hex():
+        raise ConfigError(f"the adapter was trained on other weights than those of {model}")
+
+
+def wrapper_of(model: LocalModel) -> Wrapper | None:
+    """The tokens of a model's packets; None if it has none."""
+    if model.adapter is None or not has_format(model.adapter, PACKET_FORMAT):
+        return None
+    return Packet.load(model.adapter).wrapper(open_checkpoint(model.path).config.vocab_size)
+
+
+def reads_blocks(model: LocalModel) -> bool:
+    """Whether a model was trained to read chunks that see the system prompt and themselves alone."""
+    if model.adapter is None or not has_format(model.adapter, LORA_FORMAT):
+        return False
+    return Adapter.load(model.adapter).about.get("attention") == BLOCK
+
+
+def has_format(file: str | Path, name: str) -> bool:
+    """Whether a file of safetensors says that it has this format; False if it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        handle: Any = safe_open(file, framework="np")
+        return bool((handle.metadata() or {}).get("format") == name)
+    except (OSError, SafetensorError):
+        return False
+
+
+def model_digest(model: LocalModel, cache_dir: str | Path) -> bytes:
+    """SHA-256 over everything a model's weights depend on, 32 bytes; of files, as `weights.weights_digest`."""
+    weights = weights_digest(model.path, cache_dir)
+    if model.adapter is None:
+        return weights
+    return hashlib.sha256(weights + weights_digest(model.adapter, cache_dir)).digest()
+
+
+INPUTS: Mapping[str, int] = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}
+"""The matrices of a layer, and how many of each one's last axes are inputs."""
+
+LORA_FORMAT = "ragjax-lora-1"
+
+BLOCK = "block"
+"""The attention that an adapter says it was trained for, if that is block attention (arXiv 2409.15355)."""
+
+Pair = dict[str, Any]
+"""a: [L, rank, *inputs]; b: [L, *outputs, rank]. Of one layer, without L."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank adapters of all layers (LoRA, arXiv 2106.09685): W + s B A, s = alpha / rank; float32, by matrix name.
+
+    `python -m train.depft` writes them. A fused matrix has one adapter: query, key and value share its A, as do gate
+    and up. A keeps the matrix's inputs, B its outputs, in the matrix's own axes.
+
+    about: what else the file says: the model's name, and the digest of the weights they were trained on.
+    """
+
+    pairs: Mapping[str, Mapping[str, NDArray[np.float32]]]
+    rank: int
+    alpha: float
+    about: Mapping[str, str]
+
+    @staticmethod
+    def load(file: str | Path) -> Adapter:
+        """Read a file of `train.lora.Lora.save`.
+
+        Raises:
+            ConfigError: if it is no such file.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            handle: Any = safe_open(file, framework="np")
+            about = dict(handle.metadata() or {})
+            if about.pop("format", None) != LORA_FORMAT:
+                raise ConfigError(f"{file}: not a LoRA adapter of ragjax")
+            pairs: dict[str, dict[str, NDArray[np.float32]]] = {}
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                matrix, part = name.split(".")
+                pairs.setdefault(matrix, {})[part] = handle.get_tensor(name).astype(np.float32)
+            values = json.loads(about.pop("lora"))
+            rank = int(values["rank"])
+            if rank < 1 or not set(pairs) <= set(INPUTS):
+                raise ValueError(f"rank {rank}, on {', '.join(pairs)}")
+            return Adapter(pairs, rank, float(values["alpha"]), about)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(f"{file}: cannot be read as a LoRA adapter: {error}") from error
+
+    def merged(self, name: str, weight_LOI: jax.Array) -> jax.Array:
+        """All layers' matrices of this name, stacked, with their adapters, float32; as they are if they have none.
+
+        Raises:
+            ConfigError: if they are of another shape than those it was trained on.
+        """
+        if name not in self.pairs:
+            return weight_LOI
+        found = {part: tuple(value.shape) for part, value in self.pairs[name].items()}
+        wanted = pair_shapes(name, weight_LOI.shape, self.rank)
+        if found != wanted:
+            raise ConfigError(f"the adapter's {name} has shapes {found}, and the model asks for {wanted}")
+        pairs = [{part: value[i] for part, value in self.pairs[name].items()} for i in range(len(weight_LOI))]
+        return jnp.stack([self._merged(w, p) for w, p in zip(weight_LOI, pairs, strict=True)])
+
+    def _merged(self, weight: jax.Array, pair: Pair) -> jax.Array:
+        change = jnp.tensordot(jnp.asarray(pair["b"]), jnp.asarray(pair["a"]), axes=1, precision="highest")
+        merged: jax.Array = weight.astype(jnp.float32) + jnp.float32(self.alpha / self.rank) * change
+        return merged
+
+    def apply(self, decoder: Decoder) -> None:
+        """Change a decoder's matrices in place, in their dtype.
+
+        Raises:
+            ConfigError: as `merged`.
+        """
+        for name in self.pairs:
+            weights = [getattr(layer, name) for layer in decoder.layers]
+            merged_LOI = self.merged(name, jnp.stack([weight[...] for weight in weights]))
+            for weight, value in zip(weights, merged_LOI, strict=True):
+                weight.set_value(value.astype(weight.dtype))
+
+
+def pair_shapes(name: str, shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the adapters of a matrix of this stacked shape, [L, *outputs, *inputs]."""
+    layers, outputs, inputs = shape[:1], shape[1 : -INPUTS[name]], shape[-INPUTS[name] :]
+    return {"a": (*layers, rank, *inputs), "b": (*layers, *outputs, rank)}
+
+
+PACKET_FORMAT = "ragjax-packet-1"
+
+
+@dataclass(frozen=True)
+class Packet:
+    """Soft tokens around passages (KV Packet, arXiv 2604.13226): a header [h, E] and a trailer [t, E], float32.
+
+    They are embeddings, trained by `python -m train.packet` so that passages computed by themselves are read as if each
+    had seen the others; the model's weights stay as they are. In a prompt they are tokens behind the vocabulary: no
+    text contains them, and the model never says one.
+
+    about: what else the file says: the model's name, and the digest of the weights that they were trained with.
+    """
+
+    header_HE: NDArray[np.float32]
+    trailer_HE: NDArray[np.float32]
+    about: Mapping[str, str]
+
+    @staticmethod
+    def load(file: str | Path) -> Packet:
+        """Read a file of `save`.
+
+        Raises:
+            ConfigError: if it is no such file.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            handle: Any = safe_open(file, framework="np")
+            about = dict(handle.metadata() or {})
+            if about.pop("format", None) != PACKET_FORMAT:
+                raise ConfigError(f"{file}: not a packet of ragjax")
+            header, trailer = (handle.get_tensor(name).astype(np.float32) for name in ("header", "trailer"))
+            if header.ndim != 2 or trailer.shape[1:] != header.shape[1:]:
+                raise ValueError(f"shapes {header.shape} and {trailer.shape}")
+            return Packet(header, trailer, about)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ConfigError(f"{file}: cannot be read as a packet: {error}") from error
+
+    def wrapper(self, vocabulary: int) -> Wrapper:
+        """The tokens that have these embeddings behind a vocabulary of this size."""
+        return Wrapper.of(vocabulary, len(self.header_HE), len(self.trailer_HE))
+
+    def apply(self, decoder: Decoder) -> None:
+        """Give a decoder these embeddings, in place.
+
+        Raises:
+            ConfigError: if its width is another.
+        """
+        rows_SE = np.concatenate([self.header_HE, self.trailer_HE])
+        if rows_SE.shape[1] != decoder.config.hidden_size:
+            raise ConfigError(
+                f"the packet's embeddings have {rows_SE.shape[1]} components, the model's {decoder.config.hidden_size}"
+            )
+        config = replace(decoder.config, soft_tokens=len(rows_SE))
+        soft = Decoder.abstract(config).soft
+        assert soft is not None
+        soft.set_value(jnp.asarray(rows_SE))
+        decoder.config, decoder.soft = config, nnx.data(soft)

@@ -30,7 +30,7 @@ class Candidate(NamedTuple):
 
     behind: digest of the neighbours that it was computed behind, besides the context (b"": none). variant: whether it
     is one of a limited number (`Variants`). cfo: cache fixing overhead of reusing it, or what tells it by the meta that
-    is kept with it. raw: the tokens that it holds, if they are others than those looked for.
+    is kept with it.
     """
 
     provenance: Provenance
@@ -38,7 +38,6 @@ class Candidate(NamedTuple):
     behind: bytes = b""
     variant: bool = False
     cfo: float | Callable[[bytes], float] = 1.0
-    raw: bytes = b""
 
 
 @dataclass

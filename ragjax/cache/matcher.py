@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import takewhile
 
-import numpy as np
-
 from ragjax.cache.hierarchy import Hierarchy
 from ragjax.cache.keys import context_digest, raw_of
 from ragjax.cache.loader import Loader
@@ -105,8 +103,6 @@ class Matcher:
     def _match(self, context: Match, tokens: Tokens, candidate: Candidate, cold: bool) -> Match | None:
         """Pin one candidate, if it is kept; a miss is not counted."""
         self.require(context, candidate.provenance)
-        if candidate.raw:
-            tokens = np.frombuffer(candidate.raw, np.int32)
         node = self._find(context, raw_of(tokens), candidate, cold) if _usable(context) else None
         if node is None:
             return None

@@ -1,8 +1,6 @@
 """`python -m ragjax.preprocess`: a knowledge base's chunks are computed behind their most similar ones, offline.
 
-    python -m ragjax.preprocess --knowledge docs/ --index-dir index/ --disk-cache kv/
-
-With `--keep 0.33` each chunk is computed by itself, and a third of its KV is kept (docs/compression.md).
+python -m ragjax.preprocess --knowledge docs/ --index-dir index/ --disk-cache kv/
 """
 
 from __future__ import annotations
@@ -11,18 +9,16 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from typing import get_args
 
 from ragjax import core
-from ragjax.commands.flags import command_line, integer, positive
+from ragjax.commands.flags import command_line, integer
 from ragjax.commands.options import add_engine_flags, engine_options
 from ragjax.commands.wording import error_line
 from ragjax.engine import Engine
-from ragjax.engine.condensing import CondenseReport, Probe, condense
-from ragjax.engine.preprocessing import PreprocessReport, fuse, preprocess
+from ragjax.engine.preprocessing import fuse, preprocess
 from ragjax.reuse.fusion import NEIGHBOURS
 
-__all__ = ["condense", "fuse", "main", "preprocess"]
+__all__ = ["fuse", "main", "preprocess"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger("ragjax").setLevel(logging.INFO)
         logging.getLogger("ragjax.runner.programs").setLevel(logging.WARNING)  # a line for each would break the bar
         with Engine.load(engine_options(options), compile=False) as engine:  # a third of the programs are used
-            report = _prepare(engine, options)
+            neighbours = options.neighbours or NEIGHBOURS
+            report = preprocess(engine, n=neighbours, system=options.system, record=options.record)
     except core.RagjaxError as error:
         print(error_line("ragjax.preprocess", error), file=sys.stderr)
         return 2
@@ -42,12 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(report)
     return 1 if report.lost else 0
-
-
-def _prepare(engine: Engine, options: argparse.Namespace) -> PreprocessReport | CondenseReport:
-    if options.keep is not None:
-        return condense(engine, share=options.keep, probe=options.probe or "repeat", system=options.system)
-    return preprocess(engine, n=options.neighbours or NEIGHBOURS, system=options.system, record=options.record)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -66,11 +57,4 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     flag("--neighbours", type=integer(1), help=f"chunks that each is computed behind ({NEIGHBOURS})")
     flag("--system", metavar="TEXT", help="system message of the requests (default: that of requests without one)")
     flag("--record", action="store_true", help="keep what the strategy fusion+craft needs, too")
-    flag("--keep", type=positive, metavar="SHARE", help="keep this share of each chunk's own KV instead; 1: all again")
-    flag("--probe", choices=get_args(Probe), help="what --keep chooses it by (repeat)")
-    options = parser.parse_args(argv)
-    if options.keep is not None and (options.neighbours is not None or options.record):
-        parser.error("--keep takes each chunk by itself: leave out --neighbours and --record")
-    if options.keep is None and options.probe is not None:
-        parser.error("--probe says what --keep chooses by: give --keep, too")
-    return options
+    return parser.parse_args(argv)

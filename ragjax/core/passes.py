@@ -175,8 +175,8 @@ Results = Mapping[Measure, NDArray[np.float32]]
 class SegmentReport:
     """What became of one segment: token counts, its retrieval score, and where its reused KV came from.
 
-    tier: "device", "host" or "disk", the coldest of them; None if nothing was reused. dropped: tokens whose KV was left
-    out when the chunk was condensed. recomputed_at, dropped_at: which tokens these are, as places in the segment.
+    tier: "device", "host" or "disk", the coldest of them; None if nothing was reused.
+    recomputed_at: which tokens were recomputed, as places in the segment.
     """
 
     id: str
@@ -186,9 +186,7 @@ class SegmentReport:
     recomputed: int
     tier: str | None = None
     score: float | None = None
-    dropped: int = 0
     recomputed_at: Intervals = ()
-    dropped_at: Intervals = ()
 
 
 Exactness = Literal["full", "dependency", "block", "packet"]

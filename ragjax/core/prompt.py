@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
@@ -37,7 +37,6 @@ class Chunk:
     """A piece of a document as it enters a prompt: `tokens` is the exact token run of `text`.
 
     behind: digest of the neighbours that its fused KV was computed behind; empty if it was not preprocessed.
-    condensed: places of the tokens that its condensed KV is of, ascending; empty if it has none (docs/compression.md).
     """
 
     id: str
@@ -46,7 +45,6 @@ class Chunk:
     text: str
     tokens: Tokens
     behind: bytes = b""
-    condensed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ class Segment:
 
     kind: a `Kind`, or its name.
     public: whether its KV may serve every tenant, as long as all before it may.
-    behind, condensed: as `Chunk` has them.
+    behind: as `Chunk` has it.
     recognised: whether it is a chunk that a message brought, not one that was retrieved.
     depends: indices of the earlier segments that it depends on directly, where its kind does not say (None: it does; a
         node without an ancestor depends on the leading system segments).
@@ -99,7 +97,6 @@ class Segment:
     public: bool = False
     behind: bytes = b""
     depends: tuple[int, ...] | None = None
-    condensed: tuple[int, ...] = ()
     recognised: bool = False
 
     def __post_init__(self) -> None:
@@ -193,19 +190,9 @@ class Prompt:
         return Prompt((*self.segments, Segment("continued", Kind.QUERY, said)), self.keep_top)
 
     @property
-    def condensed(self) -> bool:
-        """Whether any chunk has condensed KV."""
-        return any(s.condensed for s in self.segments)
-
-    @property
     def recognised(self) -> bool:
         """Whether any chunk was recognised in a message."""
         return any(s.recognised for s in self.segments)
-
-    @property
-    def whole(self) -> Prompt:
-        """The same, with all KV of its chunks."""
-        return replace(self, segments=tuple(replace(s, condensed=()) if s.condensed else s for s in self.segments))
 
     @cached_property
     def tokens(self) -> Tokens:

@@ -37,7 +37,7 @@ class Wrapper:
         return replace(
             prompt,
             segments=tuple(
-                replace(segment, tokens=self.around(segment.tokens), behind=b"", condensed=())
+                replace(segment, tokens=self.around(segment.tokens), behind=b"")
                 if segment.kind is Kind.CHUNK
                 else segment
                 for segment in prompt.segments

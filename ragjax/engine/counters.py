@@ -47,7 +47,6 @@ class Counters:
         self.reused_tokens += sum(report.reused for report in reports)
         self.recomputed_tokens += sum(report.recomputed for report in reports)
         self.generated_tokens += len(state.generated)
-        self.dropped_tokens += sum(report.dropped for report in reports)
         if state.plan is not None and state.plan.kept is not None:
             self.dropped_tokens += max(0, len(state.prompt) - state.plan.kept)
         if state.lookup is not None:

@@ -64,7 +64,7 @@ class Keeping(Strategy):
 
     def __init__(self, inner: Strategy, keep: Callable[[Plan, Allocation], None]):
         self.name, self.measures, self.selective = inner.name, inner.measures, inner.selective
-        self.early_end, self.condensed = inner.early_end, inner.condensed
+        self.early_end = inner.early_end
         self._inner, self._keep = inner, keep
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:

@@ -203,4 +203,4 @@ class Pipeline:
 
 def _documents(hits: tuple[Hit, ...]) -> tuple[Hashable, ...]:
     """What tells the prompts of two stages apart."""
-    return tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.condensed, hit.chunk.tokens.tobytes()) for hit in hits)
+    return tuple((hit.chunk.id, hit.chunk.behind, hit.chunk.tokens.tobytes()) for hit in hits)

@@ -237,8 +237,6 @@ class Preparation:
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
         name = f"request-{next(self._numbers)}"
         compression = self._compression(request, strategy)
-        if compression is not None or (rag.strategy is None and self.contract.budgeted):
-            prompt = prompt.whole  # all tokens are scored; a budget was measured with all of a chunk's KV
         state = RequestState(name, request, prompt, plain, strategy, ratio, compression, generation, sink, times)
         state.sampler = Sampler(request.sampling, plain.tokens, self._constraint(request))
         state.notices += [] if notice is None else [notice]

@@ -155,9 +155,7 @@ def _frame(
 def chunk_segment(hit: Hit) -> Segment:
     """A chunk as it stands in prompts."""
     chunk = hit.chunk
-    return Segment(
-        chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind, condensed=chunk.condensed
-    )
+    return Segment(chunk.id, Kind.CHUNK, chunk.tokens, chunk.title, hit.score, hit.public, chunk.behind)
 
 
 def text_prompt(tokenizer: Tokenizer, text: str | Sequence[int], recognition: Recognition | None = None) -> Prompt:

@@ -48,17 +48,13 @@ create table if not exists checksums (
     number integer primary key references chunks (number) on delete cascade,
     checksum blob not null
 );
-create table if not exists condensed (
-    number integer primary key references chunks (number) on delete cascade,
-    places blob not null
-);
 """  # a directory that was made before there were marks gets these tables when it is opened
 _SIZES = "create temp table sizes (document_id text primary key, size integer not null) without rowid"
 _MEASURED = "select document_id, sum(length(cast(text as blob)) + length(tokens)) from chunks"
 _CONTENT = "id, document_id, title, text, tokens, embedding"
 CHUNK = """
-select number, id, document_id, title, text, tokens, coalesce(behind, x''), coalesce(places, x'')
-from chunks left join fused using (number) left join condensed using (number)
+select number, id, document_id, title, text, tokens, coalesce(behind, x'')
+from chunks left join fused using (number)
 """
 """Rows that `chunk_of` takes."""
 
@@ -204,8 +200,7 @@ def unmark(database: sqlite3.Connection, neighbour: int) -> list[int]:
     return [number for (number,) in database.execute(sql, (neighbour,)).fetchall()]
 
 
-def chunk_of(row: tuple[int, str, str, str, str, bytes, bytes, bytes]) -> tuple[int, Chunk]:
+def chunk_of(row: tuple[int, str, str, str, str, bytes, bytes]) -> tuple[int, Chunk]:
     """A chunk and its number, from a row of `CHUNK`."""
-    number, chunk_id, document_id, title, text, tokens, behind, places = row
-    condensed = tuple(np.frombuffer(places, np.int32).tolist())
-    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind, condensed)
+    number, chunk_id, document_id, title, text, tokens, behind = row
+    return number, Chunk(chunk_id, document_id, title, text, np.frombuffer(tokens, np.int32), behind)

@@ -265,21 +265,6 @@ class KnowledgeBase:
             self._cache.pop(number, None)
         return True
 
-    def mark_condensed(self, number: int, places: Sequence[int]) -> bool:
-        """Note of which tokens a chunk's condensed KV is kept, ascending places in it; none: there is no such KV.
-
-        False, and no mark, if the chunk has been deleted meanwhile.
-        """
-        with self._writing, self._transaction() as database:
-            if not database.execute("select 1 from chunks where number = ?", (number,)).fetchone():
-                return False
-            database.execute("delete from condensed where number = ?", (number,))
-            if places:
-                blob = np.asarray(places, np.int32).tobytes()
-                database.execute("insert into condensed values (?, ?)", (number, blob))
-            self._cache.pop(number, None)
-        return True
-
     def _store(
         self, batch: Sequence[_Prepared], max_tokens: int | None, check: Callable[[], None]
     ) -> Generator[None, None, None]:

@@ -4,7 +4,6 @@ from ragjax.core import Wrapper
 from ragjax.reuse.anchor import Anchored, Valued
 from ragjax.reuse.base import Strategy
 from ragjax.reuse.blend import Deviation, Gradual
-from ragjax.reuse.condense import Condensed
 from ragjax.reuse.craft import Craft
 from ragjax.reuse.dependency import Dependency
 from ragjax.reuse.epic import Leading
@@ -48,11 +47,11 @@ def strategies(*, alpha: float = 1.0, wrapper: Wrapper | None = None, blocks: bo
         Craft("craft-focus", alpha=alpha, focus=True),
         Craft("craft-nobeta", alpha=alpha, overhead=without_beta),
         Craft("craft-nocci", alpha=alpha, overhead=without_cci),
-        Selective("fusion", Condensed(Fused()), QueryGuided()),
+        Selective("fusion", Fused(), QueryGuided()),
         Selective("fusion-chunk", Fused(), QueryGuided("chunk")),
         Selective("fusion+blend", Fused(), Deviation()),
         Craft("fusion+craft", alpha=alpha, fused=True),
-        Selective("ragjax", Condensed(Anchored()), Valued()),
+        Selective("ragjax", Anchored(), Valued()),
         Unmoved(),
         SetCache(),
         Selective("epic", Isolated(), Leading()),

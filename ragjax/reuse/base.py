@@ -45,7 +45,6 @@ class Strategy(ABC):
     selective: whether it recomputes a share of the tokens that a request may name.
     trims: whether it keeps no more of a prompt than its `keep_top` says.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
-    condensed: whether it takes condensed chunks where there are some.
     exact: whether chunks are to it tokens like any others, so that cutting a prompt into more of them gains nothing.
     """
 
@@ -55,7 +54,6 @@ class Strategy(ABC):
     selective: bool = False
     trims: bool = False
     steady: bool = True
-    condensed: bool = False
     exact: bool = False
 
     @abstractmethod
@@ -337,18 +335,16 @@ def report(
     tiers: Mapping[int, Tier | None] | None = None,
     *,
     recomputed: Mapping[int, Tokens] | None = None,
-    dropped: Mapping[int, Tokens] | None = None,
 ) -> tuple[SegmentReport, ...]:
-    """The account of a prompt: of segment i the tokens `recomputed[i]` (indexes) were computed, those at `dropped[i]`
-    are left out, and the rest came from `tiers[i]`. Where `recomputed` is silent, the first `reused[i]` tokens did.
+    """The account of a prompt: of segment i the tokens `recomputed[i]` (indexes) were computed, and the rest came from
+    `tiers[i]`. Where `recomputed` is silent, the first `reused[i]` tokens did.
     """
-    computed, gone, known = recomputed or {}, dropped or {}, tiers or {}
+    computed, known = recomputed or {}, tiers or {}
     found = []
     for i, segment in enumerate(prompt.segments):
         begin, end = prompt.bounds(i)
         places = computed[i] if i in computed else indices(begin + reused.get(i, 0), end)
-        left = gone.get(i, indices(0, 0))
-        used = len(segment) - len(places) - len(left)
+        used = len(segment) - len(places)
         tier = known.get(i) if used else None
         found.append(
             SegmentReport(
@@ -359,9 +355,7 @@ def report(
                 recomputed=len(places),
                 tier=None if tier is None else tier.label,
                 score=segment.score,
-                dropped=len(left),
                 recomputed_at=intervals(places - begin),
-                dropped_at=intervals(left - begin),
             )
         )
     return tuple(found)

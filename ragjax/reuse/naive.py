@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from ragjax.core import Exactness, Measure, Prefill, Prompt
 from ragjax.reuse.base import Allocation
-from ragjax.reuse.condense import Condensed
 from ragjax.reuse.stitch import Isolated, Source, SourceStrategy, prepare
 
 
@@ -24,22 +23,21 @@ class Naive(SourceStrategy):
     """
 
     name = "naive"
-    condensed = True
 
     def __init__(self, exact_to: Exactness | None = None, source: Source | None = None):
         """Reuse what a source gives.
 
-        exact_to: what answers over several whole chunks are exact to (None: they are approximate). source: of the
-            chunks' KV (None: isolated, condensed where it is).
+        exact_to: what answers over several chunks are exact to (None: they are approximate). source: of the
+            chunks' KV (None: isolated).
         """
         self._exact_to = exact_to
-        self._source = Condensed(Isolated()) if source is None else source
+        self._source = Isolated() if source is None else source
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """At most two passes: what is missing of the head and the chunks, then the query segments behind it."""
         stitched = yield from prepare(prompt, allocation, self._source)
         results = yield stitched.ask()
         plan = stitched.plan(stitched.spans, results[Measure.LOGITS][0])
-        if plan.exact_to is not None or allocation.lossy or any(report.dropped for report in plan.reports):
+        if plan.exact_to is not None or allocation.lossy:
             return plan
         return replace(plan, exact_to=self._exact_to)

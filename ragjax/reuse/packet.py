@@ -23,7 +23,6 @@ class Packet(Naive):
     """
 
     name = NAME
-    condensed = False
 
     def __init__(self, wrapper: Wrapper):
         """wrapper: the tokens around each chunk."""

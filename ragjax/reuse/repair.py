@@ -19,7 +19,6 @@ import numpy as np
 from ragjax.core import ConfigError, Kind, Measure, Move, Pass, Prefill, Prompt, Results, Tokens
 from ragjax.core.check import is_number
 from ragjax.reuse.base import LOGITS, Allocation, segments_of
-from ragjax.reuse.condense import Condensed
 from ragjax.reuse.select import share
 from ragjax.reuse.stitch import Source, SourceStrategy, Stitched, prepare
 
@@ -66,7 +65,6 @@ class Selective(SourceStrategy):
         self.ratio = ratio
         self.measures = LOGITS | source.measures | selector.measures
         self.early_end = selector.early_end
-        self.condensed = isinstance(source, Condensed)
         self._source = source
         self._selector = selector
 

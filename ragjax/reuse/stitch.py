@@ -95,7 +95,7 @@ class Stitched:
     slots of its own).
     tail: slots for generated tokens. repaired, scratch: slots for tokens to recompute, and to measure with.
     matched: the match on the head, of which `hit` tokens are used. matches: of chunks that were found, by segment.
-    condensed: which of them hold a part of the chunk, its token indexes. meta: bytes kept with each chunk, by segment.
+    meta: bytes kept with each chunk, by segment.
     """
 
     prompt: Prompt
@@ -108,7 +108,6 @@ class Stitched:
     matched: Match
     hit: int
     matches: Mapping[int, Match]
-    condensed: Mapping[int, Tokens]
     meta: Mapping[int, bytes]
     stages: tuple[int, ...]
     page_size: int
@@ -197,14 +196,11 @@ class Stitched:
         """
         redone = indices(0, 0) if recomputed is None else recomputed
         reused, tiers = head_account(self.prompt, self.matched, self.hit)
-        computed, dropped = {}, {}
+        computed = {}
         for i, match in self.matches.items():
-            every = indices(*self.prompt.bounds(i))
-            found = self.condensed.get(i, every)
-            computed[i] = np.intersect1d(every, redone)
-            dropped[i] = np.setdiff1d(every, np.union1d(found, redone))
+            computed[i] = np.intersect1d(indices(*self.prompt.bounds(i)), redone)
             tiers[i] = match.tier()
-        account = report(self.prompt, reused, tiers, recomputed=computed, dropped=dropped)
+        account = report(self.prompt, reused, tiers, recomputed=computed)
         exact = self._exact(redone if whole is None else whole)
         exact_to: Exactness | None = "full" if exact else None
         return Plan(spans, self.tail, exact_to, account, logits, figures or {}, fused=self.fused)
@@ -220,12 +216,11 @@ class Stitched:
 
 
 def prepare(
-    prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0, keep: bool = True
+    prompt: Prompt, allocation: Allocation, source: Source, *, repaired: int = 0, scratch: int = 0
 ) -> Generator[Pass, Results, Stitched]:
     """Match, reserve, and compute what is missing of the head and the chunks, in at most one pass.
 
-    repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees. keep: admit
-    chunks that were missing.
+    repaired: tokens that will be recomputed. scratch: tokens for measuring, whose slots the caller frees.
 
     Raises:
         OutOfPages: before the first pass only.
@@ -239,11 +234,6 @@ def prepare(
     chunks = segments_of(prompt, Kind.CHUNK)
     found = {i: allocation.first(context, prompt.segments[i].tokens, source.candidates(prompt, i)) for i in chunks}
     matches = {i: match for i, match in found.items() if match is not None}
-    condensed = {
-        i: prompt.starts[i] + np.array(prompt.segments[i].condensed, np.int32)
-        for i, match in matches.items()
-        if match.length < len(prompt.segments[i])
-    }
 
     fresh_head = reserve(allocation, length - hit)
     fresh = {i: allocation.reserve(len(prompt.segments[i])) for i in chunks if i not in matches}
@@ -264,7 +254,7 @@ def prepare(
         meta |= {i: source.meta(results, *prompt.bounds(i)) for i in fresh}
         if fresh_head.length:
             context = keep_head(prompt, allocation, matched, hit, fresh_head, totals)
-        for i, run in fresh.items() if keep and context.complete else ():
+        for i, run in fresh.items() if context.complete else ():
             segment = prompt.segments[i]
             allocation.cache.admit_segment(
                 context,
@@ -279,11 +269,10 @@ def prepare(
             )
 
     pieces = {i: ((run, system),) for i, run in fresh.items()} | {i: match.spans for i, match in matches.items()}
-    places = {i: condensed.get(i, indices(*prompt.bounds(i))) for i in chunks}
     return Stitched(
         prompt=prompt,
         head=head,
-        chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], places[i], pieces[i])),
+        chunk=tuple(span for i in chunks for span in _placed(prompt.starts[i], pieces[i])),
         query=query_spans(prompt, own, allocation.page_size),
         tail=own.slice(len(queries), own.length, allocation.page_size),
         repaired=mending,
@@ -291,7 +280,6 @@ def prepare(
         matched=matched,
         hit=hit,
         matches=matches,
-        condensed=condensed,
         meta=meta,
         stages=allocation.stages,
         page_size=allocation.page_size,
@@ -361,8 +349,7 @@ class SourceStrategy(ChunkStrategy):
 def candidate_key(cache: KnowledgeCache, head: Tokens, tokens: Tokens, candidate: Candidate, owner: str) -> bytes:
     """The key of a chunk's KV behind the system prompt `head`, kept as a candidate says."""
     kind, method, behind, *_ = candidate
-    held = np.frombuffer(candidate.raw, np.int32) if candidate.raw else tokens
-    return cache.key_of(head, held, kind, method, owner, behind)
+    return cache.key_of(head, tokens, kind, method, owner, behind)
 
 
 def hide(spans: Iterable[Span], chosen: Tokens, page_size: int) -> tuple[Span, ...]:
@@ -416,13 +403,12 @@ def missing(
     return Pass(np.concatenate(rows), np.concatenate(positions), tuple(spans), measures)
 
 
-def _placed(begin: int, places: Tokens, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
-    """A chunk moved to its place: its first token to index `begin`, those that the pieces hold to `places`."""
-    spans, done = [], 0
+def _placed(begin: int, pieces: Iterable[tuple[Run, int]]) -> tuple[Span, ...]:
+    """A chunk, stored as these pieces, moved to index `begin`."""
+    spans = []
     for run, local_start in pieces:
-        moved = begin + done - local_start  # a piece's first token is as far from the chunk's as it comes behind it
-        spans.append(Span(places[done : done + run.length], run, moved))
-        done += run.length
+        spans.append(Span.consecutive(begin, run, begin - local_start))  # target position minus stored position
+        begin += run.length
     return tuple(spans)
 
 

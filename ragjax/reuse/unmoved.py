@@ -18,7 +18,6 @@ class Unmoved(Naive):
     """Full reuse without repositioning: shows what RoPE offsets are worth."""
 
     name = "unmoved"
-    condensed = False
 
     def chunk_prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None) -> Prefill:
         """As `naive`, with every chunk's keys where they were computed."""

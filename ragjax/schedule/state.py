@@ -197,8 +197,7 @@ class RequestState:
         kept = None if self.compression is None else str(self.compression)
         if self.prompt.recognised and not self.strategy.exact:  # not what a report measured, or a budget is held to
             return Setting(self.strategy.name, self.ratio, "recognised" if kept is None else f"recognised {kept}")
-        condensed = "condensed" if self.strategy.condensed and self.prompt.condensed else None
-        return Setting(self.strategy.name, self.ratio, condensed if kept is None else kept)
+        return Setting(self.strategy.name, self.ratio, kept)
 
     @property
     def by_default(self) -> bool:

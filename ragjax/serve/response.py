@@ -262,12 +262,12 @@ def account(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]], not
 
 
 def _segments(answer: core.Answer, pieces: Callable[[core.Tokens], list[str]]) -> list[Json]:
-    """The account of each segment; its tokens, and which of them were recomputed or dropped, only if asked for."""
+    """The account of each segment; its tokens, and which of them were recomputed, only if asked for."""
     found, start = [], 0
     for report in answer.segments:
         account = asdict(report)
         if answer.prompt is None:
-            del account["recomputed_at"], account["dropped_at"]
+            del account["recomputed_at"]
         else:
             account["pieces"] = pieces(answer.prompt[start : start + report.tokens])
         found.append(account)

@@ -64,7 +64,7 @@ def test_a_conversation_is_sent_whole(chat: Chat, served: Served, engine: FakeEn
 def test_an_answer_is_followed_by_its_account(chat: Chat, served: Served, capsys: Any) -> None:
     assert chat("--url", served.url, said="One?\n/compare naive\n") == 0
     out = capsys.readouterr().out
-    assert "7 of 9 tokens reused  █ device 7  ░ computed 1  · dropped 1" in out
+    assert "7 of 9 tokens reused  █ device 7  ░ computed 2" in out
     assert "prefix: exact: the answer of full attention" in out and "naive: approximate" in out
     assert "note: attention not by triton" in out and "the same text; first token after" in out
 
@@ -221,14 +221,14 @@ def test_a_strip_is_as_wide_as_the_terminal_and_shows_every_segment() -> None:
         SegmentReport("system", "", 20, 20, 0, "device"),
         SegmentReport("empty", "", 0, 0, 0),
         SegmentReport("a", "A", 60, 45, 15, "host"),
-        SegmentReport("b", "B", 100, 50, 0, "disk", None, 50),
+        SegmentReport("b", "B", 100, 50, 50, "disk"),
         SegmentReport("question", "", 1, 0, 1),
     )
     parts = strip(segments, 43).plain.split(" ")
-    assert [set(part) for part in parts] == [{"█"}, {"▓", "░"}, {"▒", "·"}, {"░"}]
+    assert [set(part) for part in parts] == [{"█"}, {"▓", "░"}, {"▒", "░"}, {"░"}]
     assert parts[1] == "▓" * 10 + "░" * 3 and len(strip(segments, 43)) in (41, 42, 43)
     told = [line.plain for line in lines(Account("craft", "block", segments, Timings(5, 1, 20, 30, 90, 4)), 43)]
-    assert told[1] == "115 of 181 tokens reused  █ device 20  ▓ host 45  ▒ disk 50  ░ computed 16  · dropped 50"
+    assert told[1] == "115 of 181 tokens reused  █ device 20  ▓ host 45  ▒ disk 50  ░ computed 66"
     assert told[2] == "craft: exact to block attention, for which the model was trained"
     assert told[3] == "first token after 30 ms (search 4, load 1, prefill 20, other 5), all after 90 ms"
 

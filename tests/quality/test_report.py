@@ -157,7 +157,7 @@ def test_predictions_are_of_the_nearest_ratio_not_above() -> None:
     assert REPORT.predicted(Setting("blend", 1.0)) == Divergence(0.05, 0.9)
     assert REPORT.predicted(Setting("craft")) == Divergence(0.03, 0.95)
     unknown = (Setting("blend"), Setting("craft", 0.3), Setting("random", 0.1), Setting("fusion", 0.3))
-    compressed = (Setting("blend", 0.2, "snapkv:64"), Setting("craft", None, "condensed"))
+    compressed = (Setting("blend", 0.2, "snapkv:64"), Setting("craft", None, "recognised"))
     assert [REPORT.predicted(setting) for setting in (*unknown, *compressed)] == [None] * 6
 
 

@@ -151,7 +151,7 @@ def test_what_is_not_whole_is_refused() -> None:
 
 def test_bytes_of_another_version_are_no_influence_and_torn_ones_an_error() -> None:
     meta = measured(PROMPT, 3).encode()
-    assert Influence.decode(b"") is None and Influence.decode(b"\x02" + meta[1:]) is None
+    assert Influence.decode(b"") is None and Influence.decode(b"\x03" + meta[1:]) is None
     with pytest.raises(ValueError, match="bytes, not"):
         Influence.decode(meta[:-1])
     again = Influence.decode(meta)

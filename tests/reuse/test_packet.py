@@ -118,11 +118,9 @@ def penalised(logits: np.ndarray) -> np.ndarray:
 
 def test_a_dressed_prompt_forgets_what_its_chunks_have_without_packets() -> None:
     prompt = tiny.prompt(8)
-    marked = Prompt(
-        tuple(replace(s, behind=b"x", condensed=(0,)) if s.kind is Kind.CHUNK else s for s in prompt.segments)
-    )
+    marked = Prompt(tuple(replace(s, behind=b"x") if s.kind is Kind.CHUNK else s for s in prompt.segments))
     chunks = [s for s in WRAPPER.dressed(marked).segments if s.kind is Kind.CHUNK]
-    assert all(not s.behind and not s.condensed for s in chunks)
+    assert all(not s.behind for s in chunks)
     np.testing.assert_array_equal(chunks[0].tokens[2:-3], prompt.segments[1].tokens)
 
 

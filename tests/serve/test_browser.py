@@ -26,12 +26,12 @@ RUNS = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'
 FIELDS = ("question", "knowledge", "strategy", "topk", "tokens", "submit")
 SEGMENTS = (
     core.SegmentReport("system", "", 5, 5, 0, "device", None),
-    core.SegmentReport("harbour#0", RUNS, 10, 7, 3, "host", 0.75, 0, ((2, 4), (9, 10))),
-    core.SegmentReport("tern#1", "The tern", 6, 3, 0, "disk", 0.5, 3, (), ((1, 4),)),
-    core.SegmentReport("question", "", 4, 0, 4, None, None, 0, ((0, 4),)),
+    core.SegmentReport("harbour#0", RUNS, 10, 7, 3, "host", 0.75, ((2, 4), (9, 10))),
+    core.SegmentReport("tern#1", "The tern", 6, 3, 3, "disk", 0.5, ((1, 4),)),
+    core.SegmentReport("question", "", 4, 0, 4, None, None, ((0, 4),)),
 )
 TIMINGS = core.Timings(retrieve=7, load=1, prefill=57, ttft=66, total=1190, search_exposed=7)
-DROPPED, APART = "a part of a passage was dropped", "passages that were computed apart have not seen each other"
+APART = "passages that were computed apart have not seen each other"
 PART, BITS = "the answer sees a part of the prompt", "the cache keeps it in fewer bits"
 FACTS = (
     core.FactReport("Maud", ("Maud", "keeps", "lighthouse", "stands on", RUNS), 0.9),
@@ -90,7 +90,7 @@ def ask(page: Page, question: str = "What colour is the lighthouse?", **fields: 
 def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
     ask(page, strategy="naive", ratio="0.5", topk="2", tokens="9")
     assert page.inner_text("#ask-answer") == f"The lighthouse is blue. {RUNS}"
-    assert page.inner_text(".exactness").startswith(f"Approximate: {DROPPED}, and {APART}. Measured")
+    assert page.inner_text(".exactness").startswith(f"Approximate: {APART}. Measured")
     assert "0.250 nats" in page.inner_text(".exactness")
     assert re.search(r"naive 0.5.*15 of 25 reused\s+60 %", page.inner_text(".figures"), re.DOTALL)
     assert "attention not by triton: no such kernel" in page.inner_text(".notices")
@@ -102,20 +102,18 @@ def test_a_question_is_answered_and_accounted_for(page: Page) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rag", "dropped", "words"),
+    ("rag", "passages", "words"),
     [
-        ({}, (0, 0), APART),
-        ({}, (0, 3), f"{DROPPED}, and {APART}"),
-        ({}, (3,), DROPPED),
-        ({}, (0,), BITS),
-        ({"strategy": "prefix"}, (0, 0), BITS),
-        ({"recompute_ratio": 1}, (0, 0), BITS),
-        ({"strategy": "prefix", "compression": {"kept": 9}}, (0, 0), PART),
+        ({}, 2, APART),
+        ({"compression": {"kept": 9}}, 2, f"{PART}, and {APART}"),
+        ({}, 1, BITS),
+        ({"strategy": "prefix"}, 2, BITS),
+        ({"recompute_ratio": 1}, 2, BITS),
+        ({"strategy": "prefix", "compression": {"kept": 9}}, 2, PART),
     ],
 )
-def test_why_an_answer_is_approximate(page: Page, rag: dict[str, Any], dropped: tuple[int, ...], words: str) -> None:
-    others = [{"score": None, "dropped": 0}] * 2  # the system prompt and the question
-    segments = [*others, *({"score": 0.5, "dropped": count} for count in dropped)]
+def test_why_an_answer_is_approximate(page: Page, rag: dict[str, Any], passages: int, words: str) -> None:
+    segments = [{"score": None}] * 2 + [{"score": 0.5}] * passages  # the first two: the system prompt and the question
     account = {"strategy": "naive", "recompute_ratio": None, "compression": None, "segments": segments, **rag}
     said = page.evaluate("async rag => (await import('/page/account.js')).exactness(rag).textContent", account)
     reason = said.partition(". ")[0]
@@ -150,10 +148,10 @@ def test_the_strip_is_as_wide_as_tokens_and_shows_each_fate(page: Page) -> None:
     )
     host, now = "fate host", "fate recomputed"
     assert runs == [[host, 0, 2], [now, 2, 2], [host, 4, 5], [now, 9, 1]]
-    assert page.locator(".legend .swatch.disk, .legend .swatch.dropped").count() == 2
+    assert page.locator(".legend .swatch.disk").count() == 1
 
 
-def test_a_passage_shows_its_text_with_repaired_and_dropped_tokens_marked(page: Page) -> None:
+def test_a_passage_shows_its_text_with_repaired_tokens_marked(page: Page) -> None:
     ask(page)
     selected = page.locator(".segment").evaluate_all("all => all.map(one => one.getAttribute('aria-selected'))")
     assert selected == ["false", "true", "false", "false"]
@@ -162,7 +160,7 @@ def test_a_passage_shows_its_text_with_repaired_and_dropped_tokens_marked(page: 
     assert panel.locator("mark.recomputed").all_inner_texts() == [f"{RUNS}t8 ", "t14"]
     assert "10 tokens: 7 reused from host memory, 3 recomputed · similarity to the question 0.750" in panel.inner_text()
     page.locator(".segment").nth(2).click()
-    assert panel.locator("del.dropped").inner_text() == "t16 t17 t18 "
+    assert panel.locator("mark.recomputed").all_inner_texts() == ["t16 t17 t18 "]
     page.keyboard.press("End")
     assert panel.locator("h4").inner_text() == "question" and panel.locator("mark").count() == 0
     page.keyboard.press("ArrowRight")

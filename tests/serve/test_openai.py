@@ -30,10 +30,9 @@ def test_chat_with_openai_client(shared: Served) -> None:
         "title": "The harbour",
         "tokens": 4,
         "reused": 2,
-        "recomputed": 1,
+        "recomputed": 2,
         "tier": None,
         "score": 0.75,
-        "dropped": 1,
     }
     assert set(rag["timings_ms"]) == {"retrieve", "search_exposed", "load", "prefill", "ttft", "total"}
     assert rag["notices"] == ["attention not by triton: no such kernel"]
@@ -48,7 +47,7 @@ def test_detail_names_tokens_of_each_segment(shared: Served) -> None:
         system, chunk = rag["segments"]
         assert system["pieces"] == [" 0", " 1", " 2", " 3", " 4"] and system["recomputed_at"] == []
         assert chunk["pieces"] == [" 5", " 6", " 7", " 8"]
-        assert (chunk["recomputed_at"], chunk["dropped_at"]) == ([[1, 2]], [[3, 4]])
+        assert chunk["recomputed_at"] == [[1, 2], [3, 4]]
     assert error_of(shared.post(json={**CHAT, "rag": {"detail": 1}}))["param"] == "rag.detail"
 
 

@@ -155,7 +155,7 @@ class FakeEngine:
             exact_to=None if approximate else "full",
             segments=(
                 core.SegmentReport("system", "", 5, 5, 0, "device", None),
-                core.SegmentReport("harbour#0", "The harbour", 4, 2, 1, None, 0.75, 1, ((1, 2),), ((3, 4),)),
+                core.SegmentReport("harbour#0", "The harbour", 4, 2, 2, None, 0.75, ((1, 2), (3, 4))),
             ),
             timings=core.Timings(1.0, 2.0, 3.0, ttft, ttft),
             logprobs=self._wanted(request, logprobs),

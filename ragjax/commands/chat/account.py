@@ -17,9 +17,8 @@ STYLES = {
     "disk": ("▒", "magenta"),
     "remote": ("▚", "cyan"),
     "computed": ("░", "red"),
-    "dropped": ("·", "bright_black"),
 }
-"""Sign and colour of tokens: reused from a tier, computed, or dropped when their chunk was condensed."""
+"""Sign and colour of tokens: reused from a tier, or computed."""
 
 OTHER = ("▉", "blue")
 """Of a tier that a later server names."""
@@ -48,7 +47,7 @@ def strip(segments: Sequence[SegmentReport], width: int) -> Text:
 
 
 def legend(segments: Sequence[SegmentReport]) -> Text:
-    """How many tokens were reused from where, computed, and dropped; with the signs of the strip."""
+    """How many tokens were reused from where, and computed; with the signs of the strip."""
     sums: Counter[str] = Counter()
     for segment in segments:
         sums.update(_kinds(segment))
@@ -81,8 +80,7 @@ def times(account: Account) -> Text:
 
 def _kinds(segment: SegmentReport) -> dict[str, int]:
     """Tokens of a segment by what became of them."""
-    computed = segment.tokens - segment.reused - segment.dropped
-    return {segment.tier or "device": segment.reused, "computed": computed, "dropped": segment.dropped}
+    return {segment.tier or "device": segment.reused, "computed": segment.tokens - segment.reused}
 
 
 def _cells(kinds: dict[str, int], width: int) -> Text:

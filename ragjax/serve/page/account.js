@@ -18,7 +18,6 @@ function reasons(rag) {
   const apart = passages.length > 1 && !BEHIND.includes(rag.strategy) && rag.recompute_ratio !== 1;
   const found = [
     rag.compression && "the answer sees a part of the prompt",
-    passages.some((passage) => passage.dropped) && "a part of a passage was dropped",
     apart && "passages that were computed apart have not seen each other",
   ].filter(Boolean);
   if (found.length) return found.join(", and ");

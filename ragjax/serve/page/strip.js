@@ -8,10 +8,7 @@ export const nameOf = (segment) => segment.title || segment.id;
 /** Runs of equal fate: [begin, end, fate], in order, over all tokens of a segment. */
 export function fates(segment) {
   const rest = segment.tier ?? "device";
-  const marked = [
-    ...segment.recomputed_at.map(([begin, end]) => [begin, end, "recomputed"]),
-    ...segment.dropped_at.map(([begin, end]) => [begin, end, "dropped"]),
-  ].sort((a, b) => a[0] - b[0]);
+  const marked = segment.recomputed_at.map(([begin, end]) => [begin, end, "recomputed"]);
   const runs = [];
   let at = 0;
   for (const run of marked) {
@@ -29,7 +26,6 @@ export function fateInWords(segment) {
   const parts = [];
   if (segment.reused) parts.push(`${count(segment.reused)} reused from ${from[segment.tier] ?? "the cache"}`);
   if (segment.recomputed) parts.push(`${count(segment.recomputed)} ${segment.reused ? "recomputed" : "computed"}`);
-  if (segment.dropped) parts.push(`${count(segment.dropped)} dropped`);
   return `${counted(segment.tokens, "token")}: ${parts.join(", ")}`;
 }
 
@@ -44,13 +40,12 @@ function bar(segment) {
   );
 }
 
-/** The text of a segment, its recomputed and dropped tokens marked; one that was computed whole is not marked. */
+/** The text of a segment, its recomputed tokens marked; one that was computed whole is not marked. */
 export function passage(segment) {
   const whole = segment.recomputed === segment.tokens;
   const parts = fates(segment).map(([begin, end, fate]) => {
     let text = segment.pieces.slice(begin, end).join("");
     if (end === segment.tokens) text = text.trimEnd();
-    if (fate === "dropped") return h("del", { class: "dropped" }, text);
     return fate === "recomputed" && !whole ? h("mark", { class: "recomputed" }, text) : text;
   });
   return h("p", { class: "passage" }, parts);
@@ -71,7 +66,6 @@ const LEGEND = [
   ["disk", "from disk"],
   ["remote", "from the shared cache"],
   ["recomputed", "computed now"],
-  ["dropped", "dropped"],
 ];
 
 function legend(segments) {

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy import POLICIES
@@ -35,7 +36,7 @@ COLUMNS = ("policy", "nodes", "gb", "decision_us", "p99_us", "match_us", "evict_
 def filled(policy: str, nodes: int) -> tuple[KnowledgeCache, list[Tokens]]:
     """A full cache of chains of ten nodes, and their tokens."""
     profile = Profile((0, 1000), (1, 1000), ((0.001, 0.1), (0.002, 0.2)))
-    cache = KnowledgeCache(b"scale", PagePool(nodes + 1 + SEGMENTS, RUN), POLICIES[policy](profile))
+    cache = KnowledgeCache(b"scale", PagePool(nodes + 1 + SEGMENTS, RUN), POLICIES[policy].for_device(profile))
     random = np.random.default_rng(0)
     documents = [random.integers(0, 30_000, RUN * SEGMENTS).astype(np.int32) for _ in range(nodes // SEGMENTS)]
     for tokens in documents:

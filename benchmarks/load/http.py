@@ -1,4 +1,4 @@
-"""ragjax as a server under load: `python -m ragjax.serve` with the settings of a system."""
+"""ragjax as a server under load: `python -m benchmarks.baseline` with the settings of a system."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OwnServer(Server):
 
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
         """The command line, all options of the engine as flags."""
-        words: list[str | Path] = [sys.executable, "-m", "ragjax.serve", "--port", str(port)]
+        words: list[str | Path] = [sys.executable, "-m", "benchmarks.baseline", "--port", str(port)]
         for field, (flag, settings) in FLAGS.items():
             owner = self._options.storage if field.startswith(STORAGE) else self._options
             value = getattr(owner, field.removeprefix(STORAGE))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from benchmarks.common.report import MODEL
 from benchmarks.common.samples import STORE
 from benchmarks.load.client import Delivery

@@ -17,8 +17,7 @@ from benchmarks.policies.cell import Cell, Effort
 from benchmarks.policies.serve import policy_of
 from benchmarks.policies.simulator import Simulator
 from ragjax.cache.profile import Profile
-from ragjax.core import ORDERS
-from ragjax.schedule.order import order_of
+from ragjax.schedule.order import ORDERS
 
 POLICIES = ("lru", "lacr")
 COLUMNS = (
@@ -47,7 +46,7 @@ def serve(cell: Cell, policy: str, order: str, profile: Profile) -> dict[str, An
     """
     work = cell.work
     simulator = Simulator(work, policy_of(policy, work, profile), cell.capacity)
-    served = simulator.run(order=order_of(order))
+    served = simulator.run(order=ORDERS[order]())
     new = [total - one.hit for total, one in zip(work.totals, served, strict=True)]
     sequence = replace(work, requests=tuple(work.requests[at] for at in simulator.sequence))
     return {

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baseline.policy.belady import Belady
 from benchmarks.policies import bound
 from benchmarks.policies.cell import Cell
 from benchmarks.policies.simulator import Simulator, key_of
 from benchmarks.policies.workload import Workload
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Policy
-from ragjax.cache.policy.belady import Belady
 from ragjax.cache.profile import Profile
 
 NAMES = (*POLICIES, "belady")
+"""Of the server and of `benchmarks.baseline`."""
 
 KV_BYTES = 2 * 30 * 3 * 64 * 2
 """Of a token: SmolLM2-135M in bfloat16 (keys and values, 30 layers, 3 KV heads, 64 wide)."""
@@ -44,7 +45,7 @@ def policy_of(name: str, work: Workload, profile: Profile) -> Policy:
     """A fresh policy."""
     if name == "belady":
         return Belady([[key_of(node) for node in request.nodes] for request in work.requests])
-    return POLICIES[name](profile)
+    return POLICIES[name].for_device(profile)
 
 
 def serve(cell: Cell, name: str, profile: Profile) -> dict[str, Any]:

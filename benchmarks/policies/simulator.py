@@ -10,7 +10,7 @@ that traces of millions of tokens take seconds.
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,8 +19,7 @@ from benchmarks.policies.workload import Request, Workload
 from ragjax.cache.outlook import Look
 from ragjax.cache.policy.base import Access, Policy, Victims
 from ragjax.core.tiers import Tier
-from ragjax.schedule.order.base import Order, Queue, Waiting
-from ragjax.schedule.order.fcfs import FCFS
+from ragjax.schedule.order import FCFS, Order, Queue, Waiting
 
 LOOKAHEAD = 32
 """Requests that wait behind the one being served."""
@@ -101,15 +100,10 @@ class Simulator:
                 queue.add(self._arrival(at))
             chosen = queue.next()
             assert chosen is not None
-            for key in self._planned(queue.plan(chosen)):
-                self._refresh(key)
             queue.start(chosen)
             served[chosen.number] = self._serve(chosen.number, begin)
         self.sequence = list(served)
         return [served[at] for at in range(len(served))]
-
-    def _planned(self, line: Sequence[Arrival] | None) -> Iterable[bytes]:
-        return () if line is None else self._policy.on_plan([str(waiting.number) for waiting in line])
 
     def serve(self, at: int, lookahead: int = LOOKAHEAD) -> Served:
         """Serve request number `at`; they come in order."""

@@ -6,7 +6,7 @@ from ragjax.cache.match import Candidate as Candidate
 from ragjax.cache.match import Match as Match
 from ragjax.cache.match import Metrics as Metrics
 from ragjax.cache.match import Totals as Totals
-from ragjax.cache.policy.lru import LRU as LRU
+from ragjax.cache.policy.base import LRU as LRU
 from ragjax.cache.pool import AuditError as AuditError
 from ragjax.cache.pool import PagePool as PagePool
 from ragjax.cache.tree import KnowledgeTree as KnowledgeTree

@@ -368,10 +368,6 @@ class KnowledgeCache:
         """A request waits that will use the nodes with these keys (`keys_of`), whether they are kept or not."""
         self._refresh(self._policy.on_queue(request, keys))
 
-    def plan(self, requests: Sequence[str]) -> None:
-        """Waiting requests will start in this order, as far as is known now."""
-        self._refresh(self._policy.on_plan(requests))
-
     def withdraw(self, request: str) -> None:
         """The request waits no more: it starts, or was cancelled."""
         self._refresh(self._policy.on_start(request))

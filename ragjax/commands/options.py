@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 from ragjax.commands.flags import from_zero, graph, integer, knowledge, positive, share
-from ragjax.core import DTYPES, INDEXES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
+from ragjax.core import DTYPES, INDEXES, RETRIEVE, AtRest, EngineOptions, StorageOptions
 
 STORAGE = "storage."
 
@@ -151,7 +151,7 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "order": (
         "--order",
-        {"choices": ORDERS, "help": "which waiting request starts next (%(default)s; docs/serving.md)"},
+        {"help": "which waiting request starts next: fcfs or ratio (%(default)s; docs/serving.md)"},
     ),
     "lookup": (
         "--lookup",

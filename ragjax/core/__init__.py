@@ -37,7 +37,7 @@ from ragjax.core.library import (
     Store,
 )
 from ragjax.core.limits import StepLimits
-from ragjax.core.options import DTYPES, INDEXES, ORDERS, RETRIEVE, AtRest, EngineOptions, StorageOptions
+from ragjax.core.options import DTYPES, INDEXES, RETRIEVE, AtRest, EngineOptions, StorageOptions
 from ragjax.core.passes import (
     Asked,
     Compaction,
@@ -83,7 +83,6 @@ __all__ = [
     "DTYPES",
     "INDEXES",
     "NEVER",
-    "ORDERS",
     "PURPOSES",
     "RETRIEVE",
     "WHOLE",

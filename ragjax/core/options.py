@@ -28,9 +28,6 @@ RETRIEVE = ("auto", "always", "asked")
 INDEXES = ("flat", "ivf", "hnsw")
 """How vectors are searched."""
 
-ORDERS = ("fcfs", "ratio", "lpm", "lsp", "joint")
-"""In which waiting requests may start."""
-
 
 @dataclass(frozen=True)
 class StorageOptions:
@@ -107,7 +104,7 @@ class EngineOptions:
     tensor_parallel: devices that share out the model and the pool, by heads, MLP and vocabulary (docs/scale.md).
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
     request_timeout: seconds without progress after which a request is started again, and then ended (0: never).
-    order: which waiting request starts next, one of `ORDERS` (docs/http.md).
+    order: which waiting request starts next, a name of `ragjax.schedule.order.ORDERS` (docs/http.md).
     step_tokens: rows of a step, prefill and decoding tokens together, while requests decode (0: measured at start).
     speculate: stages of a search, after each of which a generation may begin with the chunks known so far (0: none
     begins before the search has ended).
@@ -163,7 +160,6 @@ class EngineOptions:
         self._check_numbers()
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("retrieve", self.retrieve, RETRIEVE)
-        _check_choice("order", self.order, ORDERS)
         _check_choice("index", self.index, INDEXES)
         if self.recognise and self.quality_budget is not None:
             raise ConfigError(

@@ -63,7 +63,7 @@ from ragjax.retrieval.path import Triple
 from ragjax.retrieval.triples import Alias
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.schedule.order import order_of
+from ragjax.schedule.order import ORDERS
 from ragjax.schedule.speculation import Odds
 from ragjax.schedule.state import RequestState, Sink, Times
 
@@ -100,7 +100,7 @@ class Engine:
             max_queue=options.max_queue,
             max_running=options.max_running,
             request_timeout=options.request_timeout,
-            order=order_of(options.order),
+            order=ORDERS.lookup(options.order)(),
             budget=parts.budget,
             load_timeout=options.storage.load_timeout,
             transfer=parts.transfer,

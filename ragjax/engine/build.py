@@ -51,6 +51,7 @@ from ragjax.runner.device import (
 )
 from ragjax.runner.mesh import copies_of, host_memory, make_mesh
 from ragjax.runner.runner import Runner
+from ragjax.schedule.order import ORDERS
 from ragjax.schedule.scheduler import StepBudget
 from ragjax.store.disk import DiskStore
 from ragjax.store.remote.redis import RedisRemote
@@ -128,6 +129,7 @@ def build(options: EngineOptions, strategies: Mapping[str, Strategy] | None = No
     _setting(options, chosen)  # a wrong name should not cost loading the weights
     budget = budget_of(options)
     policy = _policy(storage)
+    ORDERS.lookup(options.order)
     recorder = None if options.record_trace is None else Recorder(options.record_trace)
     use_compilation_cache(cache_dir())
     tokenizer = Tokenizer.load(local.path)
@@ -272,13 +274,12 @@ def _setting(options: EngineOptions, known: Mapping[str, Strategy]) -> Setting:
 
 
 def _policy(storage: StorageOptions) -> Policy:
-    if storage.policy not in POLICIES:
-        raise ConfigError(f"unknown policy {storage.policy!r}; choose one of {', '.join(POLICIES)}")
+    policy = POLICIES.lookup(storage.policy)
     if storage.cost_profile is not None:
-        return POLICIES[storage.policy](Profile.load(Path(storage.cost_profile)))
+        return policy.for_device(Profile.load(Path(storage.cost_profile)))
     if storage.policy == "pgdsf":
         raise ConfigError("the policy pgdsf needs a cost profile of this device: make one by python -m benchmarks.cost")
-    return POLICIES[storage.policy](Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0))))  # the others do not ask it
+    return policy.for_device(Profile((0, 1), (1, 2), ((1.0, 2.0), (1.0, 2.0))))  # the others do not ask it
 
 
 def _disk(storage: StorageOptions, identity: bytes, model: str, config: ModelConfig, dtype: str) -> DiskStore | None:

@@ -24,7 +24,7 @@ from ragjax.engine.trace import Recorder
 from ragjax.quality.contract import Contract
 from ragjax.runner.runner import Runner
 from ragjax.schedule.admission import Admission
-from ragjax.schedule.order.base import Order
+from ragjax.schedule.order import Order
 from ragjax.schedule.pause import Failed, Pauses
 from ragjax.schedule.scheduler import Scheduler, StepBudget
 from ragjax.schedule.state import RequestState

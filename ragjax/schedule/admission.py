@@ -16,8 +16,7 @@ from ragjax.cache.outlook import Look
 from ragjax.core import OutOfPages, Prompt, RequestError, Run
 from ragjax.core.tiers import Inquiry
 from ragjax.reuse.base import Allocation
-from ragjax.schedule.order.base import Order, Queue, Waiting
-from ragjax.schedule.order.fcfs import FCFS
+from ragjax.schedule.order import FCFS, Order, Queue, Waiting
 from ragjax.schedule.scheduler import Scheduler
 from ragjax.schedule.state import RequestState
 
@@ -291,8 +290,6 @@ class Admission:
         """
         while not self.blocked and self._has_turn() and (entry := self._next()) is not None:
             state, missing = entry.state, entry.look().missing if entry.awaited else {}
-            if (plan := self._queue.plan(entry)) is not None:
-                self._cache.plan([waiting.state.id for waiting in plan])
             started, error = self._try(state)
             self.blocked = not (started or error)
             if not self.blocked:

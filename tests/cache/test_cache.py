@@ -8,9 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ragjax.cache.keys import context_digest
 from ragjax.cache.node import Node, Provenance
-from ragjax.cache.policy.base import Access, Victims
+from ragjax.cache.policy.base import LRU, Access, Victims
 from ragjax.cache.policy.lfu import LFU
-from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import AuditError
 from ragjax.core import OutOfPages
 from tests.support.transfers import PAGE, Bench, causal_content, keyed_content, tokens

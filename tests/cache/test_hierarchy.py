@@ -17,12 +17,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from ragjax.cache.cache import neighbours_digest
 from ragjax.cache.hierarchy import BACKLOG
 from ragjax.cache.match import Match
 from ragjax.cache.policy import POLICIES
+from ragjax.cache.policy.base import LRU
 from ragjax.cache.policy.lacr import LACR
-from ragjax.cache.policy.lru import LRU
 from ragjax.cache.pool import AuditError
 from ragjax.cache.profile import Profile
 from ragjax.cache.tree import Provenance, common_prefix
@@ -1336,7 +1337,7 @@ class Tiers(RuleBasedStateMachine):
     def start(self, lossy):
         self.bench = Bench(
             12,
-            POLICIES[self.policy](PROFILE),
+            POLICIES[self.policy].for_device(PROFILE),
             disk_index=self.disk_index,
             lossy=lossy,
             lag=True,

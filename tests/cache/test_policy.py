@@ -6,19 +6,17 @@ from math import inf
 
 import pytest
 
+from benchmarks.baseline.policy.belady import Belady
+from benchmarks.baseline.policy.fifo import FIFO
+from benchmarks.baseline.policy.s3fifo import S3FIFO
+from benchmarks.baseline.policy.sieve import SIEVE
 from ragjax.cache.policy import POLICIES
-from ragjax.cache.policy.base import Access, Victims
-from ragjax.cache.policy.belady import Belady
+from ragjax.cache.policy.base import LRU, Access, Victims
 from ragjax.cache.policy.craft import Craft
-from ragjax.cache.policy.gdsf import GDSF
+from ragjax.cache.policy.gdsf import GDSF, PGDSF
 from ragjax.cache.policy.lacr import LACR
 from ragjax.cache.policy.lasting import FEWEST, GHOSTS_PER_NODE
 from ragjax.cache.policy.lfu import LFU, PerfectLFU
-from ragjax.cache.policy.lru import LRU
-from ragjax.cache.policy.none import FIFO
-from ragjax.cache.policy.pgdsf import PGDSF
-from ragjax.cache.policy.s3fifo import S3FIFO
-from ragjax.cache.policy.sieve import SIEVE
 from ragjax.cache.profile import Profile
 from ragjax.core.tiers import Tier
 from tests.support.transfers import Bench, tokens
@@ -278,7 +276,7 @@ def test_accesses_count_and_not_the_order_in_which_nodes_are_let_go(make):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_score_falls_only_where_the_queue_is_told(name):
-    rng, policy = random.Random(5), POLICIES[name](PROFILE)
+    rng, policy = random.Random(5), POLICIES[name].for_device(PROFILE)
     nodes = [Node(b"%d" % i, rng.randint(1, 9)) for i in range(30)]
     for node in nodes:
         policy.on_access(node, Access(False, 0, len(node)))
@@ -304,7 +302,7 @@ def test_a_score_falls_only_where_the_queue_is_told(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_node_nobody_accessed_has_a_score_and_may_leave_or_be_cut(name):
-    policy, node, upper = POLICIES[name](PROFILE), Node(b"a", 4), Node(b"b", 2)
+    policy, node, upper = POLICIES[name].for_device(PROFILE), Node(b"a", 4), Node(b"b", 2)
     assert policy.score(node, HOST) <= policy.score(node, HOST)
     policy.on_evict(node, DEVICE)
     upper.note = node.note
@@ -315,7 +313,7 @@ def test_a_node_nobody_accessed_has_a_score_and_may_leave_or_be_cut(name):
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_halves_are_worth_what_the_whole_was_and_go_their_own_ways(name):
-    policy, node = POLICIES[name](PROFILE), Node(b"whole", 8)
+    policy, node = POLICIES[name].for_device(PROFILE), Node(b"whole", 8)
     Victims(policy, DEVICE).push(node)
     for access in (MISS, HIT, HIT):
         policy.on_access(node, access)

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from ragjax.core import Answer, Compression, Kind, OverloadError, Prompt, Segment, Step
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.core.tiers import Record

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import benchmarks.baseline  # noqa: F401 (registers its names)
 from ragjax.cache import hierarchy
 from ragjax.cache.node import Node
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Access
-from ragjax.cache.policy.pgdsf import PGDSF
+from ragjax.cache.policy.gdsf import PGDSF
 from ragjax.core import Answer, ConfigError, Document, Kind, Prefill, Prompt, Segment, StorageOptions
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode
 from ragjax.core.tiers import Record

@@ -13,7 +13,8 @@ from tests.support.devices import ROOT
 HERE = ROOT / "benchmarks"
 ALLOWED: Mapping[str, frozenset[str]] = {
     "common": frozenset(),
-    "policies": frozenset({"common"}),
+    "baseline": frozenset(),
+    "policies": frozenset({"common", "baseline"}),
     "kernels": frozenset({"common"}),
     "cluster": frozenset({"common", "load", "policies", "quality"}),
     "compression": frozenset({"common", "quality"}),
@@ -21,14 +22,14 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "graph": frozenset({"common", "quality"}),
     "latency": frozenset({"common", "kernels"}),
     "figures": frozenset({"common", "latency", "policies", "quality"}),
-    "load": frozenset({"common", "graph", "latency", "quality"}),
+    "load": frozenset({"common", "baseline", "graph", "latency", "quality"}),
 }
 """room -> the rooms whose modules it may import besides its own; commands may import all rooms."""
 
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for folder in (HERE, *(HERE / room for room in ALLOWED))
-    for path in sorted(folder.glob("*.py"))
+    for path in sorted(folder.rglob("*.py") if folder != HERE else folder.glob("*.py"))
 }
 
 

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md run: a strategy, a policy, an attention backend and a model family."""
+"""The examples of CONTRIBUTING.md run: a strategy, a policy, an order, an attention backend and a model family."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ragjax.cache.outlook import Look
 from ragjax.cache.policy import POLICIES
 from ragjax.cache.policy.base import Access, Victims
 from ragjax.cache.tree import Node
@@ -22,6 +23,7 @@ from ragjax.models import config, huggingface
 from ragjax.models.weights import open_checkpoint
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
+from ragjax.schedule.order import ORDERS, Queue, Waiting
 from tests.support import cases, tiny
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
@@ -32,6 +34,13 @@ def examples(heading: str) -> tuple[str, str]:
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     blocks = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     return (blocks[0], blocks[-1]) if len(blocks) == 2 else ("", *blocks)
+
+
+@pytest.fixture
+def registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an example registers is known to that test alone."""
+    for registry in (POLICIES, ORDERS):
+        monkeypatch.setattr(registry, "_values", dict(registry))
 
 
 def run(heading: str, **names: Any) -> dict[str, Any]:
@@ -64,14 +73,26 @@ def test_the_strategy_repairs_what_it_chooses() -> None:
     assert whole.text == full.text
 
 
+@pytest.mark.usefixtures("registries")
 def test_the_policy_drops_the_latest() -> None:
-    made = run("A policy", POLICIES=dict(POLICIES))["POLICIES"]["mru"](None)
+    run("A policy")
+    made = POLICIES["mru"]()
     first, second = (Node("", bytes(4 * [i]), None, 0) for i in (1, 2))
     victims = Victims(made)
     for node in (first, second):
         made.on_access(node, Access(True, 1, 0))
         victims.push(node)
     assert victims.pop() is second and victims.pop() is first
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_order_starts_the_shortest_prompt() -> None:
+    run("An order")
+    queue: Queue[Waiting] = Queue(ORDERS["shortest"]())
+    for total in (30, 10, 20):
+        queue.add(Waiting(total, {}, Look))
+    chosen = queue.next()
+    assert chosen is not None and chosen.total == 10
 
 
 def test_the_backend_agrees_with_the_oracle_and_refuses_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:

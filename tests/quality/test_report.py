@@ -14,9 +14,8 @@ import pytest
 
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.match import Match
-from ragjax.cache.policy import POLICIES
+from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
-from ragjax.cache.profile import Profile
 from ragjax.commands import gate
 from ragjax.commands.flags import knowledge
 from ragjax.core import (
@@ -365,7 +364,7 @@ def test_what_replay_sees_of_requests_that_the_report_does_not_cover_moves_nothi
 
 def test_strategies_that_take_preprocessed_chunks_are_named() -> None:
     """Their keys depend on what a chunk was computed behind."""
-    cache = KnowledgeCache(b"tiny", PagePool(8, tiny.PAGE), POLICIES["lru"](Profile((0, 1), (1, 2), ((1, 2), (1, 2)))))
+    cache = KnowledgeCache(b"tiny", PagePool(8, tiny.PAGE), LRU())
     bare = tiny.prompt()
     marked = Prompt(tuple(replace(s, behind=b"x" * 32) if s.kind is Kind.CHUNK else s for s in bare.segments))
     known = strategies()

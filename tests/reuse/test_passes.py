@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import ragjax.runner.weights
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.policy.lru import LRU
+from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.core import (
     NEVER,

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 
 from ragjax.cache.cache import KnowledgeCache
-from ragjax.cache.policy.lru import LRU
+from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.core import NEVER, Grid, Kind, Prompt, Segment
 from ragjax.reuse.base import Allocation

@@ -189,7 +189,7 @@ def engine(
         runner=made,
         tokenizer=tokenizer,
         chunker=Chunker(partial(tokenizer.encode, special=False), 64),
-        cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy](profile), storage),
+        cache=KnowledgeCache(b"tiny", PagePool(pages, PAGE), POLICIES[policy].for_device(profile), storage),
         contract=contract or Contract(Setting(strategy), made.dtype),
         strategies=all_strategies() | {s.name: s for s in extra},
         knowledge=Registry("knowledge base", "rag.knowledge", opener(tokenizer, options.get("index", "flat"))),

@@ -13,7 +13,7 @@ import numpy as np
 from ragjax.cache.cache import KnowledgeCache, neighbours_digest
 from ragjax.cache.hierarchy import Storage
 from ragjax.cache.match import Candidate
-from ragjax.cache.policy.lru import LRU
+from ragjax.cache.policy.base import LRU
 from ragjax.cache.pool import PagePool
 from ragjax.cache.tree import Provenance
 from ragjax.core.tiers import Copy, Done, Load, Save, Write

@@ -1,16 +1,18 @@
 """What a replacement policy answers, and the queue of nodes that may leave a tier.
 
-The cache decides which nodes can leave (leaves nobody uses); a policy only orders them. To add one: a file with a
-subclass of `Policy` that overrides what it needs, its source in the docstring, and a line in `policy/__init__.py`.
+The cache decides which nodes can leave (leaves nobody uses); a policy only orders them. To add one: a subclass of
+`Policy` that overrides what it needs, registered by `@POLICIES.register("name")`, in any module that is imported.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from ragjax.cache.node import Node
+from ragjax.cache.profile import Profile
+from ragjax.core.registry import Registry
 from ragjax.core.tiers import Tier
 
 
@@ -39,6 +41,11 @@ class Policy:
 
     queues = 1
     """Number of separate queues."""
+
+    @classmethod
+    def for_device(cls, profile: Profile) -> Policy:
+        """A fresh policy for a device with this cost profile, which few look at."""
+        return cls()
 
     def admit(self, node: Node, tier: Tier) -> bool:
         """Whether a node that leaves the tier above is worth a place in `tier` (the device takes all)."""
@@ -85,13 +92,27 @@ class Policy:
         """
         return ()
 
-    def on_plan(self, requests: Sequence[str]) -> Iterable[bytes]:
-        """Waiting requests will start in this order as far as is known now; returns the keys whose scores fell."""
-        return ()
-
     def on_start(self, request: str) -> Iterable[bytes]:
         """The request waits no more; returns the keys whose scores fell."""
         return ()
+
+
+POLICIES: Registry[type[Policy]] = Registry("policy")
+
+
+@POLICIES.register("lru")
+class LRU(Policy):
+    """The node whose last access is longest ago leaves first. Note: the tick of that access."""
+
+    def __init__(self) -> None:
+        self._tick = 0
+
+    def on_access(self, node: Node, access: Access) -> None:
+        self._tick += 1
+        node.note = self._tick
+
+    def score(self, node: Node, tier: Tier) -> float:
+        return node.note or 0
 
 
 class Victims:

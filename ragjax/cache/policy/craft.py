@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.base import POLICIES, Access, Policy
 from ragjax.core.tiers import Tier
 
 LOWEST_CFO = 0.01
@@ -15,6 +15,7 @@ def reuse_of(cfo: float) -> float:
     return 1 / max(cfo, LOWEST_CFO)
 
 
+@POLICIES.register("craft")
 class Craft(Policy):
     """The lowest f_r leaves first; each access adds 1 / CFO, so what needs little fixing stays. Note: f_r."""
 

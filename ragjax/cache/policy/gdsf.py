@@ -7,8 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import Access
+from ragjax.cache.policy.base import POLICIES, Access
 from ragjax.cache.policy.lasting import Lasting
+from ragjax.cache.profile import Profile
 from ragjax.core.tiers import Tier
 
 WINDOW = 1_000_000
@@ -33,6 +34,7 @@ class Worth:
     misses: int = 0
 
 
+@POLICIES.register("gdsf")
 class GDSF(Lasting):
     """The lowest Clock + Frequency × Cost / Size leaves first; here Cost / Size is 1.
 
@@ -79,3 +81,39 @@ class GDSF(Lasting):
         super().on_split(upper, lower, key)
         if lower.note is not None:
             upper.note = replace(lower.note)
+
+
+@POLICIES.register("pgdsf")
+class PGDSF(GDSF):
+    """Prefix-aware GDSF (RAGCache, section 5.1 and Algorithm 1), with a measured Cost / Size.
+
+    It is the mean of T(cached, new) / new over the requests that met the node uncached.
+    A request's whole cost is thus spread over all the tokens that it had to compute. A node that nobody was seen to
+    compute (it came from disk) counts as computed alone, behind its context.
+    """
+
+    def __init__(self, profile: Profile, window: int = WINDOW):
+        super().__init__(window)
+        self._profile = profile
+        self._latest = (0, 1, profile.cost(0, 1))
+
+    @classmethod
+    def for_device(cls, profile: Profile) -> PGDSF:
+        return cls(profile)
+
+    def on_access(self, node: Node, access: Access) -> None:
+        """Count, set the node's clocks, and learn its cost from a miss (formula 3)."""
+        super().on_access(node, access)
+        worth = node.note
+        if not access.hit and access.new > 0:
+            rate = self._rate(access.cached, access.new)
+            worth.rate = (worth.rate * worth.misses + rate) / (worth.misses + 1)
+            worth.misses += 1
+        elif not worth.misses and worth.frequency == 1 and len(node):
+            worth.rate = self._rate(node.start, len(node))
+
+    def _rate(self, cached: int, new: int) -> float:
+        """Seconds per new token; asked for every node of a request in turn, looked up once."""
+        if self._latest[:2] != (cached, new):
+            self._latest = (cached, new, self._profile.cost(cached, new) / new)
+        return self._latest[2]

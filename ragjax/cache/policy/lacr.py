@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf, log2
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.base import POLICIES, Access, Policy
 from ragjax.core.tiers import Tier
 
 ALPHA = 0.2
@@ -55,6 +55,7 @@ class Waiting:
     slot: int = 0
 
 
+@POLICIES.register("lacr")
 class LACR(Policy):
     """The lowest α · History + (1 - α) · Future leaves first.
 
@@ -151,20 +152,6 @@ class LACR(Policy):
             demand.count += 1
             demand.slots += waiting.slot
 
-    def on_plan(self, requests: Sequence[str]) -> Iterable[bytes]:
-        """Those of the window take the places that the plan gives them; any score may fall."""
-        place = {request: i for i, request in enumerate(requests)}
-        self._window.sort(key=lambda request: place.get(request, len(place)))
-        for rank, request in enumerate(self._window):
-            waiting = self._waiting[request]
-            moved = self._left + rank - waiting.slot
-            if not moved:
-                continue
-            waiting.slot += moved
-            for demand in waiting.demands:
-                demand.slots += moved
-        return list(self._demands)
-
     def on_start(self, request: str) -> Iterable[bytes]:
         """The request leaves the queue; those behind it move up. Returns the keys that it wanted.
 
@@ -242,6 +229,14 @@ class LACR(Policy):
             self._forget(part)
         if self._demands.get(demand.key) is demand:
             del self._demands[demand.key]
+
+
+@POLICIES.register("lacr-paper")
+class PaperLACR(LACR):
+    """LACR as the paper has it: all requests so far count alike."""
+
+    def __init__(self) -> None:
+        super().__init__(half_life=inf)
 
 
 def _log_sum(a: float, b: float) -> float:

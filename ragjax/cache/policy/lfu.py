@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.base import POLICIES, Access, Policy
 from ragjax.cache.policy.lasting import Lasting
 from ragjax.core.tiers import Tier
 
@@ -11,6 +11,7 @@ _TICKS = 40
 """Bits of the tick below the frequency."""
 
 
+@POLICIES.register("lfu")
 class LFU(Policy):
     """The node with the fewest accesses leaves first; of equals, the one whose last access is longest ago.
 
@@ -31,6 +32,7 @@ class LFU(Policy):
         return node.note or 0
 
 
+@POLICIES.register("lfu-perfect")
 class PerfectLFU(Lasting, LFU):
     """LFU whose frequencies outlive the nodes: every access counts, whether the node was kept then or not."""
 

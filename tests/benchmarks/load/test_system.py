@@ -58,7 +58,7 @@ def test_the_server_takes_every_flag_that_it_is_started_with() -> None:
     engine = options_of("prefix-tiers", {}, BASE)
     server = OwnServer("http", engine, Workload("none", ()))
     words = [str(word) for word in server.command(8123)[0]]
-    parsed = parse_options(words[words.index("ragjax.serve") + 1 :])
+    parsed = parse_options(words[words.index("benchmarks.baseline") + 1 :])
     assert parsed.port == 8123
     same = dataclasses.replace(parsed.engine, compile=engine.compile, progress=engine.progress)
     assert dataclasses.replace(same, index_dir=engine.index_dir, storage=engine.storage) == engine

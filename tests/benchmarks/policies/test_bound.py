@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.baseline.policy.belady import Belady
 from benchmarks.policies import bound
 from benchmarks.policies.simulator import Simulator, key_of
 from benchmarks.policies.workload import Forest, Request, Workload
-from ragjax.cache.policy.base import Policy
-from ragjax.cache.policy.belady import Belady
+from ragjax.cache.policy.base import LRU, Policy
 from ragjax.cache.policy.lfu import LFU
-from ragjax.cache.policy.lru import LRU
 
 
 def flat(requests: list[tuple[int, ...]], sizes: tuple[int, ...], others: tuple[int, ...] = ()) -> Workload:

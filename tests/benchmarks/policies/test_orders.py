@@ -1,4 +1,4 @@
-"""Orders in the simulator: the engine's own, plans that policies hear of, and rows that add up."""
+"""Orders in the simulator: the engine's own, and rows that add up."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from benchmarks.policies.cell import Cell
 from benchmarks.policies.serve import modelled
 from benchmarks.policies.simulator import Simulator
 from benchmarks.policies.workload import Forest, Request, Workload
-from ragjax.cache.outlook import Look
+from ragjax.cache.policy.base import LRU
 from ragjax.cache.policy.lacr import LACR
-from ragjax.cache.policy.lru import LRU
-from ragjax.core import ORDERS, Kind, Prompt, Segment
-from ragjax.schedule.order import order_of
-from ragjax.schedule.order.base import Waiting
+from ragjax.core import Kind, Prompt, Segment
+from ragjax.schedule.order import ORDERS
 from tests.support import tiny
 
 SYSTEM, DOCUMENT, QUESTION = 12, 25, 7
@@ -54,7 +52,7 @@ def prompt(documents: tuple[int, ...], question: int) -> Prompt:
 def test_the_engine_starts_requests_as_the_simulator_does(order: str) -> None:
     asked = stream(5)
     simulator = Simulator(workload(asked), LRU(), 10**6)
-    simulator.run(len(asked), order_of(order))
+    simulator.run(len(asked), ORDERS[order]())
     ended: list[int] = []
     held = threading.Event()
     with tiny.engine(order=order, max_running=1) as engine:
@@ -73,7 +71,7 @@ def test_the_engine_starts_requests_as_the_simulator_does(order: str) -> None:
 def test_every_request_is_served_once_and_the_books_add_up(order: str) -> None:
     work = workload(stream(1, 200))
     simulator = Simulator(work, LACR(), 90, 100)
-    served = simulator.run(order=order_of(order))
+    served = simulator.run(order=ORDERS[order]())
     simulator.audit()
     assert sorted(simulator.sequence) == list(range(200)) and len(served) == 200
     assert (simulator.sequence == list(range(200))) == (order == "fcfs")
@@ -84,42 +82,6 @@ def test_in_order_of_arrival_all_is_as_it_was() -> None:
     one, other = Simulator(work, LACR(), 90), Simulator(work, LACR(), 90)
     by_queue, by_number = one.run(), [other.serve(at) for at in range(150)]
     assert [(s.hit, s.moved) for s in by_queue] == [(s.hit, s.moved) for s in by_number]
-
-
-def waiting(total: int, kept: dict[bytes, int], missing: dict[bytes, int]) -> Waiting:
-    return Waiting(total, {}, lambda: Look(kept, missing))
-
-
-def test_a_plan_counts_what_those_before_will_have_computed() -> None:
-    first = waiting(50, {b"s": 10}, {b"a": 20})
-    alone, shares, cached = waiting(50, {}, {b"x": 30}), waiting(50, {}, {b"a": 20}), waiting(50, {b"s": 10}, {})
-    follows = waiting(50, {}, {b"x": 30, b"y": 5})
-    line = order_of("joint").plan([alone, cached, first, follows, shares], first)
-    assert line == [first, shares, cached, alone, follows]
-    assert order_of("lpm").plan([first, alone], first) is None
-
-
-def test_lacr_keeps_what_is_planned_next() -> None:
-    policy = LACR()
-    for request in "abc":
-        policy.on_queue(request, [request.encode()])
-
-    class Node:
-        note = None
-
-        def __init__(self, key: bytes):
-            self.key = key
-
-    def worth(request: str) -> float:
-        return policy.score(Node(request.encode()), None)  # type: ignore[arg-type]
-
-    assert worth("a") > worth("b") > worth("c")
-    assert set(policy.on_plan(["c", "a", "b"])) == {b"a", b"b", b"c"}
-    assert worth("c") > worth("a") > worth("b")
-    policy.on_queue("d", [b"d"])
-    assert worth("b") > worth("d")
-    assert not set(policy.on_start("c")) - {b"c"}  # the first of the plan overtakes nobody
-    assert worth("a") > worth("b") > worth("d")
 
 
 def test_rows_have_what_replacement_leaves(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from benchmarks.policies.workload import Forest, Request, Workload
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy import POLICIES
-from ragjax.cache.policy.base import Access, Policy
-from ragjax.cache.policy.lru import LRU
+from ragjax.cache.policy.base import LRU, Access, Policy
 from ragjax.cache.pool import PagePool
 from ragjax.core.tiers import Done, Job, Load, Save, Tier, Write
 
@@ -119,8 +118,8 @@ def replay(work: Workload, policy: Policy, device: int, host: int, lookahead: in
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_simulator_decides_as_the_real_cache_does(name: str, seed: int) -> None:
     work = chains(seed)
-    served = Simulator(work, POLICIES[name](PROFILE), 60).run(lookahead=8)
-    hits, _ = replay(work, POLICIES[name](PROFILE), 60, 0, lookahead=8)
+    served = Simulator(work, POLICIES[name].for_device(PROFILE), 60).run(lookahead=8)
+    hits, _ = replay(work, POLICIES[name].for_device(PROFILE), 60, 0, lookahead=8)
     assert [one.hit for one in served] == hits
     assert 0 < sum(hits) < sum(work.totals)
 
@@ -129,8 +128,8 @@ def test_the_simulator_decides_as_the_real_cache_does(name: str, seed: int) -> N
 def test_two_tiers_hit_and_move_much_as_in_the_real_cache(name: str) -> None:
     """Not the same to the token: the real one replicates hot nodes, and tells apart what a load and a match hold."""
     work = chains(2, requests=300)
-    served = Simulator(work, POLICIES[name](PROFILE), 50, 150).run(lookahead=8)
-    hits, moved = replay(work, POLICIES[name](PROFILE), 50, 150, lookahead=8)
+    served = Simulator(work, POLICIES[name].for_device(PROFILE), 50, 150).run(lookahead=8)
+    hits, moved = replay(work, POLICIES[name].for_device(PROFILE), 50, 150, lookahead=8)
     assert sum(one.hit for one in served) == pytest.approx(sum(hits), rel=0.03)
     assert sum(one.moved for one in served) == pytest.approx(moved, rel=0.1)
 

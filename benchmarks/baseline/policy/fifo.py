@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import Policy
+from ragjax.cache.policy.base import POLICIES, Policy
 from ragjax.core.tiers import Tier
 
 
+@POLICIES.register("none")
 class FIFO(Policy):
     """First in, first out, whatever is asked for. Note: the node's number in the queue of each tier (0: not there).
 

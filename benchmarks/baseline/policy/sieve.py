@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.base import POLICIES, Access, Policy
 from ragjax.core.tiers import Tier
 
 _NUMBERS = 48
@@ -20,6 +20,7 @@ class Place:
     visited: bool = False
 
 
+@POLICIES.register("sieve")
 class SIEVE(Policy):
     """A hand moves from the oldest node to the newest and round again: it clears the mark of those that were asked
     for and takes the first one that was not. Nodes never change places.

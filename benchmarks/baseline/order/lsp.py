@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from ragjax.schedule.order.base import Order, W, Waiting
+from ragjax.schedule.order import ORDERS, Order, W, Waiting
 
 
+@ORDERS.register("lsp")
 class LSP(Order):
     """The one that shares the longest prefix with another; of equals the oldest."""
 

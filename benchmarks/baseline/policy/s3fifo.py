@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from ragjax.cache.node import Node
-from ragjax.cache.policy.base import Access, Policy
+from ragjax.cache.policy.base import POLICIES, Access, Policy
 from ragjax.core.tiers import Tier
 
 SMALL, MAIN = 0, 1
@@ -50,6 +50,7 @@ class Ghosts:
         return length is not None
 
 
+@POLICIES.register("s3fifo")
 class S3FIFO(Policy):
     """A small queue, in which most nodes are tried and found wanting; a main one, where a node asked for gets another
     round; and ghosts: a node that comes back soon after the small queue dropped it goes to main at once.

@@ -1,6 +1,6 @@
-"""What an order is and sees, and the queue that keeps it from starving anybody.
+"""Orders, which choose the waiting request that starts next, and the queue that lets nobody starve.
 
-To add an order: one file with a class that has `pick`, its source in the docstring, and one line in `__init__.py`.
+To add an order: a class that has `pick`, registered by `@ORDERS.register("name")`, in any module that is imported.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ragjax.cache.outlook import Look
+from ragjax.core.registry import Registry
 
 WINDOW = 32
 """Later requests that may start before a request (RAGCache, section 7.3: a reordering window of 32)."""
@@ -51,12 +52,24 @@ class Order(ABC):
         last: the one that started last.
         """
 
-    def plan(self, queue: Sequence[W], first: W) -> Sequence[W] | None:
-        """The requests as they will start, if `first` does now; None if the order does not think so far.
 
-        Replacement policies that look at who waits take these places for those of arrival.
-        """
-        return None
+ORDERS: Registry[type[Order]] = Registry("order")
+
+
+@ORDERS.register("fcfs")
+class FCFS(Order):
+    """First come, first served: the oldest."""
+
+    def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
+        return queue[0]
+
+
+@ORDERS.register("ratio")
+class Ratio(Order):
+    """Most cached for each token that is computed; of equals the oldest (RAGCache, section 5.2: OrderPriority)."""
+
+    def pick(self, queue: Sequence[W], last: Waiting | None) -> W:
+        return max(queue, key=lambda waiting: (cached := waiting.cached) / (waiting.total - cached))
 
 
 class Queue(Generic[W]):
@@ -121,10 +134,6 @@ class Queue(Generic[W]):
             return self._waiting[0]
         able = [waiting for waiting in self._waiting[:SIGHT] if may(waiting)]
         return self._order.pick(able, self._last) if able else None
-
-    def plan(self, first: W) -> Sequence[W] | None:
-        """Who starts when, if `first` does now; None if the order makes no plans."""
-        return self._order.plan([*self._returned, *self._waiting[:SIGHT]], first)
 
     def ahead(self, count: int) -> list[W]:
         """The first `count` in the order in which they would start if the cache stayed as it is."""

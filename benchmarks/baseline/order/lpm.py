@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ragjax.schedule.order.base import Order, W, Waiting
+from ragjax.schedule.order import ORDERS, Order, W, Waiting
 
 
+@ORDERS.register("lpm")
 class LPM(Order):
     """Most cached tokens; of equals the oldest."""
 

@@ -53,7 +53,7 @@ class Probe(Strategy):
         """read: how KV is read when decoding has ended; then inv_freq_R, the model's RoPE frequencies, are needed."""
         self._inner, self._read, self._inv_freq_R = inner, read, inv_freq_R
         self.name, self.measures, self.selective = inner.name, inner.measures, inner.selective
-        self.early_end, self.trims, self.steady = inner.early_end, inner.trims, inner.steady
+        self.early_end, self.steady = inner.early_end, inner.steady
         self.laps: list[Lap] = []
         self.recomputed: NDArray[np.int32] = np.zeros(0, np.int32)
         self.kv: tuple[Floats, Floats] | None = None

@@ -69,10 +69,6 @@ FLAGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "help": "parts passages in messages, besides blank lines; repeatable",
         },
     ),
-    "keep_top": (
-        "--keep-top",
-        {"type": integer(0), "metavar": "K", "help": "chunks of a prompt that prefix keeps KV of (default: all)"},
-    ),
     "dtype": ("--dtype", {"choices": DTYPES, "help": "weights and KV; auto suits the device (%(default)s)"}),
     "device_cache_gb": (
         "--device-cache-gb",

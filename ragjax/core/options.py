@@ -99,7 +99,6 @@ class EngineOptions:
     "asked" (never), or "auto", which leaves those alone whose messages bring passages (docs/recognition.md).
     recognise: whether passages in messages are recognised and reused at any place, for requests that say nothing else;
     separators: texts that part passages, besides blank lines, rules, tags and labels.
-    keep_top: of a prompt's chunks, in order, how many the strategy "prefix" keeps KV of (None: all).
     device_cache_gb: size of the page pool, in 2^30 bytes, on all devices together.
     tensor_parallel: devices that share out the model and the pool, by heads, MLP and vocabulary (docs/scale.md).
     max_queue: requests that may wait. max_running: requests that run at a time (0: as many as have room).
@@ -134,7 +133,6 @@ class EngineOptions:
     retrieve: str = "auto"
     recognise: bool = False
     separators: tuple[str, ...] = ()
-    keep_top: int | None = None
     device_cache_gb: float = 0.5
     tensor_parallel: int = 1
     max_queue: int = 64
@@ -194,9 +192,9 @@ class EngineOptions:
 
     def _check_numbers(self) -> None:
         fewest = {"tensor_parallel": 1, "top_k": 0, "max_queue": 0, "max_running": 0}
-        fewest |= {"step_tokens": 0, "speculate": 0, "lookup": 0, "keep_top": 0, "max_context": 1}
+        fewest |= {"step_tokens": 0, "speculate": 0, "lookup": 0, "max_context": 1}
         for name, least in fewest.items():
-            if getattr(self, name) is not None or name not in ("keep_top", "max_context"):
+            if getattr(self, name) is not None or name != "max_context":
                 _take_whole(self, name, least)
         if self.lookup > MOST_LOOKUP:
             raise ConfigError(f"lookup must be at most {MOST_LOOKUP}, not {self.lookup!r}")

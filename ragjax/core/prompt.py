@@ -119,12 +119,9 @@ class Segment:
 class Prompt:
     """Segments in pre-order. A token's index is its place in the concatenation. Two are equal only if they are the same
     object.
-
-    keep_top: chunks up to which causal KV may be kept (RAGCache, section 8); None: all of the prompt.
     """
 
     segments: tuple[Segment, ...]
-    keep_top: int | None = None
 
     def __post_init__(self) -> None:
         if not self.segments:
@@ -172,12 +169,6 @@ class Prompt:
         private = (i for i, segment in enumerate(self.segments) if not segment.public)
         return self.starts[next(private, len(self.segments))]
 
-    @cached_property
-    def kept(self) -> int:
-        """Number of leading tokens whose causal KV may be kept: up to the first chunk that is one too many."""
-        chunks = [start for start, s in zip(self.starts, self.segments, strict=False) if s.kind is Kind.CHUNK]
-        return len(self) if self.keep_top is None or self.keep_top >= len(chunks) else chunks[self.keep_top]
-
     @property
     def preprocessed(self) -> bool:
         """Whether every chunk has KV that was computed behind its neighbours; true without chunks."""
@@ -187,7 +178,7 @@ class Prompt:
         """The prompt, and after it tokens that were generated, int32 [n], if there are any."""
         if not len(said):
             return self
-        return Prompt((*self.segments, Segment("continued", Kind.QUERY, said)), self.keep_top)
+        return Prompt((*self.segments, Segment("continued", Kind.QUERY, said)))
 
     @property
     def recognised(self) -> bool:

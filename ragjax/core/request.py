@@ -208,8 +208,6 @@ class Rag:
         the knowledge base, or a Document.
     recompute_ratio: share of the chunks' tokens, in [0, 1], that a selective strategy recomputes; None uses its own.
     graph: facts, used instead of chunks.
-    keep_top: of the chunks in the prompt, in order, how many the strategy "prefix" keeps KV of; None: the engine's
-        default. What comes behind them is kept for nobody.
     compression: which of the prompt's tokens the answer sees; None uses the engine's default, "none" keeps all.
     recognise: whether passages in the messages are recognised, and reused at any place; None uses the engine's default.
     detail: hand back the tokens of the prompt in the answer.
@@ -226,7 +224,6 @@ class Rag:
     documents: tuple[str | Document, ...] | None = None
     recompute_ratio: float | None = None
     graph: Graph | None = None
-    keep_top: int | None = None
     compression: Compression | Literal["none"] | None = None
     detail: bool = False
     recognise: bool | None = None
@@ -237,12 +234,10 @@ class Rag:
         self._check_types()
         texts = self.knowledge is not None or bool(self.sources) or self.top_k is not None or self.documents is not None
         _check(self.graph is None or not texts, "give graph, or knowledge, top_k and documents, not both", "rag.graph")
-        _check(self.graph is None or self.keep_top is None, "give graph or keep_top, not both", "rag.keep_top")
         beside = self.knowledge is not None or self.documents is not None
         _check(not self.sources or not beside, "give sources, or knowledge or documents, not both", "rag.knowledge")
         _check(self.documents is None or self.top_k is None, "give documents or top_k, not both", "rag.top_k")
         _check(self.top_k is None or self.top_k >= 0, "top_k must be at least 0 (0: retrieve none)", "rag.top_k")
-        _check(self.keep_top is None or self.keep_top >= 0, "keep_top must be at least 0", "rag.keep_top")
         ratio = self.recompute_ratio
         _check(ratio is None or 0.0 <= ratio <= 1.0, "recompute_ratio must lie in [0, 1]", "rag.recompute_ratio")
         found = bool(self.recognise)
@@ -252,8 +247,8 @@ class Rag:
         given = {name: value for name, value in vars(self).items() if value is not None}
         for name in given.keys() & {"knowledge", "strategy"}:
             _check_text(self, name, f"rag.{name}")
-        for name in given.keys() & {"top_k", "keep_top"}:
-            _take_whole(self, name, f"rag.{name}")
+        if self.top_k is not None:
+            _take_whole(self, "top_k", "rag.top_k")
         for name in given.keys() & {"recompute_ratio", "min_score"}:
             _check_number(self, name, f"rag.{name}")
         if self.documents is not None:

@@ -380,7 +380,6 @@ class Engine:
         top_k: int | None = None,
         documents: Sequence[str | Document] | None = None,
         graph: Graph | str | None = None,
-        keep_top: int | None = None,
         compression: Compression | str | None = None,
         recognise: bool | None = None,
         sampling: Sampling | None = None,
@@ -411,7 +410,6 @@ class Engine:
             documents=given,
             recompute_ratio=recompute_ratio,
             graph=asked,
-            keep_top=keep_top,
             compression=_compression(compression),
             recognise=recognise,
         )

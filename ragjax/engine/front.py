@@ -72,7 +72,6 @@ class Front:
             vocabulary=parts.tokenizer.vocab_size if parts.vocabulary is None else parts.vocabulary,
             eos_ids=eos_ids,
             grammars=Grammars(parts.tokenizer, eos_ids),
-            keep_top=options.keep_top,
             recognise=options.recognise,
             lookup=options.lookup,
             compression=parts.compression,

@@ -91,8 +91,8 @@ class Preparation:
 
     context_length: most tokens of a prompt and its answer. vocabulary: one past the highest id that the model reads.
     limits: what one step can read. pool: pages of the device.
-    eos_ids: tokens that end an answer. grammars: reads those that answers follow. For requests that say nothing else:
-    keep_top, chunks kept (None: all), and recognise, whether passages in messages are recognised.
+    eos_ids: tokens that end an answer. grammars: reads those that answers follow.
+    recognise: whether passages in messages of requests that say nothing else are recognised.
     lookup: tokens that prompt lookup proposes in a step. compression: of prompts whose requests say nothing else.
     compressions: all that were asked for. check: called at each step of a loop over what
     a request brings; an error of it ends the work.
@@ -109,7 +109,6 @@ class Preparation:
     vocabulary: int
     eos_ids: frozenset[int]
     grammars: Grammars
-    keep_top: int | None
     recognise: bool = False
     lookup: int = 0
     compression: Compression | None = None
@@ -231,7 +230,7 @@ class Preparation:
         if strategy is not None:
             self._check_ratio(rag, strategy)
         strategy, ratio, notice = (strategy, rag.recompute_ratio, None) if strategy else self._choose(rag, prompt)
-        plain, prompt = prompt, self._trimmed(strategy.dress(prompt), rag, strategy)
+        plain, prompt = prompt, strategy.dress(prompt)
         room, raw = self.context_length - len(prompt), request.prompt is not None
         self._check_bias(request)
         generation = Generation(request.sampling, self.tokenizer, self.eos_ids, room, continued=raw)
@@ -248,16 +247,6 @@ class Preparation:
         if not request.background and self.contract.draws():
             state.shadowed = []
         return state
-
-    def _trimmed(self, prompt: Prompt, rag: Rag, strategy: Strategy) -> Prompt:
-        """The prompt, and how many of its chunks are kept if the strategy leaves some out."""
-        if strategy.trims:
-            asked = (most for most in (rag.keep_top, prompt.keep_top, self.keep_top) if most is not None)
-            return replace(prompt, keep_top=next(asked, None))
-        if rag.keep_top is not None:
-            reason = f"the strategy {strategy.name} takes no keep_top; prefix does"
-            raise RequestError(reason, param="rag.keep_top", code="invalid_value")
-        return prompt
 
     def _compression(self, request: Request, strategy: Strategy) -> Compression | None:
         """How the request's prompt is compressed; those in the background are not, unless they say so."""

@@ -43,7 +43,6 @@ class Strategy(ABC):
     measures: all that its passes may measure. early_end: layers after which a pass of its may end before the last one
     (0: none does). The programs behind both are compiled at start-up.
     selective: whether it recomputes a share of the tokens that a request may name.
-    trims: whether it keeps no more of a prompt than its `keep_top` says.
     steady: whether an answer is the same whatever requests ran before; only then may a request be begun on a guess.
     exact: whether chunks are to it tokens like any others, so that cutting a prompt into more of them gains nothing.
     """
@@ -52,7 +51,6 @@ class Strategy(ABC):
     measures: frozenset[Measure] = LOGITS
     early_end: int = 0
     selective: bool = False
-    trims: bool = False
     steady: bool = True
     exact: bool = False
 

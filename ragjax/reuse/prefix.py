@@ -18,23 +18,18 @@ from ragjax.reuse.base import Allocation, Strategy, indices, match_spans, report
 
 
 class Prefix(Strategy):
-    """Reuses the longest cached prefix and keeps what it computes, answer included.
-
-    With a prompt's `keep_top` it keeps the first chunks alone: of the orders of many chunks hardly any comes back, of
-    the orders of the first few many do (RAGCache, section 8).
-    """
+    """Reuses the longest cached prefix and keeps what it computes, answer included."""
 
     name = "prefix"
     exact = True
-    trims = True
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The path of what may be kept of the prompt, cut at its segments."""
-        return cache.keys_of(prompt.tokens[: prompt.kept], _cuts(prompt), tenant, prompt.public)
+        """The path of the prompt, cut at its segments."""
+        return cache.keys_of(prompt.tokens, prompt.starts, tenant, prompt.public)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """What may be kept of the prompt, segment by segment."""
-        return Outlook((Causal(raw_of(prompt.tokens[: prompt.kept]), _cuts(prompt), tenant, prompt.public),))
+        """The prompt, segment by segment."""
+        return Outlook((Causal(raw_of(prompt.tokens), prompt.starts, tenant, prompt.public),))
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
         """One pass over the tokens behind the prefix; the last token is always computed, for its logits."""
@@ -45,9 +40,7 @@ class Prefix(Strategy):
         fresh = run.slice(0, n - hit, allocation.page_size)
         spans = (*match_spans(match, 0, runs=runs), Span.consecutive(hit, fresh))
         results = yield Pass(indices(hit, n), indices(hit, n), spans, self.measures, (n - 1,))
-        if hit < prompt.kept:
-            kept = run.slice(0, prompt.kept - hit, allocation.page_size)
-            allocation.cache.admit_prefix(match, tokens[: prompt.kept], hit, kept, _cuts(prompt), prompt.public)
+        allocation.cache.admit_prefix(match, tokens, hit, fresh, prompt.starts, prompt.public)
         tail = run.slice(n - hit, run.length, allocation.page_size)
         reused = {i: min(max(hit - start, 0), len(prompt.segments[i])) for i, start in enumerate(prompt.starts[:-1])}
         tiers = {i: match.tier(prompt.starts[i], prompt.starts[i] + used) for i, used in reused.items()}
@@ -56,16 +49,9 @@ class Prefix(Strategy):
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
         """Keep the finished turn, so that the next one finds it."""
-        if prompt.kept < len(prompt):
-            return
         context = allocation.prefix(prompt.tokens, quiet=True)
         if not context.complete or not len(generated):
             return
         run = plan.tail.slice(0, len(generated), allocation.page_size)
         tokens = np.concatenate([prompt.tokens, generated])
         allocation.cache.admit_prefix(context, tokens, len(prompt), run, (), prompt.public)
-
-
-def _cuts(prompt: Prompt) -> tuple[int, ...]:
-    """Where segments of what may be kept begin or end."""
-    return tuple(start for start in prompt.starts if start <= prompt.kept)

@@ -26,8 +26,6 @@ NAN, INF = float("nan"), float("inf")
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_k": "3"}, "top_k must be a whole number"),
         ({"top_k": -1}, "top_k must be at least 0"),
-        ({"keep_top": 1.5}, "keep_top must be a whole number"),
-        ({"keep_top": -1}, "keep_top must be at least 0"),
         ({"lookup": 2.5}, "lookup must be a whole number"),
         ({"lookup": 7}, "lookup must be at most 6"),
         ({"step_tokens": 1.5}, "step_tokens must be a whole number"),

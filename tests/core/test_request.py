@@ -53,7 +53,6 @@ SCHEMA: Any = {"type": "integer"}
         (lambda: Document("d", "words", 2), "a document's title must be a text"),
         (lambda: Rag(top_k=-1), "top_k must be at least 0"),
         (lambda: Rag(top_k=2.5), "top_k must be a whole number"),
-        (lambda: Rag(keep_top=1.5), "keep_top must be a whole number"),
         (lambda: Rag(recompute_ratio="0.5"), "recompute_ratio must be a number"),
         (lambda: Rag(strategy=5), "strategy must be a text"),
         (lambda: Rag(knowledge=5), "knowledge must be a text"),

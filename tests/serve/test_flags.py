@@ -44,7 +44,6 @@ def test_flags_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "max_queue": 7,
         "max_running": 3,
         "speculate": 4,
-        "keep_top": 2,
         "max_context": 512,
         "index": "hnsw",
         "index_dir": str(tmp_path / "kept"),

@@ -96,7 +96,6 @@ class ChatRag(TextRag):
     knowledge: Name | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     documents: Annotated[list[Passage], Field(fail_fast=True)] | None = None
-    keep_top: Annotated[int, Field(ge=0)] | None = None
     graph: Annotated[GraphRag, BeforeValidator(_named, json_schema_input_type=str | GraphRag)] | None = None
 
     def to_core(self) -> core.Rag:
@@ -110,7 +109,6 @@ class ChatRag(TextRag):
             documents=documents,
             recompute_ratio=self.recompute_ratio,
             graph=graph,
-            keep_top=self.keep_top,
             compression=self.compressed(),
             detail=bool(self.detail),
             recognise=self.recognise,

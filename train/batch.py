@@ -1,4 +1,4 @@
-"""Which samples a step takes, and how they are packed: side by side into rows of a few fixed lengths.
+"""Batches of samples, packed side by side into rows of a few fixed lengths.
 
 Attention keeps packed samples apart (`train.attention`), so nothing is padded to the longest of a batch. A
 batch is cut into rows of one device each; a microbatch is one row for every device.
@@ -35,7 +35,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Order:
-    """Which of `samples` samples each step takes: all of them once an epoch, shuffled anew, and plain ones among them.
+    """The order in which steps take samples: all once per epoch, shuffled anew, with plain ones among them.
 
     plain: the share of plain ones, drawn anew each epoch from `pool` many. A function of the seed alone, so a run that
     goes on at step n goes on exactly.
@@ -64,7 +64,7 @@ class Order:
         return self.per_epoch * self.epochs
 
     def at(self, step: int) -> list[Item]:
-        """What a step takes."""
+        """The samples of a step."""
         epoch, number = divmod(step, self.per_epoch)
         random = np.random.default_rng([self.seed, epoch])
         rounds = -(-self.extra // self.pool) if self.extra else 0
@@ -95,7 +95,7 @@ class Rows:
         return Rows(tuple(longest // 4 * quarters for quarters in (1, 2, 3, 4)))
 
     def fits(self, example: Example) -> bool:
-        """Whether the longest row can hold it."""
+        """True if the longest row can hold it."""
         return len(example) <= self.lengths[-1] and example.targets <= targets_of(self.lengths[-1])
 
     def pack(self, examples: Sequence[Example], devices: int = 1) -> list[Microbatch]:
@@ -119,7 +119,7 @@ class Rows:
 
 
 def targets_of(length: int) -> int:
-    """How many targets a row has room for."""
+    """Targets that a row has room for."""
     return length // TARGET_SHARE
 
 
@@ -164,7 +164,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What is computed at once. example_N: which example of the step each target belongs to, -1 for padding.
+    """Rows computed at once. example_N: the example of the step that each target belongs to, -1 for padding.
 
     tokens, targets: without padding. pairs: how many pairs of tokens see each other.
     """
@@ -225,7 +225,7 @@ def _padded(x: NDArray[Any], size: int, value: int) -> Tokens:
 
 
 def pairs_of(example: Example) -> int:
-    """How many pairs of row and key an example's attention has."""
+    """Pairs of row and key in an example's attention."""
     n = len(example)
     index = np.arange(n)
     hidden = np.clip(np.minimum(example.hide_until, n) - np.maximum(example.hide_from, index), 0, None)

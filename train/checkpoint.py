@@ -65,7 +65,7 @@ class Checkpoints:
         self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, step: int, like: State) -> State:
-        """What was saved after so many steps, in the shapes, dtypes and shardings of `like`."""
+        """Load the state saved after so many steps, in the shapes, dtypes and shardings of `like`."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         state: State = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
         return state

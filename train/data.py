@@ -70,7 +70,7 @@ def _divided(make: Callable[[argparse.Namespace], list[Sample]]) -> Source:
 
 
 def _kept(samples: list[Sample], options: argparse.Namespace) -> list[Sample]:
-    """What does not share anything with the samples of `--apart`."""
+    """Leave out samples that share anything with those of `--apart`."""
     kept = apart(samples, read_samples(options.apart)) if options.apart else samples
     if not kept:
         raise ConfigError("no sample could be made")

@@ -63,12 +63,12 @@ class Example:
 
     @property
     def targets(self) -> int:
-        """How many tokens are learned."""
+        """Number of tokens that are learned."""
         return int((self.target >= 0).sum())
 
     @property
     def answers(self) -> int:
-        """How many answers are learned: runs of targets."""
+        """Number of answers that are learned: runs of targets."""
         learned = self.target >= 0
         return int((learned & ~np.append(False, learned[:-1])).sum())
 
@@ -155,7 +155,7 @@ class Coder:
 
 
 class Context(NamedTuple):
-    """What stands before the questions, token by token, int32 [c]; copy: bool [c].
+    """The tokens before the questions, int32 [c]; copy: bool [c].
 
     copy: of the system prompt, for a passage; hidden from all behind the passage. Others as in `Example`, where
     hide_until of a copy is `NEVER`.
@@ -212,7 +212,7 @@ def _isolated(prompt: Prompt) -> Context:
 
 
 def _taught(view: View, context: Context, length: int, soft: Sequence[int] | Tokens) -> View:
-    """How the teacher sees a sample: all that stands before, without copies and the soft tokens.
+    """The teacher's view of a sample: everything before it, without copies and soft tokens.
 
     view: of the questions; what it has of the context is not read. length: of the context as the model that learns
     counts it.
@@ -246,7 +246,7 @@ def _example(name: str, prompt: Prompt, answer: Tokens, positions: Positions) ->
 
 
 def _causal(prompt: Prompt) -> bool:
-    """Whether each token sees all before it, so that full attention sees the same."""
+    """True if each token sees all tokens before it, as in full attention."""
     return all(segment.kind in (Kind.SYSTEM, Kind.QUERY) for segment in prompt.segments)
 
 
@@ -260,7 +260,7 @@ def _chained(prompt: Prompt) -> Prompt:
 
 @dataclass(frozen=True)
 class Closing:
-    """How a chat template goes on from where generation starts: text before the answer, and the token behind it."""
+    """The continuation of a chat template at generation: text before the answer, and the token behind it."""
 
     gap: str
     end: int

@@ -22,7 +22,7 @@ from ragjax.models.trained import INPUTS, LORA_FORMAT, Pair, pair_shapes
 
 @dataclass(frozen=True)
 class Lora:
-    """Which matrices have an adapter, of what rank, and by how much it counts (alpha / rank)."""
+    """The matrices that have an adapter, its rank, and its scale (alpha / rank)."""
 
     rank: int
     alpha: float
@@ -56,7 +56,7 @@ class Lora:
         return {"a": ("rank", *axes[cut:]), "b": (*axes[:cut], "rank")}
 
     def change(self, x_TI: jax.Array, pair: Pair) -> jax.Array:
-        """What one layer's adapter adds to its matrix's product with x, float32 [T, O].
+        """The adapter's part of one layer's product with x, float32 [T, O].
 
         The matrix itself is never made, nor its gradient: that would take half as many products again.
         """

@@ -67,7 +67,7 @@ def _sizes(text: str) -> dict[str, int]:
 
 
 def spec_of(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How a weight with these logical axes is split; a norm is whole, and so is an axis that does not divide."""
+    """The partition of a weight with these logical axes; norms and axes that do not divide stay whole."""
     if len([axis for axis in axes if axis != "layers"]) < 2:
         return P()
 

@@ -1,4 +1,4 @@
-"""What a step costs and how fast the machine could go: FLOP counts, peak FLOP/s, and a log of JSON lines.
+"""FLOP counts of a step, peak FLOP/s of the machine, and a log of JSON lines.
 
 MFU is the model's FLOPs over the time at peak (PaLM, arXiv 2204.02311, appendix B): what remat computes twice does not
 count, nor do hidden pairs of tokens.
@@ -71,7 +71,7 @@ class Cost:
 
     @staticmethod
     def of(config: ModelConfig, *, whole: bool = True, distil: bool = False) -> Cost:
-        """Of a model. whole: whether its weights are trained, and not something beside them. distil: with a teacher."""
+        """Cost of a model. whole: its own weights are trained. distil: a teacher runs too."""
         shapes = shapes_of(config)["layers"]
         each = (6 if whole else 4) + 2 * distil
         token = each * sum(prod(shapes[name]) for name in INPUTS)
@@ -79,7 +79,7 @@ class Cost:
         return Cost(token, target, (12 + 4 * distil) * config.num_heads * config.head_dim * config.num_layers)
 
     def flops(self, microbatches: Sequence[Microbatch]) -> float:
-        """Of a step; padding does not count."""
+        """FLOPs of a step without padding."""
         return sum(self.token * m.tokens + self.target * m.targets + self.pair * m.pairs for m in microbatches)
 
 

@@ -60,7 +60,7 @@ def axes_of(config: ModelConfig) -> Tree:
 
 @dataclass(frozen=True)
 class Model:
-    """How weights are used.
+    """The computation of the loss from weights.
 
     dtype: of products with them. lora, soft: adapters, or embeddings of soft tokens, if these are what is trained.
     distil: whether targets are what the same weights say without adapters as the teacher, in place of tokens.
@@ -76,13 +76,13 @@ class Model:
 
     @property
     def whole(self) -> bool:
-        """Whether all weights are trained."""
+        """True if all weights are trained."""
         return self.lora is None and self.soft is None
 
     # ------------------------------------------------------------------------------------ sharding
 
     def specs(self) -> tuple[Tree, Tree]:
-        """How trained and frozen weights lie on the mesh."""
+        """Partitions of trained and frozen weights on the mesh."""
         axes = axes_of(self.config)
         shapes = shapes_of(self.config)
         weights = jax.tree.map(self._spec, axes, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -110,7 +110,7 @@ class Model:
 
     @property
     def devices(self) -> int:
-        """How many rows are computed at once."""
+        """Rows that are computed at once."""
         return int(self.mesh.shape["data"] * self.mesh.shape["fsdp"])
 
     # ------------------------------------------------------------------------------------- forward
@@ -156,7 +156,7 @@ class Model:
 
     @property
     def _attention(self) -> jnp.dtype:
-        """Of queries, keys and values. The CPU's form of attention is fastest in float32."""
+        """Dtype of queries, keys and values. On CPUs attention is fastest in float32."""
         return jnp.dtype(jnp.float32) if self.mesh.devices.flat[0].platform == "cpu" else self.dtype
 
     def _block(self, weights: Tree, adapters: Tree, of_weights: Tree, of_adapters: Tree) -> Layer:
@@ -188,7 +188,7 @@ class Adapted(Layer):
         self._lora, self._pairs = lora, nnx.data(dict(pairs))
 
     def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:
-        """As the layer's, and the adapter's part."""
+        """Add the adapter's part to the layer's product."""
         product = super().multiply(name, x_TI)
         return product + self._lora.change(x_TI, self._pairs[name]) if name in self._pairs else product
 

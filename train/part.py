@@ -66,7 +66,7 @@ class PartLayer(Layer):
                 setattr(self, name, norm.replace(enter(norm[...])))
 
     def multiply(self, name: str, x_TI: jax.Array) -> jax.Array:
-        """As the layer's; what leaves a part is summed."""
+        """The layer's product; outputs of parts are summed."""
         product = self._layer.multiply(name, enter(x_TI) if name in _INTO else x_TI)
         return leave(product) if name in _OUT_OF else product
 

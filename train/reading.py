@@ -24,7 +24,7 @@ OPENING = 5
 
 @dataclass(frozen=True)
 class Question:
-    """Of a question set: a question, its answer, the passages that it needs and the others that it came with."""
+    """An item of a question set: question, answer, the passages it needs, and distractors."""
 
     asked: Asked
     needed: tuple[Passage, ...]
@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a sample. passages: from two up to so many, beyond those that its questions need. asked: questions on them."""
+    """Size of a sample. passages: two up to so many, beyond those its questions need. asked: questions on them."""
 
     passages: int = 10
     asked: int = 8
@@ -105,7 +105,7 @@ def _endless(count: int, random: np.random.Generator) -> Iterator[int]:
 
 
 def _context(own: Sequence[Question], pool: Sequence[Passage], most: int, random: np.random.Generator) -> list[Passage]:
-    """What the questions need, up to `most`, and others: two passages at least, if there are so many."""
+    """Up to `most` passages that the questions need, and others: two at least, if there are so many."""
     needed = list(dict.fromkeys(p for question in own for p in question.needed))[:most]
     size = int(random.integers(2, max(2, most) + 1))
     near = [p for question in own for p in question.others]

@@ -1,4 +1,4 @@
-"""What decides the outcome of a run besides model and data, and the presets for it (DepCache, section 6.5)."""
+"""Hyperparameters of a run, and their presets (DepCache, section 6.5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the outcome of a run, besides model and data.
+    """Hyperparameters of a run.
 
     lr: the highest, reached after `warmup` (share of all steps), from where it falls to 0 by a cosine. batch: samples a
     step. target: what is learned. plain: share of plain causal samples. clip: largest norm of the gradient. row: tokens

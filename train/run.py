@@ -131,7 +131,7 @@ def run(options: argparse.Namespace, recipe: Recipe, part: Part) -> dict[str, An
 
 
 def _parted(weights: Tree, part: Part, seed: int) -> tuple[Tree, Tree]:
-    """What is trained, as it begins, and what stays."""
+    """Split weights into initial trained ones and frozen ones."""
     if part is None:
         return weights, {}
     if isinstance(part, Soft):

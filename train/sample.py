@@ -45,7 +45,7 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """What a model is to learn from one question.
+    """One question to learn from.
 
     paths: each from an entity of the question; none for plain chat. gold: those that lead to the answer, if known.
     history: messages before the question, a system message first if the chat has its own. passages: what the question
@@ -211,7 +211,7 @@ def named(found: Sequence[tuple[str, Sample]]) -> list[Sample]:
 def read_lines(
     files: Sequence[str | Path], parse: Callable[[Mapping[str, Any]], T], max_bad: int
 ) -> list[tuple[str, T]]:
-    """What the lines of JSON files hold, each with its file and number. Bad lines are logged and skipped.
+    """Parse the lines of JSON files, each with its file and number. Bad lines are logged and skipped.
 
     Raises:
         ConfigError: for a file that cannot be read, and beyond `max_bad` lines that are wrong.

@@ -21,7 +21,7 @@ from ragjax.models.trained import PACKET_FORMAT
 
 @dataclass(frozen=True)
 class Soft:
-    """How many tokens stand before a passage and behind it; the paper's 8 and 8."""
+    """Numbers of soft tokens before and behind a passage; the paper's 8 and 8."""
 
     header: int = 8
     trailer: int = 8

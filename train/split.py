@@ -51,6 +51,6 @@ def apart(samples: Sequence[Sample], others: Sequence[Sample]) -> list[Sample]:
 
 
 def _shared(sample: Sample) -> list[str | frozenset[Triple]]:
-    """What two samples must not have in common to be on two sides."""
+    """Contents that samples of different sides must not share."""
     asked = [normal(asked.question) for asked in sample.asked]
     return [*asked, *(frozenset(RelationPath(steps).triples) for steps in sample.gold or sample.paths)]

@@ -26,20 +26,20 @@ from train.recipe import Recipe
 
 @dataclass
 class State:
-    """What training changes: trained weights (float32), the optimizer's state, and how many steps were taken."""
+    """The state of training: trained weights (float32), the optimizer's state, and the number of steps taken."""
 
     trained: Tree
     moments: Any
     step: int = 0
 
     def arrays(self) -> dict[str, Any]:
-        """What a checkpoint holds."""
+        """Contents of a checkpoint."""
         return {"trained": self.trained, "moments": self.moments}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one step did. tokens and padding in tokens, seconds on the clock."""
+    """Figures of one step: tokens, padding (in tokens), wall-clock seconds."""
 
     loss: float
     accuracy: float

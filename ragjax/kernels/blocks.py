@@ -1,4 +1,4 @@
-"""Which entries each block of rows has to visit, built on the device, exact and never truncated.
+"""Lists of the entries that each block of rows visits, built on the device, exact and never truncated.
 
 A list is sorted into runs of entries with equal RoPE offset, so that a kernel rotates its queries once a run; inside a
 run come first the entries that every row sees whole, which need no mask, then those that some row sees in part; entries
@@ -51,7 +51,7 @@ def visible_blocks(rows: Rows, entries: PageTable, block_rows: int) -> Blocks:
 
 
 def visible_slots(rows: Rows, entries: PageTable, block_rows: int) -> jax.Array:
-    """Whether a key is visible to some token index in [min, max] of a block of rows, bool [N, S, C]."""
+    """True where a key is visible to some token index in [min, max] of a block of rows, bool [N, S, C]."""
     return seen_keys(_extent(rows, block_rows), entries.keys())
 
 

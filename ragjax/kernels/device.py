@@ -1,4 +1,4 @@
-"""What a kernel has to know of the device it is to run on."""
+"""The properties of a device that kernels depend on."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _cutoff(rank_NV: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax
 
 
 def _lowest(chosen_NV: jax.Array, count_N: jax.Array) -> jax.Array:
-    """Of the chosen tokens, so many of the lowest ids; bool [N, V]."""
+    """Keep the `count` chosen tokens with the lowest ids; bool [N, V]."""
     last_N = _at_mass(chosen_NV.astype(jnp.float32), count_N.astype(jnp.float32) - 0.5)
     return chosen_NV & (jnp.arange(chosen_NV.shape[1]) <= last_N[:, None]) & (count_N > 0)[:, None]
 

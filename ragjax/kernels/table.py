@@ -26,7 +26,7 @@ TOGETHER = 64
 
 
 def sees(row: jax.Array, key: jax.Array, hide_from: jax.Array, hide_until: jax.Array) -> jax.Array:
-    """Whether a row of one token index sees a key of the same request; int32 that broadcast, bool."""
+    """The rule for a row and a key of one request; int32 arrays that broadcast, bool."""
     hidden = (hide_from <= row) & (row < hide_until)
     return (key <= row) & ~hidden
 
@@ -44,7 +44,7 @@ class Keys(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Of blocks of rows, int32 [N] each: the least and greatest token index and request of a block's live rows."""
+    """Blocks of rows, int32 [N] each: least and greatest token index, and request, of a block's live rows."""
 
     low: jax.Array
     high: jax.Array
@@ -74,13 +74,13 @@ class Extent(NamedTuple):
 
 
 def seen_keys(extent: Extent, keys: Keys) -> jax.Array:
-    """Whether some index of a block sees a key, bool [N, S, C]."""
+    """True where some index of a block sees a key, bool [N, S, C]."""
     seen_NSC: jax.Array = lax.map(lambda block: block.some(keys), extent, batch_size=TOGETHER)
     return seen_NSC
 
 
 def seen_and_full(extent: Extent, keys: Keys) -> tuple[jax.Array, jax.Array]:
-    """Whether a block sees some key of an entry, and whether every index of it sees all of them, bool [N, S] each."""
+    """True where a block sees some key of an entry, and where every index sees all keys; bool [N, S] each."""
 
     def of_block(block: Extent) -> tuple[jax.Array, jax.Array]:
         return block.some(keys).any(-1), block.all(keys).all(-1)
@@ -119,7 +119,7 @@ class PageTable:
     hide_until_SC: jax.Array
 
     def keys(self) -> Keys:
-        """What visibility asks of the slots."""
+        """The slots' fields for the rule of visibility."""
         return Keys(self.index_SC, self.request_S[:, None], self.hide_from_SC, self.hide_until_SC)
 
 

@@ -1,4 +1,4 @@
-"""What an attention call looks at: one argument for the op, its backends and the reductions, and its checks."""
+"""The inputs of an attention call besides queries: one argument for the op, its backends and the reductions."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class ChatTemplate:
 
     @cached_property
     def _seats_system(self) -> bool:
-        """Whether the template has a place for a system message; some refuse it, some drop it."""
+        """True if the template shows system messages; some refuse them, some drop them."""
         probe = (Message("system", ""), Message("user", ""))
         try:
             return sentinel(0) in self._render(probe, (sentinel(0), sentinel(1)), True, {})
@@ -82,7 +82,7 @@ class ChatTemplate:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template lists the tools that it is given."""
+        """True if the template lists the tools that it is given."""
         tool = {"type": "function", "function": {"name": sentinel(1), "description": "", "parameters": {}}}
         try:
             return sentinel(1) in self._render((Message("user", ""),), ("",), True, {"tools": [tool]})
@@ -148,7 +148,7 @@ _SENTINEL = re.compile("\U000f8ff2([0-9]+)\U000f8ff3")
 
 
 def sentinel(index: int) -> str:
-    """What stands in a rendering for the content of a message."""
+    """The placeholder for the content of message `index` in a rendering."""
     return f"\U000f8ff2{index}\U000f8ff3"
 
 
@@ -217,7 +217,7 @@ class Frame:
         return pieces
 
     def _taken(self, half: str, parity: int) -> Iterator[tuple[int, str]]:
-        """What stands for each message of this parity in a rendered half."""
+        """Yield the text that a rendered half shows for each message of this parity."""
         at = len(self.runs[0])
         for place, index in enumerate(self.order):
             after = self.runs[place + 1]

@@ -1,4 +1,4 @@
-"""What a decoder must know of its checkpoint; `huggingface.read_config` and `gguf.read_config` read it.
+"""The configuration of a decoder; `huggingface.read_config` and `gguf.read_config` read it from checkpoints.
 
 Families: Llama 2/3 (with Llama-3.1 RoPE scaling), Mistral, Qwen2/2.5, Qwen3, Phi-3 (also Phi-3.5 and Phi-4-mini) and
 Gemma 2.
@@ -153,7 +153,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What attention logits are multiplied by."""
+        """Factor of attention logits."""
         return float((self.query_scalar or self.head_dim) ** -0.5)
 
     @property
@@ -168,7 +168,7 @@ class ModelConfig:
 
     @property
     def query_stretch(self) -> float:
-        """What the turned components of queries are multiplied with, so that keys need not be."""
+        """Factor of the rotated components of queries; keys then need none."""
         return self.rope_scaling.stretch**2 if isinstance(self.rope_scaling, LongRope) else 1.0
 
     @property

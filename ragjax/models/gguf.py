@@ -349,7 +349,7 @@ def read_config(metadata: Mapping[str, Any], *, tie_embeddings: bool) -> ModelCo
 
 
 def _gemma2(metadata: Mapping[str, Any], layers: int, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """What Gemma 2 computes beside the others, as llama.cpp's conversion has it: its norms hold 1 + weight already."""
+    """Read Gemma 2's own fields as llama.cpp's conversion writes them: norms already hold 1 + weight."""
     return {
         "activation": "gelu",
         "post_norms": True,

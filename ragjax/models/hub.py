@@ -150,7 +150,7 @@ def resolve(name_or_path: str | Path, *, download: bool = True) -> LocalModel:
 
 
 def is_repository(name: str) -> bool:
-    """Whether a name can be that of a Hugging Face repository."""
+    """True for names of the form of a Hugging Face repository id."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) is not None
 
 
@@ -413,7 +413,7 @@ def check_proxies() -> None:
 
 
 def _is_untrusted(error: BaseException | None) -> bool:
-    """Whether an error comes from a certificate that could not be verified."""
+    """True if a certificate could not be verified."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return True

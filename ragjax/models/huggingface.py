@@ -141,7 +141,7 @@ def open_directory(path: Path) -> Checkpoint:
 
 
 def storage_note(path: Path) -> bytes:
-    """What config.json says of how matrices are stored, canonical: with the weights' bytes it decides on their values.
+    """Canonical text of config.json's quantization; with the weights' bytes it determines their values.
 
     Empty where they are stored plainly. Raises ConfigError as `open_directory`.
     """
@@ -324,7 +324,7 @@ def _refuse_unsupported(mapping: Mapping[str, Any], family: Family) -> None:
 
 
 def _sliding_window(mapping: Mapping[str, Any], family: Family) -> int | None:
-    """How far back some layer looks; None if every layer sees everything."""
+    """Width of the sliding window of some layer; None if every layer sees everything."""
     layer_types = mapping.get("layer_types") or []
     check(isinstance(layer_types, list | tuple), "layer_types", layer_types, "a list")
     for kind in layer_types:
@@ -340,7 +340,7 @@ def _sliding_window(mapping: Mapping[str, Any], family: Family) -> int | None:
 
 
 def _slides(mapping: Mapping[str, Any], layer_types: Sequence[str]) -> bool:
-    """Whether some layer of a Qwen model slides: its window is given also where none does."""
+    """True if some layer of a Qwen model slides; its window is given even where none does."""
     if not flag(mapping, "use_sliding_window"):
         return False
     if layer_types:

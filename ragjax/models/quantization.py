@@ -23,7 +23,7 @@ PLAIN_DTYPES = frozenset({"F32", "F16", "BF16"})
 
 
 class Scheme(ABC):
-    """How a checkpoint stores its matrices. The parts of a module are its tensors, by their last name."""
+    """A storage format of matrices. The parts of a module are its tensors, by the last component of their name."""
 
     title: str
     """For people: format, bits, and how far a scale reaches."""
@@ -36,11 +36,11 @@ class Scheme(ABC):
 
     @abstractmethod
     def stores(self, dtypes: Mapping[str, str]) -> bool:
-        """Whether a module with these parts, given with their dtypes, has a matrix that has to be widened."""
+        """True if a module with these parts and dtypes has a matrix to widen."""
 
     @abstractmethod
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Of the matrix, [out, in]. Raises ValueError that says which part's shape does not fit."""
+        """Shape of the matrix, [out, in]. Raises ValueError naming the part whose shape does not fit."""
 
     @abstractmethod
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
@@ -244,7 +244,6 @@ class Packed(Scheme):
         return outputs, inputs
 
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
-        """As the definition above."""
         weight_OI = unpack(parts["weight_packed"], self._bits).astype(np.float32)
         outputs, inputs = weight_OI.shape
         group_I = np.arange(inputs) // (self._group or inputs) if self._ordered else parts["weight_g_idx"]
@@ -277,7 +276,7 @@ def read_compressed(section: Mapping[str, Any]) -> Scheme:
 
 
 def _read_group(name: str, group: Any, layout: str) -> Scheme:
-    """How the weights of a group's modules are stored."""
+    """Read the storage format of one group's modules."""
     where = f"config_groups.{name}.weights"
     weights: Any = group.get("weights") if isinstance(group, Mapping) else None
     check(isinstance(weights, Mapping), f"quantization_config.{where}", weights, "an object")
@@ -337,7 +336,6 @@ class Awq(Scheme):
         return 8 * words, inputs
 
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
-        """As the definition above."""
         scale_GO = parts["scales"].astype(np.float32)
         zero_GO = _outputs(parts["qzeros"])
         code_IO = _outputs(parts["qweight"])
@@ -399,7 +397,6 @@ class Gptq(Scheme):
         return outputs, inputs
 
     def widen(self, parts: Mapping[str, Array]) -> NDArray[np.float32]:
-        """As the definition above."""
         scale_OG = np.ascontiguousarray(parts["scales"].T, np.float32)
         zero_OG = np.ascontiguousarray(unpack(parts["qzeros"], self._bits).T)
         if self._less_one:
@@ -449,7 +446,7 @@ def section_of(mapping: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def read_scheme(mapping: Mapping[str, Any]) -> Scheme | None:
-    """How a checkpoint's matrices are stored, from the contents of config.json; None if plainly.
+    """Read the storage format of a checkpoint's matrices from config.json; None if they are not quantized.
 
     Raises:
         ConfigError: that names the field which cannot be honoured.

@@ -1,4 +1,4 @@
-"""What a checkpoint is and what it takes, from its configuration and the headers of its weights."""
+"""Sizes of models on this machine and of downloads, from configurations and the headers of weights."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Memory:
 
 
 def device_memory() -> Memory:
-    """Of the first device: what its allocator may take; of a CPU, the machine's memory, or the container's limit."""
+    """Memory of the first device: its allocator's limit; on a CPU the machine's memory, or the container's limit."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
     return Memory(device.platform, int(limit) if limit else _host_bytes())
@@ -111,7 +111,7 @@ def _host_bytes() -> int:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a download brings: its size in bytes, and the model's configuration; None for what is not known before."""
+    """A model to download: size in bytes and configuration, each None if it is not known before."""
 
     bytes: int | None
     config: ModelConfig | None
@@ -127,7 +127,7 @@ def inventory() -> Iterator[tuple[str, LocalModel | None]]:
 
 
 def offer(name: str) -> Offer:
-    """What a download of this model would bring; nothing is downloaded but a repository's config.json.
+    """Describe a download of this model; only a repository's config.json is fetched for it.
 
     Raises:
         ConfigError: if it cannot be found, or could not be served.

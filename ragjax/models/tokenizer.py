@@ -32,7 +32,7 @@ from ragjax.models.tokenizer_files import (
 
 
 def _is_blank(token: Mapping[str, Any]) -> bool:
-    """Whether an added token is white space, and so a text's own wherever it stands."""
+    """True for an added token of white space, which any text may contain."""
     return not token.get("special") and not str(token["content"]).strip(f" \t\r\n{SPACE}")
 
 
@@ -100,7 +100,6 @@ class Tokenizer:
         return vocab_size(self._parsing)
 
     def has_token(self, token: int) -> bool:
-        """Whether an id is that of a token."""
         return 0 <= token < self.vocab_size and self._parsing.id_to_token(token) is not None
 
     def checked(self, check: Callable[[], None]) -> Tokenizer:
@@ -205,11 +204,11 @@ class Tokenizer:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the model's chat template lists tools; the variable `tools` gives it some."""
+        """True if the chat template lists tools, given by the variable `tools`."""
         return self._template is not None and self._template.knows_tools
 
     def is_control(self, token: int) -> bool:
-        """Whether a token is a control token, which decoded text leaves out."""
+        """True for a control token, which decoded text leaves out."""
         return token in self._control
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True, **variables: object) -> str:
@@ -234,7 +233,6 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model brings a chat template."""
         return self._template is not None
 
     def _chat_template(self) -> ChatTemplate:
@@ -266,9 +264,9 @@ class Stream:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the bytes of an unfinished character are held back."""
+        """True while the bytes of an incomplete character are held back."""
         return bool(self._utf8.getstate()[0])
 
     def finish(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became complete."""
+        """Return the rest at the end: U+FFFD for a character that was never completed."""
         return self._utf8.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""What a tokenizer.json says: the definition that every tokenizer is built from, and how it writes bytes and spaces.
+"""The definition that a tokenizer is built from: a tokenizer.json, or the same form rebuilt from GGUF metadata.
 
 Two kinds of BPE exist among the supported models: byte-level (Llama 3, Qwen, SmolLM) and SentencePiece-style with byte
 fallback (Llama 2, Mistral). Format: https://huggingface.co/docs/tokenizers.
@@ -24,7 +24,7 @@ TOKEN_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normaliz
 
 
 class TokenizerSettings(TypedDict):
-    """What a model's files say of its tokenizer: the arguments of `Tokenizer`."""
+    """The arguments of `Tokenizer`, read from a model's files."""
 
     definition: Mapping[str, Any]
     special: Mapping[str, int]
@@ -54,7 +54,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class ByteForm:
-    """How a tokenizer writes bytes and spaces into its tokens.
+    """The form in which a tokenizer writes bytes and spaces into tokens.
 
     prefixes_space: a space is put in front of a text. strips_space: decoding takes it away again.
 

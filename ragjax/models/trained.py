@@ -36,7 +36,7 @@ def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> De
 
 
 def load_trained(file: str | Path) -> Adapter | Packet:
-    """What a file adds to a model.
+    """Load an adapter or packet.
 
     Raises:
         ConfigError: if it is neither an adapter nor a packet.
@@ -58,14 +58,14 @@ def wrapper_of(model: LocalModel) -> Wrapper | None:
 
 
 def reads_blocks(model: LocalModel) -> bool:
-    """Whether a model was trained to read chunks that see the system prompt and themselves alone."""
+    """True if a model was trained on chunks that see only the system prompt and themselves."""
     if model.adapter is None or not has_format(model.adapter, LORA_FORMAT):
         return False
     return Adapter.load(model.adapter).about.get("attention") == BLOCK
 
 
 def has_format(file: str | Path, name: str) -> bool:
-    """Whether a file of safetensors says that it has this format; False if it cannot be read."""
+    """True if a safetensors file declares this format; False if it cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -121,7 +121,7 @@ def _dequantized(checkpoint: Checkpoint, path: Path, dtype: np.dtype[Any], cache
 
 
 def _reading(checkpoint: Checkpoint) -> bytes:
-    """What decides on the tensors beside the bytes of their files: whose layout, by which heads, of what shapes.
+    """Everything besides file bytes that determines the tensors: layout, heads and shapes.
 
     Other fields of a configuration, such as tokens that end an answer or the length of the context, change no tensor.
     """

@@ -49,7 +49,7 @@ def arrays_of(
     offset_N: NDArray[np.int32],
     target_B: NDArray[np.int32],
 ) -> Mapping[str, NDArray[np.int32]]:
-    """What `compact` takes from the host where all layers keep as many, padded to its program's sizes, int32."""
+    """Host arrays of `compact` when all layers keep equally many tokens, padded to its program's sizes, int32."""
     numbers = quota(compression, SCORERS[compression.method], layers, len(source_N))
     nowhere = OUTSIDE + np.arange(compression.program.budget - len(target_B), dtype=np.int32)
     target = {"target_B": np.concatenate([target_B, nowhere])}
@@ -57,7 +57,7 @@ def arrays_of(
 
 
 def prompt_arrays(source_N: NDArray[np.int32], offset_N: NDArray[np.int32]) -> Mapping[str, NDArray[np.int32]]:
-    """Those that say where a prompt is, padded likewise."""
+    """The arrays that locate a prompt in the pool, padded likewise."""
     count = len(source_N)
     spare = (0, bucket(count) - count)
     return {
@@ -80,7 +80,7 @@ def _numbers(numbers: Quota) -> Mapping[str, NDArray[np.int32]]:
 
 
 def shapes_of(compression: Compression, layers: int, tokens: int, page_size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Of these arrays for one stage of so many layers, `tokens` a bucket."""
+    """Shapes of these arrays for one stage; `tokens` is a bucket."""
     target = "unit_LU" if compression.method in BY_LAYER else "target_B"
     sizes = {
         "N": (tokens,),
@@ -159,7 +159,7 @@ def prefer(
     scale: float | None = None,
     cap: float | None = None,
 ) -> jax.Array:
-    """How much of the budget each layer of a stage asks for (`Score.preference`), float32 [L]. As `compact`."""
+    """Share of the budget that each layer of a stage asks for (`Score.preference`), float32 [L]. See `compact`."""
     prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
 
     def layer(of_layer: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -192,7 +192,7 @@ class _Prompt(NamedTuple):
     def evidence(
         self, pool: Pages, layer: jax.Array, query_WHD: jax.Array | None, mass_N: jax.Array | None
     ) -> Evidence:
-        """What a layer's tokens are scored by."""
+        """The inputs of a layer's scorer."""
         k_NKD, v_NKD = (x[layer, self.page_N, :, self.slot_N, :] for x in (pool.k_LPKCD, pool.v_LPKCD))
         turned_NKD = rotate(from_storage(k_NKD).astype(jnp.float32), self.cos_NR[:, None], self.sin_NR[:, None])
         mass_NK = None if mass_N is None else mass_N[:, None]
@@ -225,7 +225,7 @@ def _put_units(pool: Pages, unit_U: jax.Array, kept: jax.Array, k_BKD: jax.Array
 
 @dataclass(frozen=True)
 class Kept:
-    """What a compression kept, on the device, by stage.
+    """Tokens that a compression kept, on the device, by stage.
 
     indexes: int32 [layers, K, B] of each stage, or [layers, 1, B] where all heads keep the same; -1 behind the last.
     mass: attention that these tokens received, float32 [layers, B] of each stage, if any was given.
@@ -238,5 +238,5 @@ class Kept:
     number_L: NDArray[np.int32] | None = None
 
     def read_mass(self) -> NDArray[np.float32]:
-        """Of all layers, float32 [L, budget]; waits for the device."""
+        """Copy the mass of all layers to the host, float32 [L, budget]; waits for the device."""
         return np.concatenate([np.asarray(mass_LB) for mass_LB in self.mass])[:, : self.budget]

@@ -28,7 +28,7 @@ def platform() -> str:
 
 
 def is_wide() -> bool:
-    """Whether JAX makes numbers of 64 bits where nothing else is said (`jax_enable_x64`)."""
+    """True if JAX defaults to 64-bit numbers (`jax_enable_x64`)."""
     return bool(jax.config.read("jax_enable_x64"))
 
 
@@ -56,7 +56,7 @@ def room_for(what: str, change: str) -> Iterator[None]:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether it is the error of a device that is full."""
+    """True for the error of a full device."""
     # a kernel that asks for more shared memory than there is fails by the same name: that is a fault of ours
     told = str(error) if isinstance(error, jax.errors.JaxRuntimeError) else ""
     return "RESOURCE_EXHAUSTED" in told and "Shared memory" not in told
@@ -75,7 +75,7 @@ class Precision:
 
 
 def precision(dtype: str, platform: str, features: Set[str], widening_pays: Callable[[], bool]) -> Precision:
-    """What a dtype of the options stands for on a device.
+    """Resolve a dtype option for a device.
 
     "auto" is bfloat16 for weights and KV. On a CPU that cannot multiply bfloat16 it also widens products of many rows,
     if they are faster in float32 there; few rows wait for memory, and bfloat16 is half as much of it.
@@ -97,7 +97,7 @@ def precision(dtype: str, platform: str, features: Set[str], widening_pays: Call
 
 
 def widening_pays(rows: int = 512, inputs: int = 576, outputs: int = 3072, runs: int = 5) -> bool:
-    """Whether a product of bfloat16 [rows, inputs] and [inputs, outputs] is faster when both are read as float32.
+    """Measure if a product of bfloat16 [rows, inputs] and [inputs, outputs] is faster with both widened to float32.
 
     Measured, since features do not tell it all: XLA's library of products may use instructions that XLA itself may not.
     """

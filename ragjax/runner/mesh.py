@@ -59,13 +59,13 @@ def make_mesh(devices: int, config: ModelConfig) -> Mesh:
 
 
 def mesh_of(devices: Sequence[jax.Device], copies: int = 1) -> Mesh:
-    """Of these devices. copies: on how many of them each KV head is."""
+    """Arrange devices in a mesh. copies: devices that hold each KV head."""
     shape = (len(devices) // copies, copies)
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 
 def fits(devices: int, config: ModelConfig) -> bool:
-    """Whether so many devices can share out the heads: KV heads, or the query heads of each."""
+    """True if the devices can share out the KV heads, or the query heads of each."""
     heads, groups = config.num_kv_heads, config.num_groups
     return heads % devices == 0 or (devices % heads == 0 and groups % (devices // heads) == 0)
 
@@ -76,7 +76,7 @@ def copies_of(devices: int, config: ModelConfig) -> int:
 
 
 def spec_of(axes: Sequence[str]) -> P:
-    """How an array with these logical axes is split."""
+    """The partition of an array with these logical axes."""
     return P(*(RULES.get(axis) for axis in axes))
 
 

@@ -63,7 +63,7 @@ class DevicePool:
         return tuple(range(0, self.reach * len(self._pools) + 1, self._depth))
 
     def _array(self, stage: int) -> int:
-        """Which of the pools holds a stage."""
+        """Index of the pool that holds a stage."""
         return stage * self._depth // self.reach
 
     def _layers(self, stage: int) -> Any:
@@ -200,7 +200,7 @@ class DevicePool:
 
     @property
     def lost(self) -> bool:
-        """Whether a pool is gone: a program that took it failed. Does not wait for programs that still run."""
+        """True if a pool is gone because a program that took it failed. Does not wait for running programs."""
         return any(_is_lost(array) for array in jax.tree.leaves(self._pools))
 
     def reset(self) -> None:

@@ -178,7 +178,7 @@ class Programs:
         return jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
     def place(self, entries: int, by_layer: bool) -> Place:
-        """Of the first stage, as shapes."""
+        """The place of the first stage, as shapes."""
         own: dict[str, Any] = {}
         if by_layer:
             own = dict.fromkeys(LAYER_ARRAYS, jax.ShapeDtypeStruct((self._weights.depth, entries), jnp.int32))
@@ -237,7 +237,7 @@ class Programs:
         return jitted.lower(self._pool, *[self._indices(n)] * 3, self._rotation, self._layers).compile()
 
     def nothing_compacted(self, compression: Compression, tokens: int) -> Any:
-        """What this program takes for a prompt without tokens: it copies nothing."""
+        """Arguments of this program that copy nothing."""
         arrays, *by_layer = self._compact_shapes(compression, tokens)
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (arrays, *by_layer))
         if "target_B" in zeros[0]:
@@ -294,7 +294,7 @@ class Programs:
         return placed
 
     def _shapes(self, names: Collection[str], rows: int, entries: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of int32 arrays by their suffix."""
+        """Shapes of int32 arrays by their suffix."""
         places, _ = self._grid.sharing(rows)
         sizes = {"T": (rows,), "S": (entries,), "SC": (entries, self._pool.page_size), "O": (places,)}
         return {name: jax.ShapeDtypeStruct(sizes[name.rsplit("_", 1)[1]], jnp.int32) for name in names}
@@ -304,6 +304,6 @@ class Programs:
 
 
 def _on_one(devices: int, x_LPKCD: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What one of these devices has of a pool's array, as a shape."""
+    """The shard of a pool's array on one device, as a shape."""
     layers, pages, heads, *page = x_LPKCD.shape
     return jax.ShapeDtypeStruct((layers, pages, heads // devices, *page), x_LPKCD.dtype)

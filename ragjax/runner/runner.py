@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step made.
+    """Result of a step.
 
     x_TE: residual rows after the last layer that ran, float32 [T, E].
     found: of each stage that measured what it found, [layers, ...], and which layers of it count.
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def measured(self) -> NDArray[np.float32] | None:
-        """What its `StepMeasure` asks for, float32 [layers, ...] (`kernels.reductions.measure`). Waits for it."""
+        """The measurement the step asked for, float32 [layers, ...] (`kernels.reductions.measure`); waits for it."""
         if self.found is None:
             return None
         return np.concatenate([np.asarray(found_L)[layers] for found_L, layers in self.found])
@@ -156,13 +156,13 @@ class Runner(DevicePool):
 
     @property
     def held(self) -> str:
-        """What devices hold all the time, for people to read."""
+        """Permanent memory of the devices, for people to read."""
         arrays = jax.tree.leaves((self._weights.ends, self._weights.stages)), jax.tree.leaves(self._pools)
         weights, cache = (sum(x.nbytes for x in part) / 2**30 for part in arrays)
         return f"{weights:.3g} GB of weights and a cache of {cache:.3g} GB"
 
     def explained(self, error: Exception) -> Exception:
-        """What to tell of an error of a program: if the device is full, one that says what to change."""
+        """Replace the error of a full device by one that says what to change."""
         if not is_full(error):
             return error
         told = DeviceFullError(
@@ -219,7 +219,7 @@ class Runner(DevicePool):
                 progress(" ".join(map(str, name)))
 
     def seconds(self, rows: int, pages: int = 0, runs: int = 3) -> float:
-        """How long a step of so many rows takes: the least of some runs.
+        """Seconds of a step with so many rows: the minimum of some runs.
 
         pages: that each row reads, in blocks of one; all are page 0. With 0 the rows are padding.
         """
@@ -238,7 +238,7 @@ class Runner(DevicePool):
         return min(timeit.repeat(run, number=1, repeat=runs))
 
     def _run_empty(self, kind: str, *sizes: Any) -> Any:
-        """What a program makes of padding; page 0 is the only one that it reads or writes."""
+        """Run a program on padding; it reads and writes page 0 only."""
         program = self._programs.get(kind, *sizes)
         if kind == "extract":
             return program(self._pools[0], np.zeros(sizes, np.int32), self._layers(0))
@@ -358,7 +358,7 @@ class Runner(DevicePool):
     def _found(
         self, measure: StepMeasure | None, begin: int, found: Sequence[jax.Array]
     ) -> tuple[tuple[jax.Array, slice], ...] | None:
-        """What was measured in the layers that `measure` names, out of what the stages from `begin` on found."""
+        """Pick the layers that `measure` names from the findings of the stages from `begin` on."""
         if measure is None:
             return None
         parts = []
@@ -402,7 +402,7 @@ class Runner(DevicePool):
         return Logits(tuple(parts))
 
     def sample(self, logits: Logits, draws: Sequence[Draw]) -> Sampled:
-        """Have a token chosen for each row of logits, on the device. Waits for nothing."""
+        """Choose a token for each row of logits on the device, without waiting."""
         return sampling.sample(self._programs, logits, draws)
 
     def compact(
@@ -465,7 +465,7 @@ class Runner(DevicePool):
         target_B: NDArray[np.int32],
         query_LWHD: NDArray[np.float32] | None,
     ) -> Mapping[str, NDArray[np.int32]]:
-        """What a compaction takes whose layers keep other numbers: how many each, and the units of these."""
+        """Host arrays of a compaction with per-layer budgets: the number of each layer, and its units."""
         prompt = compaction.prompt_arrays(source_N, offset_N)
         tokens, scorer = len(prompt["source_N"]), SCORERS[compression.method]
         preference_L = None

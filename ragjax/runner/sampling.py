@@ -28,7 +28,7 @@ class Logits:
     parts: tuple[tuple[int, jax.Array], ...]
 
     def read(self, wanted: Sequence[bool] | None = None) -> dict[int, NDArray[np.float32]]:
-        """Those that are wanted (None: all) on the host, by number, float32 [V] each. Waits for them."""
+        """Copy the wanted logits (None: all) to the host, by number, float32 [V] each. Waits for them."""
         found = {}
         for begin, size, logits_NV in self.placed():
             numbers = [i for i in range(begin, begin + size) if wanted is None or wanted[i]]
@@ -38,7 +38,7 @@ class Logits:
         return found
 
     def placed(self) -> Iterator[tuple[int, int, jax.Array]]:
-        """Of each part the number of its first row, how many rows are of use, and the logits."""
+        """Yield for each part the number of its first row, its count of live rows, and its logits."""
         begin = 0
         for size, logits_NV in self.parts:
             yield begin, size, logits_NV
@@ -66,7 +66,7 @@ class Sampled:
 
 
 def sample(programs: Programs, logits: Logits, draws: Sequence[Draw]) -> Sampled:
-    """Have a token chosen for each row of logits. Waits for nothing."""
+    """Choose a token for each row of logits on the device, without waiting."""
     parts = []
     for begin, size, logits_NV in logits.placed():
         part = draws[begin : begin + size]
@@ -86,7 +86,7 @@ def sample(programs: Programs, logits: Logits, draws: Sequence[Draw]) -> Sampled
 
 
 def bits_of(draws: Sequence[Draw], rows: int, vocabulary: int) -> NDArray[np.uint32]:
-    """Which tokens each row may choose (`kernels.sampling.allow`), uint32 [rows, W]; where nothing is said, all."""
+    """Bit masks of the tokens that each row may choose (`kernels.sampling.allow`), uint32 [rows, W]."""
     bits_NW = np.full((rows, -(-vocabulary // 32)), 0xFFFFFFFF, np.uint32)
     for row, draw in enumerate(draws):
         if draw.allowed is not None:
@@ -96,7 +96,7 @@ def bits_of(draws: Sequence[Draw], rows: int, vocabulary: int) -> NDArray[np.uin
 
 
 def arrays_of(draws: Sequence[Draw], rows: int, vocabulary: int) -> tuple[NDArray[np.generic], ...]:
-    """What the program "sample" takes beside logits [rows, vocabulary] (`kernels.sampling.choose` and `adjust`).
+    """Host arrays of the program "sample" besides logits [rows, vocabulary] (`kernels.sampling.choose`, `adjust`).
 
     Rows of padding take the likeliest token.
     """

@@ -47,7 +47,7 @@ Measured = tuple[Measure, int]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a program is compiled for, besides shapes.
+    """Static parameters of a program, besides shapes.
 
     stage: puts a stage's weights together. scanned: its layers run by `lax.scan`. scale: what attention logits are
     multiplied by. widen: products of many rows read bfloat16 weights and KV as float32. cap: of attention logits, as of
@@ -81,7 +81,7 @@ class Sharing:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Inputs:
-    """What `begin` hands to every stage: RoPE angles [T, R] and the slot [T] of each row, and what its keys are.
+    """Output of `begin` for every stage: RoPE angles [T, R], the slot [T] of each row, and its keys.
 
     blocks: lists of each part of the step. sharing: of a step that has rows in blocks of one.
     """
@@ -316,7 +316,7 @@ def sample(
 
 
 def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What `sample` takes."""
+    """Shapes of the arguments of `sample`."""
 
     def shape(dtype: Any, *size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((n, *size), dtype)
@@ -327,7 +327,7 @@ def sample_shapes(n: int, vocabulary: int, adjusted: int) -> tuple[jax.ShapeDtyp
 
 
 def _places(shape: RowShape) -> list[tuple[slice, int]]:
-    """Which rows each part has, and the rows of its blocks."""
+    """Rows of each part, and rows per block."""
     ends = list(itertools.accumulate(rows for rows, _ in shape.parts))
     return [(slice(end - rows, end), block) for end, (rows, block) in zip(ends, shape.parts, strict=True)]
 

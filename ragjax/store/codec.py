@@ -1,4 +1,4 @@
-"""How KV is kept at rest, in host memory and on disk: as it is, or in 8 or 4 bits per value.
+"""KV at rest, in host memory and on disk: raw, or rounded to 8 or 4 bits per value.
 
 `ragjax/store/encoding/` has a file for each way. All can cut out some tokens, and some layers, of an entry without
 decoding it.
@@ -38,7 +38,6 @@ class Raw(Encoding):
         return arrays["k"], arrays["v"]
 
     def length(self, arrays: Arrays) -> int:
-        """Of the keys."""
         return tokens_of(arrays["k"])
 
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
@@ -114,7 +113,7 @@ class Codec:
 
 
 def kind_of(arrays: Arrays) -> AtRest:
-    """How an entry is encoded.
+    """Find the encoding of an entry by the names of its arrays.
 
     Raises:
         ValueError: if its arrays are those of no known encoding.

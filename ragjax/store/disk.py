@@ -205,7 +205,6 @@ class DiskStore:
     # ------------------------------------------------------------------------------------ upkeep
 
     def stats(self) -> Stats:
-        """What the store holds and did."""
         index, entries, size = self._index, 0, 0
         try:
             entries, size = index.total()
@@ -438,5 +437,5 @@ class DiskStore:
                 self._index = index
 
     def _may_retry(self) -> bool:
-        """Whether the folder refused the index some time ago; a full disk, for one, does not stay full."""
+        """Retry an index that the folder refused some time ago: a full disk, say, does not stay full."""
         return bool(self._repair.refusal) and time.monotonic() - self._tried >= RETRY

@@ -223,7 +223,7 @@ def peek(path: Path, identity: bytes) -> Record:
 
 
 def record_of(head: bytes, identity: bytes) -> Record:
-    """What a header says, by itself: nothing is known of the bytes that it describes.
+    """Parse the record of a header alone; the bytes that it describes are not checked.
 
     Raises:
         Damaged: it is not what `encode` writes for this identity.
@@ -296,7 +296,7 @@ def _checksum(record: Record, layout: _Layout, identity: bytes, data: Sequence[B
 
 
 def _digest(record: Record, layout: _Layout, identity: bytes) -> _Hash:
-    """Of what the checksum covers besides the arrays' bytes."""
+    """Start the checksum with the record, names, dtypes and shapes; the arrays' bytes follow."""
     return sha256(_header(record, layout, identity, None))  # the fastest here that trusts nobody
 
 

@@ -43,7 +43,6 @@ def draft(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
 
 
 def is_draft(path: Path) -> bool:
-    """Whether a file's name is that of a draft."""
     return path.name.startswith(".") and path.name.endswith(_DRAFT_SUFFIX)
 
 
@@ -90,7 +89,7 @@ class Folder:
         return None
 
     def files(self) -> Iterator[Path]:
-        """What lies where entries lie, and drafts of the manifest."""
+        """Yield all files in the entries' folders, and drafts of the manifest."""
         yield from (path for file in _scan(self.path) if is_draft(path := Path(file.path)))
         for shard in _scan(self.path / "entries"):
             files = _scan(Path(shard.path)) if shard.is_dir(follow_symlinks=False) else [shard]
@@ -121,7 +120,7 @@ def stamp(path: Path) -> tuple[int, int] | None:
 
 
 def reason(error: Exception) -> str:
-    """What went wrong, without the number of the error and the name of the file."""
+    """Describe an error without its number and the file's name."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -136,7 +135,7 @@ _NAME = "manifest.json"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a folder of entries belongs to. about: the model, its dtype and the like, for people to read."""
+    """The model that a folder of entries belongs to. about: its name, dtype and the like, for people to read."""
 
     identity: bytes
     about: Mapping[str, str]
@@ -209,7 +208,7 @@ def folders(directory: Path) -> Iterator[tuple[Path, Manifest | Damaged]]:
 
 
 def link(source: Path, target: Path) -> None:
-    """Have the entries of a directory, of all models, in another one too; what is there already stays.
+    """Link all entries of a directory, of all models, into another one; entries that are there stay.
 
     An entry is never changed, so both may have its file. A store enters the files that its index lacks when it opens
     the folder (`ragjax/store/disk.py`). Folders whose manifest is of another version, or not readable, are left out.
@@ -228,7 +227,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def _place(source: Path, path: Path) -> None:
-    """Have a file at a second place, if nothing is there: a link, or where there are no links a copy."""
+    """Link a file to `path` unless something is there; copy it where links are not supported."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, path)

@@ -38,7 +38,7 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        """Of its arrays; 0 before they are there."""
+        """Size of its arrays; 0 before they arrive."""
         return sum(x.nbytes for x in (self.arrays or {}).values())
 
     def read(self) -> Arrays:
@@ -100,7 +100,7 @@ class HostStore:
             return entry
 
     def tokens(self, number: int) -> int:
-        """How long the entry is, be it there yet or not.
+        """Tokens of the entry, whether or not its KV has arrived.
 
         Raises:
             ValueError: if there is none.

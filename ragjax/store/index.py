@@ -92,7 +92,7 @@ class Index:
             raise
 
     def is_current(self) -> bool:
-        """Whether its path still names the database that was opened, as far as is known undamaged."""
+        """True while its path names the database that was opened, and no damage is known."""
         return not self.suspect and self._file == _file_id(self.path)
 
     def close(self) -> None:
@@ -109,8 +109,10 @@ class Index:
         return (_record(rows[0]), rows[0][-1]) if rows else None
 
     def children(self, place: bytes, tokens: bytes) -> list[Record]:
-        """As `DiskIndex`: the entries right before and behind `tokens` in the order of bytes, between which any other
-        that begins with more of them would lie. SQLite compares: many entries of a context may begin with one token.
+        """Find the neighbours of `tokens` in the order of bytes (see `DiskIndex`).
+
+        An entry that begins with more of `tokens` would lie between them. SQLite compares, since many entries of a
+        context may begin with one token.
         """
         asked = (place, first_of(tokens), tokens)
         return [_record(row) for row in self._connection.execute(_CHILDREN, (*asked, *asked)).fetchall()]

@@ -1,4 +1,4 @@
-"""How a load is carried out in a worker: a stage of layers after the other, so that a pass can begin with the first.
+"""A load in a worker thread: one stage of layers after the other, so that a pass can begin with the first.
 
 While a stage is put together and brought to the device, the next one is read from disk. An entry on disk is checked as
 a whole, so nothing is certain of its first stages before the last one is there (`core.tiers.TransferEngine.arrived`).
@@ -74,7 +74,6 @@ class Staging:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts."""
         return sum(x.nbytes for stage in self.parts for part in stage for x in part)
 
     def put(self, stage: int, begin: int, kv_LKTD: Iterable[NDArray[Any]]) -> None:
@@ -103,7 +102,7 @@ Direction = Literal["device_to_host", "host_to_device", "host_to_disk", "disk_to
 
 @dataclass
 class Traffic:
-    """What went one way so far. bytes: moved, by jobs that succeeded; seconds: workers spent on it."""
+    """Totals of one direction. bytes: moved by jobs that succeeded; seconds: time of workers."""
 
     jobs: int = 0
     bytes: int = 0
@@ -147,7 +146,7 @@ class TrafficMeter:
 
 
 class Device(Protocol):
-    """What a transfer engine needs of the runner; see there."""
+    """The part of the runner that a transfer engine uses."""
 
     config: ModelConfig
     page_size: int
@@ -223,7 +222,7 @@ class Source:
         return arrays
 
     def traffic(self) -> Traffic:
-        """What was read: one job, if all of it was."""
+        """Bytes and seconds of the reading; one job, if all was read."""
         moved = Traffic(seconds=self._seconds, failures=int(self._failed), retries=min(len(self._errors), self.retries))
         if len(self._given) == self.count:
             moved.jobs, moved.bytes = 1, sum(x.nbytes for arrays in self._given for x in arrays.values())
@@ -263,7 +262,7 @@ class Arrivals:
 
     @property
     def stages(self) -> int:
-        """How many the layers fall into."""
+        """Number of stages."""
         return len(self.device.stages) - 1
 
     def of(self, job: Load, kept: Mapping[Copy, Entry]) -> Iterator[list[Excerpt]]:
@@ -339,7 +338,7 @@ class Arrivals:
 
 
 def _require_same(before: Arrays, again: Arrays) -> None:
-    """What was given already must be what is read now.
+    """Check that a second reading equals the parts already handed out.
 
     Raises:
         ValueError: if it is not.

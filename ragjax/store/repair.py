@@ -37,7 +37,7 @@ class Flaw:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What the store holds now, and what this process did since it opened it.
+    """Entries of the store now, and operations of this process since it opened the store.
 
     entries, bytes: finished entries, and their files. aside_files, aside_bytes: what lies in `aside`.
     foreign: folders of this model that were passed over. reads, read_bytes, writes, written_bytes: those that

@@ -31,8 +31,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a job came to."""
-
     bytes: int
     loss: float = 0.0
 
@@ -124,7 +122,6 @@ class KVTransfer(TransferEngine):
             return self._backlog
 
     def traffic(self) -> dict[Direction, Traffic]:
-        """What went each way so far."""
         return self._meter.read()
 
     def save(self, jobs: Sequence[Save]) -> None:
@@ -311,7 +308,7 @@ class KVTransfer(TransferEngine):
     # --------------------------------------------------------------------------------------- in any thread
 
     def _when_ready(self, threads: ThreadPoolExecutor, begun: _Begun, work: Callable[[], _Outcome]) -> None:
-        """Have the work done once the entries it reads are there (or known not to come)."""
+        """Submit the work once the entries that it reads have arrived, or failed."""
         missing = len(begun.keeps)
 
         def arrived(_: Future[None]) -> None:

@@ -1,4 +1,4 @@
-"""Who sees whom among tokens that are all computed at once, in O(n) numbers, and the tiles that this leaves to visit.
+"""Visibility among tokens computed at once, in O(n) numbers, and the tiles that it leaves to visit.
 
 The rule is that of `visibility`, with every token both a row and a key. Rows are cut into blocks of B, keys into blocks
 of C; a tile is a pair of them. A tile that is hidden whole is skipped, one that is visible whole needs no mask. Lists
@@ -94,7 +94,7 @@ def visible(rows: Tokens, keys: Tokens) -> jax.Array:
 
 
 def _extent(tokens: Tokens, block_rows: int, block_keys: int) -> tuple[jax.Array, jax.Array]:
-    """Whether any, and whether every row of a block sees keys of a block, bool [N, S] each.
+    """True where any row, and where every row, of a block sees keys of a block; bool [N, S] each.
 
     Exact where a block's rows are of one sample and of consecutive indices, on the safe side elsewhere. A block with
     padding sees no tile whole.

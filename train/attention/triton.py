@@ -111,7 +111,7 @@ def backward(
 
 
 class _Specs:
-    """How the arrays are cut up for the programs: a block and a head of their own, or all tokens of a head."""
+    """Block specs of the programs: a block of one head, or all tokens of a head."""
 
     def __init__(self, q_THD: jax.Array, k_TKD: jax.Array, mask: Mask) -> None:
         t, heads, dim = q_THD.shape
@@ -261,7 +261,7 @@ def _sweep(list_ref: Any, extent_ref: Any, visit: Callable[..., Any], carry: Any
 
 
 def _seen(tokens_ref: Any, first: jax.Array, second: jax.Array, shape: tuple[int, ...], *, rows_axis: int) -> jax.Array:
-    """Who sees whom in a tile: block `first` lies along axis 0, block `second` along axis 1.
+    """Visibility in a tile: block `first` lies along axis 0, block `second` along axis 1.
 
     The tokens' numbers are loaded again for each tile: to keep them costs as many registers as it saves loads.
     """

@@ -117,7 +117,7 @@ def _logits(q_KMD: jax.Array, k_KCD: jax.Array, scale: float, seen_BC: jax.Array
 
 
 def _seen(mask: Mask, n: jax.Array, s: jax.Array) -> jax.Array:
-    """Who sees whom in a tile, bool [B, C]."""
+    """Visibility in a tile, bool [B, C]."""
 
     def cut(x_T: jax.Array, block: jax.Array, size: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(x_T, block * size, size)

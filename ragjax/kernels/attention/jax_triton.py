@@ -35,7 +35,7 @@ TILE_BYTES = 16 * 1024
 
 @dataclass(frozen=True)
 class Launch:
-    """What the program is launched with.
+    """Launch parameters of the program.
 
     grid: row blocks, KV heads, splits of a list. rows, tile: folded rows with padding and slots of a tile (M and N of
     the program). stages, warps: of Triton's pipeline.

@@ -52,7 +52,7 @@ def refusal(q_THD: jax.Array, view: View, device: Device) -> str | None:
 
 
 def leads(q_THD: jax.Array, view: View, device: Device) -> bool:
-    """Whether this backend is the fastest for the call (docs/kernels.md): it serves it, and programs fill the device.
+    """True if this backend is the fastest for the call (docs/kernels.md): its programs fill the device.
 
     It does not split lists, so fewer programs would leave multiprocessors idle.
     """

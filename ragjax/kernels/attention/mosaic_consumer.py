@@ -144,7 +144,7 @@ def _step(
 
 
 def _seen(slots: Ref, index: jax.Array, size: tuple[int, ...]) -> jax.Array:
-    """Which rows see which slots, by `visibility.sees`; the entry is of the rows' request."""
+    """Apply `table.sees` to rows and slots of one request."""
     key, hide_from, hide_until = (_along(_load(slots.at[i], PER_COLUMN), size) for i in range(3))
     row = _across(index, size)
     return (key <= row) & ((row < hide_from) | (row >= hide_until))

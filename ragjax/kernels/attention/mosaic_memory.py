@@ -37,7 +37,7 @@ SHARED_BYTES = 232448
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is static in a call."""
+    """Static sizes of a call."""
 
     block_rows: int
     heads: int
@@ -147,7 +147,7 @@ class Shared(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which program this is: the row block and the KV head."""
+    """The row block and KV head of a program."""
 
     block: jax.Array
     kv_head: jax.Array

@@ -1,4 +1,4 @@
-"""How GPU kernels divide the work: split-KV over several programs and its merge, and the depth of Triton's pipeline.
+"""Work division of GPU kernels: split-KV over several programs and its merge, and the depth of Triton's pipeline.
 
 Source: split-KV as in Flash-Decoding; the merge is FlashInfer's (arXiv 2501.01005 §3.1), exact.
 """

@@ -49,7 +49,7 @@ Halves = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the work is cut up.
+    """Division of the work into programs.
 
     rows: folded rows of a program (M); groups: query heads of a KV head with padding; parts: programs of a row block;
     splits: programs that share a list; warps, stages: of Triton's pipeline.

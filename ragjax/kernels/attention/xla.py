@@ -45,7 +45,7 @@ Carry = TypeVar("Carry")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Lists:
-    """What blocks of rows visit: a list for each, with a leading axis of blocks, or that of one.
+    """Lists of the keys that blocks of rows visit, with a leading axis of blocks, or the list of one block.
 
     item_E: int32 [E]; the first `count` are entries, if `slots` is C, or slots s * C + c of entries, if it is 1.
     count: int32 scalar.
@@ -161,7 +161,7 @@ def finish(state: Arrays) -> tuple[jax.Array, jax.Array]:
 
 
 def lists(view: View) -> Lists:
-    """What every block of rows visits. Layers with equal entries have equal lists, which XLA makes once a program."""
+    """Build the lists of all blocks of rows. XLA builds equal lists of several layers once per program."""
     blocks, slots = view.blocks, view.pages.page_size
     if view.block_rows < FEW:
         return Lists(blocks.entry_NS, blocks.count_N, slots, SLOTS)

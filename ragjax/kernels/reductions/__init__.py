@@ -1,1 +1,1 @@
-"""What selection methods measure of a layer, and its backends."""
+"""Reductions over attention that selection methods use, and their backends."""

@@ -1,4 +1,4 @@
-"""What a layer of a step measures for selection methods (`core.StepMeasure`), by the reductions of this folder.
+"""Measurements of a layer for selection methods (`core.StepMeasure`), by the reductions of this folder.
 
 Each measure says which arrays it takes from the host, its shape per layer, and how its values combine over KV heads.
 """
@@ -47,7 +47,7 @@ def measure(
     arrays: Mapping[str, jax.Array],
     chosen: jax.Array,
 ) -> jax.Array:
-    """What one device measures on its KV heads, float32; `combine` makes it that of all heads.
+    """Measure on the KV heads of one device, float32; `combine` joins devices.
 
     [S, C] of scores by key, [2, S, C] of VALUED_SCORE (plain and valued), [T, Z] of SEGMENT_SCORE, [2, T] of DEVIATION
     (key and value), [T, H, D] of QUERY.

@@ -1,4 +1,4 @@
-"""What selection methods measure of a layer: attention scores, KV deviation, similarity of keys.
+"""Reductions over one layer for selection methods: attention scores, KV deviation, similarity of keys.
 
 An attention score is the probability that a key receives. Scores are summed blockwise from the LSE of an attention
 call: no rows x keys array is formed, and entries that a row block does not see are skipped. Averages over heads are

@@ -25,7 +25,7 @@ KEY_TILE = 1024
 
 @dataclass(frozen=True)
 class _Block:
-    """What one row block brings: rotated and scaled queries, LSE, token indices and its list of keys."""
+    """A row block: rotated and scaled queries, LSE, token indices and its list of keys."""
 
     q_KMD: jax.Array
     lse_KM1: jax.Array

@@ -1,4 +1,4 @@
-"""What an encoding of KV at rest does, and what all of them need: floats of the pool's precision, and errors."""
+"""The interface of an encoding of KV at rest, and conversions to and from the pool's precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Of keys and of values: [layers, heads, tokens, dim] of `dtype`; uint16 holds bfloat16 bits."""
+    """Shape of keys and of values, [layers, heads, tokens, dim], and dtype; uint16 holds bfloat16 bits."""
 
     layers: int
     heads: int
@@ -112,7 +112,7 @@ def _squares(x: NDArray[np.float64]) -> float:
 
 
 def widen(x: NDArray[Any]) -> NDArray[np.float32]:
-    """As float32; exact."""
+    """Convert to float32, exactly."""
     if x.dtype == np.uint16:
         bits: NDArray[np.uint32] = x.astype(np.uint32) << np.uint32(16)
         return bits.view(np.float32)
@@ -120,7 +120,7 @@ def widen(x: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def narrow(x: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """As `dtype`, rounded to the nearest; uint16 are bfloat16 bits."""
+    """Convert to `dtype`, rounded to nearest; uint16 holds bfloat16 bits."""
     return x.astype(BFLOAT16).view(np.uint16) if dtype == np.uint16 else x.astype(dtype)
 
 

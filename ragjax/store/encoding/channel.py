@@ -64,7 +64,6 @@ class ByChannel(Encoding):
         return k_LKTD, v_LKTD
 
     def length(self, arrays: Arrays) -> int:
-        """Of the keys."""
         return tokens_of(arrays[f"k.{self.kind}"])
 
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:

@@ -75,7 +75,6 @@ class ByGroup(Encoding):
         return k_LKTD, v_LKTD
 
     def length(self, arrays: Arrays) -> int:
-        """Of the bits."""
         return tokens_of(arrays["kv.int4"])
 
     def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:

@@ -24,7 +24,7 @@ from benchmarks.common.report import Benchmark, Parser, Session
 from ragjax.commands.flags import integer
 from ragjax.core import Kind, Prompt, Segment
 from ragjax.engine import Engine
-from ragjax.runner.runner import Outcome
+from ragjax.runner.runner import StepResult
 from ragjax.schedule.batch import Batch
 
 COLUMNS = ("sampling", "clients", "steps", "step_ms", "hidden_ms", "waited_ms", "exposed_ms")
@@ -57,13 +57,13 @@ class Watch:
         runner: Any = self._engine._runner
         land, choose, step = execution.land, execution._choose, runner.step
 
-        def stepped(arrays: Any) -> Outcome:
+        def stepped(arrays: Any) -> StepResult:
             began = time.perf_counter()
-            outcome: Outcome = step(arrays)
+            outcome: StepResult = step(arrays)
             self._dispatched, self._began = time.perf_counter(), began
             return outcome
 
-        def chosen(batch: Batch, outcome: Outcome) -> Any:
+        def chosen(batch: Batch, outcome: StepResult) -> Any:
             if not self._counts(batch):
                 self._began = self._ready = 0.0
             elif self._ready:

@@ -17,7 +17,7 @@ MOST_ENUMERATED = 20_000
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the paths of a question, all entities together (DepCache, section 3.3: 30 paths of 2 hops an entity)."""
+    """Limits of the paths of a question, of all its entities (DepCache, section 3.3: 30 paths of 2 hops an entity)."""
 
     paths: int = 30
     hops: int = 3

@@ -22,7 +22,7 @@ from ragjax.core import Draw, Grid, Span, Step
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Weight
 from ragjax.runner.mesh import make_mesh
-from ragjax.runner.runner import Outcome, Runner
+from ragjax.runner.runner import Runner, StepResult
 from ragjax.schedule.batch import empty_step, put_table
 from ragjax.schedule.rows import PageTable
 
@@ -124,7 +124,7 @@ class Ours:
         outcome, last = self._run(one, tokens)
         return self.runner.logits(outcome, [last])
 
-    def _run(self, one: Pass, tokens: Int | None = None) -> tuple[Outcome, int]:
+    def _run(self, one: Pass, tokens: Int | None = None) -> tuple[StepResult, int]:
         """What the last step of a pass made, and which of its rows is the last."""
         ids = self.tokens(len(one.order), 0) if tokens is None else tokens
         table = PageTable(one.spans, self.setting.page)
@@ -161,7 +161,7 @@ class Ours:
             outcome, last = self._run(one)
         return self._likeliest(outcome, [last])[0]
 
-    def _likeliest(self, outcome: Outcome, rows: Sequence[int]) -> list[int]:
+    def _likeliest(self, outcome: StepResult, rows: Sequence[int]) -> list[int]:
         """The token behind each of these rows, chosen on the device."""
         draws = [Draw()] * len(rows)
         return [chosen.token for chosen in self.runner.sample(self.runner.predict(outcome, rows), draws).read()]
@@ -185,7 +185,7 @@ class Ours:
 
     def _decode_step(
         self, layouts: Sequence[Layout], tails: Sequence[tuple[PageTable, Int]], chosen: Sequence[Int], i: int
-    ) -> Outcome:
+    ) -> StepResult:
         """Compute the generated token i of each request."""
         parts = []
         for layout, (table, slots), token in zip(layouts, tails, chosen, strict=True):

@@ -19,7 +19,7 @@ from ragjax.engine.answer import make_answer
 from ragjax.engine.counters import Counters
 from ragjax.engine.fault import Faults, note_progress
 from ragjax.quality.contract import Contract
-from ragjax.runner.runner import Outcome, Runner
+from ragjax.runner.runner import Runner, StepResult
 from ragjax.runner.sampling import Logits, Sampled
 from ragjax.schedule import decoding
 from ragjax.schedule.batch import Batch
@@ -34,7 +34,7 @@ class Flight:
 
     batch: Batch
     began: float
-    outcome: Outcome
+    outcome: StepResult
     logits: Logits | None = None
     wanted: Sequence[bool] = ()
     sampled: Sampled | None = None
@@ -115,7 +115,7 @@ class Execution:
         except Exception as error:
             self._failed(batch.states, error)
 
-    def _choose(self, batch: Batch, outcome: Outcome) -> tuple[Logits | None, Sequence[bool], Sampled | None]:
+    def _choose(self, batch: Batch, outcome: StepResult) -> tuple[Logits | None, Sequence[bool], Sampled | None]:
         """Logits of the batch's rows, which of them are wanted on the host, and the tokens chosen by them."""
         if not batch.logit_rows:
             return None, (), None

@@ -88,18 +88,18 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """platform: JAX's word for the device. bytes: that it has in all."""
 
     platform: str
     bytes: int
 
 
-def device_memory() -> Memory:
+def device_memory() -> DeviceMemory:
     """Memory of the first device: its allocator's limit; on a CPU the machine's memory, or the container's limit."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit") if device.platform != "cpu" else None
-    return Memory(device.platform, int(limit) if limit else _host_bytes())
+    return DeviceMemory(device.platform, int(limit) if limit else _host_bytes())
 
 
 def _host_bytes() -> int:

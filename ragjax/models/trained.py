@@ -35,13 +35,13 @@ def load_model(model: LocalModel, dtype: DTypeLike, cache_dir: str | Path) -> De
     return decoder
 
 
-def load_trained(file: str | Path) -> Adapter | Packet:
+def load_trained(file: str | Path) -> Adapter | PacketFile:
     """Load an adapter or packet.
 
     Raises:
         ConfigError: if it is neither an adapter nor a packet.
     """
-    return Packet.load(file) if has_format(file, PACKET_FORMAT) else Adapter.load(file)
+    return PacketFile.load(file) if has_format(file, PACKET_FORMAT) else Adapter.load(file)
 
 
 def check_weights(about: Mapping[str, str], digest: bytes, model: str) -> None:
@@ -54,7 +54,7 @@ def wrapper_of(model: LocalModel) -> Wrapper | None:
     """The tokens of a model's packets; None if it has none."""
     if model.adapter is None or not has_format(model.adapter, PACKET_FORMAT):
         return None
-    return Packet.load(model.adapter).wrapper(open_checkpoint(model.path).config.vocab_size)
+    return PacketFile.load(model.adapter).wrapper(open_checkpoint(model.path).config.vocab_size)
 
 
 def reads_blocks(model: LocalModel) -> bool:
@@ -179,7 +179,7 @@ PACKET_FORMAT = "ragjax-packet-1"
 
 
 @dataclass(frozen=True)
-class Packet:
+class PacketFile:
     """Soft tokens around passages (KV Packet, arXiv 2604.13226): a header [h, E] and a trailer [t, E], float32.
 
     They are embeddings, trained by `python -m train.packet` so that passages computed by themselves are read as if each
@@ -194,7 +194,7 @@ class Packet:
     about: Mapping[str, str]
 
     @staticmethod
-    def load(file: str | Path) -> Packet:
+    def load(file: str | Path) -> PacketFile:
         """Read a file of `save`.
 
         Raises:
@@ -210,7 +210,7 @@ class Packet:
             header, trailer = (handle.get_tensor(name).astype(np.float32) for name in ("header", "trailer"))
             if header.ndim != 2 or trailer.shape[1:] != header.shape[1:]:
                 raise ValueError(f"shapes {header.shape} and {trailer.shape}")
-            return Packet(header, trailer, about)
+            return PacketFile(header, trailer, about)
         except (OSError, SafetensorError, ValueError) as error:
             raise ConfigError(f"{file}: cannot be read as a packet: {error}") from error
 

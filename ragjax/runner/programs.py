@@ -28,7 +28,7 @@ from ragjax.kernels.view import View
 from ragjax.models.config import ModelConfig
 from ragjax.runner import compaction, stages
 from ragjax.runner.mesh import POOL
-from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Place, Spec
+from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Spec, StagePlace
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -177,12 +177,12 @@ class Programs:
         jitted = jax.jit(function, out_shardings=self._everywhere)
         return jitted.lower(self._weights.ends, self._rotation, self._step_shapes(rows, entries)).compile()
 
-    def place(self, entries: int, by_layer: bool) -> Place:
+    def place(self, entries: int, by_layer: bool) -> StagePlace:
         """The place of the first stage, as shapes."""
         own: dict[str, Any] = {}
         if by_layer:
             own = dict.fromkeys(LAYER_ARRAYS, jax.ShapeDtypeStruct((self._weights.depth, entries), jnp.int32))
-        return Place(self._layers, **own)
+        return StagePlace(self._layers, **own)
 
     @property
     def _layers(self) -> Any:

@@ -39,7 +39,7 @@ from ragjax.runner.mesh import POOL, mesh_of
 from ragjax.runner.pool import DevicePool
 from ragjax.runner.programs import Name, Programs
 from ragjax.runner.sampling import Logits, Sampled
-from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Place, Spec
+from ragjax.runner.stages import LAYER_ARRAYS, STEP_ARRAYS, Spec, StagePlace
 from ragjax.runner.weights import Weights
 from ragjax.store import device as page_store
 
@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """Result of a step.
 
     x_TE: residual rows after the last layer that ran, float32 [T, E].
@@ -65,13 +65,13 @@ class Outcome:
         return np.concatenate([np.asarray(found_L)[layers] for found_L, layers in self.found])
 
     @property
-    def residual(self) -> Left:
+    def residual(self) -> ResidualRows:
         """`x_TE`, for a step that goes on where this one ended."""
-        return Left(self.x_TE)
+        return ResidualRows(self.x_TE)
 
 
 @dataclass(frozen=True)
-class Left:
+class ResidualRows:
     """Residual rows on the device (`core.Residual`), float32 [T, E]."""
 
     x_TE: jax.Array
@@ -275,7 +275,7 @@ class Runner(DevicePool):
         own: dict[str, Any] = {
             name: np.zeros((self._depth, entries), np.int32) for name in LAYER_ARRAYS if kind == "layered"
         }
-        place = Place(self._layers(0), **own)
+        place = StagePlace(self._layers(0), **own)
         x_TE, self._pools[0], _ = program(
             self._weights.stages[0], self._pools[0], x_TE, inputs, self._rotation, chosen_L, arrays, place
         )
@@ -296,7 +296,7 @@ class Runner(DevicePool):
             names += [(kind, compression.program, size) for kind in kinds for size in sizes]
         return names
 
-    def step(self, step: Step) -> Outcome:
+    def step(self, step: Step) -> StepResult:
         """Run layers for one batch of rows (arrays as in `core.Step`): their KV is in the pool afterwards.
 
         Waits for nothing. The arrays must not change any more: the device may read them later.
@@ -328,7 +328,7 @@ class Runner(DevicePool):
             measured.append(found_L)
         for choice in self._programs.choices(rows, entries):
             self._count(choice, end - begin)
-        return Outcome(x_TE, self._found(step.measure, begin, measured))
+        return StepResult(x_TE, self._found(step.measure, begin, measured))
 
     def _stage_program(
         self, step: Step, first: int, count: int
@@ -342,14 +342,14 @@ class Runner(DevicePool):
             return self._programs.get(*key), chosen_L[:0], {}
         return self._programs.get(*key, step.measure.what, step.measure.segments), chosen_L, step.measure.arrays
 
-    def _place(self, step: Step, stage: int) -> Place:
+    def _place(self, step: Step, stage: int) -> StagePlace:
         """Where a stage's layers are in their pool, and the units that they read there."""
         if step.by_layer is None:
-            return Place(self._layers(stage))
+            return StagePlace(self._layers(stage))
         layers = slice(stage * self._depth, (stage + 1) * self._depth)
         unit_LS: Any = self._units(step.by_layer.page_LS, step.by_layer.lender_LS)[layers]
         seen_LS: Any = step.by_layer.seen_LS[layers]
-        return Place(self._layers(stage), unit_LS, seen_LS)
+        return StagePlace(self._layers(stage), unit_LS, seen_LS)
 
     def _units(self, page_LS: NDArray[np.int32], lender_LS: NDArray[np.int32]) -> NDArray[np.int32]:
         """Units of pages, as `kernels.pages.as_units` counts them in each array."""
@@ -370,16 +370,16 @@ class Runner(DevicePool):
 
     def _upload(self, residual_TE: NDArray[np.float32] | Residual) -> jax.Array:
         """A copy of its own: the first stage takes it over."""
-        if isinstance(residual_TE, Left):
+        if isinstance(residual_TE, ResidualRows):
             return jnp.copy(residual_TE.x_TE)
         copy_TE: jax.Array = jax.device_put(jnp.array(residual_TE, jnp.float32), self._replicated)
         return copy_TE
 
-    def logits(self, outcome: Outcome, rows: Sequence[int]) -> NDArray[np.float32]:
+    def logits(self, outcome: StepResult, rows: Sequence[int]) -> NDArray[np.float32]:
         """Next-token logits of the step's rows at these indices on the host, float32 [len(rows), V]."""
         return np.stack(list(self.predict(outcome, rows).read().values()))
 
-    def predict(self, outcome: Outcome, rows: Sequence[int]) -> Logits:
+    def predict(self, outcome: StepResult, rows: Sequence[int]) -> Logits:
         """Next-token logits of the step's rows at these indices; they stay on the device. Waits for nothing."""
         total = outcome.x_TE.shape[0]
         widest = max(n for n in self.grid.logits if n <= total)
@@ -490,7 +490,7 @@ class Runner(DevicePool):
             raise ValueError(f"step.layers is {begin, end}; a step begins at one of {self.stages[:-1]}")
         if (step.residual_TE is None) != (begin == 0):
             raise ValueError(f"a step from layer {begin} on takes {'a' if begin else 'no'} residual")
-        if isinstance(step.residual_TE, Left) and len(step.residual_TE.x_TE) != len(step.token_T):
+        if isinstance(step.residual_TE, ResidualRows) and len(step.residual_TE.x_TE) != len(step.token_T):
             raise ValueError(f"step.residual_TE is of {len(step.residual_TE.x_TE)} rows, not {len(step.token_T)}")
         if step.measure is not None:
             self._check_measure(step.measure, begin, end)

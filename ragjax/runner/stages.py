@@ -39,7 +39,7 @@ STEP_ARRAYS = (
 """The arrays of a `Step` that every step has."""
 
 LAYER_ARRAYS = ("unit_LS", "seen_LS")
-"""The arrays of a `Place` whose layers have pages of their own."""
+"""The arrays of a `StagePlace` whose layers have pages of their own."""
 
 Measured = tuple[Measure, int]
 """What a stage measures, and how many segments its program serves."""
@@ -66,7 +66,7 @@ class Spec:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Sharing:
+class SharedRows:
     """Rows in blocks of one that look at keys which they share, once more and together.
 
     sharer: which row stands at each place, int32 [O]; -1 for none. rows: of the places; their request is that of the
@@ -80,7 +80,7 @@ class Sharing:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Inputs:
+class StageInputs:
     """Output of `begin` for every stage: RoPE angles [T, R], the slot [T] of each row, and its keys.
 
     blocks: lists of each part of the step. sharing: of a step that has rows in blocks of one.
@@ -92,12 +92,12 @@ class Inputs:
     rows: Rows
     entries: PageTable
     blocks: tuple[Blocks, ...]
-    sharing: Sharing | None
+    sharing: SharedRows | None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """Where a stage's layers are in its pool, and which pages they read there; int32.
 
     layer_L: places of the layers (None: they are the pool's). unit_LS: page of each entry in each layer, as
@@ -123,7 +123,7 @@ class Place:
 
 def begin(
     spec: Spec, shape: RowShape, ends: Parameters, rotation: Rotation, step: dict[str, jax.Array]
-) -> tuple[jax.Array, Inputs]:
+) -> tuple[jax.Array, StageInputs]:
     """Residual rows before the first layer, float32 [T, E], and what all stages need.
 
     Args:
@@ -143,15 +143,15 @@ def begin(
     slot_T = jnp.where(rows.index_T >= 0, step["slot_T"], nowhere_T)
     blocks = tuple(visible_blocks(_part(rows, at), entries, block) for at, block in _places(shape))
     sharing = _sharing(shape, rows, entries, step["sharer_O"]) if shape.sharing[0] else None
-    return x_TE, Inputs(cos_TR, sin_TR, slot_T, rows, entries, blocks, sharing)
+    return x_TE, StageInputs(cos_TR, sin_TR, slot_T, rows, entries, blocks, sharing)
 
 
-def _sharing(shape: RowShape, rows: Rows, entries: PageTable, sharer_O: jax.Array) -> Sharing:
+def _sharing(shape: RowShape, rows: Rows, entries: PageTable, sharer_O: jax.Array) -> SharedRows:
     places, block = shape.sharing
     index_O = jnp.where(sharer_O >= 0, rows.index_T[sharer_O], -1)
     request_O = shape.rows + jnp.arange(places, dtype=jnp.int32) // block
     together = Rows(index_O, rows.position_T[sharer_O], request_O)
-    return Sharing(sharer_O, together, visible_blocks(together, entries, block))
+    return SharedRows(sharer_O, together, visible_blocks(together, entries, block))
 
 
 def stage(
@@ -163,11 +163,11 @@ def stage(
     leaves: Leaves,
     pool: Pages,
     x_TE: jax.Array,
-    inputs: Inputs,
+    inputs: StageInputs,
     rotation: Rotation,
     chosen_L: jax.Array,
     arrays: Mapping[str, jax.Array],
-    place: Place,
+    place: StagePlace,
 ) -> tuple[jax.Array, Pages, jax.Array]:
     """The first `layers` layers of a stage.
 
@@ -229,11 +229,11 @@ def _sharded_attention(
         v_TKD: jax.Array,
         pool: Pages,
         layer: jax.Array,
-        inputs: Inputs,
+        inputs: StageInputs,
         rotation: Rotation,
         chosen: jax.Array,
         arrays: Mapping[str, jax.Array],
-        place: Place,
+        place: StagePlace,
     ) -> tuple[jax.Array, Pages, jax.Array]:
         at_layer = place.at(layer)
         pool = write_pages(pool, at_layer, inputs.slot_T, k_TKD, v_TKD)

@@ -24,7 +24,7 @@ PINNED = "pinned_host"
 
 
 @dataclass(eq=False, slots=True)
-class Entry:
+class HostEntry:
     """KV of one saved run, perhaps not there yet.
 
     ready: done once `arrays` or `error` is set. users: who keeps it: the cache until it forgets it, and jobs at work.
@@ -61,7 +61,7 @@ class HostStore:
 
     def __init__(self) -> None:
         self.bytes = 0
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, HostEntry] = {}
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class HostStore:
     def __contains__(self, number: int) -> bool:
         return number in self._entries
 
-    def begin(self, number: int, tokens: int) -> Entry:
+    def begin(self, number: int, tokens: int) -> HostEntry:
         """A new entry, whose arrays will come; as after `use`, to be released by who brings them.
 
         Raises:
@@ -79,16 +79,16 @@ class HostStore:
         with self._lock:
             if number in self._entries:
                 raise ValueError(f"there is a host entry {number} already")
-            self._entries[number] = Entry(tokens, users=2)
+            self._entries[number] = HostEntry(tokens, users=2)
             return self._entries[number]
 
-    def put(self, entry: Entry, arrays: Arrays) -> None:
+    def put(self, entry: HostEntry, arrays: Arrays) -> None:
         """The arrays have come."""
         with self._lock:
             entry.arrays = arrays
             self.bytes += entry.bytes
 
-    def use(self, number: int) -> Entry:
+    def use(self, number: int) -> HostEntry:
         """The entry, kept until `release`.
 
         Raises:
@@ -108,7 +108,7 @@ class HostStore:
         with self._lock:
             return self._find(number).tokens
 
-    def release(self, entry: Entry) -> None:
+    def release(self, entry: HostEntry) -> None:
         """One user less; the last one frees it."""
         with self._lock:
             entry.users -= 1
@@ -127,7 +127,7 @@ class HostStore:
             del self._entries[number]
         self.release(entry)
 
-    def _find(self, number: int) -> Entry:
+    def _find(self, number: int) -> HostEntry:
         if number not in self._entries:
             raise ValueError(f"there is no host entry {number}")
         return self._entries[number]

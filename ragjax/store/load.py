@@ -25,7 +25,7 @@ from ragjax.models.config import ModelConfig
 from ragjax.store import host
 from ragjax.store.codec import Arrays, Codec, cut, layers
 from ragjax.store.device import Excerpt, cuts
-from ragjax.store.host import Entry
+from ragjax.store.host import HostEntry
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class TrafficMeter:
             self.add(direction, moved)
 
 
-class Device(Protocol):
+class PoolDevice(Protocol):
     """The part of the runner that a transfer engine uses."""
 
     config: ModelConfig
@@ -180,7 +180,7 @@ class Disk(Protocol):
 
 
 @dataclass
-class Source:
+class KVSource:
     """An entry on disk as a load reads it, in so many shares; a read that fails is begun again.
 
     tokens: so many of its first ones are wanted. codec: of the layers of one share.
@@ -252,7 +252,7 @@ class Arrivals:
     the parts of a stage to the device, while readers may wait for the disk. retries: further reads after one failed.
     """
 
-    device: Device
+    device: PoolDevice
     codec: Codec
     disk: Disk | None
     readers: Executor
@@ -265,7 +265,7 @@ class Arrivals:
         """Number of stages."""
         return len(self.device.stages) - 1
 
-    def of(self, job: Load, kept: Mapping[Copy, Entry]) -> Iterator[list[Excerpt]]:
+    def of(self, job: Load, kept: Mapping[Copy, HostEntry]) -> Iterator[list[Excerpt]]:
         """Each stage's excerpts in order, on the job's pages; kept: the host entries that it reads.
 
         Raises:
@@ -275,11 +275,11 @@ class Arrivals:
         staging = Staging(codec, self.stages, len(job.run.pages), self.device.page_size)
         sources, moved = self._sources(job, codec), Traffic(jobs=1, bytes=staging.nbytes)
         try:
-            coming = self.readers.map(Source.next, sources.values())
+            coming = self.readers.map(KVSource.next, sources.values())
             for stage in range(self.stages):
                 read = dict(zip(sources, coming, strict=True))
                 if stage + 1 < self.stages:
-                    coming = self.readers.map(Source.next, sources.values())
+                    coming = self.readers.map(KVSource.next, sources.values())
                 excerpts = self._bring(stage, job, staging, kept, read, moved)
                 yield excerpts
             self.meter.add("host_to_device", moved)
@@ -287,7 +287,7 @@ class Arrivals:
             for source in sources.values():
                 self.meter.add("disk_to_host", source.traffic())
 
-    def _sources(self, job: Load, codec: Codec) -> dict[bytes, Source]:
+    def _sources(self, job: Load, codec: Codec) -> dict[bytes, KVSource]:
         """One for each entry on disk, however many of the job's pieces lie in it."""
         ends: dict[bytes, int] = {}
         expected: dict[bytes, Record | None] = {}
@@ -296,7 +296,7 @@ class Arrivals:
                 ends[piece.entry] = max(piece.begin + piece.length, ends.get(piece.entry, 0))
                 expected[piece.entry] = piece.record
         return {
-            key: Source(self._disk, key, expected[key], end, codec, self.stages, self.retries)
+            key: KVSource(self._disk, key, expected[key], end, codec, self.stages, self.retries)
             for key, end in ends.items()
         }
 
@@ -310,7 +310,7 @@ class Arrivals:
         stage: int,
         job: Load,
         staging: Staging,
-        kept: Mapping[Copy, Entry],
+        kept: Mapping[Copy, HostEntry],
         read: Mapping[bytes, Arrays],
         moved: Traffic,
     ) -> list[Excerpt]:

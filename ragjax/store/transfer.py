@@ -23,8 +23,8 @@ from ragjax.core.tiers import Copy, Done, Job, Load, Save, TransferEngine, Write
 from ragjax.store import host
 from ragjax.store.codec import Codec, cut, rest_dtype
 from ragjax.store.device import Excerpt
-from ragjax.store.host import Entry, HostStore
-from ragjax.store.load import Arrivals, Device, Direction, Disk, Snapshot, Traffic, TrafficMeter, nbytes
+from ragjax.store.host import HostEntry, HostStore
+from ragjax.store.load import Arrivals, Direction, Disk, PoolDevice, Snapshot, Traffic, TrafficMeter, nbytes
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class _Outcome:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _LoadedStage:
     """A stage of a load, yet to be put into its pages."""
 
     number: int
@@ -51,7 +51,7 @@ class _Begun:
     """
 
     job: Job
-    keeps: Sequence[Entry]
+    keeps: Sequence[HostEntry]
     start: float = field(default_factory=time.monotonic)
     stages: int = 0
     error: str | None = None
@@ -81,7 +81,7 @@ class KVTransfer(TransferEngine):
 
     def __init__(
         self,
-        device: Device,
+        device: PoolDevice,
         kind: AtRest = "raw",
         *,
         disk: Disk | None = None,
@@ -108,7 +108,7 @@ class KVTransfer(TransferEngine):
         self._backlog = 0
         self._loading: dict[int, _Begun] = {}
         self._closed = False
-        self._ready: list[tuple[_Begun, _Outcome | _Stage | str]] = []
+        self._ready: list[tuple[_Begun, _Outcome | _LoadedStage | str]] = []
         self._arrivals = Arrivals(device, self._codec, disk, self._readers, self._fillers, self._meter, retries)
 
     def size(self, tokens: int) -> int:
@@ -204,7 +204,7 @@ class KVTransfer(TransferEngine):
             ready, self._ready = self._ready, []
         done = []
         for begun, outcome in ready:
-            if isinstance(outcome, _Stage):
+            if isinstance(outcome, _LoadedStage):
                 self._insert(begun, outcome)
             elif not begun.given_up:
                 done.append(self._settle(begun, outcome))
@@ -260,11 +260,11 @@ class KVTransfer(TransferEngine):
         if not 0 <= piece.begin <= piece.begin + piece.length <= tokens:
             raise ValueError(f"{piece} is outside of its entry of {tokens} tokens")
 
-    def _entry(self, piece: Copy) -> Entry:
+    def _entry(self, piece: Copy) -> HostEntry:
         assert isinstance(piece.entry, int)
         return self.host.use(piece.entry)
 
-    def _begin(self, job: Job, keeps: Sequence[Entry]) -> _Begun:
+    def _begin(self, job: Job, keeps: Sequence[HostEntry]) -> _Begun:
         with self._change:
             self._outstanding += 1
         return _Begun(job, keeps)
@@ -276,7 +276,7 @@ class KVTransfer(TransferEngine):
         self._meter.add("device_to_host", Traffic(bytes=nbytes(excerpts)))
         return Snapshot(pages, excerpts)
 
-    def _insert(self, begun: _Begun, stage: _Stage) -> None:
+    def _insert(self, begun: _Begun, stage: _LoadedStage) -> None:
         """Put a stage of a load into its pages, unless the load has come to nothing."""
         assert isinstance(begun.job, Load)
         if begun.given_up or begun.error is not None:
@@ -353,26 +353,26 @@ class KVTransfer(TransferEngine):
 
     # ------------------------------------------------------------------------------------------ in workers
 
-    def _save(self, job: Save, entry: Entry, snapshot: Snapshot) -> _Outcome:
+    def _save(self, job: Save, entry: HostEntry, snapshot: Snapshot) -> _Outcome:
         with self._meter.measure("device_to_host"):
             arrays, loss = self._codec.encode(*snapshot.read(job.run, self._codec, self._device.page_size))
         self.host.put(entry, arrays)
         return _Outcome(sum(x.nbytes for x in arrays.values()), loss)
 
-    def _write(self, job: Write, entry: Entry) -> _Outcome:
+    def _write(self, job: Write, entry: HostEntry) -> _Outcome:
         assert self._disk is not None
         with self._meter.measure("host_to_disk") as moved:
             part = cut(entry.read(), job.copy.begin, job.copy.begin + job.copy.length)
             moved.bytes = self._disk.write(job.record, part)
         return _Outcome(moved.bytes)
 
-    def _load(self, begun: _Begun, kept: Mapping[Copy, Entry]) -> _Outcome:
+    def _load(self, begun: _Begun, kept: Mapping[Copy, HostEntry]) -> _Outcome:
         assert isinstance(begun.job, Load)
         moved = 0
         for stage, excerpts in enumerate(self._arrivals.of(begun.job, kept)):
             moved += nbytes(excerpts)
             with self._change:
-                self._ready.append((begun, _Stage(stage, excerpts)))
+                self._ready.append((begun, _LoadedStage(stage, excerpts)))
             self.notify()
         return _Outcome(moved)
 

@@ -19,7 +19,7 @@ from ragjax.commands.models import main
 from ragjax.engine.build import PAGE_SIZE, page_bytes, pool_pages
 from ragjax.models import hub, summary
 from ragjax.models.huggingface import read_config
-from ragjax.models.summary import Memory, device_memory
+from ragjax.models.summary import DeviceMemory, device_memory
 from ragjax.models.weights import load_decoder
 from tests.support.devices import ROOT
 from tests.support.training import make_model
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Said:
     """Run the command with an empty cache, on a device of 1 GiB; its exit code and what it printed."""
     monkeypatch.setenv("RAGJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(command, "device_memory", lambda: Memory("cpu", 2**30))
+    monkeypatch.setattr(command, "device_memory", lambda: DeviceMemory("cpu", 2**30))
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = main(arguments)
@@ -102,7 +102,7 @@ def test_a_model_without_its_tokenizer_cannot_be_served(said: Said) -> None:
 
 
 def test_a_device_that_is_too_small_is_said(model: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "device_memory", lambda: Memory("cpu", 2**17))
+    monkeypatch.setattr(command, "device_memory", lambda: DeviceMemory("cpu", 2**17))
     code, out, err = said("check", str(model))
     assert code == 1 and "is too small for the weights and 1,024 tokens" in err and "can be served" not in out
 

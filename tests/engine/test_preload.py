@@ -15,7 +15,7 @@ import ragjax.runner.weights
 from ragjax.core import Answer, Step
 from ragjax.core.tiers import Load, Record
 from ragjax.engine import Engine
-from ragjax.runner.runner import Outcome, Runner
+from ragjax.runner.runner import Runner, StepResult
 from ragjax.schedule.scheduler import Preload
 from ragjax.store.disk import DiskStore
 from ragjax.store.transfer import KVTransfer
@@ -90,7 +90,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> list[tuple[tuple[int
     seen: list[tuple[tuple[int, int] | None, bool]] = []
     true_step = runner.step
 
-    def step(step: Step) -> Outcome:
+    def step(step: Step) -> StepResult:
         on_device = step.residual_TE is not None and not isinstance(step.residual_TE, np.ndarray)
         seen.append((step.layers, on_device))
         return true_step(step)
@@ -259,7 +259,7 @@ def test_the_device_is_lost_between_two_stages(
         until(lambda: ran)
         spied, left = runner.step, [1]
 
-        def lost(step: Step) -> Outcome:
+        def lost(step: Step) -> StepResult:
             if left:
                 left.pop()
                 for pool in runner._pools:

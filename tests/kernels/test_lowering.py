@@ -165,14 +165,14 @@ def test_stage_of_a_model_lowers(
     config: ModelConfig, bucket: int, what: Measure | None, kernel: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers under shard_map, one after the other over the same pool."""
-    check_stage(config, bucket, what, kernel, stages.Place(), monkeypatch)
+    check_stage(config, bucket, what, kernel, stages.StagePlace(), monkeypatch)
 
 
 @pytest.mark.parametrize("bucket", [1, 3], ids=["decode", "mixed"])
 def test_stage_whose_layers_read_pages_of_their_own_lowers(bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels, over the pool as one layer."""
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    place = stages.Place(shape((4,)), shape((4, 1024)), shape((4, 1024)))  # type: ignore[arg-type]
+    place = stages.StagePlace(shape((4,)), shape((4, 1024)), shape((4, 1024)))  # type: ignore[arg-type]
     check_stage(LLAMA, bucket, None, [], place, monkeypatch, pool_layers=32)
 
 
@@ -181,7 +181,7 @@ def check_stage(
     bucket: int,
     what: Measure | None,
     kernel: list[str],
-    place: stages.Place,
+    place: stages.StagePlace,
     monkeypatch: pytest.MonkeyPatch,
     pool_layers: int = 4,
 ) -> None:

@@ -18,7 +18,7 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.tokenizer_files import build
 from ragjax.models.trained import LORA_FORMAT as ADAPTER
 from ragjax.models.trained import PACKET_FORMAT as PACKET
-from ragjax.models.trained import Adapter, Packet
+from ragjax.models.trained import Adapter, PacketFile
 from ragjax.models.weights import open_checkpoint
 from tests.support import tiny
 from tests.support.mutation import EXAMPLES, altered, damaged, tried
@@ -108,11 +108,11 @@ def test_damaged_tokenizers(tmp_path: Path, examples: int) -> None:
 
 
 @pytest.mark.parametrize("examples", EXAMPLES)
-@pytest.mark.parametrize("kind", [Packet, Adapter], ids=lambda kind: kind.__name__)
-def test_damaged_packets_and_adapters(tmp_path: Path, kind: type[Packet | Adapter], examples: int) -> None:
+@pytest.mark.parametrize("kind", [PacketFile, Adapter], ids=lambda kind: kind.__name__)
+def test_damaged_packets_and_adapters(tmp_path: Path, kind: type[PacketFile | Adapter], examples: int) -> None:
     path = tmp_path / "a.safetensors"
     ones = np.ones((1, 2, 4), np.float32)
-    if kind is Packet:
+    if kind is PacketFile:
         save_file({"header": ones[0], "trailer": ones[0]}, path, {"format": PACKET})
     else:
         about = {"format": ADAPTER, "lora": json.dumps({"rank": 2, "alpha": 4})}

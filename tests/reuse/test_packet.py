@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 from ragjax.core import ConfigError, Divergence, Kind, Prompt, RequestError, Wrapper
 from ragjax.engine import Engine
-from ragjax.models.trained import PACKET_FORMAT, Packet
+from ragjax.models.trained import PACKET_FORMAT, PacketFile
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting, divergence
-from ragjax.reuse.packet import Packet as Packed
+from ragjax.reuse.packet import PacketFile as Packed
 from ragjax.runner.runner import Runner
 from ragjax.schedule import decoding
 from tests.support import tiny
@@ -39,7 +39,7 @@ SOFT = np.random.default_rng(0).standard_normal((2, tiny.CONFIG.hidden_size)).as
 def engine() -> Iterator[Engine]:
     decoder = tiny.decoder()
     rows = np.asarray(decoder.embedding[...], np.float32)[list(LIKE.values())]
-    Packet(rows[:2], rows[2:], {}).apply(decoder)
+    PacketFile(rows[:2], rows[2:], {}).apply(decoder)
     runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
     with tiny.engine(runner, extra=[Packed(WRAPPER)]) as made:
         yield made
@@ -128,18 +128,18 @@ def test_a_file_of_packets_is_read_back_and_others_are_refused(tmp_path: Path) -
     soft = Soft(2, 3)
     trained = soft.init(tiny.decoder().embedding[...], seed=1)
     soft.save(trained, tmp_path / "p.safetensors", {"model": "m"})
-    packet = Packet.load(tmp_path / "p.safetensors")
+    packet = PacketFile.load(tmp_path / "p.safetensors")
     np.testing.assert_array_equal(np.concatenate([packet.header_HE, packet.trailer_HE]), trained["soft"])
     assert packet.about == {"model": "m"} and len(packet.wrapper(9).trailer) == 3 and packet.wrapper(9).header[0] == 9
     wide = {"header": np.zeros((1, 7), np.float32), "trailer": np.zeros((1, 7), np.float32)}
     with pytest.raises(ConfigError, match="have 7 components, the model's"):
-        Packet(wide["header"], wide["trailer"], {}).apply(tiny.decoder())
+        PacketFile(wide["header"], wide["trailer"], {}).apply(tiny.decoder())
     save_file(wide, tmp_path / "q.safetensors", {"format": "other"})
     with pytest.raises(ConfigError, match="not a packet"):
-        Packet.load(tmp_path / "q.safetensors")
+        PacketFile.load(tmp_path / "q.safetensors")
     save_file({"header": wide["header"]}, tmp_path / "r.safetensors", {"format": PACKET_FORMAT})
     with pytest.raises(ConfigError, match="cannot be read as a packet"):
-        Packet.load(tmp_path / "r.safetensors")
+        PacketFile.load(tmp_path / "r.safetensors")
     with pytest.raises(ConfigError, match="a packet needs soft tokens"):
         Soft(0, 0)
 
@@ -148,7 +148,7 @@ def test_embeddings_of_text_stay_as_they_are() -> None:
     decoder = tiny.decoder("bfloat16")
     before = decoder.embed(jnp.arange(tiny.CONFIG.vocab_size))
     rows = np.full((5, tiny.CONFIG.hidden_size), 0.25, np.float32)
-    Packet(rows[:2], rows[2:], {}).apply(decoder)
+    PacketFile(rows[:2], rows[2:], {}).apply(decoder)
     after = decoder.embed(jnp.arange(tiny.CONFIG.vocab_size + 5))
     np.testing.assert_array_equal(after[:-5], before)
     np.testing.assert_array_equal(after[-5:], rows)
@@ -165,7 +165,7 @@ def test_shadow_replay_reads_the_prompt_without_packets() -> None:
 
     contract.observe = note  # type: ignore[method-assign]
     decoder = tiny.decoder()
-    Packet(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
+    PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
     runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
     prompt = tiny.prompt(3)
     with tiny.engine(runner, extra=[Packed(WRAPPER)], contract=contract, strategy="packet") as made:
@@ -189,7 +189,7 @@ def test_proposed_tokens_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(decoding, "propose", noted)
     decoder = tiny.decoder()
-    Packet(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
+    PacketFile(SOFT, np.repeat(SOFT[:1], 3, 0), {}).apply(decoder)
     runner = Runner(decoder, pages=200, page_size=tiny.PAGE, grid=tiny.GRID, scanned=True)
     with tiny.engine(runner, extra=[Packed(WRAPPER)], lookup=4) as made:
         made.answer_prompt(tiny.prompt(4), strategy="packet", max_tokens=4)

@@ -12,7 +12,7 @@ import pytest
 from ragjax.core import Wrapper
 from ragjax.engine import Engine
 from ragjax.models.decoder import rotation_table
-from ragjax.models.trained import Packet
+from ragjax.models.trained import PacketFile
 from tests.support import tiny
 from tests.support.plain import tensors_of
 from tests.support.reading import HEAD, READING, copied, log_softmax, seen_of, written
@@ -127,7 +127,7 @@ def test_a_run_learns_and_its_packets_are_served(tmp_path: Path, monkeypatch: py
     assert main([*flags, "--out", str(out), "--header", "2", "--trailer", "3"]) == 0
     devs = [line["dev_loss"] for line in lines(out) if "dev_loss" in line]
     assert devs[-1] < 0.9 * devs[0]
-    assert len(Packet.load(out / "packet.safetensors").header_HE) == 2 and not (out / "model").exists()
+    assert len(PacketFile.load(out / "packet.safetensors").header_HE) == 2 and not (out / "model").exists()
     assert main([*flags, "--out", str(out)]) == 1, "a trained packet is not trained over"
     assert depft_main([*flags, "--out", str(tmp_path / "o"), "--target", "teacher"]) == 1, "without LoRA"
     with Engine.load(str(out / "packet.safetensors"), dtype="float32", compile=False) as engine:
@@ -137,4 +137,4 @@ def test_a_run_learns_and_its_packets_are_served(tmp_path: Path, monkeypatch: py
     with Engine.load(str(model), dtype="float32", compile=False) as engine:
         digests.add(engine.identity)
     assert len(digests) == 2, "KV of a model with packets is its own"
-    assert Packet.load(out / "packet.safetensors").about["model"] == str(model)
+    assert PacketFile.load(out / "packet.safetensors").about["model"] == str(model)

@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ragjax.kernels.attention.mosaic_consumer import consume
 from ragjax.kernels.attention.mosaic_memory import (
     TILE,
-    Inputs,
-    Place,
+    KernelInputs,
+    Program,
     Ref,
     Shared,
     Sizes,
@@ -144,11 +144,11 @@ def _simulation() -> Any:
 
 
 def _kernel(sizes: Sizes, *refs: Ref, **scratch: Ref) -> None:
-    inputs, (out_THD, lse_NKM) = Inputs(*refs[:-2]), refs[-2:]
+    inputs, (out_THD, lse_NKM) = KernelInputs(*refs[:-2]), refs[-2:]
     shared = Shared(**scratch)
     last = jnp.int32(inputs.entry_NS.shape[0] - 1)
     # the last blocks first: as a rule they have the longest lists, and a sweep should end with short ones
-    place = Place(last - lax.axis_index("block"), lax.axis_index("kv_head"))
+    place = Program(last - lax.axis_index("block"), lax.axis_index("kv_head"))
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup < sizes.consumers)

@@ -12,7 +12,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ragjax.kernels.attention.mosaic_memory import TILE, Inputs, Place, Ref, Run, Shared, Sizes, bounds_of
+from ragjax.kernels.attention.mosaic_memory import (
+    TILE,
+    KernelInputs,
+    Program,
+    Ref,
+    RotationRun,
+    Shared,
+    Sizes,
+    bounds_of,
+)
 
 LOWEST = -1e30
 """Below every logit, yet finite: a row that has seen nothing then needs no case of its own."""
@@ -33,7 +42,7 @@ class State(NamedTuple):
 
 
 def consume(
-    sizes: Sizes, inputs: Inputs, shared: Shared, place: Place, warpgroup: jax.Array, out_THD: Ref, lse_NKM: Ref
+    sizes: Sizes, inputs: KernelInputs, shared: Shared, place: Program, warpgroup: jax.Array, out_THD: Ref, lse_NKM: Ref
 ) -> None:
     """One tile of folded rows, from its queries to its outputs."""
     tile = lax.axis_index("program") * sizes.consumers + warpgroup
@@ -62,7 +71,7 @@ def consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _piece(sizes: Sizes, x_THD: Ref, place: Place, head: jax.Array, row: jax.Array) -> Ref:
+def _piece(sizes: Sizes, x_THD: Ref, place: Program, head: jax.Array, row: jax.Array) -> Ref:
     rows = pl.ds(place.block * sizes.block_rows + row, sizes.piece)
     return x_THD.at[rows, place.kv_head * sizes.group + head]
 
@@ -71,12 +80,14 @@ def _rows_of_piece(sizes: Sizes, i: int) -> Any:
     return pl.ds(i * sizes.piece, sizes.piece)
 
 
-def _walk(sizes: Sizes, inputs: Inputs, shared: Shared, place: Place, warpgroup: jax.Array, index: jax.Array) -> State:
+def _walk(
+    sizes: Sizes, inputs: KernelInputs, shared: Shared, place: Program, warpgroup: jax.Array, index: jax.Array
+) -> State:
     """Online softmax over the block's list, run after run."""
     high = inputs.high_N[place.block]
     step = functools.partial(_step, sizes, shared, warpgroup, index, high)
 
-    def run(u: jax.Array, carry: tuple[jax.Array, Run, State]) -> tuple[jax.Array, Run, State]:
+    def run(u: jax.Array, carry: tuple[jax.Array, RotationRun, State]) -> tuple[jax.Array, RotationRun, State]:
         begin, bounds, state = carry
         following = bounds_of(inputs, place, u + 1, bounds.end)  # read a run ahead: nothing waits for global memory
         _rotate(sizes, shared, warpgroup, u, bounds.offset)
@@ -87,7 +98,7 @@ def _walk(sizes: Sizes, inputs: Inputs, shared: Shared, place: Place, warpgroup:
     empty = State(_full((TILE, sizes.dim), 0.0, MATRIX), _full((TILE,), LOWEST, PER_ROW), _full((TILE,), 0.0, PER_ROW))
     first = jnp.int32(0)
     start = first, bounds_of(inputs, place, first, first), empty
-    walked: tuple[jax.Array, Run, State] = lax.fori_loop(0, inputs.runs_N[place.block], run, start)
+    walked: tuple[jax.Array, RotationRun, State] = lax.fori_loop(0, inputs.runs_N[place.block], run, start)
     return walked[-1]
 
 

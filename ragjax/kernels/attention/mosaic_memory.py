@@ -102,7 +102,7 @@ class Sizes:
         return lax.div(row, jnp.int32(self.block_rows)), lax.rem(row, jnp.int32(self.block_rows))
 
 
-class Inputs(NamedTuple):
+class KernelInputs(NamedTuple):
     """In global memory. Keys and values are rows of one matrix: layer, page, KV head, slot."""
 
     q_THD: Ref
@@ -146,14 +146,14 @@ class Shared(NamedTuple):
     staging: Ref | None = None
 
 
-class Place(NamedTuple):
+class Program(NamedTuple):
     """The row block and KV head of a program."""
 
     block: jax.Array
     kv_head: jax.Array
 
 
-class Run(NamedTuple):
+class RotationRun(NamedTuple):
     """Where a run's partial items begin, where it ends, and the offset of its entries."""
 
     partial: jax.Array
@@ -161,13 +161,13 @@ class Run(NamedTuple):
     offset: jax.Array
 
 
-def arguments(q_THD: jax.Array, view: View, folded: int) -> Inputs:
+def arguments(q_THD: jax.Array, view: View, folded: int) -> KernelInputs:
     """Views and small arrays; the pool is not copied."""
     rows, entries, blocks, pages = view.rows, view.entries, view.blocks, view.pages
     index_NB = rows.index_T.reshape(-1, view.block_rows)
     index_NM = jnp.tile(index_NB, (1, -(-folded // view.block_rows)))[:, :folded]
     dim = q_THD.shape[-1]
-    return Inputs(
+    return KernelInputs(
         q_THD=q_THD,
         index_NM=index_NM,
         high_N=index_NB.max(1),
@@ -221,15 +221,15 @@ def _tiled(columns: int, dtype: jnp.dtype) -> Transforms:
     return plgpu.TilingTransform((8, swizzle // dtype.itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def bounds_of(inputs: Inputs, place: Place, u: jax.Array, begin: jax.Array) -> Run:
+def bounds_of(inputs: KernelInputs, place: Program, u: jax.Array, begin: jax.Array) -> RotationRun:
     """Run u, which begins at item `begin`; after the last run, anything."""
     last = jnp.int32(inputs.entry_NS.shape[1] - 1)
     run = place.block, jnp.minimum(u, last)
     entry = inputs.entry_NS[place.block, jnp.minimum(begin, last)]
-    return Run(inputs.partial_NU[run], inputs.end_NU[run], inputs.offset_S[entry])
+    return RotationRun(inputs.partial_NU[run], inputs.end_NU[run], inputs.offset_S[entry])
 
 
-def produce(sizes: Sizes, inputs: Inputs, shared: Shared, place: Place) -> None:
+def produce(sizes: Sizes, inputs: KernelInputs, shared: Shared, place: Program) -> None:
     """Copy the rotation of each run and the keys, values and slots of each item, as room comes free."""
     first_page = inputs.layer[0] * sizes.pages
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -37,6 +38,13 @@ GRID: Mapping[int, tuple[int, ...]] = {32: (1, 32), 64: (1, 16), 128: (1, 8), 19
 
 MAX_TOKENS = max(GRID)
 """Longer texts are cut here, special tokens included (what the packaged model was trained with)."""
+
+CHARS_PER_TOKEN = 128
+"""Characters read of a text for each token it may have. A word is at most 100 characters; a longer one is unknown to
+BERT's tokenizer as a whole."""
+
+_WORD = re.compile(r"[^ \t\r\n]+")  # between blanks that BERT's tokenizer takes for one, however many there are
+_TOKENIZED_AT_ONCE = 16  # texts: an encoding of CHARS_PER_TOKEN * MAX_TOKENS characters takes some megabytes
 
 _UNUSED_TENSORS = ("embeddings.position_ids", "pooler.dense.weight", "pooler.dense.bias")
 _REQUIRED = {
@@ -204,7 +212,7 @@ class Encoder:
             RequestError: a text is not valid Unicode (a lone surrogate).
         """
         embeddings = np.empty((len(texts), self.dim), np.float32)
-        rows = [encoding.ids for encoding in self._tokenize(texts)]
+        rows = [encoding.ids for encoding, _ in self._tokenize(texts)]
         for batch, length, members in self._batches(rows):
             embeddings[members] = self._run([rows[i] for i in members], batch, length)
         return embeddings
@@ -215,18 +223,28 @@ class Encoder:
         Raises:
             RequestError: as `encode`, and for a text of which `encode` would leave out the end.
         """
-        encodings = self._tokenize(texts)
-        for number, encoding in enumerate(encodings):
-            if encoding.overflowing:
+        total = 0
+        for number, (encoding, is_whole) in enumerate(self._tokenize(texts)):
+            if encoding.overflowing or not is_whole:
                 reason = f"text {number} has more tokens than the encoder reads ({self.max_tokens}): shorten or cut it"
                 raise RequestError(reason, param="input", code="context_length_exceeded")
-        return sum(len(encoding.ids) for encoding in encodings)
+            total += len(encoding.ids)
+        return total
 
-    def _tokenize(self, texts: Sequence[str]) -> list[Any]:
-        try:
-            return self._tokenizer.encode_batch(list(texts))
-        except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError(f"a text to embed is not valid Unicode: {error}") from error
+    def _tokenize(self, texts: Sequence[str]) -> Iterator[tuple[Any, bool]]:
+        """Each text's encoding, and whether the tokenizer was given all of the text.
+
+        The tokenizer keeps every window of a text that is too long, 280 bytes a character, so it is given no more
+        characters than the tokens that count can take up.
+        """
+        most = CHARS_PER_TOKEN * self.max_tokens
+        for begin in range(0, len(texts), _TOKENIZED_AT_ONCE):
+            pieces = [_first_words(text, most) for text in texts[begin : begin + _TOKENIZED_AT_ONCE]]
+            try:
+                encodings = self._tokenizer.encode_batch_fast([piece for piece, _ in pieces])
+            except (UnicodeEncodeError, TypeError) as error:
+                raise RequestError(f"a text to embed is not valid Unicode: {error}") from error
+            yield from ((encoding, whole) for encoding, (_, whole) in zip(encodings, pieces, strict=True))
 
     def _batches(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, list[int]]]:
         """Cut the rows into (batch, length, members), texts of like length together."""
@@ -254,6 +272,20 @@ class Encoder:
             ids_BT[i, : len(row)] = row
             lengths_B[i] = len(row)
         return np.asarray(self._embed(self._state, ids_BT, lengths_B))[: len(rows)]
+
+
+def _first_words(text: str, most: int) -> tuple[str, bool]:
+    """The first `most` characters of a text and whether these are all; runs of blanks count as one if it is longer."""
+    if len(text) <= most:
+        return text, True
+    words, size = list[str](), 0
+    for word in _WORD.finditer(text):
+        begin, end = word.span()
+        words.append(text[begin : min(end, begin + most - size)])
+        if size + end - begin > most:
+            return " ".join(words), False
+        size += end - begin + 1
+    return " ".join(words), True
 
 
 def _embed(graph: Any, state: Any, ids_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Encoding, Tokenizer
 
 from ragjax.core import ConfigError, RequestError
 from ragjax.models import encoder as module
@@ -126,6 +127,50 @@ def test_long_texts_are_cut_at_the_limit(tiny: Path) -> None:
     words = "river " * 38
     np.testing.assert_array_equal(*encoder.encode([words, words + "mountain " * 500]))
     assert not np.allclose(*encoder.encode([words, "river " * 37]))
+
+
+class Recorder:
+    """Notes the characters that a tokenizer is given."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.calls = list[int]()
+
+    def encode_batch_fast(self, texts: list[str]) -> list[Encoding]:
+        self.calls.append(sum(map(len, texts)))
+        return self.tokenizer.encode_batch_fast(texts)
+
+
+@pytest.mark.parametrize("piece", ["a ", ".", "水", "x", "word, ", "e\u0301"])
+def test_no_more_of_a_text_is_tokenized_than_its_tokens_can_take_up(tiny: Path, piece: str) -> None:
+    """The tokenizer keeps every window of a text that is too long: a query of 7.8 MB took 2.3 GB."""
+    encoder = Encoder.load(tiny)
+    long, whole = piece * (8_000_000 // len(piece)), encoder.encode([piece * 5_000])
+    encoder._tokenizer = recorder = Recorder(encoder._tokenizer)
+    np.testing.assert_array_equal(encoder.encode([long]), whole)
+    with pytest.raises(RequestError, match=r"text 0 has more tokens than the encoder reads \(40\)"):
+        encoder.count([long] * 50)
+    encoder.encode([long] * 50)
+    most = module.CHARS_PER_TOKEN * encoder.max_tokens
+    assert recorder.calls[0] <= most and max(recorder.calls) <= most * 16 and len(recorder.calls) == 6
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " " * 50_000 + "a river" + "\n" * 50_000 + "of salt\r\n" + "\t " * 50_000,
+        ("w" * 100 + "  \n") * 37 + " " * 5_000 + "end",
+        "word " * 2_000,
+        "word\u00a0" * 2_000 + "\x0bword\x1fword",
+    ],
+)
+def test_a_text_of_many_blanks_is_read_as_it_is(tiny: Path, text: str) -> None:
+    encoder = Encoder.load(tiny)
+    (encoding, _) = next(encoder._tokenize([text]))
+    wanted = encoder._tokenizer.encode(text)
+    assert encoding.ids == wanted.ids
+    if not wanted.overflowing:
+        assert encoder.count([text]) == len(wanted.ids)
 
 
 def test_warmup_compiles_the_whole_grid(tiny: Path) -> None:

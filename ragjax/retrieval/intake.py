@@ -71,6 +71,7 @@ class Intake:
         with self._lock:
             self._closed = True
         self._worker.shutdown()
+        self._reading.clear()  # ends the process that reads a PDF
 
     def forget(self, store: str, file: str) -> None:
         """Take a document that left its store out of the knowledge base, if it is there. No later search finds it.

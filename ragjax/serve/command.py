@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = parse_options(argv)
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        _log_to_stderr()
         logging.getLogger("ragjax").setLevel(options.log_level.upper())
         _open_many()
         with _listener(options.host, options.port) as listener, closing(_load(options)) as engine:
@@ -54,6 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+class OneLineFormatter(logging.Formatter):
+    """Escapes control characters of a message: one that quotes a client or a document forges no line of the log."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_ESCAPED)
+
+
+_ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLineFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler])
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:

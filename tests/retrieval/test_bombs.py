@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
+import signal
+import subprocess
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pypdf
 import pytest
-from pypdf import PdfReader
-from reportlab.pdfgen.canvas import Canvas
 
 from ragjax.core import ConfigError
 from ragjax.retrieval import html, pdf
 from ragjax.retrieval.document import load
 from ragjax.retrieval.html import read_html
 from ragjax.retrieval.markup import read_markdown
+from ragjax.retrieval.step import finish
 from tests.support.growth import assert_linear, calls
 
 PATH = Path("page")
@@ -59,6 +62,7 @@ def pdf_of(content: bytes, pages: int = 1, form: bytes = b"") -> bytes:
     return made + b"xref\n0 %d\n0000000000 65535 f \n" % size + table + end
 
 
+LIMITS = {"pages": 10, "stream": 10**6, "chars": 10**6, "memory": 2**31}
 SHOWN = b"BT /A 9 Tf (light) Tj ET "
 
 
@@ -113,28 +117,102 @@ def test_a_form_that_draws_itself_ends(tmp_path: Path) -> None:
     assert "light" in document.text
 
 
-def test_between_steps_neither_limits_nor_the_clock_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.0)
-    now, usual = [0.0], pypdf.get_configuration()
+def notes_processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started from now on."""
+    started, usual = list[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(usual(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return started
+
+
+def test_between_steps_neither_the_process_nor_the_clock_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.02)
+    started = notes_processes(monkeypatch)
+    now = [0.0]
     monkeypatch.setattr(pdf, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    steps = pdf.reading_pdf(pdf_of(SHOWN, pages=3), PATH)
-    for _ in range(3):
-        next(steps)
-        assert pypdf.get_configuration() == usual
+    steps, state = pdf.reading_pdf(pdf_of(SHOWN, pages=3), PATH), ""
+    next(steps)
+    while state != "T":
+        state = Path(f"/proc/{started[0].pid}/stat").read_text().rpartition(")")[2].split()[0]
+    assert finish(forwarded(steps, now)) == ("", "\n\n".join(["light"] * 3))
+    assert started[0].returncode is not None
+
+
+def forwarded(steps: Generator[None, None, Any], now: list[float]) -> Generator[None, None, Any]:
+    """The same steps, with the clock put forward between them."""
+    kept = iter(steps)
+    while True:
         now[0] += 2 * pdf.MAX_SECONDS
-    with pytest.raises(StopIteration) as end:
-        next(steps)
-    assert end.value.value == ("", "\n\n".join(["light"] * 3))
+        try:
+            next(kept)
+        except StopIteration as end:
+            return end.value
+        yield
 
 
-def test_limits_leave_what_others_read_as_it_is(tmp_path: Path) -> None:
-    """Pypdf's limits are those of the process: ours end with our reading."""
-    Canvas(str(tmp_path / "a.pdf")).save()
-    read = pdf_of(SHOWN + b" " * (pdf.MAX_STREAM + 1))
-    with pytest.raises(ConfigError):
-        load(written(tmp_path, "b.pdf", read))
-    page = PdfReader(tmp_path / "b.pdf").pages[0].get_contents()
-    assert page is not None and len(page.get_data()) > pdf.MAX_STREAM
+def test_steps_that_are_left_leave_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.0)
+    started = notes_processes(monkeypatch)
+    steps = pdf.reading_pdf(pdf_of(SHOWN), PATH)
+    next(steps)
+    steps.close()
+    assert started[0].returncode == -signal.SIGKILL
+
+
+def forger() -> bytes:
+    """A PDF of which pypdf logs a page that is none, as it is written: with the end of a line."""
+    line = b'2026-11-27 14:00:00,000 INFO uvicorn.access: 10.0.0.1:1 - "DELETE /v1/files/file-1 HTTP/1.1" 200'
+    data = pdf_of(SHOWN)
+    return data.replace(b"/Kids [8 0 R]", b"/Kids [8 0 R (x\n%s)]" % line)
+
+
+@pytest.mark.parametrize("data", [forger, lambda: b"%PDF-1.4\n" + b"startxref\n" * 1_000], ids=["forged", "flood"])
+def test_what_a_pdf_says_is_not_logged(
+    data: Callable[[], bytes], caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.DEBUG), contextlib.suppress(ConfigError):
+        read_in_steps(data())
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
+def read_in_steps(data: bytes) -> int:
+    """Steps that reading a PDF takes."""
+    return sum(1 for _ in pdf.reading_pdf(data, PATH))
+
+
+def test_an_error_of_a_pdf_is_one_printable_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of pypdf quote the file."""
+
+    def refuse(data: object) -> None:
+        raise ValueError("no number: a\n2026-11-27 INFO \x1b[2J" + "b" * 10**6)
+
+    monkeypatch.setattr(pypdf, "PdfReader", refuse)
+    reason, text = pdf.read_pages(pdf_of(SHOWN), LIMITS)
+    assert reason.startswith("not a readable PDF: no number: a") and len(reason) < 1_000
+    assert reason.isprintable() and not text
+
+
+def test_opening_a_pdf_is_within_the_time_and_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 MB of these held up all other tenants for 50 seconds, whatever MAX_SECONDS was."""
+    monkeypatch.setattr(pdf, "MAX_SECONDS", 1.0)
+    monkeypatch.setattr(pdf, "STEP_SECONDS", 0.1)
+    taken = 0
+    steps = pdf.reading_pdf(b"%PDF-1.4\n" + b"startxref\n" * 2_000_000, PATH)
+    with pytest.raises(ConfigError, match="page: not read within 1 seconds; split the file"):
+        while True:
+            next(steps)
+            taken += 1
+    assert taken >= 5
+
+
+def test_the_memory_of_a_pdf_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pdf, "MAX_MEMORY", 2**29)
+    with pytest.raises(ConfigError, match="page: "):
+        read_in_steps(pdf_of(b"[" * (pdf.MAX_STREAM // 2)))
 
 
 # ------------------------------------------------------------------------------------------------- HTML

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import logging
 import resource
 import socket
 import stat
@@ -234,3 +235,10 @@ def test_a_limit_that_is_not_granted_stops_no_server(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(command.resource, "setrlimit", refuse)
     command._open_many()
+
+
+def test_no_message_forges_a_line_of_the_log() -> None:
+    quoted = 'no page: a\n2026-11-27 14:00:00,000 INFO uvicorn.access: 10.0.0.1:1 - "DELETE /v1/files" \x1b[2J'
+    record = logging.LogRecord("pypdf", logging.WARNING, "", 0, "Ignoring %s", (quoted,), None)
+    line = command.OneLineFormatter("%(levelname)s %(name)s: %(message)s").format(record)
+    assert line.startswith("WARNING pypdf: Ignoring no page: a\\x0a2026") and line.isprintable()

@@ -1,8 +1,8 @@
 """h2o: what all rows attended to, and the most recent tokens (H2O, arXiv 2306.14048, section 4).
 
 s_n = sum over all rows of attention to n; the mean over the query heads. Half of the budget is the most recent tokens,
-half the heavy hitters, as in the paper's experiments and github.com/FMInference/H2O (heavy_ratio = recent_ratio). An
-engine goes on while it decodes (`ragjax.reuse.compaction.evicted`), as the paper does.
+half the heavy hitters, as in the paper's experiments and github.com/FMInference/H2O (heavy_ratio = recent_ratio). The
+prompt alone is compressed; the paper goes on while it decodes (docs/log.md).
 """
 
 from __future__ import annotations

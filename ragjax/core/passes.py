@@ -204,8 +204,6 @@ class Plan:
     logits: float32 [vocab] of the prompt's last token.
     figures: what else the strategy has to tell, by name.
     kept: tokens of the prompt that generated tokens see, if it was compressed.
-    mass_LB: attention that each token in `spans` received so far, float32 [layers, kept], if the compression goes on
-    while decoding.
     fused: whether no chunk lacked the KV that it should have behind its neighbours; one that is exact needs none.
     """
 
@@ -216,7 +214,6 @@ class Plan:
     logits: NDArray[np.float32]
     figures: Mapping[str, float] = field(default_factory=dict)
     kept: int | None = None
-    mass_LB: NDArray[np.float32] | None = None
     fused: bool = True
 
 

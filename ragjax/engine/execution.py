@@ -98,7 +98,7 @@ class Execution:
         )
         if kept.number_L is not None:
             return {Measure.KEPT: kept.number_L.astype(np.float32)}
-        return {Measure.KEY_SCORE: kept.read_mass()} if kept.mass else {}
+        return {}
 
     def _step_on(self, state: RequestState, moved: Results) -> None:
         """A pass or a move of the prefill is done."""
@@ -256,11 +256,7 @@ class Execution:
         self._untold.append(state)
         if state.rows is not None and decoding.accept(state, chosen.token):
             return True
-        if state.must_evict:
-            decoding.note_proposal(state)
-            state.evict(chosen)
-        else:
-            decoding.decode(state, chosen.token)
+        decoding.decode(state, chosen.token)
         return False
 
     def _take_early(self, state: RequestState, chosen: Chosen, logits_V: NDArray[np.float32]) -> None:

@@ -391,7 +391,7 @@ class Preparation:
         needed = len(prompt) + state.decode_tokens
         if needed > self.context_length:
             raise RequestError("prompt and continuation exceed the context", param="continuation")
-        pages = self.pool.pages_for(len(prompt) + state.tail_tokens)
+        pages = self.pool.pages_for(len(prompt) + state.decode_tokens)
         if pages > self.pool.capacity:
             raise _too_long(
                 f"the request needs {pages} pages of KV; the device cache has {self.pool.capacity}. "

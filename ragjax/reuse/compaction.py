@@ -36,18 +36,6 @@ from ragjax.reuse.base import Allocation, Strategy
 QUERIES = frozenset({Measure.QUERY})
 MASS = frozenset({Measure.KEY_SCORE})
 
-STRIDE = 64
-"""Tokens that are decoded before what they see is brought back to the budget, if the scorer evicts while decoding."""
-
-
-EVICTED = "evicted"
-"""Figure of an answer: tokens of prompt and answer that were dropped while it was decoded."""
-
-
-def evicts(compression: Compression) -> bool:
-    """Whether it goes on while decoding."""
-    return compression.method in BY_MASS
-
 
 def measures_of(compression: Compression) -> frozenset[Measure]:
     """What passes measure for it."""
@@ -110,29 +98,7 @@ def compressed(prefill: Prefill, prompt: Prompt, allocation: Allocation, compres
         query_LWHD = results[Measure.QUERY]
     found = yield Compaction(compression, len(prompt), plan.spans, room.kept, query_LWHD, watch.mass_LN)
     span = _keep(allocation, room, found)
-    mass_LB = found.get(Measure.KEY_SCORE)
-    return replace(plan, spans=(span,), tail=room.tail, exact_to=None, kept=size, mass_LB=mass_LB)
-
-
-def evicted(plan: Plan, tokens: int, said: int, compression: Compression, page_size: int) -> Prefill:
-    """Bring what is kept of a prompt, and the tokens generated behind it, back to the budget (H2O, Algorithm 1).
-
-    The paper evicts one token for each that is decoded; here as many at once as were decoded since the last time. They
-    run once more for the attention that they give, which adds to what every token received before. What is kept is
-    written over what was kept before, and the slots of the generated tokens are free again.
-
-    plan: what they saw. tokens: of the prompt and all that was generated. said: the last of them, in the tail.
-    """
-    assert plan.mass_LB is not None and plan.kept is not None
-    first, kept = tokens - said, plan.spans[0].run
-    rows, tail = np.arange(first, tokens, dtype=np.int32), plan.tail.slice(0, said, page_size)
-    results = yield Pass(rows, rows, (*plan.spans, Span.consecutive(first, tail)), MASS)
-    given_LN = results[Measure.KEY_SCORE]
-    mass_LN = np.concatenate([plan.mass_LB + given_LN[:, : plan.kept], given_LN[:, first:]], axis=1)
-    source = (*plan.spans, Span.consecutive(plan.kept, tail))
-    found = yield Compaction(compression, plan.kept + said, source, kept, mass_LN=mass_LN)
-    figures = {**plan.figures, EVICTED: plan.figures.get(EVICTED, 0.0) + said}
-    return replace(plan, mass_LB=found[Measure.KEY_SCORE], figures=figures)
+    return replace(plan, spans=(span,), tail=room.tail, exact_to=None, kept=size)
 
 
 @dataclass(frozen=True)

@@ -104,11 +104,10 @@ def compact(
     *,
     scale: float | None = None,
     cap: float | None = None,
-) -> tuple[Pages, jax.Array, jax.Array | None]:
+) -> tuple[Pages, jax.Array]:
     """Copy what each layer of a stage keeps into the target slots, keys rotated at their places in the prompt.
 
-    Where all layers keep as many, a layer is read before it is written: target slots may be some of the source's. Where
-    they do not, units may be those of any layer of the pool, and none of the source's.
+    Where layers keep other numbers, units may be those of any layer of the pool. No target slot is one of the source's.
 
     Args:
         compression: what the program is compiled for (`Compression.program`).
@@ -122,14 +121,13 @@ def compact(
         cap: likewise.
 
     Returns:
-        The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same. If
-        attention was given, what the first head keeps of it, float32 [L, B]; anything behind the last.
+        The pool, and the indexes that each layer keeps, int32 [L, K, B]; [L, 1, B] where all heads keep the same.
     """
     prompt = _Prompt.of(pool, arrays, rotation, scale, cap)
     by_layer = compression.method in BY_LAYER
     most = len(arrays["source_N"]) if by_layer else compression.budget
 
-    def layer(pool: Pages, of_layer: Any) -> tuple[Pages, tuple[jax.Array, jax.Array | None]]:
+    def layer(pool: Pages, of_layer: Any) -> tuple[Pages, jax.Array]:
         index, target, (kept, recent, sources), query_WHD, mass_N = of_layer
         evidence = prompt.evidence(pool, index, query_WHD, mass_N)
         score = SCORERS[compression.method].score(evidence)
@@ -138,14 +136,13 @@ def compact(
         at_BK1 = jnp.maximum(jnp.broadcast_to(index_KB, (heads, index_KB.shape[1])).T, 0)[..., None]
         new = [jnp.take_along_axis(x_NKD, at_BK1, axis=0) for x_NKD in (evidence.k_NKD, evidence.v_NKD)]
         pool = _put_units(pool, target, kept, *new) if by_layer else _put(pool, index, target, *new)
-        mass_B = None if mass_N is None else mass_N[at_BK1[:, 0, 0]]
-        return pool, (index_KB, mass_B)
+        return pool, index_KB
 
     places_L = jnp.arange(pool.k_LPKCD.shape[0], dtype=jnp.int32) if layer_L is None else layer_L
     numbers = (arrays["kept_L"], arrays["recent_L"], arrays["sources_L"])
     target_LX = arrays["unit_LU"] if by_layer else jnp.broadcast_to(arrays["target_B"], (len(places_L), most))
-    pool, (index_LKB, mass_LB) = lax.scan(layer, pool, (places_L, target_LX, numbers, query_LWHD, mass_LN))
-    return pool, index_LKB, mass_LB
+    pool, index_LKB = lax.scan(layer, pool, (places_L, target_LX, numbers, query_LWHD, mass_LN))
+    return pool, index_LKB
 
 
 def prefer(
@@ -228,15 +225,9 @@ class Kept:
     """Tokens that a compression kept, on the device, by stage.
 
     indexes: int32 [layers, K, B] of each stage, or [layers, 1, B] where all heads keep the same; -1 behind the last.
-    mass: attention that these tokens received, float32 [layers, B] of each stage, if any was given.
     number_L: tokens of each layer, int32 [layers], on the host, where layers keep other numbers.
     """
 
     budget: int
     indexes: Sequence[jax.Array]
-    mass: Sequence[jax.Array]
     number_L: NDArray[np.int32] | None = None
-
-    def read_mass(self) -> NDArray[np.float32]:
-        """Copy the mass of all layers to the host, float32 [L, budget]; waits for the device."""
-        return np.concatenate([np.asarray(mass_LB) for mass_LB in self.mass])[:, : self.budget]

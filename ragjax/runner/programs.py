@@ -246,7 +246,7 @@ class Programs:
 
     def _compact(self, compression: Compression, tokens: int) -> Any:
         function = partial(compaction.compact, compression, scale=self._spec.scale, cap=self._spec.cap)
-        out = (self._pool_sharding, self._everywhere, self._everywhere)
+        out = (self._pool_sharding, self._everywhere)
         jitted = jax.jit(function, donate_argnums=0, out_shardings=out)
         shapes = self._replicated(self._compact_shapes(compression, tokens))
         return jitted.lower(self._pool, *shapes, self._rotation, self._layers).compile()

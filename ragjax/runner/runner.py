@@ -249,7 +249,7 @@ class Runner(DevicePool):
             return self._pools[0]
         if kind == "compact":
             nothing = self._programs.nothing_compacted(*sizes)
-            self._pools[0], index_LKB, _ = program(self._pools[0], *nothing, self._rotation, self._layers(0))
+            self._pools[0], index_LKB = program(self._pools[0], *nothing, self._rotation, self._layers(0))
             return index_LKB
         if kind == "prefer":
             arrays, query_LWHD, _ = self._programs.nothing_compacted(*sizes)
@@ -444,18 +444,15 @@ class Runner(DevicePool):
         program = self._programs.get("compact", compression.program, tokens)
         if mass_LN is not None:
             mass_LN = np.pad(mass_LN, ((0, 0), (0, tokens - mass_LN.shape[1])))
-        indexes, mass = [], []
+        indexes = []
         for i, first in enumerate(self.stages[:-1]):
             stage = slice(first, first + self._depth)
             of_stage = {name: x[stage] if "_L" in name else x for name, x in arrays.items()}
             measured = [None if x is None else x[stage] for x in (query_LWHD, mass_LN)]
             at = self._array(i)
-            self._pools[at], index_LKB, mass_LB = program(
-                self._pools[at], of_stage, *measured, self._rotation, self._layers(i)
-            )
+            self._pools[at], index_LKB = program(self._pools[at], of_stage, *measured, self._rotation, self._layers(i))
             indexes.append(index_LKB)
-            mass += [] if mass_LB is None else [mass_LB]
-        return compaction.Kept(compression.budget, indexes, mass, number_L)
+        return compaction.Kept(compression.budget, indexes, number_L)
 
     def _laid(
         self,

@@ -139,7 +139,7 @@ def _proposal(state: RequestState, number: int) -> Tokens:
     """Tokens that may follow, from generated token `number` on: as many as have slots and may be generated."""
     if state.lookup is None or state.plan is None:
         return np.zeros(0, np.int32)
-    room = min(state.decodable - number, state.decode_tokens - 1)
+    room = min(state.plan.tail.length - number, state.decode_tokens - 1)
     tokens = np.concatenate([state.plain.tokens, state.generated])  # soft tokens are never generated
     return propose(tokens, min(state.lookup.size(), room))
 

@@ -34,7 +34,7 @@ from ragjax.core import (
 from ragjax.quality.contract import STEPS
 from ragjax.quality.report import Setting
 from ragjax.reuse.base import Allocation, Strategy
-from ragjax.reuse.compaction import STRIDE, compressed, evicted, evicts
+from ragjax.reuse.compaction import compressed
 from ragjax.schedule.lookup import Lookup
 from ragjax.schedule.rows import PassReader, PendingCompaction, PendingMove, PendingRows
 
@@ -222,14 +222,6 @@ class RequestState:
         return max(forced, limit) - len(self.generated)
 
     @property
-    def tail_tokens(self) -> int:
-        """Most slots behind the prompt that it needs at a time."""
-        needed = self.decode_tokens
-        if not self.compresses or self.compression is None or not evicts(self.compression):
-            return needed
-        return min(needed, max(STRIDE, self.forced_tokens))
-
-    @property
     def compresses(self) -> bool:
         """Whether its prompt is above its budget; what was generated before it was started again does not count."""
         return self.compression is not None and len(self.prompt) > self.compression.budget
@@ -262,17 +254,6 @@ class RequestState:
         return self.prompt.followed_by(self.generated)
 
     # ------------------------------------------------------------------------------------- its progress
-
-    @property
-    def decodable(self) -> int:
-        """Tokens that its tail may hold before what they see is brought back to the budget."""
-        assert self.plan is not None
-        return self.plan.tail.length if self.plan.mass_LB is None else min(STRIDE, self.plan.tail.length)
-
-    @property
-    def must_evict(self) -> bool:
-        """Whether it is to bring what its tokens see back to the budget before another is decoded."""
-        return self.plan is not None and self.plan.mass_LB is not None and len(self.decoded) >= STRIDE
 
     @property
     def running(self) -> bool:
@@ -360,16 +341,6 @@ class RequestState:
             self._before = self.rows
             results = self.rows.results(self._measures)
         self._go_on(results)
-
-    def evict(self, chosen: Chosen) -> None:
-        """Bring what its tokens see back to the budget, before the token just chosen is decoded."""
-        assert self.plan is not None and self.compression is not None
-        prompt, said = self.reader.prompt.followed_by(np.array(self.decoded, np.int32)), len(self.decoded)
-        self._prefill = evicted(self.plan, len(prompt), said, self.compression, self.reader.allocation.page_size)
-        self._reader = replace(self.reader, prompt=prompt)
-        self.passed += said
-        self.first, self.decoded, self.rows, self.plan = chosen, [], None, None
-        self._go_on(None)
 
     def _go_on(self, results: Results | None) -> None:
         """Hand the prefill what it waits for (None: it begins), and take what it asks for next, or the plan."""

@@ -14,7 +14,6 @@ from ragjax.core.compression import BY_MASS, METHODS, Graph
 from ragjax.engine import Engine, prepare
 from ragjax.quality.contract import Contract
 from ragjax.quality.report import Setting
-from ragjax.reuse.compaction import EVICTED, STRIDE
 from tests.support import tiny
 from tests.support.compressed import SAID, distinct, expected, setting
 from tests.support.matrix import few
@@ -344,17 +343,6 @@ def test_a_prompt_within_its_budget_stays_whole_when_it_is_computed_again(monkey
         found = engine.answer_prompt(prompt, **given)
         engine.audit()
     assert found.notices and (found.tokens, found.kept, found.exact_to) == (wanted.tokens, 50, "full")
-
-
-def test_every_segment_stays_in_the_account_however_often_tokens_are_evicted() -> None:
-    prompt = tiny.prompt()
-    with tiny.engine() as engine:
-        given = {"strategy": "full", "compression": setting("h2o"), "logit_bias": {257: -100.0}}
-        answer = engine.answer_prompt(prompt, max_tokens=2 * STRIDE + 10, **given)
-        stats = engine.stats()
-    assert answer.figures[EVICTED] == 2 * STRIDE
-    assert [segment.id for segment in answer.segments] == [segment.id for segment in prompt.segments]
-    assert stats["recomputed_tokens_total"] == len(prompt)
 
 
 def test_scores_by_attention_need_passes() -> None:

@@ -26,12 +26,8 @@ from benchmarks.policies.source import Corpus, bm25, corpora
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError
 
-TUPLE = 5
-"""Chunks that a request retrieves."""
-
-RECENT = 1000
-"""Requests back that density looks (Cache-Craft, section 2.4)."""
-
+TUPLE = 5  # chunks that a request retrieves
+RECENT = 1000  # requests back that density looks (Cache-Craft, section 2.4)
 INDEXES = ("flat", "ivf", "hnsw")
 QUICK_DOCUMENTS = 200  # of the encoder, which takes the time
 
@@ -83,16 +79,10 @@ class Curve:
         tops = {f"top_{round(100 * top)}": self.share(top) for top in TOPS}
         density = {f"density_{k}": value for k, value in enumerate(self.density, 1)}
         return {
-            "figure": self.figure,
-            "set": self.set,
-            "setting": self.setting,
-            "items": self.items,
-            "requests": self.requests,
-            "accessed": len(self.counts),
-            **tops,
-            "uniform": min(1.0, 0.2 * self.items / max(len(self.counts), 1)),
-            **density,
-        }
+            "figure": self.figure, "set": self.set, "setting": self.setting, "items": self.items,
+            "requests": self.requests, "accessed": len(self.counts), **tops,
+            "uniform": min(1.0, 0.2 * self.items / max(len(self.counts), 1)), **density,
+        }  # fmt: skip
 
 
 def density(requests: Sequence[Sequence[Hashable]], longest: int = TUPLE, recent: int = RECENT) -> tuple[float, ...]:
@@ -108,9 +98,6 @@ def density(requests: Sequence[Sequence[Hashable]], longest: int = TUPLE, recent
             for k in range(1, min(longest, len(old)) + 1):
                 seen[tuple(old[:k])] -= 1
     return tuple(count / max(len(requests), 1) for count in found)
-
-
-# ------------------------------------------------------------------------------------------ curves
 
 
 def documents(corpus: Corpus, retrieved: Sequence[Sequence[str]], setting: str) -> Iterator[Curve]:
@@ -155,7 +142,6 @@ def entities(path: Path, limit: int | None) -> Curve:
 
 
 def curves(data: Path, limit: int | None, encoder: bool, most: int | None) -> Iterator[Curve]:
-    """All curves of a data folder."""
     for corpus in corpora(data, limit):
         print(corpus.name, file=sys.stderr)
         ways = [("bm25", bm25(corpus, TUPLE)), ("supporting", [list(ids) for ids in corpus.supporting])]
@@ -165,9 +151,6 @@ def curves(data: Path, limit: int | None, encoder: bool, most: int | None) -> It
             yield from documents(corpus, retrieved, setting)
     for path in sorted(data.glob("kg/*/questions.jsonl")):
         yield entities(path, limit)
-
-
-# ------------------------------------------------------------------------------------------ report
 
 
 def draw(found: Sequence[Curve], file: Path) -> None:

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Row, Session
-from benchmarks.compression import decode, memory, rest
+from benchmarks.compression import decode, rest
 from benchmarks.compression.case import DEMO_SET, NEEDLE, Case, cases
 from benchmarks.compression.laboratory import Kept, Laboratory, Prefill
 from benchmarks.quality import score
@@ -53,23 +53,16 @@ from ragjax.models.tokenizer import Tokenizer
 from ragjax.models.trained import load_model
 
 GRAPHS: Mapping[str, Graph | None] = {
-    "none": None,
-    "ordered": Graph(),
-    "mutual": Graph(order="mutual"),
-    "rounds2": Graph(rounds=2),
-    "rounds3": Graph(rounds=3),
-    "enhance": Graph(signal="enhance"),
-    "evict": Graph(signal="evict"),
+    "none": None, "ordered": Graph(), "mutual": Graph(order="mutual"), "rounds2": Graph(rounds=2),
+    "rounds3": Graph(rounds=3), "enhance": Graph(signal="enhance"), "evict": Graph(signal="evict"),
     **{f"{edges}": Graph(edges=edges) for edges in ("vv", "kv", "qk", "qq")},
     **{f"sources{share}": Graph(sources=share / 100) for share in (10, 50, 70, 100)},
-    **{f"neighbours{m}": Graph(neighbours=m) for m in (4, 8, 16, 64)},
-    "unrotated": Graph(keys="unrotated"),
-    "centred": Graph(keys="centred"),
-    "centred-mutual": Graph(keys="centred", order="mutual"),
+    **{f"neighbours{m}": Graph(neighbours=m) for m in (4, 8, 16, 64)}, "unrotated": Graph(keys="unrotated"),
+    "centred": Graph(keys="centred"), "centred-mutual": Graph(keys="centred", order="mutual"),
     "centred-weak": Graph(keys="centred", sources=0.1, neighbours=4, strength=0.5),
     "centred-enhance": Graph(keys="centred", signal="enhance", strength=0.5),
     **{f"strength{s}": Graph(strength=s / 100) for s in (25, 50)},
-}
+}  # fmt: skip
 """GraphKV's settings, one apart from the default, `ordered`; `mutual` is the paper's."""
 
 DEFAULT_GRAPHS = ["none", "ordered", "mutual"]
@@ -79,7 +72,8 @@ COLUMNS = (
     "redundancy", "decode_tokens_per_s", "faster",
 )  # fmt: skip
 COLUMNS_OF: Mapping[str, Sequence[str]] = {
-    "quality": COLUMNS, "decode": COLUMNS, "memory": memory.COLUMNS, "rest": rest.COLUMNS, "codec": rest.CODEC_COLUMNS,
+    "quality": COLUMNS, "decode": COLUMNS, "memory": decode.MEMORY_COLUMNS, "rest": rest.COLUMNS,
+    "codec": rest.CODEC_COLUMNS,
 }  # fmt: skip
 
 
@@ -106,7 +100,7 @@ def measure(chosen: Namespace, _: Session) -> Iterable[Row]:
     if chosen.part == "decode":
         return decode.rows(chosen)
     if chosen.part == "memory":
-        return memory.rows(chosen)
+        return decode.memory_rows(chosen)
     if chosen.part == "codec":
         return rest.codec_rows()
     if chosen.part == "rest":
@@ -126,12 +120,10 @@ def quality(chosen: Namespace) -> Iterator[Row]:
         yield from rows(laboratory, tokenizer, ends, name, found, settings(chosen))
 
 
-Setting = tuple[str, str, int]
-"""Method, name of the graph, budget."""
+Setting = tuple[str, str, int]  # method, name of the graph, budget
 
 
 def settings(chosen: Namespace) -> Mapping[Setting, Compression]:
-    """What is measured, in the table's order."""
     return {
         (method, graph, budget): Compression(method, budget, GRAPHS[graph], chosen.heads)
         for budget in chosen.budgets
@@ -189,7 +181,6 @@ def rows(
 
 
 def judged(text: str, answers: Sequence[str]) -> dict[str, float]:
-    """How good an answer is by its references."""
     return {
         "f1": score.f1(text, answers),
         "rouge_l": score.rouge_l(text, answers),
@@ -200,18 +191,14 @@ def judged(text: str, answers: Sequence[str]) -> dict[str, float]:
 def compared(
     full_TV: NDArray[np.float32], logits_TV: NDArray[np.float32], kept: Kept, prefill: Prefill
 ) -> dict[str, float]:
-    """Figures of one question under one compression."""
     full, other = (_log_softmax(x.astype(np.float64)) for x in (full_TV, logits_TV))
     agree = full_TV.argmax(-1) == logits_TV.argmax(-1)
     _, _, heads, width = prefill.k_LNKD.shape
     return {
-        "kl": float((np.exp(full) * (full - other)).sum(-1).mean()),
-        "top1": float(agree.mean()),
-        "same": float(agree.all()),
-        "kept_tokens": float(kept.kept_L.mean()),
-        "bytes": float(kept.kept_L.sum()) * heads * width * 2 * 2,
-        "redundancy": kept.redundancy,
-    }
+        "kl": float((np.exp(full) * (full - other)).sum(-1).mean()), "top1": float(agree.mean()),
+        "same": float(agree.all()), "kept_tokens": float(kept.kept_L.mean()),
+        "bytes": float(kept.kept_L.sum()) * heads * width * 2 * 2, "redundancy": kept.redundancy,
+    }  # fmt: skip
 
 
 def _log_softmax(x_TV: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -57,7 +57,6 @@ def row(engine: Engine, strategy: str, count: int, questions: Sequence[Question]
 
 
 def graph_row(engine: Engine, hops: int, questions: Sequence[Question]) -> dict[str, Any]:
-    """The same of questions on the graph, whose paths have so many hops."""
     answers = [engine.answer(q["question"], graph=ragjax.Graph("demo"), max_tokens=32) for q in questions]
     return {"strategy": "dependency", "hops": hops, **_figures(questions, answers)}
 

@@ -20,9 +20,7 @@ import jax
 
 from benchmarks.common import gpu, report
 from benchmarks.common.machine import Ceilings
-from benchmarks.latency.bare import Ours
-from benchmarks.latency.layout import Layout, Pass
-from benchmarks.latency.sizes import FULL, REHEARSAL, Setting, hf_config
+from benchmarks.latency.bare import FULL, REHEARSAL, Layout, Ours, Pass, Setting, hf_config
 from ragjax.core import Span
 from ragjax.models.config import ModelConfig
 
@@ -46,7 +44,6 @@ def floor_ms(config: ModelConfig, one: Sequence[Pass], limits: Ceilings) -> floa
 
 
 def measure_ours(record: gpu.Record, name: str, setting: Setting, limits: Ceilings) -> None:
-    """All rows of one model."""
     config = setting.models[name]
     ours = Ours(config, setting)
     for context in setting.contexts:
@@ -94,7 +91,6 @@ def _known(name: str, system: str, strategy: str, state: str, context: int, batc
 
 
 def measure_theirs(record: gpu.Record, name: str, setting: Setting, rival: gpu.Rival) -> None:
-    """Transformers with random weights of the same shapes."""
     config, device = setting.models[name], "cuda" if jax.devices()[0].platform == "gpu" else "cpu"
     wanted = [(context, 1) for context in setting.contexts]
     wanted.append((setting.batch_context, len(_first_pages(setting))))

@@ -27,18 +27,9 @@ import numpy as np
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
+from benchmarks.graph.part import Uncached
 from benchmarks.graph.plot import FIGURES
-from benchmarks.graph.question import (
-    LIMITS,
-    QUICK_LIMIT,
-    SETS,
-    Question,
-    answered,
-    opened,
-    prompt_of,
-    questions_of,
-)
-from benchmarks.graph.stream import Uncached
+from benchmarks.graph.question import LIMITS, QUICK_LIMIT, SETS, Question, answered, opened, prompt_of, questions_of
 from benchmarks.quality.score import Bootstrap
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError, Kind, Prompt
@@ -48,9 +39,7 @@ from ragjax.reuse.base import Strategy
 from ragjax.reuse.dependency import Scene
 from train.sample import read_samples
 
-MARGIN = 0.04
-"""Of accuracy: what is not worse by more is not inferior."""
-
+MARGIN = 0.04  # of accuracy: what is not worse by more is not inferior
 METRICS = ("accuracy", "f1", "logprob")
 COLUMNS = (
     "set", "method", "tuned", "repositioned", "n", "prompt_tokens", "accuracy", "accuracy_lo", "accuracy_hi", "f1",
@@ -99,19 +88,16 @@ class Method:
 
 
 METHODS = (
-    Method("self", "model", "full", False),
-    Method("dependency", "model", "dependency", True, True),
-    Method("self", "control", "full", False),
-    Method("dependency", "tuned", "dependency", True, True),
+    Method("self", "model", "full", False), Method("dependency", "model", "dependency", True, True),
+    Method("self", "control", "full", False), Method("dependency", "tuned", "dependency", True, True),
     Method("dependency", "tuned", Misplaced(), True, False),
-)
+)  # fmt: skip
 BASE, CONTROL = METHODS[0], METHODS[2]
 
 
 def measure(
     chosen: Namespace, sets: Mapping[str, Sequence[Question]], samples: Samples
 ) -> dict[str, dict[Method, list[dict[str, Any]]]]:
-    """Samples of every method on every question, one model after the other."""
     found: dict[str, dict[Method, list[dict[str, Any]]]] = {name: {} for name in sets}
     progress = Progress(3 * sum(map(len, sets.values())))
     for model in ("model", "tuned", "control"):
@@ -134,7 +120,6 @@ def ask(
     samples: Samples,
     found: Mapping[Method, list[dict[str, Any]]],
 ) -> None:
-    """One question by all methods of one model."""
     for method in methods:
         key = f"{name}/{question.id}/{method.model}/{method.name}/{method.repositioned}"
         prompt = prompt_of(engine, question, method.trees)
@@ -142,21 +127,17 @@ def ask(
 
 
 def rows(found: Mapping[str, Mapping[Method, Sequence[Mapping[str, Any]]]]) -> Iterator[dict[str, Any]]:
-    """A row for each set and method, and over all sets together."""
     for name in [*found, "pooled"]:
         parts = [n for n in found if name in (n, "pooled")]
         bootstrap = Bootstrap([n for n in parts for _ in found[n][BASE]])
         for method in METHODS:
             values = {m: [sample for n in parts for sample in found[n][m]] for m in (method, BASE, CONTROL)}
             made: dict[str, Any] = {
-                "part": "finetuning",
-                "set": name,
-                "method": method.name,
+                "part": "finetuning", "set": name, "method": method.name,
                 "tuned": "yes" if method.model != "model" else "no",
-                "repositioned": {None: None, True: "yes", False: "no"}[method.repositioned],
-                "n": len(values[method]),
+                "repositioned": {None: None, True: "yes", False: "no"}[method.repositioned], "n": len(values[method]),
                 "prompt_tokens": float(np.mean([sample["prompt_tokens"] for sample in values[method]])),
-            }
+            }  # fmt: skip
             for metric in METRICS:
                 mine, base, control = ([s[metric] for s in values[m]] for m in (method, BASE, CONTROL))
                 made |= bootstrap.mean(mine).columns(metric)
@@ -177,7 +158,6 @@ def verdict(made: Sequence[Mapping[str, Any]]) -> str:
 
 
 def options(flags: Parser) -> None:
-    """--model is what the tuned models were made of."""
     flags.add("--data", type=Path, required=True, metavar="DIR", help="a folder with kg/SET/questions.jsonl")
     flags.add("--aside", required=True, nargs="+", metavar="FILE", help="samples that were put aside, for their ids")
     flags.add("--tuned", required=True, metavar="DIR", help="the model that was fine-tuned under dependency attention")
@@ -200,7 +180,6 @@ def run(chosen: Namespace, samples: Samples) -> list[dict[str, Any]]:
 
 
 def settings_of(chosen: Namespace) -> dict[str, Any]:
-    """What a question's samples depend on."""
     models = {name: weights_of(getattr(chosen, name)) for name in ("model", "tuned", "control")}
     return models | {name: str(getattr(chosen, name)) for name in ("dtype", "data", "paths")}
 

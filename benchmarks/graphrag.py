@@ -33,12 +33,9 @@ from typing import Any
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
-from benchmarks.graph.accuracy import accuracy
-from benchmarks.graph.length import length
+from benchmarks.graph.part import accuracy, length, requests, work, workload
 from benchmarks.graph.plot import FIGURES
 from benchmarks.graph.question import LIMIT, QUICK_LIMIT, SETS, Question, extracted, opened, questions_of
-from benchmarks.graph.stream import requests, workload
-from benchmarks.graph.work import work
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import integer
 from ragjax.core import ConfigError

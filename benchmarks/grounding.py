@@ -34,13 +34,10 @@ from ragjax.retrieval.knowledge import TextEncoder
 
 PASSAGES = 5
 METHODS = {
-    "none": ("none", "full"),
-    "passages": ("passages", "full"),
-    "passages-cached": ("passages", "naive"),
-    "graph": ("graph", "full"),
-    "graph-dependency": ("trees", "dependency"),
+    "none": ("none", "full"), "passages": ("passages", "full"), "passages-cached": ("passages", "naive"),
+    "graph": ("graph", "full"), "graph-dependency": ("trees", "dependency"),
     "graph-dependency-cached": ("trees", "dependency"),
-}
+}  # fmt: skip
 """Which prompt, and the strategy."""
 
 COLUMNS = (
@@ -66,7 +63,6 @@ def common(chosen: Namespace) -> list[tuple[Question, tuple[Document, ...]]]:
 def prompts(
     engine: Engine, encoder: TextEncoder, question: Question, passages: Sequence[Document]
 ) -> dict[str, Prompt]:
-    """The prompt of each kind."""
     vectors_NE = encoder.encode([question.text, *(f"{p.title} {p.text}" for p in passages)])
     nearest = np.argsort(-(vectors_NE[1:] @ vectors_NE[0]), kind="stable")[:PASSAGES]
     chunker = Chunker(partial(engine.tokenizer.encode, special=False, continued=True))
@@ -101,24 +97,18 @@ def measure(
 
 
 def rows(name: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """A row for each method."""
     bootstrap = Bootstrap([name] * len(found["none"]))
     base = np.array([sample["ttft_ms"] for sample in found["none"]])
     for method, samples in found.items():
         times = np.array([sample["ttft_ms"] for sample in samples])
         yield {
-            "part": "grounding",
-            "set": name,
-            "method": method,
-            "strategy": METHODS[method][1],
-            "n": len(samples),
+            "part": "grounding", "set": name, "method": method, "strategy": METHODS[method][1], "n": len(samples),
             "prompt_tokens": float(np.mean([sample["prompt_tokens"] for sample in samples])),
-            "hit_rate": float(np.mean([sample["hit_rate"] for sample in samples])),
-            "ttft_ms": float(np.median(times)),
+            "hit_rate": float(np.mean([sample["hit_rate"] for sample in samples])), "ttft_ms": float(np.median(times)),
             "slower": float(np.median(times / base)),
             **bootstrap.mean([sample["accuracy"] for sample in samples]).columns("accuracy"),
             **bootstrap.mean([sample["logprob"] for sample in samples]).columns("logprob"),
-        }
+        }  # fmt: skip
 
 
 def options(flags: Parser) -> None:

@@ -19,17 +19,14 @@ import jax
 import numpy as np
 
 from benchmarks.common import gpu, report
-from benchmarks.latency.bare import Ours
-from benchmarks.latency.layout import Layout
-from benchmarks.latency.sizes import FULL, REHEARSAL, Setting
+from benchmarks.latency.bare import FULL, REHEARSAL, Layout, Ours, Setting
 from ragjax.models.config import ModelConfig
 from ragjax.runner.mesh import fits
 
 COLUMNS: tuple[str, ...] = ("model", "case", "devices", "context_tokens", "error", "ttft_ms", "decode_tokens_per_s")
 COLUMNS += ("ttft_ratio_one", "decode_ratio_one", "failed")
 MEMORY_SHARE = 0.9
-TOLERANCE = 1e-3
-"""Of the largest logit: how far logits of several devices may be from those of one, in float32."""
+TOLERANCE = 1e-3  # of the largest logit: how far logits of several devices may be from those of one, in float32
 
 
 def most_devices(there: int, config: ModelConfig) -> int:
@@ -62,7 +59,6 @@ def _logits(config: ModelConfig, setting: Setting, devices: int) -> np.ndarray:
 
 
 def measure(record: gpu.Record, name: str, setting: Setting, devices: int) -> None:
-    """All rows of one model on so many devices."""
     ours = Ours(setting.models[name], setting, devices)
     for context in setting.contexts:
         layout = _layout(setting, context)

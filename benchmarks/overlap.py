@@ -101,7 +101,6 @@ def prompt(number: int, vocabulary: int) -> Prompt:
 
 
 def row(engine: Engine, mode: str, clients: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """One line of the table."""
     asked: dict[str, Any] = {
         "strategy": "full",
         "max_tokens": tokens,

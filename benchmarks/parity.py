@@ -44,20 +44,10 @@ TINY_TOKENS = 160  # beyond the tiny Llama's original context, so that its RoPE 
 TINY_VOCABULARY = 97
 
 _TINY_COMMON = {
-    "vocab_size": TINY_VOCABULARY,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 40,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "float32",
-}
+    "vocab_size": TINY_VOCABULARY, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "float32",
+}  # fmt: skip
 TINY: Mapping[str, Mapping[str, Any]] = {
     "llama": {
         "architectures": ["LlamaForCausalLM"],
@@ -140,12 +130,8 @@ Logits = Callable[[Sequence[int]], NDArray[np.float32]]
 """From the tokens of a prompt to the logits of every position, float32 [T, V]."""
 
 
-# --------------------------------------------------------------------------------------- reference
-
-
 @contextmanager
 def reference_worker() -> Iterator[envs.Worker]:
-    """The reference implementation, waiting for requests."""
     with envs.Worker([envs.python("transformers"), envs.WORKERS / "transformers_worker.py"]) as worker:
         yield worker
 
@@ -191,11 +177,7 @@ def _rng(family: str) -> np.random.Generator:
     return np.random.default_rng(list(TINY).index(family))
 
 
-# --------------------------------------------------------------------------------------- tiny models
-
-
 def tiny_directory(data: Path, family: str) -> Path:
-    """Where the tiny model of a family lies under `data`."""
     return data / f"tiny_{family}"
 
 
@@ -239,11 +221,7 @@ def _random_tensor(rng: np.random.Generator, name: str, shape: Sequence[int]) ->
     return value.astype(np.float32)
 
 
-# ------------------------------------------------------------------------------------------ goldens
-
-
 def make(data: Path) -> None:
-    """Write `tiny_*` and `parity_*.npz` to `data`."""
     model = hub.resolve(MODEL).path
     data.mkdir(parents=True, exist_ok=True)
     with reference_worker() as worker, tempfile.TemporaryDirectory() as scratch:
@@ -293,9 +271,6 @@ def make_tokenizer(file: Path) -> None:
         found = worker.ask({"op": "encode", "model": str(model), "texts": TOKENIZER_TEXTS})
     document = {"texts": TOKENIZER_TEXTS, "ids": found["ids"]}
     file.write_text(json.dumps(document, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-# -------------------------------------------------------------------------------------------- check
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.quality import dataset
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style, sample
-from benchmarks.quality.run import opened
+from benchmarks.quality.rows import opened
 from benchmarks.quality.score import Bootstrap
 from benchmarks.quality.similarity import packaged_encoder
 from ragjax.commands.flags import DEMO, integer
@@ -38,9 +38,7 @@ from ragjax.engine import Engine
 from ragjax.engine.preprocessing import fuse_all
 from ragjax.reuse import strategies as all_strategies
 
-SETS = ("demo", "musique", "2wikimultihopqa")
-"""The demo, and sets that the packaged models were not trained on."""
-
+SETS = ("demo", "musique", "2wikimultihopqa")  # the demo, and sets that the packaged models were not trained on
 NEIGHBOURS, TOP_K, TOKENS = 10, 3, 32
 RAGJAX = Setting("ragjax", 0.15, NEIGHBOURS)
 PACKET = Setting("packet")
@@ -51,8 +49,7 @@ COLUMNS = (
     "rougeL_vs_full", "ttft_ms", "ttft_over_naive",
 )  # fmt: skip
 
-Found = dict[tuple[str, Setting], list[dict[str, Any]]]
-"""Samples by model and setting, one a question."""
+Found = dict[tuple[str, Setting], list[dict[str, Any]]]  # samples by model and setting, one a question
 
 
 @dataclass(frozen=True)
@@ -76,15 +73,9 @@ def measure(arm: Arm, questions: QuestionSet, chosen: Namespace, exact: dict[str
     found: Found = {(arm.name, setting): [] for setting in arm.settings}
     with opened(arm.path, chosen.dtype, device_gb=0.5, ahead=not chosen.quick) as engine:
         work = Evaluation(
-            engine,
-            questions,
-            chosen.limit,
-            packaged_encoder(),
-            Style(max_tokens=TOKENS),
-            all_strategies(),
-            partial(fuse_all, progress=False),
-            whole_corpus=not chosen.quick,
-        )
+            engine, questions, chosen.limit, packaged_encoder(), Style(max_tokens=TOKENS), all_strategies(),
+            partial(fuse_all, progress=False), whole_corpus=not chosen.quick,
+        )  # fmt: skip
         _warm(work, work.questions[0], arm)
         for question in work.questions:
             answers = _warm(work, question, arm)
@@ -96,7 +87,6 @@ def measure(arm: Arm, questions: QuestionSet, chosen: Namespace, exact: dict[str
 
 
 def _warm(work: Evaluation, question: dataset.Question, arm: Arm) -> list[Answer]:
-    """Answers by every setting, with all that they read on the device."""
     work.prepare(question, arm.settings)
     if PACKET in arm.settings:
         work.engine.answer_prompt(work.prompt(question), strategy="packet", max_tokens=1)
@@ -104,7 +94,6 @@ def _warm(work: Evaluation, question: dataset.Question, arm: Arm) -> list[Answer
 
 
 def demo(model: str, limit: int) -> QuestionSet:
-    """The bundled questions, each over the chunks that retrieval finds."""
     asked = demo_questions(limit=limit)
     with Engine.load(model, knowledge=DEMO / "documents") as engine:
         found = [[hit.chunk for hit in engine.search(one["question"], top_k=TOP_K)] for one in asked]
@@ -118,7 +107,6 @@ def demo(model: str, limit: int) -> QuestionSet:
 
 
 def _passage(chunk: Chunk) -> Document:
-    """A document that is cut into this chunk again."""
     return Document(chunk.id, chunk.text.removeprefix(f"{chunk.title}\n").strip(), chunk.title)
 
 
@@ -129,19 +117,15 @@ def rows(name: str, found: Found) -> Iterator[dict[str, Any]]:
         bootstrap = Bootstrap([name] * len(samples))
         naive = found[model, NAIVE]
         yield {
-            "set": name,
-            "model": model,
-            "strategy": setting.strategy,
-            "n": len(samples),
-            **bootstrap.mean(_values(samples, "kl")).columns("kl"),
-            "top1": float(np.mean(_values(samples, "top1"))),
+            "set": name, "model": model, "strategy": setting.strategy, "n": len(samples),
+            **bootstrap.mean(_values(samples, "kl")).columns("kl"), "top1": float(np.mean(_values(samples, "top1"))),
             **bootstrap.mean(_values(samples, "answered")).columns("answered"),
             **_less(bootstrap, samples, found[base, FULL], "answered", "answered_minus_full"),
             **_less(bootstrap, samples, found[base, RAGJAX], "kl", "kl_minus_ragjax"),
             "rougeL_vs_full": float(np.mean(_values(samples, "rougeL_vs_full"))),
             "ttft_ms": float(np.median(_values(samples, "ttft_ms"))),
             "ttft_over_naive": float(np.median(np.divide(_values(samples, "ttft_ms"), _values(naive, "ttft_ms")))),
-        }
+        }  # fmt: skip
 
 
 def _less(

@@ -23,8 +23,7 @@ import numpy as np
 from benchmarks.common import gpu, machine, report
 from benchmarks.kernels import masks
 from benchmarks.kernels.bench import FULL, REHEARSAL, Bench
-from benchmarks.kernels.masks import Mask
-from benchmarks.kernels.oracle import oracle
+from benchmarks.kernels.masks import Mask, oracle
 from ragjax.kernels.attention.op import paged_interval_attention
 from ragjax.kernels.pages import Pages
 from ragjax.kernels.rope import Rotation
@@ -50,18 +49,15 @@ class Peers:
 
     @property
     def device(self) -> str:
-        """The device in PyTorch's words."""
         return "cuda" if self.bench.device.platform == "gpu" else "cpu"
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Ask the PyTorch worker."""
         patience = min(PATIENCE_S, max(self.clock.left, 0) + 30)
         if not self.versions:
             self.versions = self.rival.ask({"op": "start"}, patience)["versions"]
         return self.rival.ask({"op": op, **arguments}, patience)
 
     def sizes(self) -> dict[str, Any]:
-        """What every peer is told."""
         m = self.bench.model
         return {
             "heads": m.heads, "kv_heads": m.kv_heads, "dim": m.dim, "device": self.device, "dtype": m.dtype,
@@ -69,12 +65,10 @@ class Peers:
         }  # fmt: skip
 
     def flash(self, mask: Mask) -> dict[str, Any]:
-        """FlashAttention over all rows."""
         found = self.ask("flash", rows=len(mask.index_T), **self.sizes())
         return {**found, "tflops": self._tflops(masks.visible_pairs(mask), found["ms"])}
 
     def flex(self, mask: Mask) -> dict[str, Any]:
-        """FlexAttention under the mask."""
         file = save_mask(mask, self.scratch)
         found = self.ask("flex", file=str(file), compiled=self.device == "cuda", **self.sizes())
         pairs = found.pop("visited_pairs")
@@ -108,22 +102,16 @@ def save_mask(mask: Mask, folder: Path, **more: Any) -> Path:
     return file
 
 
-# ---------------------------------------------------------------------------------------- measuring
-
-
 def cases(bench: Bench) -> list[tuple[Mask, tuple[str, ...]]]:
     """Masks, most important first, with the peers that are measured under each."""
     m = bench.model
     long = m.lengths[0]
     cut: Any = {"low": m.pieces[0], "high": m.pieces[1]}
     found: list[tuple[Mask, tuple[str, ...]]] = [
-        (masks.causal(long), (FLASH, CUDNN)),
-        (masks.recompute(long, m.recomputed, moved=True, **cut), (FLEX,)),
-        (masks.chunks(long, **cut), (FLEX,)),
-        (masks.tree(long, **cut), (FLEX,)),
-        (masks.recompute(long, m.recomputed, moved=False, **cut), ()),
-        (masks.graph(long), (FLEX,)),
-    ]
+        (masks.causal(long), (FLASH, CUDNN)), (masks.recompute(long, m.recomputed, moved=True, **cut), (FLEX,)),
+        (masks.chunks(long, **cut), (FLEX,)), (masks.tree(long, **cut), (FLEX,)),
+        (masks.recompute(long, m.recomputed, moved=False, **cut), ()), (masks.graph(long), (FLEX,)),
+    ]  # fmt: skip
     for short in m.lengths[1:]:
         found += [
             (masks.causal(short), (FLASH, CUDNN)),
@@ -134,7 +122,6 @@ def cases(bench: Bench) -> list[tuple[Mask, tuple[str, ...]]]:
 
 
 def measure(record: gpu.Record, peers: Peers) -> None:
-    """Measure ours and the peers, mask by mask."""
     bench = peers.bench
     for mask, rivals in cases(bench):
         for page_size in bench.model.page_sizes:
@@ -181,8 +168,6 @@ def _difference(peers: Peers, mask: Mask, kv_heads: int, dim: int, slots: int = 
     return {"error": float(oracle.worst_error(np.load(out), np.asarray(ours, np.float64)))}
 
 
-# --------------------------------------------------------------------------------------------- rows
-
 COMPARED = {
     "recompute-moved": (("recompute-moved", FLEX, EQUAL), ("causal", FLASH, DENSE), ("causal", CUDNN, DENSE)),
     "recompute-in-place": (("recompute-moved", FLEX, EQUAL), ("causal", FLASH, DENSE), ("causal", CUDNN, DENSE)),
@@ -215,17 +200,12 @@ def joined(rows: Sequence[report.Row]) -> list[report.Row]:
 
 def _beside(row: report.Row, rival: report.Row, peer: str, form: str) -> dict[str, Any]:
     return {
-        "peer": peer,
-        "peer_ms": rival["ms"],
-        "peer_mask_ms": rival.get("mask_ms"),
-        "ratio": rival["ms"] / row["ms"],
+        "peer": peer, "peer_ms": rival["ms"], "peer_mask_ms": rival.get("mask_ms"), "ratio": rival["ms"] / row["ms"],
         "peer_form": form,
-    }
+    }  # fmt: skip
 
 
 def gates(rows: Sequence[report.Row], long: int) -> list[report.Row]:
-    """The targets that this part can judge."""
-
     def best(peer: str) -> float | None:
         found = [r["ratio"] for r in rows if (r["case"], r["peer"], r["keys"]) == ("recompute-moved", peer, long)]
         return max(found, default=None)
@@ -236,9 +216,6 @@ def gates(rows: Sequence[report.Row], long: int) -> list[report.Row]:
         gpu.gate("recompute of 15% of 32K beside FlexAttention", ">= 2 times", best(FLEX), lambda x: x >= 2,
                  "equal mask, its making not counted"),
     ]  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------- main
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -105,7 +105,6 @@ def scatter(axes: Any, kl: dict[str, float], faster: dict[str, float]) -> None:
 
 
 def svg(results: Path = RESULTS) -> str:
-    """The picture."""
     faster = {r["strategy"]: float(r["faster_than_full"]) for r in newest(results, "repair")}
     settings: Any = {"svg.hashsalt": "ragjax", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9}
     with matplotlib.rc_context(settings):

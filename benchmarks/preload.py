@@ -34,8 +34,7 @@ from ragjax.store.load import Disk
 
 COLUMNS = ("tier", "disk_mb_s", "context_tokens", "new_tokens", "rounds", "device_ms", "whole_ms", "layers_ms",
            "load_ms", "faster", "exposed_less", "slowest_pair")  # fmt: skip
-WARM = 2
-"""Rounds that are not counted: the first loads say how fast loads are."""
+WARM = 2  # rounds that are not counted: the first loads say how fast loads are
 
 
 class Whole(Preload):
@@ -64,7 +63,6 @@ class Throttled:
     mb_s: float
 
     def write(self, record: Record, arrays: Mapping[str, Any]) -> int:
-        """As the disk."""
         return self.disk.write(record, arrays)
 
     def read_shares(self, key: bytes, count: int, expected: Record | None = None) -> Iterator[Arrays]:
@@ -120,7 +118,6 @@ class Server:
         return answer.timings.ttft, answer.timings.load
 
     def _settle(self) -> None:
-        """Saves and writes that were ordered are done, and the machine is quiet."""
         self._transfer.flush()
         time.sleep(0.2)
 
@@ -138,20 +135,14 @@ def measure(server: Server, where: Mapping[str, Any], context: int, rounds: int)
     exposed = {mode: max(middle[mode] - middle["device"], 0.1) for mode in ("whole", "layers")}
     pairs = [one / other for (one, _), (other, _) in zip(found["whole"], found["layers"], strict=True)]
     return {
-        **where,
-        "context_tokens": context,
-        "new_tokens": server.new,
-        "rounds": rounds,
-        **{f"{mode}_ms": ttft for mode, ttft in middle.items()},
-        "load_ms": median(load for _, load in found["whole"]),
-        "faster": middle["whole"] / middle["layers"],
-        "exposed_less": exposed["whole"] / exposed["layers"],
+        **where, "context_tokens": context, "new_tokens": server.new, "rounds": rounds,
+        **{f"{mode}_ms": ttft for mode, ttft in middle.items()}, "load_ms": median(load for _, load in found["whole"]),
+        "faster": middle["whole"] / middle["layers"], "exposed_less": exposed["whole"] / exposed["layers"],
         "slowest_pair": min(pairs),
-    }
+    }  # fmt: skip
 
 
 def cuts(server: Server, context: int, rounds: int) -> dict[str, Any]:
-    """What it costs to run a pass a stage at a time."""
     times: dict[str, list[float]] = {"device": [], "cut": []}
     for number in range(WARM + rounds):
         for mode, kept in times.items():
@@ -160,12 +151,8 @@ def cuts(server: Server, context: int, rounds: int) -> dict[str, Any]:
                 kept.append(ttft)
     plain, cut = median(times["device"]), median(times["cut"])
     return {
-        "context_tokens": context,
-        "new_tokens": server.new,
-        "device_ms": plain,
-        "cut_ms": cut,
-        "cost": cut / plain - 1,
-    }
+        "context_tokens": context, "new_tokens": server.new, "device_ms": plain, "cut_ms": cut, "cost": cut / plain - 1,
+    }  # fmt: skip
 
 
 def opened(**storage: Any) -> Engine:

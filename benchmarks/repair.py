@@ -53,7 +53,6 @@ class Preprocessing:
 
 
 def reordered(prompt: Prompt) -> Prompt:
-    """The same chunks the other way round."""
     chunks = [segment for segment in prompt.segments if segment.kind is Kind.CHUNK]
     others: list[Segment] = [segment for segment in prompt.segments if segment.kind is not Kind.CHUNK]
     return Prompt((others[0], *reversed(chunks), *others[1:]))
@@ -107,7 +106,6 @@ def measure(
 
 
 def sample(answer: Answer, probe: Probe) -> dict[str, float]:
-    """What one request took."""
     chunks = [r for r in answer.segments if r.id.startswith("chunk")]
     return {
         "ttft_ms": answer.timings.ttft,

@@ -34,7 +34,6 @@ COLUMNS = ("policy", "nodes", "gb", "decision_us", "p99_us", "match_us", "evict_
 
 
 def filled(policy: str, nodes: int) -> tuple[KnowledgeCache, list[Tokens]]:
-    """A full cache of chains of ten nodes, and their tokens."""
     profile = Profile((0, 1000), (1, 1000), ((0.001, 0.1), (0.002, 0.2)))
     cache = KnowledgeCache(b"scale", PagePool(nodes + 1 + SEGMENTS, RUN), POLICIES[policy].for_device(profile))
     random = np.random.default_rng(0)
@@ -60,7 +59,6 @@ def compute(cache: KnowledgeCache, tokens: Tokens) -> tuple[float, ...]:
 
 
 def requests(documents: Sequence[Tokens], count: int) -> list[Tokens]:
-    """Eight known segments and two new ones each."""
     random = np.random.default_rng(1)
     ranks = random.zipf(1.3, count) % len(documents)
     fresh = random.integers(30_000, 60_000, (count, RUN * NEW)).astype(np.int32)

@@ -37,7 +37,6 @@ def tree(rows: int) -> Mask:
 
 
 def view_of(mask: Mask, dtype: str) -> View:
-    """The mask over random pages in the form a CPU keeps them."""
     total = len(mask.index_N) // PAGE_SIZE
     pages = masks.random_pages(jax.random.key(1), total, PAGE_SIZE, KV_HEADS, DIM, "float32")
     stored = jnp.dtype("uint16" if dtype == "bfloat16" else dtype)
@@ -48,7 +47,6 @@ def view_of(mask: Mask, dtype: str) -> View:
 
 @partial(jax.jit, static_argnames="block_rows")
 def blockwise(q_THD: jax.Array, view: View, block_rows: int = BLOCK_ROWS) -> jax.Array:
-    """Ours, block lists included."""
     made = View.build(
         view.rows, view.pages, view.layer, view.entries, view.rotation, scale=SCALE, block_rows=block_rows
     )
@@ -57,13 +55,10 @@ def blockwise(q_THD: jax.Array, view: View, block_rows: int = BLOCK_ROWS) -> jax
 
 @jax.jit
 def dense(q_THD: jax.Array, k_TKD: jax.Array, v_TKD: jax.Array, seen_TT: jax.Array) -> jax.Array:
-    """JAX's own attention with the mask as an n x n array."""
     return jax.nn.dot_product_attention(q_THD[None], k_TKD[None], v_TKD[None], mask=seen_TT[None, None], scale=SCALE)[0]
 
 
 def contiguous(view: View, dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Keys and values token by token."""
-
     def gathered(pool: jax.Array) -> jax.Array:
         x = pool[0][view.entries.page_S].swapaxes(1, 2).reshape(-1, KV_HEADS, DIM)
         return jax.lax.bitcast_convert_type(x, jnp.bfloat16) if dtype == "bfloat16" else x
@@ -85,7 +80,6 @@ def timed(calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
 
 
 def compare(rows: int, dtype: str, rounds: int) -> dict[str, Any]:
-    """Ours beside dense attention under the same mask."""
     mask = tree(rows)
     view = view_of(mask, dtype)
     q = jax.random.normal(jax.random.key(0), (rows, HEADS, DIM))

@@ -38,13 +38,9 @@ from ragjax.schedule.speculation import LEARNED, Odds
 
 CORPORA = ("nq_open", "hotpotqa")
 STAGES = 4
-STAGE_MS = (12.5, 112.5)
-"""With four stages a search takes 50 or 450 ms, about the shortest and the longest of Table 3."""
-
+STAGE_MS = (12.5, 112.5)  # with four stages a search takes 50 or 450 ms, about the shortest and the longest of Table 3
 QUICK_DOCUMENTS = 300
-PAUSE = 0.02
-"""Seconds before each question, in which what the last one left behind comes to an end."""
-
+PAUSE = 0.02  # seconds before each question, in which what the last one left behind comes to an end
 COLUMNS = (
     "set", "index", "documents", "search_ms", "n", "prompt_tokens", "exposed_ms_off", "exposed_ms", "less",
     "ttft_ms_off", "ttft_ms", "faster", "early_1", "early_2", "early_3", "hit", "wrong", "wasted_tokens",
@@ -64,12 +60,10 @@ class Distant:
         return len(self._index)
 
     def search(self, queries: Vectors, k: int) -> tuple[Ids, Vectors]:
-        """As the index, later."""
         time.sleep(self._stages * self._pause)
         return self._index.search(queries, k)
 
     def stages(self, query: Vectors, k: int, n: int) -> Iterator[Stage]:
-        """As the index, each stage later."""
         found = self._index.stages(query, k, n)
         while True:
             time.sleep(self._pause)
@@ -125,18 +119,13 @@ def ask(engine: Engine, question: str, strategy: str, k: int, stages: int) -> di
     wasted = float(engine.stats()["speculative_wasted_tokens_total"]) - float(before["speculative_wasted_tokens_total"])  # type: ignore[arg-type]
     timings = answer.timings
     return {
-        "search_ms": timings.retrieve,
-        "exposed_ms": timings.search_exposed,
-        "ttft_ms": timings.ttft,
-        "prompt_tokens": answer.prompt_tokens,
-        "chunks": [report.id for report in answer.segments],
-        **counts,
+        "search_ms": timings.retrieve, "exposed_ms": timings.search_exposed, "ttft_ms": timings.ttft,
+        "prompt_tokens": answer.prompt_tokens, "chunks": [report.id for report in answer.segments], **counts,
         "wasted_tokens": wasted,
-    }
+    }  # fmt: skip
 
 
 def learn(engine: Engine, asked: Sequence[str], chosen: Namespace) -> None:
-    """Forget what earlier searches told of guesses, and learn it from these."""
     engine._odds = Odds()
     for question in asked:
         ask(engine, question, chosen.strategy, chosen.top_k, chosen.stages)
@@ -163,7 +152,6 @@ def measure(engine: Engine, asked: Sequence[str], chosen: Namespace) -> dict[str
 
 
 def row(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians of samples without and with speculation, and their ratios."""
     off, on = zip(*pairs, strict=True)
 
     def middle(samples: Sequence[Mapping[str, Any]], name: str) -> float:
@@ -180,7 +168,6 @@ def row(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[st
 
 
 def rows(engine: Engine, chosen: Namespace, session: Session) -> Iterator[dict[str, Any]]:
-    """A row for each set, index and length of a stage."""
     engine.add_documents(documents(chosen.data, QUICK_DOCUMENTS if chosen.quick else None))
     base = engine.knowledge_base()
     samples = session.samples()

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from benchmarks.common import envs, report
 from benchmarks.common.report import Benchmark, Parser, Session
-from benchmarks.latency.load import OtherLoad
+from benchmarks.latency.system import OtherLoad
 from benchmarks.quality import dataset
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.similarity import packaged_encoder
@@ -49,9 +49,7 @@ STUFF = (
 
 STUFF_SYSTEM = "Use the following pieces of retrieved context to answer the question in one sentence.\n\n{context}"
 
-COMPARED = 12
-"""Tokens of the reference answer that divergence is over."""
-
+COMPARED = 12  # tokens of the reference answer that divergence is over
 THREADS = 2
 WARM = 3
 """Requests that each system answers before its cache is emptied and it begins, so that its programs are compiled."""
@@ -103,7 +101,6 @@ def pool(questions: QuestionSet, count: int, passages: int, found: int) -> list[
 
 
 def stuffed(question: str, passages: Sequence[str], shape: str) -> tuple[Message, ...]:
-    """The messages that LangChain's chain sends."""
     context = "\n\n".join(passages)
     if shape == "system":
         return Message("system", STUFF_SYSTEM.format(context=context)), Message("user", question)
@@ -111,7 +108,6 @@ def stuffed(question: str, passages: Sequence[str], shape: str) -> tuple[Message
 
 
 def requests(questions: QuestionSet, chosen: Namespace, encoder: TextEncoder, tokenizer: Tokenizer) -> list[Asked]:
-    """A request for each question, over the passages nearest to it."""
     documents = pool(questions, chosen.questions, chosen.passages, chosen.found)
     vectors_NE = encoder.encode([document.text for document in documents])
     asked = []

@@ -33,9 +33,8 @@ from benchmarks.common.envs import RivalError
 from benchmarks.common.machine import Ceilings, median
 from benchmarks.common.report import Benchmark, Session
 from benchmarks.common.samples import Progress, Samples
-from benchmarks.latency.load import OtherLoad, peak_mb, reset_peak
 from benchmarks.latency.prompt import Case, Workload, workload
-from benchmarks.latency.system import System, systems
+from benchmarks.latency.system import OtherLoad, System, peak_mb, reset_peak, systems
 from ragjax.models import hub
 from ragjax.models.config import ModelConfig
 from ragjax.models.tensors import expected_shapes
@@ -51,8 +50,7 @@ LEAST_DECODED = 9  # fewer tokens than this say nothing about decode speed
 COLUMNS: tuple[str, ...] = ("system", "strategy", "state", "order", "context_tokens", "ttft_ms", "decode_tokens_per_s")
 COLUMNS += ("reused_tokens", "overhead_ms", "peak_mb", "runs", "other_load")
 SYSTEM_COLUMNS: tuple[str, ...] = ("system", "first_start_s", "start_s", "startup_peak_mb", "resident_mb", "peak_mb")
-RIVALS = ("transformers-bf16", "llama.cpp-q4_0", "openvino")
-"""Whom our rows are compared with."""
+RIVALS = ("transformers-bf16", "llama.cpp-q4_0", "openvino")  # whom our rows are compared with
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,6 @@ def make_ready(system: System, work: Workload, samples: Samples) -> None:
 
 
 def start_key(system: System) -> str:
-    """Names the start of a system in the store of samples."""
     return f"{system.name}/start"
 
 
@@ -121,9 +118,6 @@ def sample(system: System, case: Case, work: Workload, new: int) -> dict[str, An
     return {**found, "other_load": load.so_far(), "peak_mb": peak_mb(system.pid)}
 
 
-# --------------------------------------------------------------------------------------------- rows
-
-
 def rows_of(everyone: Sequence[System], work: Workload, samples: Samples, runs: int) -> list[dict[str, Any]]:
     """Medians, one row a system and case, with ratios to the rivals where both have the row."""
     rows = []
@@ -137,20 +131,11 @@ def rows_of(everyone: Sequence[System], work: Workload, samples: Samples, runs: 
                 name: median([s.get(name) for s in found])
                 for name in ("ttft_ms", "decode_tokens_per_s", "reused_tokens", "overhead_ms", "other_load")
             }
-            rows.append(
-                {
-                    "system": system.name,
-                    "strategy": case.strategy,
-                    "state": case.state,
-                    "order": case.order,
-                    "context_tokens": len(work.of(case)),
-                    **medians,
-                    "ttft_ms_runs": [s["ttft_ms"] for s in found],
-                    "runs": len(found),
-                    "peak_mb": max(peaks, default=None),
-                    **started,
-                }
-            )
+            rows.append({
+                "system": system.name, "strategy": case.strategy, "state": case.state, "order": case.order,
+                "context_tokens": len(work.of(case)), **medians, "ttft_ms_runs": [s["ttft_ms"] for s in found],
+                "runs": len(found), "peak_mb": max(peaks, default=None), **started,
+            })  # fmt: skip
     return [{**row, **ratios(row, rows)} for row in rows]
 
 

@@ -1,10 +1,11 @@
-"""The walk of one warm request: the rooms, files and functions of ragjax that run for it, in order.
+"""The walk of one warm request: the files, functions and objects of ragjax that take part in it, in order.
 
     python -m benchmarks.walk [--strategy prefix] [--functions] [--json FILE]
 
 A server over the tests' miniature engine answers one question twice; the second answer is traced in every thread, from
 the HTTP body to the response. Functions of ragjax are counted by their code: comprehensions, lambdas and what a
-dataclass generates do not count, and neither do compiled programs, which Python does not see.
+dataclass generates do not count, and neither do compiled programs, which Python does not see. Objects are counted by
+class, where their `__init__` runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import json
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +40,7 @@ class Walk:
 
     def __init__(self) -> None:
         self._codes: dict[CodeType, None] = {}
+        self.objects: Counter[str] = Counter()  # made, by class
         self._open = False
         threading.setprofile(self._see)
         sys.setprofile(self._see)
@@ -45,10 +48,12 @@ class Walk:
     def _see(self, frame: FrameType, event: str, argument: object) -> None:
         if self._open and event == "call":
             self._codes.setdefault(frame.f_code)
+            if frame.f_code.co_name == "__init__":
+                made = type(frame.f_locals.get("self"))
+                self.objects[made.__qualname__] += made.__module__.startswith("ragjax.")
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Calls within are recorded."""
         self._open = True
         try:
             yield
@@ -56,7 +61,6 @@ class Walk:
             self._open = False
 
     def close(self) -> None:
-        """Nothing is looked at any more."""
         sys.setprofile(None)
         threading.setprofile(None)
 
@@ -85,8 +89,8 @@ async def ask(app: object, strategy: str) -> int:
     return int(answer.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def trace(strategy: str) -> dict[str, dict[str, int]]:
-    """Functions and their lines by file, of the second of two equal requests."""
+def trace(strategy: str) -> Walk:
+    """The second of two equal requests."""
     walk = Walk()
     engine = tiny.engine()
     try:
@@ -100,7 +104,7 @@ def trace(strategy: str) -> dict[str, dict[str, int]]:
         walk.close()
     if strategy != "full" and not reused:
         raise SystemExit("the second request reused nothing, so it was not warm")
-    return walk.files()
+    return walk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,12 +114,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--functions", action="store_true", help="name the functions, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write functions by file")
     options = parser.parse_args(argv)
-    files = trace(options.strategy)
+    walk = trace(options.strategy)
+    files, objects = walk.files(), +walk.objects
     for file, functions in files.items():
         print(f"{file:<32} {len(functions):>3}" + ("  " + ", ".join(functions) if options.functions else ""))
+    print("objects: " + ", ".join(f"{name} {count}" if count > 1 else name for name, count in objects.items()))
     rooms = dict.fromkeys(file.split("/")[0] for file in files)
     lines = [count for functions in files.values() for count in functions.values()]
-    print(f"{len(rooms)} rooms, {len(files)} files, {len(lines)} functions, {sum(lines)} lines: {' > '.join(rooms)}")
+    sums = f"{len(files)} files, {len(lines)} functions, {sum(lines)} lines, objects of {len(objects)} classes"
+    print(f"{len(rooms)} rooms, {sums}: {' > '.join(rooms)}")
     if options.json:
         options.json.write_text(json.dumps(files, indent=1) + "\n")
     return 0

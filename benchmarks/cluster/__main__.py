@@ -31,26 +31,23 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cluster import picture, request, trial
+from benchmarks.cluster import fleet, picture, trial
 from benchmarks.cluster.simulation import Outcome, Setting, needs, simulate, traced
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import weights_of
-from benchmarks.policies.source import mooncake
-from benchmarks.policies.workload import PATTERNS, Pattern
+from benchmarks.policies.source import PATTERNS, Pattern, mooncake
 from ragjax.cluster.router import ROUTERS
 from ragjax.cluster.router.need import Need
 from ragjax.commands.flags import integer, positive
 from ragjax.core import ConfigError
 
-WORKLOADS = {"zipf": 1, "temporal": 1, "zipf-topics": 8, "temporal-topics": 8}
-"""Chunks of a topic, by workload."""
+WORKLOADS = {"zipf": 1, "temporal": 1, "zipf-topics": 8, "temporal-topics": 8}  # chunks of a topic, by workload
 COLUMNS = (
     *("workload", "replicas", "router", "delay_s", "found", "over_round_robin", "ttft_p50_s", "ttft_p95_s"),
     *("uneven_p50", "uneven_p99", "decide_p50_us", "decide_p99_us", "state_bytes"),
 )
-TRACED = 2_000
-"""Requests of a trace, at most."""
+TRACED = 2_000  # requests of a trace, at most
 
 
 def row(workload: str, replicas: int, router: str, outcome: Outcome, delay_s: float = 0.0) -> dict[str, Any]:
@@ -60,19 +57,12 @@ def row(workload: str, replicas: int, router: str, outcome: Outcome, delay_s: fl
         return float(np.quantile(values, share)) if values else None
 
     return {
-        "workload": workload,
-        "replicas": replicas,
-        "router": router,
-        "delay_s": delay_s,
-        "found": outcome.found / outcome.asked,
-        "ttft_p50_s": at(outcome.waits_s, 0.5),
-        "ttft_p95_s": at(outcome.waits_s, 0.95),
-        "uneven_p50": at(outcome.uneven, 0.5),
-        "uneven_p99": at(outcome.uneven, 0.99),
-        "decide_p50_us": at(outcome.decide_us, 0.5),
-        "decide_p99_us": at(outcome.decide_us, 0.99),
-        "state_bytes": outcome.state_bytes,
-    }
+        "workload": workload, "replicas": replicas, "router": router, "delay_s": delay_s,
+        "found": outcome.found / outcome.asked, "ttft_p50_s": at(outcome.waits_s, 0.5),
+        "ttft_p95_s": at(outcome.waits_s, 0.95), "uneven_p50": at(outcome.uneven, 0.5),
+        "uneven_p99": at(outcome.uneven, 0.99), "decide_p50_us": at(outcome.decide_us, 0.5),
+        "decide_p99_us": at(outcome.decide_us, 0.99), "state_bytes": outcome.state_bytes,
+    }  # fmt: skip
 
 
 def workloads(counts: Sequence[int], requests: int, data: Path | None) -> Iterator[tuple[str, Setting, list[Need]]]:
@@ -115,17 +105,13 @@ def serve(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
         raise ConfigError("--part replicas needs Ray, which is not installed: pip install '.[ray]' in ragjax's folder")
     quick = chosen.quick
     plan = trial.Plan(
-        requests=chosen.requests or (6 if quick else 32),
-        warm=chosen.warm or (4 if quick else 16),
-        clients=chosen.clients or 4,
-        rate=chosen.rate,
-        points=2 if quick else 10,
-        step=2 if quick else 5,
+        requests=chosen.requests or (6 if quick else 32), warm=chosen.warm or (4 if quick else 16),
+        clients=chosen.clients or 4, rate=chosen.rate, points=2 if quick else 10, step=2 if quick else 5,
         device_cache_gb=chosen.device_cache_gb or 0.1,
-    )
-    bench = trial.Bench(plan, *request.source(chosen.data), chosen.ray_address)
+    )  # fmt: skip
+    bench = trial.Bench(plan, *fleet.source(chosen.data), chosen.ray_address)
     counts = chosen.replicas or ([2] if quick else [2, 4])
-    workloads = chosen.workloads or list(request.WORKLOADS)[: 1 if quick else None]
+    workloads = chosen.workloads or list(fleet.WORKLOADS)[: 1 if quick else None]
     samples = session.samples(
         {**asdict(plan), "workloads": workloads, "data": str(chosen.data), "weights": weights_of(report.MODEL)}
     )
@@ -140,7 +126,7 @@ def serve(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
 
 
 def options(flags: Parser) -> None:
-    names = ", ".join(request.WORKLOADS)
+    names = ", ".join(fleet.WORKLOADS)
     flags.add("--part", choices=("simulation", "replicas"), default="simulation", help="what to measure")
     flags.add("--replicas", type=_counts, metavar="N,…", help="(4,16,64,256,1024; replicas: 2,4)")
     flags.add("--data", type=report.existing_folder, metavar="DIR", help="a folder with traces/ and text/nq_open")
@@ -190,7 +176,7 @@ def _counts(text: str) -> list[int]:
 
 def _workloads(text: str) -> list[str]:
     found = text.split(",")
-    if len({*found}) < len(found) or not request.WORKLOADS.keys() >= {*found}:
+    if len({*found}) < len(found) or not fleet.WORKLOADS.keys() >= {*found}:
         raise ValueError
     return found
 

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import numpy as np
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.common.envs import RivalError
-from benchmarks.load.client import closed_loop
-from benchmarks.load.http import OwnServer
-from benchmarks.load.record import Load
-from benchmarks.load.server import Body
-from benchmarks.load.workload import Ask, Workload
-from ragjax.core import EngineOptions
+from benchmarks.common.questions import spread
+from benchmarks.load.client import Load, closed_loop
+from benchmarks.load.server import Body, OwnServer
+from benchmarks.load.workload import Ask, Wish, Workload, passages
+from benchmarks.policies.source import PATTERNS
+from benchmarks.quality import dataset
+from ragjax.commands.flags import DEMO
+from ragjax.core import Document, EngineOptions
+from ragjax.retrieval.document import load
 
-SETTLE = 30.0
-"""Seconds in which the metrics tell of the last answer; the front asks its replicas once a second."""
-
-LOOK = 1.0
-"""Seconds between two looks at them: reading them takes a core some time, which the replicas would have."""
-
-PROCESS = "ServeReplica:ragjax:Replica"
-"""Ray's name of a replica's process."""
-
-EXACT = "prefix"
-"""The strategy of `FleetServer.exact`."""
-
+SETTLE = 30.0  # seconds in which the metrics tell of the last answer; the front asks its replicas once a second
+LOOK = 1.0  # seconds between two looks at them: reading them takes a core some time, which the replicas would have
+PROCESS = "ServeReplica:ragjax:Replica"  # Ray's name of a replica's process
+EXACT = "prefix"  # the strategy of `FleetServer.exact`
 T = TypeVar("T")
 
-Figures = Mapping[str, float]
-"""A figure of each replica, by its rank."""
+Figures = Mapping[str, float]  # A figure of each replica, by its rank
 
 
 def figures(exposition: str, name: str) -> dict[str, float]:
@@ -64,19 +62,16 @@ class FleetServer(OwnServer):
         self._strategy: str | None = None
 
     def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
-        """That of one engine, and how many of them."""
         words, settings = super().command(port)
         return [*words, *self._flags], settings
 
     def body(self, ask: Ask) -> Body:
-        """A streamed chat completion."""
         made: dict[str, Any] = {**super().body(ask)}
         if self._strategy is not None:
             made["rag"] = {**made["rag"], "strategy": self._strategy}
         return made
 
     async def exact(self, asks: Sequence[Ask], clients: int) -> Load:
-        """Serve with the strategy `EXACT`."""
         self._strategy = EXACT
         try:
             return await closed_loop(self, asks, clients)
@@ -84,7 +79,6 @@ class FleetServer(OwnServer):
             self._strategy = None
 
     def figures(self, *names: str) -> list[dict[str, float]]:
-        """Metrics as of now, without the prefix `ragjax_`."""
         text = httpx.get(f"{self._url}/metrics", timeout=30).text
         return [figures(text, f"ragjax_{name}") for name in names]
 
@@ -119,7 +113,6 @@ class FleetServer(OwnServer):
         return fresh(now)[0]
 
     async def close(self) -> None:
-        """End the processes, those of Ray too."""
         every = _children(self.pid) if self._process is not None else []
         await super().close()
         for process in every:
@@ -145,3 +138,57 @@ def _children(pid: int) -> list[psutil.Process]:
 
 def _replicas(pid: int) -> list[psutil.Process]:
     return [one for one in _children(pid) if one.is_running() and PROCESS in one.name() + "".join(one.cmdline()[:1])]
+
+
+PASSAGE_WORDS = 110  # words of a passage, at most: one chunk
+TOGETHER = 4  # passages of a request: with its question 500 to 700 tokens
+OUTPUT = 4  # tokens of an answer: enough to see the first one come
+POOL = 100  # passages of --data
+WORKLOADS = {"zipf": 1, "temporal": 1, "zipf-topics": 8}
+"""Patterns of `benchmarks.policies`, and passages of a topic: with more than one the pattern draws a topic, and the
+request gets some of its passages. Each draws its own popular ones, so one workload does not warm up the other."""
+
+
+def pieces(document: Document, words: int = PASSAGE_WORDS) -> list[Document]:
+    text = document.text.split()
+    count = math.ceil(len(text) / words)
+    cuts = [round(i * len(text) / count) for i in range(count + 1)]
+    bounds = pairwise(cuts)
+    return [Document(f"{document.id}-{n}", " ".join(text[a:b]), document.title) for n, (a, b) in enumerate(bounds)]
+
+
+def source(data: Path | None) -> tuple[list[Document], list[str]]:
+    """Passages and questions: of the demo, or of a data folder's nq_open.
+
+    Raises:
+        ConfigError: the folder lacks it.
+    """
+    if data is None:
+        found = load(DEMO / "documents").documents
+        return [piece for document in found for piece in pieces(document)], spread(1_000)
+    asked = dataset.load(data, "nq_open").questions
+    return passages(Wish(data, 0, pool=POOL)), [question.text for question in asked]
+
+
+def requests(workload: str, found: Sequence[Document], asked: Sequence[str], count: int) -> list[Ask]:
+    seed, topic = list(WORKLOADS).index(workload), WORKLOADS[workload]
+    random = np.random.default_rng(seed)
+    draws = 1 if topic > 1 else TOGETHER
+    drawn = PATTERNS[workload.removesuffix("-topics")].draw(len(found) // topic, draws, count, seed)
+    near = [[number * topic + i for number in one for i in range(topic)] for one in drawn]
+    return [
+        Ask(
+            f"{workload}-{n}",
+            asked[n % len(asked)],
+            (),
+            OUTPUT,
+            documents=tuple(found[i].id for i in random.permutation(one)[:TOGETHER]),
+        )
+        for n, one in enumerate(near)
+    ]
+
+
+def exact(asks: Sequence[Ask], output: int) -> list[Ask]:
+    """The same over half of their passages each, twice: the second time the KV of the first is there."""
+    short = [replace(ask, output=output, documents=(ask.documents or ())[: TOGETHER // 2]) for ask in asks]
+    return [replace(ask, id=f"{ask.id}/{n}") for n in range(2) for ask in short]

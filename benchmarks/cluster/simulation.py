@@ -13,7 +13,7 @@ from random import Random
 
 import numpy as np
 
-from benchmarks.policies.workload import Pattern, Workload
+from benchmarks.policies.source import Pattern, Workload
 from ragjax.cluster.router import Router
 from ragjax.cluster.router.base import Learn, keep
 from ragjax.cluster.router.need import DIGEST, Need
@@ -77,8 +77,7 @@ class Outcome:
     uneven: list[float] = field(default_factory=list)
     """Fullest queue over the mean, at each arrival with at least one request a replica."""
     decide_us: list[float] = field(default_factory=list)
-    state_bytes: int = 0
-    """What the router keeps at the end."""
+    state_bytes: int = 0  # what the router keeps at the end
 
 
 def needs(setting: Setting, seed: int = 0) -> Iterator[Need]:

@@ -9,23 +9,18 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.cluster.fleet import Figures, FleetServer
-from benchmarks.cluster.request import WORKLOADS, exact, requests
+from benchmarks.cluster.fleet import WORKLOADS, Figures, FleetServer, exact, requests
 from benchmarks.common.envs import RivalError, redis
-from benchmarks.load.arrival import poisson
-from benchmarks.load.client import closed_loop, open_loop
-from benchmarks.load.metric import found_share, percentile
-from benchmarks.load.record import Load
+from benchmarks.load.client import Load, closed_loop, open_loop
+from benchmarks.load.measure import found_share, percentile
 from benchmarks.load.system import base_settings, options_of
-from benchmarks.load.workload import Ask, Workload
+from benchmarks.load.workload import Ask, Workload, poisson
 from ragjax.cluster.fleet import ROUTING
 from ragjax.core import Document
 
-STRATEGY = "naive"
-"""Chunks are found in any order, and nothing is recomputed: what is measured is what the router does."""
+STRATEGY = "naive"  # chunks are found in any order, and nothing is recomputed: what is measured is what the router does
 CONTEXT = 2048
-EXACT_ASKS, EXACT_OUTPUT = 4, 16
-"""Requests that every setting answers exactly, each twice, and tokens of these answers."""
+EXACT_ASKS, EXACT_OUTPUT = 4, 16  # requests that every setting answers exactly, each twice, and tokens of these answers
 COUNTED = ("prompt_tokens_total", "reused_tokens_total")
 
 COLUMNS = (
@@ -83,7 +78,6 @@ def cases(counts: Sequence[int], workloads: Sequence[str], quick: bool, tier: st
 
 
 def _of_many(counts: Sequence[int], quick: bool) -> Iterator[tuple[int, str, bool]]:
-    """Two with all routers, more with three of them."""
     for count in counts:
         if quick:
             yield count, "round-robin", True
@@ -107,7 +101,6 @@ class Bench:
     ray_address: str | None = None
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Rows, texts of exact answers by request, and the new replica's curve."""
         print(f"{case}", file=sys.stderr)
         with ExitStack() as stack:
             url = stack.enter_context(redis()) if case.shared else None
@@ -177,14 +170,11 @@ def row_of(load: Load, served: Sequence[float]) -> dict[str, Any]:
     """Figures of a load. served: requests of each replica."""
     first = [record.ttft_ms for record in load.answered]
     return {
-        "requests": len(load.records),
-        "errors": len(load.records) - len(load.answered),
-        "found": found_share(load.answered),
-        "ttft_p50_ms": percentile(first, 50),
-        "ttft_p95_ms": percentile(first, 95),
+        "requests": len(load.records), "errors": len(load.records) - len(load.answered),
+        "found": found_share(load.answered), "ttft_p50_ms": percentile(first, 50), "ttft_p95_ms": percentile(first, 95),
         "requests_per_s": len(load.answered) / load.seconds,
         "fullest": max(served) * len(served) / sum(served) if sum(served) else None,
-    }
+    }  # fmt: skip
 
 
 def point_of(rank: str, before: Sequence[Figures], after: Sequence[Figures]) -> dict[str, Any]:

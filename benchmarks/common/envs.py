@@ -30,7 +30,7 @@ HOMES = HERE / ".envs"
 WORKERS = HERE / "workers"
 
 BUILD_SETTINGS: Mapping[str, Mapping[str, str]] = {
-    "llamacpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": "2"},
+    "llamacpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF", "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
 }
 """Environment variables that an installation needs besides its requirement file."""
 
@@ -43,7 +43,6 @@ class RivalError(Exception):
 
 
 def requirements(name: str) -> Path:
-    """The pinned requirement file of the environment `name`."""
     path = HERE / "envs" / f"{name}.txt"
     if not path.exists():
         known = sorted(p.stem for p in path.parent.glob("*.txt"))
@@ -103,14 +102,9 @@ class Worker:
     def __init__(self, command: Sequence[str | Path], extra_environment: Mapping[str, str] | None = None):
         """Start `command`; nothing is waited for."""
         self._process = subprocess.Popen(
-            [str(c) for c in command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=clean_environment(extra_environment),
-            cwd=HERE.parent,
-        )
+            [str(c) for c in command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=clean_environment(extra_environment), cwd=HERE.parent,
+        )  # fmt: skip
         self._words: list[str] = []
         assert self._process.stderr is not None
         self._listener = threading.Thread(target=self._listen, args=(self._process.stderr,), daemon=True)
@@ -118,7 +112,6 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """The worker's process id."""
         return self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,11 +51,7 @@ def keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-# ------------------------------------------------------------------------------------------ report
-
-
 def result_file(part: str, chosen: Namespace) -> Path | None:
-    """Where the report goes."""
     if chosen.out is None:
         file: Path | None = chosen.json
         return file
@@ -69,12 +65,10 @@ class Clock:
     """What is left of a budget of seconds."""
 
     def __init__(self, seconds: float):
-        """Begin."""
         self._end = time.monotonic() + seconds
 
     @property
     def left(self) -> float:
-        """Seconds left, negative when the budget is used up."""
         return self._end - time.monotonic()
 
 
@@ -128,12 +122,10 @@ class Record:
         return found
 
     def write(self, more: Sequence[report.Row] = ()) -> None:
-        """Write the report as it is now, with `more` rows at its end."""
         if self._file is not None:
             report.write(self._file, self.head, [*self.rows.values(), *more])
 
     def replace(self, change: Callable[[Sequence[report.Row]], Sequence[report.Row]]) -> Sequence[report.Row]:
-        """Put what `change` makes of the rows in their place."""
         self.rows = {str(i): row for i, row in enumerate(change(list(self.rows.values())))}
         return list(self.rows.values())
 
@@ -178,9 +170,6 @@ def begin(
     return chosen, Record(chosen, report.header(part, arguments), clock)
 
 
-# ------------------------------------------------------------------------------------------ targets
-
-
 def gate(name: str, wanted: str, measured: float | None, passed: Callable[[float], bool], text: str = "") -> report.Row:
     """A row that says whether a target is met; `passed` is None where the figure is missing, or is no GPU's."""
     verdict = bool(passed(measured)) if measured is not None and on_gpu() else None
@@ -195,14 +184,10 @@ def show_gates(gates: Sequence[report.Row]) -> None:
     print(report.table(told, ("gate", "wanted", "measured", "verdict", "note")))
 
 
-# --------------------------------------------------------------------------------------------- rivals
-
-
 class Rival:
     """A worker with PyTorch that is started when it is first asked, and again after it had to be ended."""
 
     def __init__(self, script: str, interpreter: str | None = None):
-        """Nothing is started yet."""
         self._script, self._interpreter = script, interpreter
         self._worker: envs.Worker | None = None
 
@@ -231,7 +216,6 @@ class Rival:
             timer.cancel()
 
     def close(self) -> None:
-        """End the worker, if it runs."""
         if self._worker is not None:
             self._worker.close()
             self._worker = None

@@ -20,8 +20,7 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("ragjax", "jax", "jaxlib", "flax", "numpy", "ml-dtypes", "faiss-cpu")
 GPU_PACKAGES = ("optax", "torch", "transformers", "triton", "jax-triton", "jax-cuda13-plugin")
-COPIES = 20
-"""Of the array that is copied on a GPU, in one program."""
+COPIES = 20  # of the array that is copied on a GPU, in one program
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ def on_gpu() -> bool:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -96,9 +94,6 @@ def versions() -> dict[str, str]:
     if "ragjax" not in found:
         found["ragjax"] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     return found
-
-
-# ----------------------------------------------------------------------------------------- ceilings
 
 
 def ceilings() -> Ceilings:
@@ -137,9 +132,6 @@ def _gemm_rate(dtype: Any) -> float:
     product = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
     a, b = (jax.random.normal(jax.random.key(i), (size, size)).astype(dtype) for i in range(2))
     return 2 * size**3 / min(samples_ms(lambda: product(a, b))) / 1e6
-
-
-# ------------------------------------------------------------------------------------------- timing
 
 
 def samples_ms(work: Callable[[], Any], *, samples: int = 5, least_s: float = 0.15) -> list[float]:

@@ -8,15 +8,10 @@ from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
-Panel = Callable[[Any], None]
-"""Draws on the axes it is given."""
-
+Panel = Callable[[Any], None]  # draws on the axes it is given
 Panels = Callable[[Sequence[Row]], Iterator[Panel]]
-Figures = Mapping[str, tuple[str, Panels]]
-"""By file name: title, and what makes its panels of the rows."""
-
-ACROSS = 4
-"""Panels in a line of a picture."""
+Figures = Mapping[str, tuple[str, Panels]]  # by file name: title, and what makes its panels of the rows
+ACROSS = 4  # panels in a line of a picture
 
 
 def draw(rows: Sequence[Row], folder: Path | None, figures: Figures) -> None:
@@ -30,7 +25,6 @@ def draw(rows: Sequence[Row], folder: Path | None, figures: Figures) -> None:
 
 
 def save(panels: Sequence[Panel], file: Path, title: str = "") -> None:
-    """Write a picture of the panels, and say where."""
     from matplotlib.figure import Figure
 
     across, down = min(len(panels), ACROSS), -(-len(panels) // ACROSS)
@@ -67,7 +61,6 @@ def _gaps(r: Row, y: str) -> tuple[float, float]:
 
 
 def label(axes: Any, title: str, x: str, y: str) -> None:
-    """Title, axes and legend of a panel."""
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(x.replace("_", " "))
     axes.set_ylabel(y.replace("_", " "))

@@ -37,6 +37,5 @@ def demo_questions(name: str = "questions", limit: int | None = None) -> list[di
 
 
 def spread(limit: int) -> list[str]:
-    """Packaged questions that find different documents."""
     chosen = [entry["question"] for entry in demo_questions()]
     return chosen[:: max(1, len(chosen) // limit)][:limit]

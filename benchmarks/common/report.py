@@ -29,9 +29,6 @@ Row = Mapping[str, Any]
 MODEL = "smollm2-135m-instruct"
 
 
-# -------------------------------------------------------------------------------------------- flags
-
-
 class Parser(argparse.ArgumentParser):
     """Flags of a command. Unknown flags and abbreviations are errors; help names each flag's defaults."""
 
@@ -53,7 +50,6 @@ class Parser(argparse.ArgumentParser):
         super().add_argument(flag, help=help if told in (None, "") else f"{help} ({told})", **more)
 
     def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
-        """The parsed command line."""
         chosen = self.parse_args(arguments)
         for name, (full, quick) in self._quick.items():
             if getattr(chosen, name) is None:
@@ -61,7 +57,6 @@ class Parser(argparse.ArgumentParser):
         return chosen
 
     def add_model(self) -> None:
-        """Add --model and --dtype."""
         self.add("--model", default=MODEL, metavar="NAME_OR_PATH", help="model")
         self.add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of weights and KV")
 
@@ -82,22 +77,18 @@ def writable(text: str) -> Path:
 
 
 def existing_folder(text: str) -> Path:
-    """A folder that exists."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"no such folder: {text}")
     return Path(text)
 
 
 def existing_file(text: str) -> Path:
-    """A file that exists."""
     if not Path(text).is_file():
         raise argparse.ArgumentTypeError(f"no such file: {text}")
     return Path(text)
 
 
 def among(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
-    """Names that are known, separated by commas."""
-
     def parse(text: str) -> list[str]:
         names = text.split(",") if text else []
         unknown = [name for name in names if name not in known]
@@ -112,7 +103,6 @@ Number = TypeVar("Number", int, float)
 
 
 def listed(text: str) -> list[str]:
-    """Names separated by commas, one at least."""
     names = [name for name in text.split(",") if name]
     if not names:
         raise argparse.ArgumentTypeError("name one at least")
@@ -120,15 +110,10 @@ def listed(text: str) -> list[str]:
 
 
 def numbers(kind: Callable[[str], Number]) -> Callable[[str], list[Number]]:
-    """Numbers separated by commas."""
-
     def parse(text: str) -> list[Number]:
         return [kind(one) for one in text.split(",")]
 
     return parse
-
-
-# -------------------------------------------------------------------------------------------- table
 
 
 def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
@@ -152,9 +137,6 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-# ------------------------------------------------------------------------------------------- report
-
-
 @dataclass(frozen=True)
 class Header:
     """Where and with what the figures were measured."""
@@ -166,7 +148,6 @@ class Header:
 
     @property
     def ceilings(self) -> Ceilings:
-        """The machine's."""
         return Ceilings(**self.machine["ceilings"])
 
 
@@ -221,7 +202,6 @@ class Session:
         self._opened: list[Samples] = []
 
     def add_versions(self, versions: Mapping[str, str]) -> None:
-        """Note versions of what else took part."""
         self.head = replace(self.head, versions={**self.head.versions, **versions})
 
     def samples(self, settings: Mapping[str, Any] | None = None) -> Samples:

@@ -14,8 +14,7 @@ from typing import Any
 
 from benchmarks.common.machine import ROOT
 
-STORE = ROOT / "build" / "benchmarks"
-"""Where samples of unfinished runs wait to be continued."""
+STORE = ROOT / "build" / "benchmarks"  # where samples of unfinished runs wait to be continued
 
 
 @cache
@@ -61,11 +60,9 @@ class Samples:
             print(f"continuing a stopped run: {len(self._samples)} samples are in {self._path}", file=sys.stderr)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """The sample of `key`, if it is measured."""
         return self._samples.get(key)
 
     def put(self, key: str, sample: Mapping[str, Any]) -> None:
-        """Keep a sample."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as out:
             # on a line of its own, also after one that a stop cut off
@@ -99,5 +96,4 @@ class Progress:
         print(f"[{self.done}/{self.total}] {what}; about {duration} left", file=sys.stderr)
 
     def skip(self) -> None:
-        """Leave out one step."""
         self.total -= 1

@@ -50,8 +50,7 @@ def cases(tokenizer: Tokenizer, data: Path | None, name: str, limit: int, contex
         yield Case(_fitted(tokenizer, question, [*own, *shuffled], len(own), context, place), answers)
 
 
-Item = tuple[str, tuple[str, ...], list[str], list[str]]
-"""Question, answers, the passages that it needs, and others."""
+Item = tuple[str, tuple[str, ...], list[str], list[str]]  # question, answers, the passages that it needs, and others
 
 
 def _demo(limit: int) -> Iterator[Item]:
@@ -96,7 +95,6 @@ def _tokens(tokenizer: Tokenizer, passages: Sequence[str], question: str) -> NDA
 
 
 def _shortened(tokenizer: Tokenizer, question: str, text: Callable[[int], str], context: int) -> NDArray[np.int32]:
-    """A prompt with as long a text as fits."""
     characters = 5 * context
     found = _tokens(tokenizer, [text(characters)], question)
     while len(found) > context:

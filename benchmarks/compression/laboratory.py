@@ -25,10 +25,8 @@ from ragjax.core.compression import Compression
 from ragjax.kernels.rope import rotate
 from ragjax.models.decoder import Decoder, rotation_table
 
-BLOCK = 128
-"""Rows of a prompt whose attention is computed at a time."""
-STEP = 64
-"""Room for kept tokens is a multiple of it, so that few programs are compiled."""
+BLOCK = 128  # rows of a prompt whose attention is computed at a time
+STEP = 64  # room for kept tokens is a multiple of it, so that few programs are compiled
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class Laboratory:
         self._cos, self._sin = rotation.at(jnp.arange(self.context + tail))
 
     def prefill(self, tokens: NDArray[np.int32]) -> Prefill:
-        """Full causal attention over a prompt."""
         count = len(tokens)
         padded = jnp.asarray(np.pad(tokens, (0, self.context - count)))
         places = slice(0, self.context)
@@ -81,19 +78,15 @@ class Laboratory:
         return Prefill(count, k_LNKD, v_LNKD, q_LNHD, mass_LNK, logits_V)
 
     def keep(self, prefill: Prefill, compression: Compression) -> Kept:
-        """The tokens that a compression keeps."""
         scorer = SCORERS[compression.method]
         window = slice(prefill.count - compression.window, prefill.count)
         layers = len(prefill.k_LNKD)
         evidence = Evidence(
-            prefill.k_LNKD,
-            prefill.v_LNKD,
-            jnp.full(layers, prefill.count, jnp.int32),
-            prefill.q_LNHD[:, window],
+            prefill.k_LNKD, prefill.v_LNKD, jnp.full(layers, prefill.count, jnp.int32), prefill.q_LNHD[:, window],
             prefill.mass_LNK,
             prefill.q_LNHD if compression.graph is not None and compression.graph.needs_queries else None,
             self._plain(prefill.k_LNKD) if compression.graph is not None and compression.graph.needs_plain else None,
-        )
+        )  # fmt: skip
         score = _score(evidence, compression.method)
         numbers = quota(compression, scorer, layers, prefill.count, np.asarray(score.preference))
         room = min(self.context, -(-numbers.most // STEP) * STEP)
@@ -104,7 +97,6 @@ class Laboratory:
         return Kept(kept_LKN, numbers.kept_L, float(_redundancy(kept_LKN, prefill.k_LNKD)))
 
     def _plain(self, k_LNKD: jax.Array) -> jax.Array:
-        """Keys before RoPE."""
         places = slice(0, self.context)
         plain_LNKD: jax.Array = _rotated(k_LNKD, self._cos[places, None], -self._sin[places, None])
         return plain_LNKD
@@ -175,7 +167,6 @@ def _continue(
     v_NKD: jax.Array,
     kept_KN: jax.Array,
 ) -> jax.Array:
-    """A layer over what is kept of the prompt, and the rows themselves."""
     rows, heads = len(x_TE), len(kept_KN)
     layer = nnx.merge(graph, state)
     q_THD, k_TKD, v_TKD = layer.project(x_TE, cos_TR, sin_TR)

@@ -103,7 +103,6 @@ def _figures(
 
 
 def share(engine: Engine, prompt: Prompt, at_rest: AtRest) -> float:
-    """Bytes of the prompt's chunks at rest, over those of their KV as it is."""
     config, dtype = engine._runner.config, rest_dtype(np.dtype(engine._runner.storage_dtype))
     kept, raw = (
         Codec(kind, config.num_layers, config.num_kv_heads, config.head_dim, dtype) for kind in (at_rest, "raw")
@@ -111,8 +110,6 @@ def share(engine: Engine, prompt: Prompt, at_rest: AtRest) -> float:
     lengths = [len(segment) for segment in prompt.segments if segment.kind is Kind.CHUNK]
     return sum(map(kept.size, lengths)) / sum(map(raw.size, lengths))
 
-
-# ------------------------------------------------------------------------------------------- codec
 
 CODEC_COLUMNS = ("at_rest", "layers", "heads", "dim", "tokens", "bytes_share", "error", "encode_mb_s", "decode_mb_s")
 SHAPES = ((30, 3, 64, 100), (30, 3, 64, 500), (32, 8, 128, 100))

@@ -10,7 +10,6 @@ from benchmarks.common.report import Row
 
 
 def _of(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
-    """Rows of a part by set."""
     found: dict[str, list[Row]] = {}
     for r in rows:
         if r["part"] == part:
@@ -72,10 +71,7 @@ def _arm(r: Row) -> str:
 FIGURES: Figures = {
     "depcache_3": ("Pairs of tokens that attend to each other, of self-attention's", _redundancy),
     "depcache_5": ("Time to first token: no RAG, RAG, GraphRAG", _per_set("grounding", "ttft_ms", "accuracy")),
-    "depcache_10": (
-        "Time to first token over a stream of requests",
-        _per_set("workload", "ttft_ms", "hit_rate"),
-    ),
+    "depcache_10": ("Time to first token over a stream of requests", _per_set("workload", "ttft_ms", "hit_rate")),
     "depcache_12": ("Time to first token by prompt length", _lengths),
     "depcache_14": (
         "Accuracy with and without fine-tuning and repositioning",

@@ -24,12 +24,9 @@ from train.sample import MOST_ANSWERS
 from train.walk import Limits
 
 SETS = ("metaqa", "geo_made", "2wiki_evidence")
-LIMIT, QUICK_LIMIT = 100, 3
-"""Questions of a set."""
-
+LIMIT, QUICK_LIMIT = 100, 3  # questions of a set
 LIMITS = Limits()
-FORCED = 12
-"""Tokens of the first answer over which log-probabilities are taken."""
+FORCED = 12  # tokens of the first answer over which log-probabilities are taken
 
 
 @dataclass(frozen=True)
@@ -88,17 +85,14 @@ def extracted(folder: Path, name: str, limit: int, triples: Path, encoder: TextE
 
 
 def prompt_of(engine: Engine, question: Question, trees: bool) -> Prompt:
-    """As serving makes it."""
     return graph_prompt(engine.tokenizer, (Message("user", question.text),), question.subgraphs, trees=trees)
 
 
 def opened(model: str, dtype: str, gigabytes: float = 0.5, context: int | None = None) -> Engine:
-    """An engine whose requests are dependency attention by default."""
     return Engine.load(model, strategy="dependency", dtype=dtype, device_cache_gb=gigabytes, max_context=context)
 
 
 def answered(engine: Engine, question: Question, strategy: str | Strategy, prompt: Prompt) -> dict[str, float]:
-    """One question over one prompt."""
     reference = engine.tokenizer.encode(question.answers[0], special=False, continued=True)[:FORCED]
     answer = engine.answer_prompt(prompt, strategy=strategy, max_tokens=24, continuation=reference)
     assert answer.scores is not None

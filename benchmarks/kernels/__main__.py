@@ -13,10 +13,8 @@ from collections.abc import Sequence
 
 from benchmarks.common import gpu, report
 from benchmarks.kernels import scores
-from benchmarks.kernels.backward import backward
-from benchmarks.kernels.bench import REHEARSAL, Bench, timings
+from benchmarks.kernels.bench import REHEARSAL, Bench, backward, gates, timings, with_ratios
 from benchmarks.kernels.correctness import QUICK_SHAPES, SHAPES, correctness, show_correctness
-from benchmarks.kernels.target import gates, with_ratios
 
 COLUMNS: tuple[str, ...] = ("case", "backend", "page_size", "block_rows", "rows", "keys", "visible_share", "ms")
 COLUMNS += ("tflops", "gb_s", "peer", "ratio", "error", "failed")

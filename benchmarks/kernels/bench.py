@@ -5,7 +5,8 @@ Each timing comes with a spot check of its result; TFLOP/s count the tiles that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -14,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import gpu, machine
+from benchmarks.common import gpu, machine, report
+from benchmarks.common.machine import Ceilings
 from benchmarks.kernels import masks
-from benchmarks.kernels.masks import Mask
-from benchmarks.kernels.oracle import frequencies, oracle, rotation
+from benchmarks.kernels.masks import Mask, frequencies, oracle, rotation
 from ragjax.kernels.attention.op import BACKENDS, paged_interval_attention
 from ragjax.kernels.blocks import Blocks
 from ragjax.kernels.device import Device
@@ -69,21 +70,17 @@ class Bench:
 
     @cached_property
     def device(self) -> Device:
-        """The device that is measured."""
         return Device.of(jax.devices()[0])
 
     @cached_property
     def table(self) -> Rotation:
-        """RoPE for every offset."""
         return rotation(self.model.dim, max(*self.model.lengths, self.model.context))
 
     @property
     def scale(self) -> float:
-        """Softmax scale."""
         return float(self.model.dim**-0.5)
 
     def pages(self, total: int, page_size: int) -> Pages:
-        """A random pool."""
         if (total, page_size) not in self._pages:
             m = self.model
             self._pages = {(total, page_size): masks.random_pages(
@@ -91,14 +88,12 @@ class Bench:
         return self._pages[total, page_size]
 
     def queries(self, rows: int) -> jax.Array:
-        """Random queries."""
         if rows not in self._queries:
             shape = (rows, self.model.heads, self.model.dim)
             self._queries = {rows: jax.random.normal(jax.random.key(0), shape, jnp.dtype(self.model.dtype))}
         return self._queries[rows]
 
     def view(self, mask: Mask, page_size: int, block_rows: int) -> View:
-        """The mask over a pool."""
         key = (mask.name, len(mask.index_N), page_size, block_rows)
         if key not in self._views:
             pages = self.pages(len(mask.index_N) // page_size, page_size)
@@ -146,7 +141,6 @@ class Bench:
         return served or ([] if self.device.platform == "gpu" else ["xla"])
 
     def measure(self, backend: str, mask: Mask, page_size: int) -> dict[str, Any]:
-        """Time a backend on a mask, with a spot check of what it computed."""
         block = self.block_rows(backend, mask, page_size)
         assert block is not None
         view, q = self.view(mask, page_size, block), self.queries(len(mask.index_T))
@@ -161,7 +155,6 @@ class Bench:
         return {**self.figures(mask, view, ms), "error": error, "temp_bytes": temporary_bytes(single)}
 
     def figures(self, mask: Mask, view: View, ms: float) -> dict[str, Any]:
-        """What follows from a time and the lists."""
         m, slots = self.model, view.pages.page_size
         pairs, whole = masks.visited_tiles(view.blocks) * view.block_rows * slots, masks.pairs(mask)
         found: dict[str, Any] = {
@@ -177,7 +170,6 @@ class Bench:
         return found
 
     def known(self, mask: Mask, backend: str, page_size: int) -> dict[str, Any]:
-        """What a row says before it is measured."""
         return {
             "case": mask.name, "backend": backend, "dtype": self.model.dtype, "head_dim": self.model.dim,
             "rows": len(mask.index_T), "keys": len(mask.index_N), "page_size": page_size, "peer": None, "ratio": None,
@@ -185,7 +177,6 @@ class Bench:
 
 
 def abstract_view(model: Model, mask: Mask, page_size: int, block_rows: int) -> View:
-    """The view of a mask, shapes alone."""
     entries = jax.eval_shape(lambda: masks.entries_of(mask, page_size))
     total = len(mask.index_N) // page_size
     pages = jax.eval_shape(
@@ -234,7 +225,6 @@ def temporary_bytes(program: Any) -> int | None:
 
 
 def list_bytes(blocks: Blocks) -> tuple[int, int]:
-    """Bytes of all block lists, and of the largest of them."""
     sizes = [x.nbytes for x in jax.tree.leaves(blocks)]
     return sum(sizes), max(sizes)
 
@@ -245,16 +235,12 @@ def measure_lists(bench: Bench, mask: Mask, page_size: int, block_rows: int) -> 
     program = masks.build_lists.lower(rows, entries, block_rows=block_rows).compile()
     total, largest = list_bytes(program(rows, entries))
     return {
-        "ms": machine.milliseconds(lambda: program(rows, entries), samples=bench.samples),
-        "block_rows": block_rows,
-        "list_bytes": total,
-        "largest_list_bytes": largest,
-        "temp_bytes": temporary_bytes(program),
-    }
+        "ms": machine.milliseconds(lambda: program(rows, entries), samples=bench.samples), "block_rows": block_rows,
+        "list_bytes": total, "largest_list_bytes": largest, "temp_bytes": temporary_bytes(program),
+    }  # fmt: skip
 
 
 def plan(model: Model) -> Iterator[Mask]:
-    """Masks in the order of their importance."""
     low, high = model.pieces
     long = model.lengths[0]
     cut: Any = {"low": low, "high": high}
@@ -289,3 +275,121 @@ def timings(record: gpu.Record, bench: Bench) -> None:
                 known = bench.known(mask, backend, page_size)
                 key = f"{mask.name}/{len(mask.index_N)}/{backend}/{page_size}"
                 record.row(key, known, lambda: bench.measure(backend, mask, page_size))  # noqa: B023
+
+
+def backward(record: gpu.Record, bench: Bench) -> None:
+    mask = masks.chunks(bench.model.backward, low=bench.model.pieces[0], high=bench.model.pieces[1])
+    for backend in ("triton",) if bench.device.platform == "gpu" else ("xla",):
+        known = bench.known(mask, backend, 0) | {"case": "backward", "page_size": None}
+        record.row(f"backward/{backend}", known, lambda: measure_backward(bench, mask, backend))  # noqa: B023
+
+
+def measure_backward(bench: Bench, mask: Mask, backend: str) -> dict[str, Any]:
+    """Forward and backward together; the gradients of a shorter prompt beside those of the dense definition."""
+    m = bench.model
+    short = masks.chunks(512, low=32, high=128, join=32)
+    got, what = (_gradients(m, short, name)[0] for name in (backend, "reference"))
+    pairs_of = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in zip(got(), what(), strict=True)]
+    error = max(float(np.linalg.norm(x - y) / np.linalg.norm(y)) for x, y in pairs_of)
+    if not error <= SPOT_TOLERANCE[m.dtype]:
+        raise ArithmeticError(f"wrong result: relative error of a gradient {error:.3g}")
+    work, pairs, temp = _gradients(m, mask, backend)
+    ms = machine.milliseconds(work, samples=bench.samples)
+    # two products forward, five backward
+    return {"ms": ms, "tflops": 14 * pairs * m.dim * m.heads / ms / 1e9, "error": error, "temp_bytes": temp}
+
+
+def _gradients(m: Model, mask: Mask, backend: str) -> tuple[Callable[[], Any], int, int | None]:
+    """The gradients of q, k and v as a call, the pairs that its tiles cover, and its temporary memory."""
+    from train.attention.mask import Mask as Tiled
+    from train.attention.mask import Tokens
+    from train.attention.op import train_attention
+
+    tokens = Tokens(*(jnp.asarray(x) for x in (mask.index_T, mask.request_T, mask.hide_from_N, mask.hide_until_N)))
+    tiled = jax.jit(Tiled.build)(tokens)
+    rows, dtype = len(mask.index_T), jnp.dtype(m.dtype)
+    heads = (m.heads, m.kv_heads, m.kv_heads, m.heads)
+    q, k, v, dout = (jax.random.normal(jax.random.key(i), (rows, h, m.dim), dtype) for i, h in enumerate(heads))
+
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array, tiled: Tiled) -> Any:
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return train_attention(q, k, v, tiled, scale=float(m.dim**-0.5), backend=backend)[0]
+
+        return jax.vjp(attend, q, k, v)[1](dout)
+
+    program = jax.jit(gradients).lower(q, k, v, dout, tiled).compile()
+    pairs = int(np.asarray(tiled.by_rows.count_N, np.int64).sum()) * tiled.block_rows * tiled.block_keys
+    return lambda: program(q, k, v, dout, tiled), pairs, temporary_bytes(program)
+
+
+PRE_ROTATED, ALL_ROWS = "pre-rotated keys", "all rows"
+
+
+def with_ratios(rows: Sequence[report.Row]) -> list[report.Row]:
+    """Rows beside what they are compared with: moved keys with keys in place, few rows with all rows."""
+
+    def same(row: report.Row, case: str) -> report.Row | None:
+        alike = ("backend", "page_size", "keys")
+        return next((r for r in rows if r["case"] == case and "ms" in r and all(r[a] == row[a] for a in alike)), None)
+
+    rivals = {
+        "recompute-moved": ("recompute-in-place", PRE_ROTATED),
+        "decode-moved": ("decode-in-place", PRE_ROTATED),
+        "all-rows-moved": ("causal", PRE_ROTATED),
+        "recompute-in-place": ("causal", ALL_ROWS),
+    }
+    out: list[report.Row] = []
+    for row in rows:
+        case, peer = rivals.get(str(row["case"]), ("", ""))
+        base = same(row, case) if case else None
+        out.append(row if base is None or "ms" not in row else {**row, "peer": peer, "ratio": base["ms"] / row["ms"]})
+    return out
+
+
+def gates(rows: Sequence[report.Row], limits: Ceilings, model: Model) -> list[report.Row]:
+    """The targets that this part can judge. Speed is that of the best page size, in the worst mask and length."""
+    timed = [r for r in rows if "ms" in r]
+    found = []
+    for backend, least in (("triton", 280.0), ("mosaic", 450.0)):
+        speed = _worst_of_best(timed, backend, ("chunks", "tree"), model.lengths)
+        found.append(gpu.gate(f"prefill under a dependency mask, {backend}", f">= {least:g} TFLOP/s", speed,
+                              partial(operator.le, least), "visited tiles only"))  # fmt: skip
+    moved = [r for r in timed if r["case"] == "recompute-moved" and r["ratio"]]
+    fastest = min(moved, key=lambda r: r["ms"], default=None)
+    cost = None if fastest is None else 1 / fastest["ratio"] - 1
+    found.append(gpu.gate("repositioning in the kernel", "<= 8% over pre-rotated keys",
+                          None if cost is None else 100 * cost, lambda x: x <= 8.0, "%, recompute of 15%"))  # fmt: skip
+    rates = [r["gb_s"] for r in timed if r["case"] == "decode-in-place"]
+    share = 100 * max(rates) / limits.copy_gb_s if rates else None
+    text = f"% of {limits.copy_gb_s:.0f} GB/s; {max(rates, default=0):.0f} GB/s of KV read"
+    found.append(gpu.gate("decode at batch 8, 8K context", ">= 70% of copy bandwidth", share, lambda x: x >= 70, text))
+    return [*found, *_memory_gates(timed, model)]
+
+
+def _worst_of_best(
+    rows: Sequence[report.Row], backend: str, cases: Sequence[str], lengths: Sequence[int]
+) -> float | None:
+    best: list[float] = []
+    for case in cases:
+        for length in lengths:
+            own = [r["tflops"] for r in rows if (r["case"], r["backend"], r["keys"]) == (case, backend, length)]
+            if not own:
+                return None
+            best.append(max(own))
+    return min(best)
+
+
+def _memory_gates(rows: Sequence[report.Row], model: Model) -> list[report.Row]:
+    long = model.lengths[0]
+    whole = [r for r in rows if r["case"] in ("chunks", "tree", "causal") and r["keys"] == long and r.get("temp_bytes")]
+    lists = [r for r in rows if r["case"] == "block-lists"]
+    most = max((float(r["temp_bytes"]) for r in (*whole, *lists) if r.get("temp_bytes") is not None), default=None)
+    # an array of one byte a pair would be the least one
+    share = None if most is None else most / long**2
+    items = [r["largest_list_bytes"] / (r["rows"] / r["block_rows"] * r["keys"] / r["page_size"]) for r in lists]
+    return [
+        gpu.gate("no n x n array", f"temporary memory at {long} rows < 1 byte a pair", share, lambda x: x < 1.0,
+                 "bytes a pair"),
+        gpu.gate("block lists", "<= rows/block x entries x int32", max(items, default=None), lambda x: x <= 4.0,
+                 "bytes an item"),
+    ]  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.common import gpu, report
 from benchmarks.common.machine import cores
-from benchmarks.kernels.oracle import frequencies, oracle, rotation
+from benchmarks.kernels.masks import frequencies, oracle, rotation
 from ragjax.core import NEVER
 from ragjax.kernels.attention.op import BACKENDS, paged_interval_attention
 from ragjax.kernels.device import Device
@@ -43,11 +43,9 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """Names the shape in keys and messages."""
         return f"d{self.dim}-{self.dtype}-g{self.groups}-p{self.page_size}-b{self.block_rows}"
 
     def known(self, backend: str) -> dict[str, Any]:
-        """What a row says before it is measured."""
         return {
             "case": "correctness", "backend": backend, "dtype": self.dtype, "head_dim": self.dim, "rows": self.rows,
             "groups": self.groups, "page_size": self.page_size, "block_rows": self.block_rows, "q_dtype": self.q_dtype,
@@ -69,31 +67,16 @@ def _decode(dim: int, dtype: str, groups: int, page: int, q: str = "float32") ->
 
 # each pair of head dimension, dtype, group and page size is in here
 SHAPES = (
-    _prefill(128, "bfloat16", 4, 64, 32, "bfloat16"),
-    _decode(128, "bfloat16", 4, 64),
-    _prefill(128, "bfloat16", 7, 128, 16),
-    _decode(64, "bfloat16", 7, 64, "bfloat16"),
-    _prefill(64, "bfloat16", 8, 64, 16),
-    _decode(128, "bfloat16", 8, 128),
-    _prefill(64, "bfloat16", 1, 128, 64),
-    _decode(64, "bfloat16", 1, 128, "bfloat16"),
-    _prefill(64, "float32", 4, 64, 16),
-    _decode(64, "float32", 4, 128),
-    _prefill(128, "float32", 8, 64, 8),
-    _decode(128, "float32", 1, 64),
-    _prefill(64, "float32", 7, 128, 8),
-    _decode(128, "float32", 7, 128),
-    _prefill(128, "float32", 1, 64, 64),
-    _decode(64, "float32", 8, 64),
-    _prefill(128, "float16", 4, 128, 16, "float16"),
-    _decode(64, "float16", 4, 64),
-    _prefill(64, "float16", 7, 64, 16),
-    _decode(128, "float16", 7, 64, "float16"),
-    _prefill(128, "float16", 8, 128, 8),
-    _decode(64, "float16", 8, 128),
-    _prefill(128, "float16", 1, 64, 128),
-    _decode(128, "float16", 1, 128),
-)
+    _prefill(128, "bfloat16", 4, 64, 32, "bfloat16"), _decode(128, "bfloat16", 4, 64),
+    _prefill(128, "bfloat16", 7, 128, 16), _decode(64, "bfloat16", 7, 64, "bfloat16"),
+    _prefill(64, "bfloat16", 8, 64, 16), _decode(128, "bfloat16", 8, 128), _prefill(64, "bfloat16", 1, 128, 64),
+    _decode(64, "bfloat16", 1, 128, "bfloat16"), _prefill(64, "float32", 4, 64, 16), _decode(64, "float32", 4, 128),
+    _prefill(128, "float32", 8, 64, 8), _decode(128, "float32", 1, 64), _prefill(64, "float32", 7, 128, 8),
+    _decode(128, "float32", 7, 128), _prefill(128, "float32", 1, 64, 64), _decode(64, "float32", 8, 64),
+    _prefill(128, "float16", 4, 128, 16, "float16"), _decode(64, "float16", 4, 64), _prefill(64, "float16", 7, 64, 16),
+    _decode(128, "float16", 7, 64, "float16"), _prefill(128, "float16", 8, 128, 8), _decode(64, "float16", 8, 128),
+    _prefill(128, "float16", 1, 64, 128), _decode(128, "float16", 1, 128),
+)  # fmt: skip
 QUICK_SHAPES = (Shape(64, "float32", 4, 64, 16, 64), Shape(64, "bfloat16", 7, 64, 1, 8))
 
 CONTENTS: tuple[tuple[tuple[str, bool], ...], ...] = (
@@ -189,7 +172,6 @@ def _queries(shape: Shape, requests: Sequence[tuple[str, bool]], keys: Any, rng:
 def attend_case(
     backend: str, block_rows: int, q: Any, rows: Any, pages: Any, layer: Any, entries: Any, table: Rotation
 ) -> Any:
-    """Lists and attention in one program."""
     scale = float(q.shape[-1] ** -0.5)
     view = View.build(rows, pages, layer, entries, table, scale=scale, block_rows=block_rows)
     return paged_interval_attention(q, view, backend=backend)
@@ -205,12 +187,10 @@ def why_not(backend: str, shape: Shape, case: Case) -> str | None:
 
 
 def compile_case(backend: str, shape: Shape, case: Case) -> Any:
-    """The program of a backend and shape."""
     return jax.jit(partial(attend_case, backend, shape.block_rows)).lower(*case.arguments).compile()
 
 
 def check_cases(program: Callable[..., Any], shape: Shape, cases: Sequence[Case]) -> dict[str, Any]:
-    """Worst errors of a program over cases, and how many of them are wrong."""
     worst, worst_overall, worst_lse, wrong = 0.0, 0.0, 0.0, 0
     for case in cases:
         out, lse = (np.asarray(x, np.float64) for x in program(*case.arguments))

@@ -5,15 +5,19 @@ Sizes: T rows, N keys (slots), S entries, C slots of a page.
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.common.machine import ROOT
 from ragjax.core import NEVER
 from ragjax.kernels.blocks import Blocks, visible_blocks
 from ragjax.kernels.pages import Pages
@@ -23,8 +27,7 @@ from ragjax.kernels.view import View
 
 Int = NDArray[np.int32]
 
-ALIGN = 128
-"""Chunks that are moved by an offset begin on pages of their own, of this many slots at most."""
+ALIGN = 128  # chunks that are moved by an offset begin on pages of their own, of this many slots at most
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,6 @@ class Mask:
 
 
 def causal(n: int) -> Mask:
-    """A plain prompt."""
     order = np.arange(n, dtype=np.int32)
     zero = np.zeros(n, np.int32)
     return Mask("causal", order, zero, order, zero, zero, zero, zero)
@@ -124,7 +126,6 @@ def patched(n: int, rows: int, page: int, *, low: int = 256, high: int = 1024, s
 
 
 def decode(batch: int, context: int, *, moved: bool, low: int = 256, high: int = 1024) -> Mask:
-    """The next token of `batch` requests of `context` tokens each."""
     one = causal(context)
     offsets = [_offsets(context, low, high, seed) if moved else one.offset_N for seed in range(batch)]
     request = np.arange(batch, dtype=np.int32)
@@ -157,7 +158,6 @@ def _offsets(n: int, low: int, high: int, seed: int) -> Int:
 
 
 def visible_pairs(mask: Mask) -> int:
-    """How many pairs of a row and a key see each other."""
     total = 0
     for request in np.unique(mask.request_T):
         rows, own = mask.index_T[mask.request_T == request], mask.request_N == request
@@ -176,12 +176,10 @@ def seen_pairs(index_T: Int, index_N: Int, hide_from_N: Int, hide_until_N: Int) 
 
 
 def pairs(mask: Mask) -> int:
-    """Pairs of a row and a key of one request, visible or not."""
     return sum(int((mask.request_T == r).sum()) * int((mask.request_N == r).sum()) for r in np.unique(mask.request_T))
 
 
 def entries_of(mask: Mask, page_size: int, seed: int = 0) -> PageTable:
-    """The keys page by page, on physical pages in random order."""
     total = len(mask.index_N) // page_size
     page_S = np.random.default_rng(seed).permutation(total).astype(np.int32)
 
@@ -201,12 +199,10 @@ def rows_of(mask: Mask) -> Rows:
     return Rows(order, jnp.maximum(order, 0), jnp.asarray(mask.request_T))
 
 
-build_lists = jax.jit(visible_blocks, static_argnames="block_rows")
-"""The block lists of rows over entries, compiled."""
+build_lists = jax.jit(visible_blocks, static_argnames="block_rows")  # the block lists of rows over entries, compiled
 
 
 def view_of(mask: Mask, pages: Pages, rotation: Rotation, scale: float, block_rows: int) -> View:
-    """The mask as the kernels take it."""
     rows, entries = rows_of(mask), entries_of(mask, pages.page_size)
     blocks = build_lists(rows, entries, block_rows=block_rows)
     return View(rows, pages, 0, entries, rotation, blocks, scale, block_rows)
@@ -214,11 +210,36 @@ def view_of(mask: Mask, pages: Pages, rotation: Rotation, scale: float, block_ro
 
 @partial(jax.jit, static_argnames=("pages", "page_size", "kv_heads", "dim", "dtype"))
 def random_pages(key: jax.Array, pages: int, page_size: int, kv_heads: int, dim: int, dtype: str) -> Pages:
-    """A pool of one layer with normal keys and values."""
     shape = (1, pages, kv_heads, page_size, dim)
     return Pages(*(jax.random.normal(k, shape, jnp.dtype(dtype)) for k in jax.random.split(key)))
 
 
 def visited_tiles(blocks: Blocks) -> int:
-    """Pairs of a row block and an entry that the lists name."""
     return int(np.asarray(blocks.count_N, np.int64).sum())
+
+
+BASE = 10000.0  # of the RoPE frequencies
+
+
+def load_oracle() -> Any:
+    """tests/support/oracle.py by its path: another package's top-level `tests` must not come in between."""
+    name = "ragjax_tests_oracle"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / "support" / "oracle.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+oracle = load_oracle()
+
+
+def frequencies(dim: int) -> Any:
+    """RoPE frequencies in float64."""
+    return BASE ** -(np.arange(dim // 2) / (dim // 2))
+
+
+@cache
+def rotation(dim: int, length: int) -> Rotation:
+    return Rotation.table(frequencies(dim), length)

@@ -56,7 +56,6 @@ def labels_of(index_T: Any, index_SC: Any) -> Labels:
 
 def scores_of(backend: str, block_rows: int, labels: Labels, q: Any, rows: Any, pages: Any, layer: Any, entries: Any,
               table: Rotation) -> Scores:  # fmt: skip
-    """Lists, log-sum-exp and scores in one program."""
     view = View.build(rows, pages, layer, entries, table, scale=float(q.shape[-1] ** -0.5), block_rows=block_rows)
     lse_TH = paged_interval_attention(q, view)[1]
     plain_SC, valued_SC = key_scores(q, lse_TH, view, labels.chosen_T, backend=backend)
@@ -65,7 +64,6 @@ def scores_of(backend: str, block_rows: int, labels: Labels, q: Any, rows: Any, 
 
 
 def wanted(shape: Shape, case: Case, labels: Labels) -> Scores:
-    """The scores from the oracle's probabilities."""
     entry_N, slot_N, place_T = case.entry_N, case.slot_N, case.place_T
     norm_HN = np.repeat(np.linalg.norm(case.keys.v_NKD, axis=-1), shape.groups, axis=1).T
     chosen_T, prob_TN = labels.chosen_T[place_T], case.prob_THN.mean(1)
@@ -88,7 +86,6 @@ def wanted(shape: Shape, case: Case, labels: Labels) -> Scores:
 
 
 def compile_scores(backend: str, shape: Shape) -> Any:
-    """The program of a backend and shape."""
     case = make_case(shape, CONTENTS[0], 0)
     labels = labels_of(case.arguments[1].index_T, case.arguments[4].index_SC)
     return jax.jit(partial(scores_of, backend, shape.block_rows)).lower(labels, *case.arguments).compile()
@@ -129,22 +126,14 @@ def correctness(record: gpu.Record, shapes: Sequence[Shape]) -> list[report.Row]
 def show(rows: Sequence[report.Row]) -> bool:
     """Print the matrix; whether all of it was run and right."""
     columns: tuple[str, ...] = (
-        "backend",
-        "dtype",
-        "head_dim",
-        "groups",
-        "page_size",
-        "block_rows",
-        "wrong",
-        "plain_error",
-    )
+        "backend", "dtype", "head_dim", "groups", "page_size", "block_rows", "wrong", "plain_error",
+    )  # fmt: skip
     columns += ("valued_error", "row_error", "failed")
     print("\nattention scores, against float64:\n" + report.table(rows, columns))
     return all("failed" not in r and not r["wrong"] for r in rows)
 
 
 def timings(record: gpu.Record, bench: Bench) -> None:
-    """Key scores and row by segment scores of a selective recompute."""
     m = bench.model
     page_size = m.page_sizes[0]
     mask = masks.recompute(m.lengths[0], m.recomputed, moved=True, low=m.pieces[0], high=m.pieces[1])

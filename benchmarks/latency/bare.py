@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common.machine import median
-from benchmarks.latency.layout import Int, Layout, Pass
-from benchmarks.latency.sizes import Setting
-from ragjax.core import Draw, Grid, Span, Step
+from benchmarks.kernels.masks import seen_pairs
+from ragjax.core import NEVER, Draw, Grid, RowShape, Run, Span, Step
 from ragjax.models.config import ModelConfig
 from ragjax.models.decoder import Decoder, Weight
 from ragjax.runner.mesh import make_mesh
@@ -51,13 +50,9 @@ def make_runner(config: ModelConfig, setting: Setting, devices: int = 1) -> Runn
     """A runner with random weights and a pool for one prompt at a time, over so many devices."""
     context = max(setting.contexts) + 2 * setting.page
     runner = Runner(
-        random_decoder(config, setting.dtype),
-        pages=setting.entries + 1,
-        page_size=setting.page,
-        context=context,
-        grid=setting.grid(config),
-        mesh=make_mesh(devices, config),
-    )
+        random_decoder(config, setting.dtype), pages=setting.entries + 1, page_size=setting.page, context=context,
+        grid=setting.grid(config), mesh=make_mesh(devices, config),
+    )  # fmt: skip
     gc.collect()  # the runner stacked the weights; the decoder's own go
     return runner
 
@@ -91,7 +86,6 @@ def prefill_steps(grid: Grid, one: Pass, table: PageTable, tokens: Int, page: in
 
 
 def decode_step(grid: Grid, parts: Sequence[tuple[Pass, PageTable, Int]], page: int) -> Step:
-    """One step of a row for each of several requests."""
     step = empty_step(grid.rows[0], grid.entries[0], page)
     entry = 0
     for number, (one, table, tokens) in enumerate(parts):
@@ -116,7 +110,6 @@ class Ours:
 
     @cached_property
     def runner(self) -> Runner:
-        """Random weights and an empty pool."""
         return make_runner(self.config, self.setting, self.devices)
 
     def prefill(self, one: Pass, tokens: Int | None = None) -> NDArray[np.float32]:
@@ -125,7 +118,6 @@ class Ours:
         return self.runner.logits(outcome, [last])
 
     def _run(self, one: Pass, tokens: Int | None = None) -> tuple[StepResult, int]:
-        """What the last step of a pass made, and which of its rows is the last."""
         ids = self.tokens(len(one.order), 0) if tokens is None else tokens
         table = PageTable(one.spans, self.setting.page)
         for step, taken in prefill_steps(self.runner.grid, one, table, ids, self.setting.page):
@@ -133,7 +125,6 @@ class Ours:
         return outcome, last
 
     def tokens(self, n: int, seed: int) -> Int:
-        """Random token ids."""
         return np.random.default_rng(seed).integers(3, self.config.vocab_size, n).astype(np.int32)
 
     def first_token(self, work: Sequence[Pass], runs: int) -> dict[str, Any]:
@@ -167,7 +158,6 @@ class Ours:
         return [chosen.token for chosen in self.runner.sample(self.runner.predict(outcome, rows), draws).read()]
 
     def decode(self, layouts: Sequence[Layout], spans: Sequence[Sequence[Span]]) -> float:
-        """Tokens a second, greedy, of requests side by side."""
         tails = [layout.table(own) for layout, own in zip(layouts, spans, strict=True)]
         chosen = [np.zeros(1, np.int32) for _ in layouts]
         for i in range(self.setting.decoded + 1):
@@ -186,10 +176,192 @@ class Ours:
     def _decode_step(
         self, layouts: Sequence[Layout], tails: Sequence[tuple[PageTable, Int]], chosen: Sequence[Int], i: int
     ) -> StepResult:
-        """Compute the generated token i of each request."""
         parts = []
         for layout, (table, slots), token in zip(layouts, tails, chosen, strict=True):
             order = np.array([layout.context + i], np.int32)
             table.show(i, int(order[0]))
             parts.append((Pass(order, order, slots[i : i + 1], ()), table, token))
         return self.runner.step(decode_step(self.runner.grid, parts, self.setting.page))
+
+
+Int = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Rows to compute over spans of keys, for one request; slot: where each row's KV goes."""
+
+    order: Int
+    position: Int
+    slot: Int
+    spans: tuple[Span, ...]
+
+    @property
+    def visible_pairs(self) -> int:
+        lengths = [len(span.indices) for span in self.spans]
+        low, high = np.repeat([span.hidden for span in self.spans], lengths, axis=0).T
+        return seen_pairs(self.order, np.concatenate([span.indices for span in self.spans]), low, high)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """See the module.
+
+    tail: slots behind the question, for decoding. fresh: pages for what is recomputed.
+    """
+
+    context: int
+    chunk: int
+    question: int
+    page: int
+    first_page: int = 1
+
+    @property
+    def join(self) -> int:
+        """Order of the question's first token."""
+        return self.context - self.question
+
+    @property
+    def starts(self) -> list[int]:
+        return [0, *range(self.chunk - self.question, self.join, self.chunk), self.join]
+
+    @property
+    def runs(self) -> list[Run]:
+        """Slots of the system prompt, of each chunk and of the question with its tail; each on pages of its own."""
+        lengths = [*np.diff(self.starts).tolist(), self.question + self.page]
+        found, page = [], self.first_page
+        for length in lengths:
+            count = -(-length // self.page)
+            found.append(Run(tuple(range(page, page + count)), 0, length))
+            page += count
+        return found
+
+    @property
+    def pages(self) -> int:
+        """Pages in use, those of recomputed tokens not counted."""
+        return sum(len(run.pages) for run in self.runs)
+
+    @property
+    def fresh_page(self) -> int:
+        """The first page behind the prompt's."""
+        return self.first_page + self.pages
+
+    def _asked(self) -> tuple[Int, Span]:
+        run = self.runs[-1].slice(0, self.question, self.page)
+        return indices(self.join, self.context), Span.consecutive(self.join, run)
+
+    def full(self) -> Pass:
+        spans = [Span.consecutive(start, run) for start, run in zip(self.starts, self.runs[:-1], strict=False)]
+        order = indices(0, self.context)
+        every = (*spans, self._asked()[1])
+        return Pass(order, order, np.concatenate([s.run.slots(self.page) for s in every]), every)
+
+    def chunks(self) -> Pass:
+        """System prompt and chunks, each chunk at the position right behind the system prompt, hidden from others."""
+        starts, system = self.starts, self.starts[1]
+        spans = [Span.consecutive(0, self.runs[0])]
+        position = [indices(0, system)]
+        for begin, end, run in zip(starts[1:], starts[2:], self.runs[1:], strict=False):
+            spans.append(Span.consecutive(begin, run, 0, (end, self.join)))
+            position.append(indices(system, system + end - begin))
+        slot = np.concatenate([s.run.slots(self.page) for s in spans])
+        return Pass(indices(0, self.join), np.concatenate(position), slot, tuple(spans))
+
+    def _cached(self, stale: Int | None = None) -> list[Span]:
+        system, spans = self.starts[1], []
+        for begin, run in zip(self.starts, self.runs[:-1], strict=False):
+            order = indices(begin, begin + run.length)
+            if stale is not None:
+                order = np.where(np.isin(order, stale), NEVER, order)
+            spans.append(Span(order, run, 0 if begin == 0 else begin - system))
+        return spans
+
+    def naive(self) -> Pass:
+        order, asked = self._asked()
+        return Pass(order, order, asked.run.slots(self.page), (*self._cached(), asked))
+
+    def recompute(self, share: float, seed: int = 0) -> Pass:
+        """The question and `share` of the context, which goes to fresh pages; what it replaces is hidden."""
+        count = round(share * self.join)
+        stale = np.sort(np.random.default_rng(seed).choice(self.join, count, replace=False)).astype(np.int32)
+        first = self.fresh_page
+        fresh = Span(stale, Run(tuple(range(first, first + -(-count // self.page))), 0, count))
+        question, asked = self._asked()
+        order = np.concatenate([stale, question])
+        slot = np.concatenate([fresh.run.slots(self.page), asked.run.slots(self.page)])
+        return Pass(order, order, slot, (*self._cached(stale), fresh, asked))
+
+    def table(self, spans: Sequence[Span]) -> tuple[PageTable, Int]:
+        """Entries of the prompt's spans and of a tail for generated tokens, not shown yet; and the tail's slots."""
+        tail = self.runs[-1].slice(self.question, self.runs[-1].length, self.page)
+        hidden = Span(np.full(tail.length, NEVER, np.int32), tail)
+        return PageTable([*spans, hidden], self.page), tail.slots(self.page)
+
+
+def indices(begin: int, end: int) -> Int:
+    return np.arange(begin, end, dtype=np.int32)
+
+
+PAGE = 64
+CHUNK, QUESTION = 512, 32
+DECODED = 32
+
+
+def _config(
+    family: Any, heads: int, kv: int, layers: int, hidden: int, mlp: int, vocab: int, bias: bool
+) -> ModelConfig:
+    return ModelConfig(
+        family=family, vocab_size=vocab, hidden_size=hidden, intermediate_size=mlp, num_layers=layers, num_heads=heads,
+        num_kv_heads=kv, head_dim=hidden // heads, rope_theta=500000.0, rope_scaling=None, norm_eps=1e-5,
+        tie_embeddings=False, qkv_bias=bias, qk_norm=False, context_length=32768 + 256, eos_ids=(2,), bos_id=None,
+    )  # fmt: skip
+
+
+LLAMA = _config("llama", 32, 8, 32, 4096, 14336, 128256, False)
+QWEN = _config("qwen2", 28, 4, 28, 3584, 18944, 152064, True)
+TINY = replace(_config("llama", 8, 2, 4, 64, 96, 320, False), context_length=1024)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run. rows: buckets; entries: of every step, and pages of the pool."""
+
+    models: Mapping[str, ModelConfig]
+    contexts: tuple[int, ...]
+    chunk: int
+    question: int
+    page: int
+    dtype: str
+    rows: tuple[int, ...]
+    entries: int
+    batch_context: int
+    runs: int
+    decoded: int
+
+    def grid(self, config: ModelConfig) -> Grid:
+        """Row buckets that fit the passes measured here; one entry bucket, to compile few programs."""
+        # with its padded group a block fills the 128 rows of a kernel
+        block = 128 // (1 << (config.num_groups - 1).bit_length())
+        rows = (RowShape(8, 1), *(RowShape(n, block) for n in self.rows))
+        return Grid(rows=rows, entries=(self.entries,), logits=(1, 8))
+
+
+FULL = Setting(
+    models={"llama-3-8b": LLAMA, "qwen2.5-7b": QWEN}, contexts=(32768, 16384, 27648, 8192, 4096), chunk=CHUNK,
+    question=QUESTION, page=PAGE, dtype="bfloat16", rows=(64, 1280, 2560, 4096, 5120), entries=640, batch_context=4096,
+    runs=3, decoded=DECODED,
+)  # fmt: skip
+REHEARSAL = Setting(
+    models={"tiny": TINY}, contexts=(128,), chunk=32, question=8, page=16, dtype="float32", rows=(32, 64), entries=24,
+    batch_context=32, runs=1, decoded=4,
+)  # fmt: skip
+
+
+def hf_config(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.context_length, "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.norm_eps,
+    }  # fmt: skip

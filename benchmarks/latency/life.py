@@ -48,7 +48,6 @@ def ask(engine: Engine, question: str, strategy: str, state: str) -> dict[str, A
 def in_process(
     storage: Mapping[str, Any], states: Sequence[str], strategies: Sequence[str], limit: int
 ) -> dict[str, Any]:
-    """`serve` in a process of its own."""
     found: dict[str, Any] = rerun("benchmarks.latency.life", json.dumps([storage, states, strategies, limit]))
     return found
 

@@ -29,7 +29,6 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Names the case in the store of samples."""
         return f"{self.strategy}/{self.state}/{self.order}/{'long' if self.long else 'short'}"
 
 
@@ -38,15 +37,9 @@ BRIEF = Case("full", long=False, decode=True)
 COLD_PREFIX = Case("prefix")
 WARM_PREFIX = Case("prefix", "warm")
 OWN_CASES = (
-    LONG,
-    BRIEF,
-    COLD_PREFIX,
-    WARM_PREFIX,
-    Case("prefix", "warm", "shuffled"),
-    Case("naive"),
-    Case("naive", "warm"),
+    LONG, BRIEF, COLD_PREFIX, WARM_PREFIX, Case("prefix", "warm", "shuffled"), Case("naive"), Case("naive", "warm"),
     Case("naive", "warm", "shuffled"),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,14 +52,12 @@ class Workload:
     short: Prompt
 
     def of(self, case: Case) -> Prompt:
-        """The prompt that a case measures."""
         if not case.long:
             return self.short
         return self.shuffled if case.order == "shuffled" else self.prompt
 
 
 def workload(tokenizer: Tokenizer) -> Workload:
-    """Cut the bundled texts into chunks and questions."""
     text = "\n\n".join(path.read_text().strip() for path in sorted(TEXTS.glob("*.txt")))
     words = tokenizer.encode(text, special=False)
     system = Segment("system", Kind.SYSTEM, tokenizer.encode(SYSTEM, special=False))
@@ -96,7 +87,6 @@ def jobs(prompt: Prompt) -> list[Job]:
 
 
 def marked(prompt: Prompt, behind: Mapping[str, bytes]) -> Prompt:
-    """The prompt with its chunks marked as preprocessed."""
     return Prompt(tuple(replace(segment, behind=behind.get(segment.id, b"")) for segment in prompt.segments))
 
 

@@ -1,7 +1,8 @@
-"""The programs whose latency is compared: how each is started, and how it answers a prompt."""
+"""The programs whose latency is compared: how each is started and answers a prompt, and how busy others are."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -10,15 +11,64 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.common import envs
 from benchmarks.common.report import MODEL
-from benchmarks.latency.load import peak_mb, resident_mb
 from benchmarks.latency.prompt import BRIEF, COLD_PREFIX, LONG, OWN_CASES, WARM_PREFIX, Case, Workload, common_prefix
 from ragjax.core import Prompt
 from ragjax.models import hub
 from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features
 
 THREADS = 2
+
+
+def peak_mb(pid: int) -> float | None:
+    """Most memory a process had resident since its start or the last `reset_peak`, in 1e6 bytes (Linux)."""
+    status = Path(f"/proc/{pid}/status")
+    if not status.exists():
+        return None
+    fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024 / 1e6
+
+
+def reset_peak(pid: int) -> None:
+    """Begin a new peak, where the system allows it; else peaks include the start."""
+    try:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    except OSError:
+        print("peak memory includes the start: this system does not let it be reset", file=sys.stderr)
+
+
+def resident_mb(pid: int) -> float:
+    """Memory a process has resident now, in 1e6 bytes."""
+    return float(psutil.Process(pid).memory_info().rss / 1e6)
+
+
+class OtherLoad:
+    """Measures how many cores other processes keep busy while one, and those that it started, work."""
+
+    def __init__(self, pid: int):
+        self._process = psutil.Process(pid)
+        self._began, self._busy, self._own = time.perf_counter(), self._all_busy(), self._own_busy()
+
+    def so_far(self) -> float:
+        """Mean number of cores since the beginning."""
+        seconds = time.perf_counter() - self._began
+        others = self._all_busy() - self._busy - self._own_busy() + self._own
+        return round(max(0.0, others / seconds), 3)
+
+    def _all_busy(self) -> float:
+        times = psutil.cpu_times()
+        return float(times.user + times.nice + times.system)
+
+    def _own_busy(self) -> float:
+        busy = 0.0
+        for process in (self._process, *self._process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+                times = process.cpu_times()
+                busy += times.user + times.system
+        return busy
 
 
 @dataclass
@@ -48,12 +98,10 @@ class System(ABC):
 
     @property
     def pid(self) -> int:
-        """The worker's process id."""
         assert self.worker is not None
         return self.worker.pid
 
     def close(self) -> None:
-        """End the worker, if it runs."""
         if self.worker is not None:
             self.worker.close()
             self.worker = None
@@ -67,14 +115,12 @@ class Transformers(System):
     model: str = ""
 
     def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
         worker = envs.Worker([envs.python("transformers"), envs.WORKERS / "transformers_worker.py"])
         request = {"op": "load", "model": self.model, "dtype": self.dtype, "threads": THREADS}
         self.versions |= worker.ask(request)["versions"]
         return worker
 
     def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        """Measure a case."""
         assert self.worker is not None
         return self.worker.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
 
@@ -87,7 +133,6 @@ class LlamaCpp(System):
     requantized: Path | None = None
 
     def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
         worker = envs.Worker([envs.python("llamacpp"), envs.WORKERS / "llamacpp_worker.py"])
         if self.requantized is not None:
             target = str(self.requantized)
@@ -114,7 +159,6 @@ class OpenVino(System):
     model: str = ""
 
     def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
         worker = envs.Worker([envs.python("openvino"), envs.WORKERS / "openvino_worker.py"])
         precision = "bf16" if cpu_features() & BFLOAT16_FEATURES else "f32"
         request = {"op": "load", "model": self.model, "threads": THREADS, "precision": precision}
@@ -122,7 +166,6 @@ class OpenVino(System):
         return worker
 
     def generate(self, case: Case, work: Workload, new: int) -> Mapping[str, Any]:
-        """Measure a case."""
         assert self.worker is not None
         return self.worker.ask({"op": "generate", "tokens": work.of(case).tokens.tolist(), "new": new})
 
@@ -134,7 +177,6 @@ class Ragjax(System):
     cache: str | None = None
 
     def open(self) -> envs.Worker:
-        """Start the worker and load the model."""
         settings = {"PYTHONPATH": str(envs.HERE.parent)} | ({"RAGJAX_CACHE": self.cache} if self.cache else {})
         worker = envs.Worker([sys.executable, envs.WORKERS / "ragjax_worker.py"], settings)
         worker.ask({"op": "load", "model": MODEL, "dtype": "auto"})
@@ -164,7 +206,6 @@ class Ragjax(System):
 
 
 def systems(scratch: Path, *, quick: bool) -> list[System]:
-    """Who takes part, with the cases of each."""
     model = hub.resolve(MODEL).path
     q4_0 = envs.HOMES / "models" / f"{MODEL}-Q4_0.gguf"
     everyone: list[System] = [

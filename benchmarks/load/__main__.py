@@ -40,25 +40,20 @@ from benchmarks.common import report
 from benchmarks.common.plot import draw
 from benchmarks.common.report import Benchmark, Parser, Session, listed, numbers
 from benchmarks.common.samples import Samples, weights_of
-from benchmarks.latency.load import OtherLoad
-from benchmarks.load import figure, part, rival
-from benchmarks.load.arrival import Arrival, read_trace
+from benchmarks.latency.system import OtherLoad
+from benchmarks.load import figure, part, server
 from benchmarks.load.client import Target
-from benchmarks.load.http import OwnServer
-from benchmarks.load.measure import Bench, Plan, Results
-from benchmarks.load.metric import COLUMNS, row_of
-from benchmarks.load.plot import figures
-from benchmarks.load.prompt import Prompts
+from benchmarks.load.figure import figures
+from benchmarks.load.measure import COLUMNS, Bench, Plan, Results, row_of
+from benchmarks.load.server import OwnServer, Prompts
 from benchmarks.load.system import Own, base_settings, options_of, parse_setting, parse_system
-from benchmarks.load.workload import POOL, WORKLOADS, Wish, Workload, traced
+from benchmarks.load.workload import POOL, WORKLOADS, Arrival, Wish, Workload, read_trace, traced
 from ragjax.commands.flags import from_zero, integer, positive
 from ragjax.core import ConfigError
 from ragjax.models import hub
 
 RIVALS = ("llamacpp-q4_0", "llamacpp-f16", "llamacpp-q4_0-reuse", "openvino")
-REUSE_TOKENS = 64
-"""Of `llamacpp-q4_0-reuse`: chunks that moved and are this long are shifted instead of computed."""
-
+REUSE_TOKENS = 64  # of `llamacpp-q4_0-reuse`: chunks that moved and are this long are shifted instead of computed
 REQUESTS, QUICK_REQUESTS = 120, 8
 WARM, QUICK_WARM = 60, 4
 SYSTEMS = "full,prefix-lru,prefix-tiers"
@@ -66,7 +61,6 @@ CONTEXT = 4096
 
 
 def options(flags: Parser) -> None:
-    """Flags that a figure may fill in have no default here."""
     add = flags.add
     add("--data", type=Path, metavar="DIR", help="a folder with text/SET, kg/SET and traces/")
     add("--part", choices=("load", "batch", "stall"), default="load", help="what to measure")
@@ -135,25 +129,14 @@ def complete(chosen: Namespace) -> None:
             parse_system(name)
 
 
-# --------------------------------------------------------------------------------------------- loads
-
-
 def plan_of(chosen: Namespace, trace: Sequence[Arrival]) -> Plan:
-    """What is measured of every system."""
     return Plan(
-        requests=chosen.requests,
-        warm=chosen.warm,
-        seed=chosen.seed,
-        clients=chosen.clients or (),
-        rates=chosen.rate or (),
-        geometric=chosen.points or 0,
-        search=bool(chosen.search),
-        trace=trace,
-    )
+        requests=chosen.requests, warm=chosen.warm, seed=chosen.seed, clients=chosen.clients or (),
+        rates=chosen.rate or (), geometric=chosen.points or 0, search=bool(chosen.search), trace=trace,
+    )  # fmt: skip
 
 
 def workloads_of(chosen: Namespace, count: int, trace: Sequence[Arrival]) -> list[Workload]:
-    """One workload, or one for each top-k."""
     wish = Wish(
         chosen.data, count, tuple(chosen.sets or ()), output=chosen.output, seed=chosen.seed, quick=chosen.quick,
         shuffled=not chosen.in_order, pool=chosen.pool,
@@ -166,7 +149,6 @@ def workloads_of(chosen: Namespace, count: int, trace: Sequence[Arrival]) -> lis
 
 
 def targets_of(chosen: Namespace, workload: Workload) -> list[Target]:
-    """Who takes part, in the order named."""
     model = hub.resolve(chosen.model).path
     rivals = [name for name in chosen.systems if name in RIVALS]
     tokens = Prompts(workload, model) if rivals else None
@@ -190,10 +172,10 @@ def rival_of(name: str, chosen: Namespace, model: Path, tokens: Prompts) -> Targ
     """A rival by name, with as many slots as there are clients at most (8 under open arrivals)."""
     clients = max([8, *(chosen.clients or ())])
     if name == "openvino":
-        return rival.openvino(name, model, tokens, clients=clients, gigabytes=max(1.0, chosen.device_cache_gb))
+        return server.openvino(name, model, tokens, clients=clients, gigabytes=max(1.0, chosen.device_cache_gb))
     kind = name.split("-")[1].upper()
     reuse = REUSE_TOKENS if name.endswith("-reuse") else 0
-    return rival.LlamaServer(name, model, kind, tokens, slots=clients, context=chosen.context, reuse=reuse)
+    return server.LlamaServer(name, model, kind, tokens, slots=clients, context=chosen.context, reuse=reuse)
 
 
 def settings_of(chosen: Namespace) -> dict[str, Any]:
@@ -215,9 +197,6 @@ async def measure(chosen: Namespace, samples: Samples, results: Results) -> dict
             await Bench(target, workload, plan, samples).measure(results)
             versions |= target.versions
     return versions
-
-
-# --------------------------------------------------------------------------------------------- parts
 
 
 def measure_part(chosen: Namespace, samples: Samples, results: Results) -> list[dict[str, Any]]:
@@ -244,9 +223,6 @@ def _part(own: Own, chosen: Namespace) -> dict[str, Any]:
             await own.close()
 
     return asyncio.run(all_of_it())
-
-
-# -------------------------------------------------------------------------------------------- command
 
 
 def run(chosen: Namespace, session: Session) -> list[dict[str, Any]]:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import Samples
-from benchmarks.latency.load import OtherLoad
-from benchmarks.load.arrival import Arrival, poisson, rescaled
-from benchmarks.load.client import Target, closed_loop, open_loop
-from benchmarks.load.metric import details, row_of
-from benchmarks.load.record import Load
-from benchmarks.load.search import LOWEST, MOST_POINTS, Throughput, geometric, throughput
-from benchmarks.load.workload import Ask, Workload
+from benchmarks.latency.system import OtherLoad
+from benchmarks.load.client import Load, Record, Target, closed_loop, open_loop
+from benchmarks.load.workload import Arrival, Ask, Workload, poisson, rescaled
 from ragjax.core import ConfigError
 
-CAPACITY_CLIENTS = 8
-"""Clients of the closed loop that tells the capacity."""
+CAPACITY_CLIENTS = 8  # clients of the closed loop that tells the capacity
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ class Bench:
     """One system under all loads of a plan; points that are in `samples` are not measured again."""
 
     def __init__(self, target: Target, workload: Workload, plan: Plan, samples: Samples):
-        """Raises ConfigError if the workload has too few requests."""
         if len(workload.asks) < plan.count:
             raise ConfigError(
                 f"{workload.name} has {len(workload.asks)} requests, and {plan.count} are asked: give fewer by "
@@ -111,12 +107,9 @@ class Bench:
 
     def _throughput(self, found: Throughput) -> dict[str, Any]:
         return {
-            "system": self._target.name,
-            "workload": self._workload.name,
-            "throughput_per_s": found.rate,
-            "ttft_mean_ms": found.ttft_ms,
-            "lowest_ttft_mean_ms": found.lowest_ms,
-        }
+            "system": self._target.name, "workload": self._workload.name, "throughput_per_s": found.rate,
+            "ttft_mean_ms": found.ttft_ms, "lowest_ttft_mean_ms": found.lowest_ms,
+        }  # fmt: skip
 
     async def _closed(self, clients: int, results: Results) -> dict[str, Any]:
         return await self._point(f"clients {clients}", clients, None, results)
@@ -153,13 +146,11 @@ class Bench:
         return row
 
     def _next(self) -> Sequence[Ask]:
-        """The requests of the next point."""
         begin = self._plan.warm + self._points * self._plan.requests
         self._points += 1
         return self._workload.asks[begin : begin + self._plan.requests]
 
     async def _ready(self) -> None:
-        """Started and warm."""
         if self._opened:
             return
         print(f"starting {self._target.name}", file=sys.stderr)
@@ -168,3 +159,119 @@ class Bench:
         if self._plan.warm:
             warm = [replace(ask, output=1) for ask in self._workload.asks[: self._plan.warm]]
             await closed_loop(self._target, warm, CAPACITY_CLIENTS)
+
+
+BOUND = 5.0  # mean TTFT allowed, in those at the lowest rate
+LOWEST = 0.2  # the lowest rate, as a share of capacity
+GROWTH = 1.5  # A rate over the one before, until the bound is passed
+RAISES = 12  # rates tried before the search gives up raising
+HALVINGS = 3  # of the gap between the last good rate and the first bad one
+MOST_POINTS = 1 + RAISES + HALVINGS  # rates that a search measures at most
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """rate: requests a second. ttft_ms: mean time to first token at that rate. lowest_ms: at the lowest rate."""
+
+    rate: float
+    ttft_ms: float
+    lowest_ms: float
+
+
+async def throughput(
+    mean_ttft: Callable[[float], Awaitable[float]], lowest: float, *, halvings: int = HALVINGS
+) -> Throughput:
+    """Raise the rate from `lowest` until the mean TTFT passes the bound, then halve the gap.
+
+    mean_ttft: milliseconds at a rate; it is asked once a rate.
+    """
+    base = await mean_ttft(lowest)
+    good, good_ms, bad = lowest, base, None
+    for _ in range(RAISES):
+        rate = good * GROWTH
+        found = await mean_ttft(rate)
+        if found > BOUND * base:
+            bad = rate
+            break
+        good, good_ms = rate, found
+    for _ in range(halvings if bad is not None else 0):
+        assert bad is not None
+        middle = (good + bad) / 2
+        found = await mean_ttft(middle)
+        if found > BOUND * base:
+            bad = middle
+        else:
+            good, good_ms = middle, found
+    return Throughput(good, good_ms, base)
+
+
+def geometric(capacity: float, count: int) -> list[float]:
+    """`count` rates in equal ratios, from `LOWEST` of the capacity to all of it."""
+    if count == 1:
+        return [capacity]
+    step = (1 / LOWEST) ** (1 / (count - 1))
+    return [capacity * LOWEST * step**i for i in range(count)]
+
+
+COLUMNS = (
+    "system", "workload", "strategy", "policy", "order", "speculate", "rate", "concurrency", "requests",
+    "ttft_mean_ms", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "requests_per_s", "tokens_per_s",
+    "found_share", "errors",
+)  # fmt: skip
+"""Fields of a row, all of them."""
+
+SERVED = ("strategy", "policy", "order", "speculate")  # fields that say how a system serves
+
+
+def row_of(system: str, workload: str, served: Mapping[str, Any], load: Load) -> dict[str, Any]:
+    """One row. served: `SERVED`, as far as the system has them.
+
+    A request that failed counts in `requests` and `errors` and in nothing else.
+    """
+    answered = load.answered
+    first = [record.ttft_ms for record in answered]
+    gaps = [gap for record in answered for gap in record.gaps_ms]
+    seconds = load.seconds
+    return {
+        "system": system, "workload": workload, **{name: served.get(name) for name in SERVED}, "rate": load.rate,
+        "concurrency": load.concurrency, "requests": len(load.records), "ttft_mean_ms": _mean(first),
+        "ttft_p50_ms": percentile(first, 50), "ttft_p99_ms": percentile(first, 99), "itl_p50_ms": percentile(gaps, 50),
+        "itl_p99_ms": percentile(gaps, 99), "requests_per_s": len(answered) / seconds,
+        "tokens_per_s": sum(record.output_tokens for record in answered) / seconds,
+        "found_share": found_share(answered), "errors": len(load.records) - len(answered),
+    }  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value below which `share` percent lie, between two neighbours by the line through them."""
+    return float(np.percentile(values, share)) if values else None
+
+
+def found_share(records: Sequence[Record]) -> float | None:
+    """Share of all prompt tokens whose KV was found; None where a system does not say."""
+    said = [r for r in records if r.found_tokens is not None and r.prompt_tokens]
+    if not said:
+        return None
+    return sum(r.found_tokens or 0 for r in said) / sum(r.prompt_tokens or 0 for r in said)
+
+
+def details(load: Load) -> dict[str, Any]:
+    """How evenly requests were served, and how much work they were.
+
+    jain: Jain's index of seconds a token of the answer took, 1 if all were served alike, 1/n if one got everything.
+    longest_wait_ms: the longest time to a first token. late_ms: how late the client itself was, at most.
+    prompt_tokens, output_tokens: means, which tell whether systems did the same work.
+    """
+    answered = load.answered
+    slow = np.array([r.total_s / max(1, r.output_tokens) for r in answered])
+    return {
+        "jain": float(slow.sum() ** 2 / (len(slow) * (slow**2).sum())) if len(slow) else None,
+        "longest_wait_ms": max((r.ttft_ms for r in answered), default=None),
+        "late_ms": max((1e3 * (r.sent - r.due) for r in load.records), default=None),
+        "prompt_tokens": _mean([r.prompt_tokens for r in answered if r.prompt_tokens is not None]),
+        "output_tokens": _mean([r.output_tokens for r in answered]),
+    }

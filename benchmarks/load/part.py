@@ -6,27 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.load.client import Target, closed_loop, open_loop
-from benchmarks.load.metric import percentile
-from benchmarks.load.record import Load, Record
+from benchmarks.load.client import Load, Record, Target, closed_loop, open_loop
+from benchmarks.load.measure import percentile
 from benchmarks.load.workload import Ask
 
-TOGETHER = 16
-"""Requests that decode at once."""
-
-BATCH_TOKENS = 64
-"""Tokens that each of them decodes."""
-
+TOGETHER = 16  # requests that decode at once
+BATCH_TOKENS = 64  # tokens that each of them decodes
 STALL_TOKENS = 96
 STALL_CLIENTS = 4
-LONG = 4096
-"""Tokens of the prompt that is prefilled while others decode."""
-
+LONG = 4096  # tokens of the prompt that is prefilled while others decode
 FILLER = "The lighthouse keeper wrote down the wind, the tide and every ship that passed the northern cape. "
 
 
 def prompt(number: int, tokens: int) -> Ask:
-    """A question of about so many tokens, unlike that of any other number."""
     text = f"Report {number}. " + FILLER * max(1, round(tokens / 19.5))
     return Ask(f"{number}", text, (), BATCH_TOKENS, top_k=0)
 
@@ -86,7 +78,6 @@ def gap_p99(load: Load) -> float | None:
 
 
 def verdict(part: str, loads: Sequence[tuple[str, Load]]) -> dict[str, Any]:
-    """The figure that a part is about."""
     first, second = loads[0][1], loads[1][1]
     if part == "batch":
         alone, own, one = (decode_rate(load) for _, load in loads)

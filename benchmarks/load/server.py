@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import itertools
 import json
+import shutil
 import socket
 import subprocess
+import sys
+import tarfile
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +24,25 @@ import httpx
 
 from benchmarks.common import envs
 from benchmarks.common.envs import RivalError
+from benchmarks.common.samples import STORE
 from benchmarks.load.client import Delivery
-from benchmarks.load.workload import Ask
+from benchmarks.load.system import index_folder, served
+from benchmarks.load.workload import Ask, Workload
+from benchmarks.quality.similarity import packaged_encoder
+from ragjax.commands.options import FLAGS, STORAGE
+from ragjax.core import Chunk, EngineOptions, Hit, Message
+from ragjax.engine.sources import knowledge_opener
+from ragjax.models.tokenizer import Tokenizer
+from ragjax.prompting.chat import chat_prompt, graph_prompt
+from ragjax.retrieval.chunking import Chunker
+from ragjax.retrieval.knowledge import KnowledgeBase
+from ragjax.retrieval.path import RelationPath, subgraphs_of
+from ragjax.runner.device import BFLOAT16_FEATURES, cpu_features
 
 Body = Mapping[str, Any]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as opened:
         opened.bind(("127.0.0.1", 0))
         return int(opened.getsockname()[1])
@@ -78,18 +96,13 @@ class Server(ABC):
         self._words, self._url = Path(words), f"http://127.0.0.1:{port}"
         with open(handle, "wb") as log:
             self._process = subprocess.Popen(
-                [str(word) for word in command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=envs.clean_environment(settings),
-                cwd=envs.HERE.parent,
-            )
+                [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env=envs.clean_environment(settings), cwd=envs.HERE.parent,
+            )  # fmt: skip
         await self._wait()
 
     @property
     def pid(self) -> int:
-        """The process id."""
         assert self._process is not None
         return self._process.pid
 
@@ -146,3 +159,322 @@ class Server(ABC):
             self._process.wait()
         self._process = None
         self._words.unlink(missing_ok=True)
+
+
+THREADS = 2
+
+Tokens = Callable[[Ask], Sequence[int]]  # the prompt of a request in tokens, the same that ragjax makes of it
+
+
+class LlamaServer(Server):
+    """llama.cpp's server: a slot a client, continuous batching, the slots' prompt caches, and its cache in memory for
+    the prompts of slots that are taken (`--cache-ram`, 8 GiB by default).
+
+    reuse: also reuse chunks of this many tokens that moved (`--cache-reuse`), which is approximate; 0: not.
+    """
+
+    path = "/completion"
+
+    def __init__(self, name: str, model: Path, kind: str, tokens: Tokens, *, slots: int, context: int, reuse: int = 0):
+        super().__init__(name)
+        self._model, self._kind, self._tokens = model, kind, tokens
+        self._slots, self._context, self._reuse = slots, context, reuse
+
+    def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
+        """Its flags: two threads, flash attention, a context for each slot."""
+        file = requantized(self._model, self._kind)
+        self.versions = {"llama.cpp's server": f"of {package()}"}
+        settings = {
+            "--model": file, "--port": port, "--host": "127.0.0.1", "--threads": THREADS, "--threads-batch": THREADS,
+            "--parallel": self._slots, "--ctx-size": self._slots * self._context, "--flash-attn": "on",
+            "--cache-reuse": self._reuse,
+        }  # fmt: skip
+        words = [str(word) for pair in settings.items() for word in pair]
+        return [binary("llama-server"), *words, "--cont-batching", "--cache-prompt"], {}
+
+    def body(self, ask: Ask) -> Body:
+        """Greedy; the answer has all its tokens, whatever they are."""
+        return {
+            "prompt": [int(token) for token in self._tokens(ask)], "n_predict": ask.output, "temperature": 0.0,
+            "stream": True, "ignore_eos": True, "cache_prompt": True,
+        }  # fmt: skip
+
+    def delivery(self, event: Body) -> Delivery | None:
+        """A token an event; the last one has the figures."""
+        if not event.get("stop"):
+            return Delivery()
+        timings = event["timings"]
+        found, computed = int(timings.get("cache_n", 0)), int(timings["prompt_n"])
+        return Delivery(True, int(event["tokens_predicted"]), found + computed, found)
+
+    @property
+    def served(self) -> dict[str, Any]:
+        return {"strategy": "prefix", "policy": "slots"}
+
+
+class Piped:
+    """A worker that streams JSON lines: `{"id", "tokens", "new"}` in, `{"id", "text": true}` for each delivery and
+    `{"id", "done": {"output", "prompt", "found"}}` or `{"id", "error"}` out; first of all `{"ready": versions}`.
+    """
+
+    def __init__(
+        self, name: str, command: Callable[[], Sequence[str | Path]], tokens: Tokens, served: Mapping[str, Any]
+    ):
+        self.name, self.served = name, dict(served)
+        self.versions: dict[str, str] = {}
+        self._command, self._tokens = command, tokens
+        self._numbers = itertools.count()
+        self._process: asyncio.subprocess.Process | None = None
+        self._events: dict[int, asyncio.Queue[dict[str, Any]]] = {}
+        self._reading: asyncio.Task[None] | None = None
+
+    async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
+        """The worker's deliveries.
+
+        Raises:
+            RivalError: if it ends, or reports an error.
+        """
+        assert self._process is not None and self._process.stdin is not None
+        number = next(self._numbers)
+        events = self._events[number] = asyncio.Queue()
+        tokens = [int(token) for token in self._tokens(ask)]
+        self._process.stdin.write((json.dumps({"id": number, "tokens": tokens, "new": ask.output}) + "\n").encode())
+        try:
+            while True:
+                event = await events.get()
+                if "error" in event:
+                    raise RivalError(str(event["error"]))
+                if "done" in event:
+                    done = event["done"]
+                    yield Delivery(True, done["output"], done.get("prompt"), done.get("found"))
+                    return
+                yield Delivery()
+        finally:
+            del self._events[number]
+
+    async def open(self) -> None:
+        """Start the worker and wait until it is ready.
+
+        Raises:
+            RivalError: if it ends instead.
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            *[str(word) for word in self._command()], stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env=envs.clean_environment(), cwd=envs.HERE.parent,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            await self.close()
+            raise RivalError(f"{self.name} ended at its start (its words are above)")
+        self.versions = json.loads(line)["ready"]
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        async for line in self._process.stdout:
+            event = json.loads(line)
+            if event["id"] in self._events:
+                self._events[event["id"]].put_nowait(event)
+        for events in self._events.values():
+            events.put_nowait({"error": f"{self.name} ended"})
+
+    async def close(self) -> None:
+        """End the worker: its input ends."""
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), 15)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        if self._reading is not None:
+            with contextlib.suppress(Exception):
+                await self._reading
+        self._process = self._reading = None
+
+
+def openvino(name: str, model: Path, tokens: Tokens, *, clients: int, gigabytes: float) -> Piped:
+    """OpenVINO GenAI: continuous batching, prefix cache, two threads, bfloat16 where the CPU has its products."""
+    precision = "bf16" if cpu_features() & BFLOAT16_FEATURES else "f32"
+
+    def command() -> Sequence[str | Path]:
+        worker = envs.WORKERS / "openvino_server.py"
+        return [envs.python("openvino"), worker, model, str(THREADS), precision, str(gigabytes), str(clients)]
+
+    return Piped(name, command, tokens, {"strategy": "prefix", "policy": "lru"})
+
+
+NAME = "llamaserver"
+TARGETS = ("llama-server", "llama-quantize")
+SETTINGS = (
+    "-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DGGML_NATIVE=ON", "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+)  # fmt: skip
+
+
+def package() -> str:
+    """The pinned package whose source is built, the same as the environment `llamacpp`'s."""
+    lines = envs.requirements("llamacpp").read_text().splitlines()
+    return next(line for line in lines if line.startswith("llama-cpp-python=="))
+
+
+def binary(target: str) -> Path:
+    """An executable of llama.cpp, built on first use; about ten minutes on two cores.
+
+    Raises:
+        RivalError: if the package cannot be had, or does not compile.
+    """
+    cmake = envs.python(NAME).with_name("cmake")
+    home = envs.HOMES / NAME
+    found, stamp = home / "build" / "bin", home / "built.sha256"
+    digest = hashlib.sha256("\n".join([package(), *SETTINGS, *TARGETS]).encode()).hexdigest()
+    if not (stamp.exists() and stamp.read_text() == digest and (found / target).exists()):
+        print(f"building llama.cpp's server in {home} (once; about ten minutes on two cores)", file=sys.stderr)
+        source = _source(home)
+        build = str(home / "build")
+        _run(home, [cmake, "-G", "Ninja", "-B", build, "-S", source / "vendor" / "llama.cpp", *SETTINGS])
+        _run(home, ["nice", "-n", "10", cmake, "--build", build, "--target", *TARGETS, "-j", "2"])
+        stamp.write_text(digest)
+        shutil.rmtree(source)
+    return found / target
+
+
+def _source(home: Path) -> Path:
+    folder = home / "source"
+    shutil.rmtree(folder, ignore_errors=True)
+    command: list[str | Path] = [envs.python(NAME), "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+    _run(home, [*command, "--dest", folder, package()])
+    with tarfile.open(next(folder.glob("*.tar.gz"))) as packed:
+        packed.extractall(folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def _run(home: Path, command: list[str | Path]) -> None:
+    log = home / "build.log"
+    path = f"{home / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+    with log.open("a") as out:
+        words = [str(word) for word in command]
+        environment = envs.clean_environment({"PATH": path})
+        code = subprocess.run(words, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RivalError(f"{' '.join(words[:4])} … failed:\n{log.read_text()[-envs.TAIL :]}")
+
+
+def requantized(model: Path, kind: str) -> Path:
+    """The model's weights as `kind` (Q4_0, F16), written by llama.cpp once."""
+    target = envs.HOMES / "models" / f"{model.stem.rsplit('.', 1)[0]}-{kind}.gguf"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(".part")
+        command = [str(binary("llama-quantize")), "--allow-requantize", str(model), str(part), kind, "2"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RivalError(f"llama-quantize failed:\n{(done.stdout + done.stderr)[-envs.TAIL :]}")
+        part.rename(target)
+    return target
+
+
+class Prompts:
+    """Tokens by request, made ahead of time: rivals get retrieval for nothing."""
+
+    def __init__(self, workload: Workload, model: Path):
+        """Retrieval uses the workload's knowledge base, made if it is not kept yet."""
+        self._tokenizer = Tokenizer.load(model)
+        self._chunker = Chunker(partial(self._tokenizer.encode, special=False, continued=True))
+        self._documents = {document.id: document for document in workload.documents}
+        self._chunks: dict[str, tuple[Chunk, ...]] = {}
+        base = self._open(workload, index_folder(model)) if any(ask.top_k for ask in workload.asks) else None
+        self._tokens = {ask.id: self._prompt(ask, base) for ask in workload.asks}
+        if base is not None:
+            base.close()
+
+    def __call__(self, ask: Ask) -> list[int]:
+        """The tokens of a request's prompt."""
+        return self._tokens[ask.id]
+
+    def _open(self, workload: Workload, folder: Path) -> KnowledgeBase:
+        base = knowledge_opener(self._tokenizer, "flat", folder, packaged_encoder)(workload.knowledge)
+        base.add(workload.documents)
+        return base
+
+    def _prompt(self, ask: Ask, base: KnowledgeBase | None) -> list[int]:
+        messages = (Message("user", ask.question),)
+        if ask.paths is not None:
+            subgraphs = subgraphs_of([RelationPath(steps) for steps in ask.paths])
+            made = graph_prompt(self._tokenizer, messages, subgraphs, trees=False)
+            return [int(token) for token in made.tokens]
+        if ask.documents is not None:
+            hits = tuple(Hit(chunk, 1.0) for name in ask.documents for chunk in self._cut(name))
+        elif base is not None and ask.top_k:
+            hits = base.search(ask.question, ask.top_k)
+        else:
+            hits = None
+        return [int(token) for token in chat_prompt(self._tokenizer, messages, hits).tokens]
+
+    def _cut(self, name: str) -> tuple[Chunk, ...]:
+        if name not in self._chunks:
+            self._chunks[name] = self._chunker.chunks(self._documents[name])
+        return self._chunks[name]
+
+
+class OwnServer(Server):
+    """Our server, over chat completions. Answers end where the model ends them: HTTP has no way to go on."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, name: str, options: EngineOptions, workload: Workload):
+        super().__init__(name)
+        self._options, self._workload = options, workload
+        self._found: dict[str, Any] = served(options, options.strategy or "contract")
+
+    def command(self, port: int) -> tuple[Sequence[str | Path], Mapping[str, str]]:
+        words: list[str | Path] = [sys.executable, "-m", "benchmarks.baseline", "--port", str(port)]
+        for field, (flag, settings) in FLAGS.items():
+            owner = self._options.storage if field.startswith(STORAGE) else self._options
+            value = getattr(owner, field.removeprefix(STORAGE))
+            if settings.get("action") == "store_true":
+                words += [flag] if value else []
+            elif isinstance(value, tuple):
+                words += [word for one in value for word in (flag, str(one))]
+            elif value is not None and field not in ("knowledge", "graph"):
+                words += [flag, str(value)]
+        return [*words, "--knowledge", self._knowledge()], {}
+
+    def _knowledge(self) -> str:
+        """The documents as a file that the server reads; its name is the knowledge base's."""
+        if not self._workload.documents:
+            return "none"
+        file = STORE / f"{self._workload.knowledge}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"id": d.id, "title": d.title, "text": d.text}) for d in self._workload.documents)
+        file.write_text("\n".join(lines) + "\n")
+        return str(file)
+
+    def body(self, ask: Ask) -> Body:
+        rag: dict[str, Any] = {}
+        if ask.paths is not None:
+            rag |= {"graph": {"relation_paths": [list(path) for path in ask.paths]}, "strategy": self._options.strategy}
+        elif ask.documents is not None:
+            rag["documents"] = list(ask.documents)
+        elif self._workload.documents:
+            rag["top_k"] = ask.top_k
+        return {
+            "model": str(self._options.model), "messages": [{"role": "user", "content": ask.question}],
+            "max_tokens": ask.output, "stream": True, "stream_options": {"include_usage": True}, "rag": rag,
+        }  # fmt: skip
+
+    def delivery(self, event: Body) -> Delivery | None:
+        usage = event.get("usage")
+        if usage is not None:
+            found = usage["prompt_tokens_details"]["cached_tokens"]
+            return Delivery(True, usage["completion_tokens"], usage["prompt_tokens"], found)
+        said = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        return Delivery(text=said) if said else None
+
+    @property
+    def served(self) -> dict[str, Any]:
+        return self._found

@@ -15,37 +15,21 @@ from benchmarks.common.report import MODEL
 from benchmarks.common.samples import STORE
 from benchmarks.load.client import Delivery
 from benchmarks.load.workload import Ask, Workload
-from ragjax.core import (
-    Answer,
-    ConfigError,
-    EngineOptions,
-    Graph,
-    Message,
-    Rag,
-    Request,
-    Sampling,
-    StorageOptions,
-)
+from ragjax.core import Answer, ConfigError, EngineOptions, Graph, Message, Rag, Request, Sampling, StorageOptions
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import preprocess
 from ragjax.reuse import PREPROCESSED
 
-Settings = Mapping[str, Any]
-"""Fields of `EngineOptions`, and of its `storage`, by name."""
-
+Settings = Mapping[str, Any]  # fields of `EngineOptions`, and of its `storage`, by name
 TIERS: Settings = {"policy": "lacr", "host_gb": 4.0}
 
 OWN: Mapping[str, Settings] = {
-    "full": {"strategy": "full"},
-    "prefix-lru": {"strategy": "prefix", "policy": "lru"},
+    "full": {"strategy": "full"}, "prefix-lru": {"strategy": "prefix", "policy": "lru"},
     "prefix-tiers": {"strategy": "prefix", **TIERS, "order": "ratio", "speculate": 4},
-    "naive": {"strategy": "naive", **TIERS},
-    "fusion": {"strategy": "fusion", **TIERS},
-    "ragjax": {"strategy": "ragjax", **TIERS},
-    "craft": {"strategy": "craft", **TIERS},
-    "dependency": {"strategy": "dependency", **TIERS},
-    "contract": {"quality_budget": "KL=0.1", **TIERS},
-}
+    "naive": {"strategy": "naive", **TIERS}, "fusion": {"strategy": "fusion", **TIERS},
+    "ragjax": {"strategy": "ragjax", **TIERS}, "craft": {"strategy": "craft", **TIERS},
+    "dependency": {"strategy": "dependency", **TIERS}, "contract": {"quality_budget": "KL=0.1", **TIERS},
+}  # fmt: skip
 """Settings by name. `prefix-lru` is what vLLM and SGLang do: a prefix tree on the device, and no tier below."""
 
 STORAGE_FIELDS = frozenset(f.name for f in dataclasses.fields(StorageOptions))
@@ -105,13 +89,11 @@ def options_of(system: str, given: Settings, base: Settings) -> EngineOptions:
 
 
 def served(options: EngineOptions, strategy: str) -> dict[str, Any]:
-    """How a row says that the system serves."""
     more = {"order": options.order, "speculate": options.speculate}
     return {"strategy": strategy, "policy": options.storage.policy, **more}
 
 
 def base_settings(*, model: str = MODEL, dtype: str, gigabytes: float, context: int, top_k: int = 2) -> Settings:
-    """What all of ragjax's systems are loaded with."""
     return {
         "model": model,
         "dtype": dtype,
@@ -151,12 +133,10 @@ class Own:
 
     @property
     def served(self) -> dict[str, Any]:
-        """How it serves."""
         assert self.engine is not None
         return served(self.options, self.engine.default_strategy)
 
     async def answer(self, ask: Ask) -> AsyncIterator[Delivery]:
-        """Through `Engine.submit`."""
         assert self.engine is not None
         named = self.workload.knowledge if self.workload.documents else None
         async for event in self.engine.submit(request_of(ask, named, self.options.strategy)):
@@ -167,7 +147,6 @@ class Own:
                 yield Delivery()
 
     async def close(self) -> None:
-        """End it."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import datetime
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,26 +16,15 @@ import numpy as np
 
 from benchmarks.common.questions import read_lines
 from benchmarks.graph import question as graphs
-from benchmarks.graph.stream import requests as entity_requests
-from benchmarks.load.arrival import BLOCK_TOKENS, Arrival
+from benchmarks.graph.part import requests as entity_requests
 from benchmarks.quality import dataset
 from ragjax.core import ConfigError, Document
 
-POOL = 200
-"""Passages that the requests of `zipf` and of traces draw from."""
-
-PASSAGE_WORDS = 110
-"""Words of a passage of `zipf`: one chunk of up to 192 tokens."""
-
-TOGETHER = 12
-"""Passages of a request of `zipf`: about two thousand tokens."""
-
-SKEW = 1.0
-"""Zipf's exponent, of passages and of questions."""
-
-TOKENS_A_WORD = 1.4
-"""Tokens of an English word, about."""
-
+POOL = 200  # passages that the requests of `zipf` and of traces draw from
+PASSAGE_WORDS = 110  # words of a passage of `zipf`: one chunk of up to 192 tokens
+TOGETHER = 12  # passages of a request of `zipf`: about two thousand tokens
+SKEW = 1.0  # zipf's exponent, of passages and of questions
+TOKENS_A_WORD = 1.4  # tokens of an English word, about
 MOST_TOKENS = 3072
 """Of a trace's prompts, whose longest are cut: the context is 4096 unless the command line says otherwise."""
 
@@ -99,9 +90,6 @@ class Wish:
     scale: float = 0.125
 
 
-# ------------------------------------------------------------------------------------------ questions
-
-
 def questions(wish: Wish) -> Workload:
     """Questions of the sets, drawn after Zipf, over the union of their corpora; mmlu's have choices and one token."""
     sets = wish.sets or ("nq_open", "mmlu", "musique")
@@ -149,9 +137,6 @@ def _zipf(items: int, seed: int) -> Iterator[int]:
         yield int(order[random.choice(items, p=weights / weights.sum())])
 
 
-# ----------------------------------------------------------------------------------------- knowledge
-
-
 def zipf(wish: Wish) -> Workload:
     """Requests of `together` passages, drawn after Zipf without repetition from a pool, in random order."""
     pool = passages(wish)
@@ -190,9 +175,6 @@ def graph(wish: Wish) -> Workload:
         for q in entity_requests(found, wish.count, wish.seed)
     )
     return Workload(f"graph:{name}", asks)
-
-
-# --------------------------------------------------------------------------------------------- trace
 
 
 def traced(wish: Wish, trace: Sequence[Arrival]) -> Workload:
@@ -238,3 +220,74 @@ def _block(number: int, size: int, words: Sequence[str]) -> Document:
 
 WORKLOADS: dict[str, Any] = {"questions": questions, "zipf": zipf, "graph": graph}
 """Those that are made of a wish alone."""
+
+
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")  # columns of Azure's traces
+BLOCK_TOKENS = 512  # tokens that one hash of a Mooncake trace stands for
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a trace: seconds since the first one, tokens of prompt and answer, hashes of the prompt's blocks
+    (none where the trace has none).
+    """
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+
+def poisson(rate: float, count: int, seed: int) -> list[float]:
+    """Seconds at which `count` requests arrive, `rate` a second on average; gaps are exponential and independent."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return [float(seconds) for seconds in np.cumsum(gaps)]
+
+
+def read_trace(file: Path, limit: int | None = None) -> list[Arrival]:
+    """The first requests of a trace: Azure's .csv, or Mooncake's .jsonl.
+
+    Raises:
+        ConfigError: if the file is neither.
+    """
+    found = _azure(file, limit) if file.suffix == ".csv" else _mooncake(file, limit)
+    if not found:
+        raise ConfigError(f"{file} has no request")
+    return found
+
+
+def _azure(file: Path, limit: int | None) -> list[Arrival]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        rows = csv.DictReader(lines)
+        if not set(AZURE) <= set(rows.fieldnames or ()):
+            raise ConfigError(f"{file} is not a trace of Azure's: its columns are not {', '.join(AZURE)}")
+        found: list[tuple[float, int, int]] = []
+        for row in rows:
+            if limit is not None and len(found) == limit:
+                break
+            # Azure writes seven digits of a second, Python reads six
+            moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26] + "+00:00").timestamp()
+            found.append((moment, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+    return [Arrival(moment - found[0][0], prompt, output) for moment, prompt, output in found]
+
+
+def _mooncake(file: Path, limit: int | None) -> list[Arrival]:
+    found: list[Arrival] = []
+    for entry in read_lines(file, "timestamp", "input_length", "output_length", "hash_ids"):
+        if limit is not None and len(found) == limit:
+            break
+        blocks = tuple(int(block) for block in entry["hash_ids"])
+        found.append(Arrival(entry["timestamp"] / 1e3, entry["input_length"], entry["output_length"], blocks))
+    return found
+
+
+def rescaled(trace: Sequence[Arrival], rate: float, count: int) -> list[float]:
+    """The times of `count` requests of a trace, stretched evenly to `rate` a second: bursts stay bursts.
+
+    Raises:
+        ConfigError: if the trace is too short.
+    """
+    if len(trace) < count or trace[count - 1].seconds <= 0:
+        raise ConfigError(f"the trace has {len(trace)} requests over time, {count} are needed: lower --requests")
+    times = np.array([arrival.seconds for arrival in trace[:count]])
+    return [float(seconds) for seconds in times * (count - 1) / rate / times[-1]]

@@ -24,10 +24,9 @@ from benchmarks.common import plot, report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.policies import orders, storage
-from benchmarks.policies.cell import Cell, cells, effort, workloads
-from benchmarks.policies.serve import NAMES, Bounds, modelled, serve
+from benchmarks.policies.cell import NAMES, Bounds, Cell, cells, effort, modelled, serve, workloads
 from benchmarks.policies.simulator import LOOKAHEAD
-from benchmarks.policies.workload import PATTERNS
+from benchmarks.policies.source import PATTERNS
 from ragjax.cache.profile import Profile
 from ragjax.commands.flags import integer
 
@@ -53,9 +52,6 @@ def measure(planned: Sequence[Cell], profile: Profile, samples: Samples) -> Iter
                 samples.put(key, {**serve(cell, name, profile), **limits.row})
                 progress.step(key)
             yield samples.get(key) or {}
-
-
-# ------------------------------------------------------------------------------------------ report
 
 
 def means(rows: Sequence[report.Row]) -> list[dict[str, Any]]:
@@ -93,7 +89,6 @@ def _groups(rows: Sequence[report.Row]) -> dict[str, list[report.Row]]:
 
 
 def draw(rows: Sequence[report.Row], file: Path) -> None:
-    """Hit rates by capacity, one panel for each workload, the bound dashed."""
     groups: dict[tuple[Any, ...], list[report.Row]] = {}
     for row in rows:
         groups.setdefault((row["workload"], row["top_k"], row["keep"], bool(row["host_tokens"])), []).append(row)

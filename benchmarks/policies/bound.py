@@ -17,11 +17,10 @@ import numpy as np
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
 
-from benchmarks.policies.workload import Workload
+from benchmarks.policies.source import Workload
 
 
 def minimum(work: Workload, capacity: int) -> list[int]:
-    """Tokens that each request hits under MIN with `capacity` cells."""
     hits = []
     held: Counter[int] = Counter()  # next use -> tokens kept for it
     farthest: list[int] = []
@@ -70,7 +69,6 @@ def best_document_hit_rate(work: Workload, capacity: int) -> float | None:
 
 
 def _next_uses(work: Workload) -> list[Counter[int]]:
-    """For each request, how many of its tokens are used next by which one."""
     found: list[Counter[int]] = [Counter() for _ in work.requests]
     last: dict[int, int] = {}
     for at, request in enumerate(work.requests):
@@ -103,12 +101,10 @@ def _best(profit: dict[tuple[int, int, float], float], requests: int, capacity: 
     supply = np.zeros(requests)
     supply[0], supply[-1] = capacity, -capacity
     solved = linprog(
-        -np.concatenate([each, np.zeros(len(idle))]),
-        A_eq=network,
-        b_eq=supply,
+        -np.concatenate([each, np.zeros(len(idle))]), A_eq=network, b_eq=supply,
         bounds=np.column_stack([np.zeros(len(leaving)), np.concatenate([tokens, np.full(len(idle), capacity)])]),
         method="highs",
-    )
+    )  # fmt: skip
     if solved.status != 0:
         raise RuntimeError(f"the bound was not found: {solved.message}")
     return float(-solved.fun)

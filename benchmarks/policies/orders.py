@@ -13,8 +13,7 @@ import numpy as np
 from benchmarks.common import plot, report
 from benchmarks.common.samples import Progress, Samples
 from benchmarks.policies import bound
-from benchmarks.policies.cell import Cell, Effort
-from benchmarks.policies.serve import policy_of
+from benchmarks.policies.cell import Cell, Effort, policy_of
 from benchmarks.policies.simulator import Simulator
 from ragjax.cache.profile import Profile
 from ragjax.schedule.order import ORDERS
@@ -50,19 +49,14 @@ def serve(cell: Cell, policy: str, order: str, profile: Profile) -> dict[str, An
     new = [total - one.hit for total, one in zip(work.totals, served, strict=True)]
     sequence = replace(work, requests=tuple(work.requests[at] for at in simulator.sequence))
     return {
-        "workload": work.name,
-        "top_k": work.top_k,
-        "capacity_tokens": cell.capacity,
-        "policy": policy,
-        "order": order,
-        "requests": len(served),
-        "token_hit_rate": bound.mean_rate([one.hit for one in served], work.totals),
+        "workload": work.name, "top_k": work.top_k, "capacity_tokens": cell.capacity, "policy": policy, "order": order,
+        "requests": len(served), "token_hit_rate": bound.mean_rate([one.hit for one in served], work.totals),
         "found_share": sum(one.hit for one in served) / sum(work.totals),
         "served_min": bound.mean_rate(bound.minimum(sequence, cell.capacity), sequence.totals),
         "recomputed_tokens": sum(new),
         "prefill_s": sum(profile.cost(one.hit, n) for one, n in zip(served, new, strict=True)),
         "decision_us": float(np.median([one.seconds for one in served])) * 1e6,
-    }
+    }  # fmt: skip
 
 
 def measure(planned: Sequence[Cell], profile: Profile, samples: Samples) -> Iterator[dict[str, Any]]:

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from benchmarks.policies.workload import Request, Workload
+from benchmarks.policies.source import Request, Workload
 from ragjax.cache.outlook import Look
 from ragjax.cache.policy.base import Access, Policy, Victims
 from ragjax.core.tiers import Tier
 from ragjax.schedule.order import FCFS, Order, Queue, Waiting
 
-LOOKAHEAD = 32
-"""Requests that wait behind the one being served."""
+LOOKAHEAD = 32  # requests that wait behind the one being served
 
 
 @dataclass(slots=True, eq=False)
@@ -252,7 +251,6 @@ class Simulator:
         self._leave(block, Tier.HOST)
 
     def _consider(self, block: Block, tier: Tier) -> None:
-        """Queue a run as one that may leave the tier, if it may."""
         if block.there[tier] and not block.pinned and not block.below[tier]:
             self._victims[tier].push(block)
 
@@ -280,7 +278,6 @@ class Simulator:
 
 
 def _ends(work: Workload) -> list[int]:
-    """Tokens up to the end of each node."""
     ends: list[int] = []
     for size, parent in zip(work.sizes, work.parents, strict=True):
         ends.append(size + (ends[parent] if parent >= 0 else 0))
@@ -288,5 +285,4 @@ def _ends(work: Workload) -> list[int]:
 
 
 def key_of(node: int) -> bytes:
-    """The key of a workload's node, as policies see it."""
     return node.to_bytes(32, "little")

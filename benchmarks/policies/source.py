@@ -13,23 +13,132 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.common.questions import read_lines
-from benchmarks.policies.workload import PATTERNS, Forest, Pattern, Request, Workload
 from ragjax.core import ConfigError
 
-SYSTEM_TOKENS = 32
-"""Length of the system prompt that generated requests begin with."""
 
-BLOCK_TOKENS = 512
-"""Tokens that one hash of a Mooncake trace stands for."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """nodes: what it uses of the tree, parents first. other: tokens computed each time and never kept (the question).
 
+    documents: how many it retrieved; more than its document nodes where some are not to be kept.
+    """
+
+    nodes: tuple[int, ...]
+    other: int = 0
+    documents: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests over a tree of runs. Node n has sizes[n] tokens, hangs under parents[n] (-1: none) < n.
+
+    documents[n]: whether the node counts as a retrieved document. distinct: tokens of the data, for capacities.
+    top_k: documents retrieved for each request. keep: how many of them may be kept (None: all).
+    """
+
+    name: str
+    parents: tuple[int, ...]
+    sizes: tuple[int, ...]
+    documents: tuple[bool, ...]
+    requests: tuple[Request, ...]
+    distinct: int
+    top_k: int | None = None
+    keep: int | None = None
+
+    @cached_property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens of each request, the never kept ones included."""
+        return tuple(sum(self.sizes[n] for n in r.nodes) + r.other for r in self.requests)
+
+    def limited(self, count: int | None) -> Workload:
+        """The first `count` requests (None: all), whose distinct tokens are those that they have."""
+        served = self.requests[:count]
+        if len(served) == len(self.requests):
+            return self
+        nodes = {node for request in served for node in request.nodes}
+        return replace(self, requests=served, distinct=sum(self.sizes[node] for node in nodes))
+
+
+class Forest:
+    """Builds the tree of a workload: the same label under the same parent is the same node."""
+
+    def __init__(self) -> None:
+        self.parents: list[int] = []
+        self.sizes: list[int] = []
+        self.documents: list[bool] = []
+        self._at: dict[tuple[int, Hashable], int] = {}
+
+    def child(self, parent: int, label: Hashable, tokens: int, document: bool = False) -> int:
+        """The node with this label under `parent` (-1: at the top), made if there is none."""
+        found = self._at.setdefault((parent, label), len(self.sizes))
+        if found == len(self.sizes):
+            if tokens < 1:
+                raise ValueError(f"a node holds at least one token, not {tokens} ({label!r})")
+            self.parents.append(parent)
+            self.sizes.append(tokens)
+            self.documents.append(document)
+        return found
+
+    def workload(self, name: str, requests: Iterable[Request], distinct: int | None = None) -> Workload:
+        """The finished workload; `distinct` is all tokens of the tree unless it is given."""
+        served = tuple(requests)  # first: they may be made, and the tree with them, while they are read
+        total = sum(self.sizes) if distinct is None else distinct
+        return Workload(name, tuple(self.parents), tuple(self.sizes), tuple(self.documents), served, total)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which items the requests ask for; each draws without repetition.
+
+    skew: Zipf exponent of the items' popularity (0: all alike).
+    recent: probability that a draw repeats an item of an earlier request, `age` requests ago, where age is geometric
+    with mean `memory` requests; otherwise, and where that item is in the request already, a fresh draw.
+    """
+
+    skew: float = 0.0
+    recent: float = 0.0
+    memory: float = 1.0
+
+    def draw(self, items: int, per_request: int, requests: int, seed: int) -> list[list[int]]:
+        if not 0 < per_request <= items:
+            raise ValueError(f"per_request must be 1 to {items} (the number of items), not {per_request}")
+        random = np.random.default_rng(seed)
+        weights = np.arange(1, items + 1) ** -self.skew
+        order, shares = random.permutation(items), weights / weights.sum()
+        drawn: list[list[int]] = []
+        for _ in range(requests):
+            chosen: dict[int, None] = {}
+            while len(chosen) < per_request:
+                chosen.setdefault(self._one(random, drawn, order, shares))
+            drawn.append(list(chosen))
+        return drawn
+
+    def _one(self, random: np.random.Generator, drawn: list[list[int]], order: Any, shares: Any) -> int:
+        if drawn and random.random() < self.recent:
+            age = int(random.geometric(1 / self.memory))
+            if age <= len(drawn):
+                return int(random.choice(drawn[-age]))
+        return int(order[random.choice(len(order), p=shares)])
+
+
+PATTERNS = {"uniform": Pattern(), "zipf": Pattern(skew=1.0), "temporal": Pattern(recent=0.6, memory=10.0)}
+"""DepCache names the patterns and not their parameters: these are ours.
+
+Zipf with exponent 1; temporal repeats an item with probability 0.6, on average of ten requests ago.
+"""
+
+
+SYSTEM_TOKENS = 32  # length of the system prompt that generated requests begin with
+BLOCK_TOKENS = 512  # tokens that one hash of a Mooncake trace stands for
 CHAINED = frozenset({"full", "prefix"})
 """Strategies whose chunks depend on all chunks before them; under the others a chunk hangs below the system prompt."""
 
@@ -38,8 +147,6 @@ def words(text: str) -> list[str]:
     """Runs of letters and digits, and single other signs: a stand-in for a tokenizer that needs no model."""
     return re.findall(r"\w+|[^\w\s]", text)
 
-
-# ----------------------------------------------------------------------------------- graph entities
 
 Triple = tuple[str, str, str]
 Graph = Mapping[str, Sequence[tuple[str, str]]]
@@ -124,9 +231,6 @@ def _branching(groups: Sequence[Sequence[tuple[str, ...]]]) -> tuple[Counter[tup
     return Counter(prefix[:-1] for prefix in prefixes), {path for paths in groups for path in paths}
 
 
-# --------------------------------------------------------------------------------------- documents
-
-
 @dataclass(frozen=True)
 class Corpus:
     """Documents by id, and questions with the ids of their supporting documents (none where nobody says)."""
@@ -138,7 +242,6 @@ class Corpus:
 
     @classmethod
     def read(cls, folder: Path, limit: int | None = None) -> Corpus:
-        """A set laid out as `text/NAME/{corpus,questions}.jsonl`."""
         documents = {
             d["id"]: f"{d['title']} {d['text']}".strip()
             for d in read_lines(folder / "corpus.jsonl", "id", "title", "text")
@@ -149,14 +252,12 @@ class Corpus:
 
     @classmethod
     def union(cls, corpora: Sequence[Corpus], name: str = "documents") -> Corpus:
-        """All documents and all questions."""
         documents = {key: text for corpus in corpora for key, text in corpus.documents.items()}
         questions = tuple(q for corpus in corpora for q in corpus.questions)
         return cls(name, documents, questions, tuple(s for corpus in corpora for s in corpus.supporting))
 
 
 def corpora(data: Path, limit: int | None = None) -> list[Corpus]:
-    """Every text set below `data` that has a corpus."""
     return [Corpus.read(path.parent, limit) for path in sorted(data.glob("text/*/corpus.jsonl"))]
 
 
@@ -225,9 +326,6 @@ def _chain(
     for key in kept:
         nodes.append(forest.child(nodes[-1], key, sizes[key], document=True))
     return Request(tuple(nodes), question + sum(sizes[key] for key in ids[len(kept) :]), len(ids))
-
-
-# ------------------------------------------------------------------------------------------ traces
 
 
 def mooncake(path: Path, name: str | None = None) -> Workload:

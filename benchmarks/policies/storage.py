@@ -35,7 +35,6 @@ class Setting:
 
 
 def queries(setting: Setting, seed: int) -> Iterator[list[Chunk]]:
-    """The chunks of each query, without repetition."""
     random = np.random.default_rng(seed)
     unique = 0
     for _ in range(setting.queries):
@@ -68,15 +67,10 @@ def compare(prompts: Sequence[Sequence[Chunk]], known: Sequence[Chunk]) -> dict[
         anywhere.update(prompt)
         places += len(prompt)
     return {
-        "stored": len(anywhere),
-        "baseline_stored": len(behind),
-        "storage_saved": 1 - len(anywhere) / len(behind),
-        "computed": alone,
-        "baseline_computed": computed,
-        "computations_avoided": 1 - alone / computed,
-        "hit_rate": 1 - alone / places,
-        "baseline_hit_rate": 1 - computed / places,
-    }
+        "stored": len(anywhere), "baseline_stored": len(behind), "storage_saved": 1 - len(anywhere) / len(behind),
+        "computed": alone, "baseline_computed": computed, "computations_avoided": 1 - alone / computed,
+        "hit_rate": 1 - alone / places, "baseline_hit_rate": 1 - computed / places,
+    }  # fmt: skip
 
 
 def rows(setting: Setting, seeds: Sequence[int] = range(5)) -> list[dict[str, Any]]:

@@ -38,15 +38,14 @@ from typing import Any, get_args
 from benchmarks.common import report
 from benchmarks.common.report import Benchmark, Parser, Session
 from benchmarks.common.samples import Progress, Samples, weights_of
-from benchmarks.quality import dataset, inferiority, judge
+from benchmarks.quality import dataset, judge
 from benchmarks.quality.choice import choices
 from benchmarks.quality.dataset import QuestionSet
 from benchmarks.quality.evaluation import Evaluation, Style
 from benchmarks.quality.judge import Judge
 from benchmarks.quality.plot import FIGURES
 from benchmarks.quality.rival import RIVALS
-from benchmarks.quality.rows import Question, main_settings, rows, sweep_settings, verdicts
-from benchmarks.quality.run import measure, opened
+from benchmarks.quality.rows import Question, main_settings, measure, opened, rows, smallest, sweep_settings, verdicts
 from benchmarks.quality.similarity import History, packaged_encoder, search_in
 from ragjax.commands.flags import integer
 from ragjax.engine.preprocessing import fuse_all
@@ -54,9 +53,7 @@ from ragjax.retrieval.knowledge import TextEncoder
 from ragjax.reuse import DEPENDENCY
 from ragjax.reuse import strategies as all_strategies
 
-RATIO = 0.15
-"""Share that every selective strategy recomputes on every question; both papers' setting."""
-
+RATIO = 0.15  # share that every selective strategy recomputes on every question; both papers' setting
 RATIOS = "0,0.05,0.1,0.15,0.3,1"
 
 COLUMNS = (
@@ -174,7 +171,7 @@ def measured(chosen: Namespace, session: Session) -> list[dict[str, Any]]:
     if judged_by is not None:
         judged_by.check()
     made = run(chosen, session.samples(settings_of(chosen)), packaged_encoder(), judged_by)
-    session.tables["non-inferiority"] = inferiority.smallest(made)
+    session.tables["non-inferiority"] = smallest(made)
     return made
 
 

@@ -27,16 +27,13 @@ from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.score import normalised
 from ragjax.core import Tokens
 
-OPTIONS = 4
-"""Options of a question, the answer included."""
-
+OPTIONS = 4  # options of a question, the answer included
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
 _SMALL = frozenset({"the", "a", "an", "of", "and", "in", "on", "for", "to", "de", "la", "von", "van"})
 _LONG = 4  # letters of a word that tells names apart
 
 Kind = Literal["truth", "year", "date", "number", "name", "phrase"]
-COUNTED = ("year", "date", "number")
-"""Kinds whose forms are looked for in passages."""
+COUNTED = ("year", "date", "number")  # kinds whose forms are looked for in passages
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,6 @@ class Choice:
 
     options: tuple[str, ...]
     right: int
-
-
-# ----------------------------------------------------------------------------------------- options
 
 
 def choices(found: QuestionSet, count: int = OPTIONS, seed: int = 0) -> dict[str, Choice]:
@@ -77,7 +71,6 @@ def choice_of(question: Question, pool: Sequence[str], count: int, seed: int) ->
 
 
 def kind_of(answer: str) -> Kind:
-    """What an answer looks like."""
     if normalised(answer) in ("yes", "no"):
         return "truth"
     words = [word for word in re.findall(r"[^\s,]+", answer) if word.lower() not in _SMALL]
@@ -119,7 +112,6 @@ def _groups(question: Question, pool: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _near(question: Question, answer: str) -> Iterator[str]:
-    """Texts of the answer's form out of its own passages."""
     if kind_of(answer) in COUNTED:
         form = re.compile(_form(answer))
         for passage in question.passages:
@@ -129,7 +121,6 @@ def _near(question: Question, answer: str) -> Iterator[str]:
 
 
 def _form(answer: str) -> str:
-    """A pattern of texts like this one with other numbers and months."""
     digits = re.sub(r"\d+", lambda run: r"\d{1,2}" if len(run[0]) < 3 else rf"\d{{{len(run[0])}}}", re.escape(answer))
     return rf"(?<![\w.,])(?:{re.sub(rf'({_MONTHS})', f'(?:{_MONTHS})', digits)})(?![\w%])"
 
@@ -140,9 +131,6 @@ def _shuffled(texts: Sequence[str], random: np.random.Generator) -> list[str]:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
-# ----------------------------------------------------------------------------------------- scoring
 
 
 def token_scores(logits_NV: NDArray[np.float32], tokens_N: Tokens) -> NDArray[np.float64]:

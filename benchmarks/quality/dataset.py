@@ -45,8 +45,7 @@ class QuestionSet:
     corpus: Mapping[str, Document]
 
 
-Search = Callable[[str], Sequence[Document]]
-"""Finds passages for a question."""
+Search = Callable[[str], Sequence[Document]]  # finds passages for a question
 
 
 def load(data: Path, name: str, search: Search | None = None) -> QuestionSet:

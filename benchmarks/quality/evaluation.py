@@ -30,18 +30,12 @@ from ragjax.reuse.fusion import QueryGuided
 from ragjax.reuse.repair import Selective
 from ragjax.reuse.stitch import Isolated
 
-FORCED = 12
-"""Tokens of the reference answer over which distributions are compared."""
-
+FORCED = 12  # tokens of the reference answer over which distributions are compared
 FUSED = frozenset({"fusion", "fusion-chunk", "fusion+blend", "fusion+craft", "ragjax"})
 """Strategies that use preprocessed chunks."""
 
-WARMED = ("naive", "h2o")
-"""Strategies that keep isolated chunks of their own kind."""
-
-RECORDED = frozenset({"fusion+craft"})
-"""Strategies that need what preprocessing records besides KV."""
-
+WARMED = ("naive", "h2o")  # strategies that keep isolated chunks of their own kind
+RECORDED = frozenset({"fusion+craft"})  # strategies that need what preprocessing records besides KV
 TAUGHT: Mapping[str, str] = {
     **dict.fromkeys(("craft", "craft-focus", "craft-nobeta", "craft-nocci"), "craft"),
     "set-cache": "set-cache",
@@ -79,7 +73,6 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Names it in the store of samples."""
         return f"{self.strategy}/{self.ratio}/{self.neighbours}"
 
 
@@ -157,7 +150,6 @@ class Evaluation:
         return self._chunks[key]
 
     def chunks(self, question: Question) -> list[Chunk]:
-        """The chunks of the question's passages, in the order they stand in."""
         return [chunk for passage in question.passages for chunk in self._chunks[passage.id]]
 
     def prompt(self, question: Question, chunks: Sequence[Chunk] | None = None, neighbours: int = 0) -> Prompt:
@@ -220,7 +212,6 @@ class Evaluation:
     # ------------------------------------------------------------------------------- measurement
 
     def ask(self, question: Question, setting: Setting, strategy: Strategy | None = None, tenant: str = "") -> Answer:
-        """One measured request, as a tenant of its own."""
         return self._ask(question, self.prompt(question, None, setting.neighbours), setting, strategy, tenant)
 
     def _ask(
@@ -228,13 +219,10 @@ class Evaluation:
     ) -> Answer:
         bare = setting.strategy == UNFUSED.name and not setting.neighbours
         return self.engine.answer_prompt(
-            prompt,
-            strategy=strategy or (UNFUSED if bare else setting.strategy),
-            recompute_ratio=setting.ratio,
-            continuation=self.continuation(question),
-            max_tokens=self.style.max_tokens,
+            prompt, strategy=strategy or (UNFUSED if bare else setting.strategy), recompute_ratio=setting.ratio,
+            continuation=self.continuation(question), max_tokens=self.style.max_tokens,
             tenant=tenant + self._tenant(question, setting),
-        )
+        )  # fmt: skip
 
     def warm_up(self, settings: Sequence[Setting]) -> None:
         """Run every setting once, untimed: what runs first pays for what is lazy."""
@@ -329,22 +317,15 @@ def sample(question: Question, answer: Answer, full: Answer) -> dict[str, Any]:
     if not math.isfinite(seen.kl):
         raise ArithmeticError(f"logits of {question.id} are not finite")
     return {
-        "kl": seen.kl,
-        "top1": seen.top1,
-        "em": score.exact_match(answer.text, question.answers),
-        "f1": score.f1(answer.text, question.answers),
-        "answered": score.answered(answer.text, question.answers),
+        "kl": seen.kl, "top1": seen.top1, "em": score.exact_match(answer.text, question.answers),
+        "f1": score.f1(answer.text, question.answers), "answered": score.answered(answer.text, question.answers),
         "grounded": score.grounded(answer.text, [f"{p.title} {p.text}" for p in question.passages]),
         "rougeL": score.rouge_l(answer.text, question.answers),
         "rougeL_vs_full": score.rouge_l(answer.text, [full.text]),
-        "jaccard_vs_full": score.jaccard(answer.text, full.text),
-        "recomputed_share": recomputed_share(answer),
-        "ttft_ms": answer.timings.ttft,
-        "load_ms": answer.timings.load,
-        "prompt_tokens": answer.prompt_tokens,
-        "text": answer.text,
-        "notices": list(answer.notices),
-    }
+        "jaccard_vs_full": score.jaccard(answer.text, full.text), "recomputed_share": recomputed_share(answer),
+        "ttft_ms": answer.timings.ttft, "load_ms": answer.timings.load, "prompt_tokens": answer.prompt_tokens,
+        "text": answer.text, "notices": list(answer.notices),
+    }  # fmt: skip
 
 
 def recomputed_share(answer: Answer) -> float:

@@ -29,18 +29,14 @@ VERDICTS = """\
 Say of each statement whether it follows from the passages alone: 1 if it does, 0 if it does not. Answer with a JSON \
 array of as many numbers as there are statements, in their order, and nothing else."""
 
-SECONDS = 120.0
-"""For a reply."""
-
+SECONDS = 120.0  # for a reply
 _YES, _NO = frozenset({"1", "yes", "true"}), frozenset({"0", "no", "false"})
 
 
 class Asked(Protocol):
     """`Endpoint`, or what stands in for it."""
 
-    def ask(self, text: str) -> str:
-        """What the model says to a text."""
-        ...
+    def ask(self, text: str) -> str: ...
 
 
 @dataclass

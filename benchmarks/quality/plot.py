@@ -24,7 +24,6 @@ def _sets(rows: Sequence[Row]) -> list[str]:
 
 
 def _curves(rows: Sequence[Row], x: str, y: str, by: str = "strategy") -> dict[str, list[tuple[float, float]]]:
-    """Points of each curve with more than one, by ascending x."""
     found: dict[str, list[tuple[float, float]]] = {}
     for r in rows:
         if r.get(x) is not None and r.get(y) is not None:
@@ -68,9 +67,6 @@ def _each(make: Callable[[str], Sequence[Panel | None]], rows: Sequence[Row]) ->
         yield from filter(None, make(name))
 
 
-# ----------------------------------------------------------------------------------------- figures
-
-
 def _deviation(rows: Sequence[Row]) -> Iterator[Panel]:
     main = _of(rows, "main")
     return _each(
@@ -107,8 +103,6 @@ def _combinations(rows: Sequence[Row]) -> Iterator[Panel]:
 
 
 def by_neighbours(*values: str) -> Panels:
-    """Scores by the number of neighbours, a line for each ratio."""
-
     def panels(rows: Sequence[Row]) -> Iterator[Panel]:
         chosen = [r for r in _of(rows, "neighbours") if r["neighbours"] is not None]
         return _each(

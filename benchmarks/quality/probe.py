@@ -20,9 +20,7 @@ from ragjax.reuse.base import Allocation, Strategy
 
 Floats = NDArray[np.float32]
 
-READ = 512
-"""Slots are read in multiples of this: each number of slots is a shape that is compiled."""
-
+READ = 512  # slots are read in multiples of this: each number of slots is a shape that is compiled
 Reader = Callable[[NDArray[np.int32]], tuple[Floats, Floats]]
 """Keys and values of slots, float32 [layers, slots, KV heads, head dim] each: `Runner.read`."""
 
@@ -59,15 +57,12 @@ class Probe(Strategy):
         self.kv: tuple[Floats, Floats] | None = None
 
     def keys(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> tuple[bytes, ...]:
-        """The strategy's."""
         return self._inner.keys(prompt, cache, tenant)
 
     def outlook(self, prompt: Prompt, cache: KnowledgeCache, tenant: str) -> Outlook:
-        """The strategy's."""
         return self._inner.outlook(prompt, cache, tenant)
 
     def prefill(self, prompt: Prompt, allocation: Allocation, ratio: float | None = None) -> Prefill:
-        """The strategy's conversation, timed."""
         self.laps = []
         conversation = self._inner.prefill(prompt, allocation, ratio)
         try:
@@ -84,7 +79,6 @@ class Probe(Strategy):
             conversation.close()
 
     def finish(self, prompt: Prompt, plan: Plan, generated: Tokens, allocation: Allocation) -> None:
-        """Look at what the plan's spans hold while they are still there."""
         index_N, slot_N, offset_N, own_N = _slots(prompt, plan, allocation)
         self.recomputed = index_N[own_N]
         if self._read is not None:

@@ -88,5 +88,4 @@ def _shortened(engine: Engine, chunks: Sequence[Chunk], texts: Sequence[str]) ->
     ]
 
 
-RIVALS: Mapping[str, Callable[[Engine], Rival]] = {rival.name: rival for rival in (MapReduce, LLMLingua2)}
-"""By name."""
+RIVALS: Mapping[str, Callable[[Engine], Rival]] = {rival.name: rival for rival in (MapReduce, LLMLingua2)}  # by name

@@ -28,9 +28,6 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-# ------------------------------------------------------------------------------------------- texts
-
-
 def normalised(text: str) -> str:
     """SQuAD's reading of an answer: lower case, without punctuation and articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
@@ -90,9 +87,6 @@ def grounded(text: str, passages: Sequence[str]) -> float:
     return sum(word in known for word in words) / len(words) if words else 0.0
 
 
-# --------------------------------------------------------------------------------------- intervals
-
-
 @dataclass(frozen=True)
 class Estimate:
     """A figure and its 95% interval; None where it is undefined, or the interval has no bound."""
@@ -106,7 +100,6 @@ class Estimate:
         return f"{'-' if self.value is None else f'{self.value:.3f}'} [{', '.join(bounds)}]"
 
     def columns(self, name: str) -> dict[str, float | None]:
-        """As a report's row has it."""
         return {name: self.value, f"{name}_lo": self.lo, f"{name}_hi": self.hi}
 
 

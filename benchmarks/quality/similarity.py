@@ -17,11 +17,8 @@ from ragjax.retrieval.knowledge import TextEncoder
 
 History = Literal["similar", "random", "none"]
 
-TOGETHER = 5
-"""Passages of a past request."""
-
-NEAR = 10
-"""Neighbours among which the others of a past request are drawn."""
+TOGETHER = 5  # passages of a past request
+NEAR = 10  # neighbours among which the others of a past request are drawn
 
 
 class Similarity:
@@ -108,7 +105,6 @@ def search_in(documents: Sequence[Document], encoder: TextEncoder, count: int = 
 
 
 def packaged_encoder() -> TextEncoder:
-    """The sentence encoder that requests use."""
     from ragjax.engine.build import ENCODER
     from ragjax.models.encoder import Encoder
     from ragjax.models.hub import resolve

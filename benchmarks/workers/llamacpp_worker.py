@@ -24,13 +24,7 @@ class State:
 def load(model: str, threads: int) -> Mapping[str, Any]:
     """Load a .gguf file; flash attention is on, as llama.cpp has it where it can, and faster here."""
     State.model = llama_cpp.Llama(
-        model,
-        n_ctx=CONTEXT,
-        n_batch=512,
-        n_threads=threads,
-        n_threads_batch=threads,
-        flash_attn=True,
-        verbose=False,
+        model, n_ctx=CONTEXT, n_batch=512, n_threads=threads, n_threads_batch=threads, flash_attn=True, verbose=False
     )
     features = llama_cpp.llama_print_system_info().decode()
     return {"versions": {"llama-cpp-python": llama_cpp.__version__}, "features": features}
@@ -72,7 +66,6 @@ def generate(tokens: list[int], new: int, keep: int = 0) -> Mapping[str, Any]:
 
 
 def greedy(model: llama_cpp.Llama) -> int:
-    """The likeliest next token."""
     row = llama_cpp.llama_get_logits_ith(model.ctx, -1)
     return int(np.ctypeslib.as_array(row, shape=(model.n_vocab(),)).argmax())
 

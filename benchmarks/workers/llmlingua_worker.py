@@ -19,13 +19,11 @@ class State:
 
 
 def load() -> Mapping[str, Any]:
-    """Load the model, from the hub's cache or the hub."""
     State.compressor = PromptCompressor(MODEL, use_llmlingua2=True, device_map="cpu")
     return {}
 
 
 def compress(texts: Sequence[str], rate: float) -> Mapping[str, Any]:
-    """Each text with about `rate` of its tokens kept."""
     return {"texts": [State.compressor.compress_prompt(text, rate=rate)["compressed_prompt"] for text in texts]}
 
 

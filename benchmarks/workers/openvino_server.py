@@ -36,14 +36,12 @@ def load(
 
 
 def read(asked: queue.Queue[dict[str, Any] | None]) -> None:
-    """Hand over what comes in."""
     for line in sys.stdin:
         asked.put(json.loads(line))
     asked.put(None)
 
 
 def main() -> None:
-    """Serve until the input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 

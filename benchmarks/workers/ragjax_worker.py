@@ -25,7 +25,6 @@ def load(model: str, dtype: str) -> Mapping[str, Any]:
 
 
 def clear() -> Mapping[str, Any]:
-    """Forget all KV."""
     State.engine.clear_cache()
     return {}
 

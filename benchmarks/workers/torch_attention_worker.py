@@ -28,7 +28,6 @@ def start() -> Mapping[str, Any]:
 
 
 def flash(rows: int, heads: int, kv_heads: int, dim: int, device: str, dtype: str, samples: int) -> Mapping[str, Any]:
-    """SDPA, causal, all rows, FlashAttention and nothing else."""
     q, k, v = tensors(rows, rows, heads, kv_heads, dim, device, dtype)
 
     def grouped() -> torch.Tensor:
@@ -86,7 +85,6 @@ def flex_output(file: str, device: str, dtype: str, out: str) -> Mapping[str, An
 
 
 def load(file: str, device: str) -> dict[str, torch.Tensor]:
-    """The arrays of a file on the device."""
     with np.load(file) as arrays:
         return {name: torch.from_numpy(arrays[name]).to(device) for name in arrays.files}
 
@@ -101,7 +99,6 @@ def tensors(
 
 
 def block_mask(indices: Mapping[str, torch.Tensor], device: str, make: Callable[..., BlockMask]) -> BlockMask:
-    """The rule of visibility in FlexAttention's terms."""
     row, key = indices["index_T"], indices["index_N"]
     low, high = indices["hide_from_N"], indices["hide_until_N"]
 
@@ -113,7 +110,6 @@ def block_mask(indices: Mapping[str, torch.Tensor], device: str, make: Callable[
 
 
 def visited_pairs(mask: BlockMask) -> int:
-    """Pairs in the tiles that FlexAttention visits."""
     tiles = mask.kv_num_blocks.sum().item()
     if mask.full_kv_num_blocks is not None:
         tiles += mask.full_kv_num_blocks.sum().item()
@@ -121,7 +117,6 @@ def visited_pairs(mask: BlockMask) -> int:
 
 
 def finish(device: str) -> None:
-    """Wait for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
 

@@ -21,7 +21,6 @@ class State:
 
 
 def load(family: str, config: Mapping[str, Any], device: str, dtype: str) -> Mapping[str, Any]:
-    """Make a model of this configuration with random weights on the device."""
     State.model = None
     gc.collect()
     if device == "cuda":
@@ -57,7 +56,6 @@ def generate(context: int, batch: int, new: int, runs: int) -> Mapping[str, Any]
 
 
 def took(tokens: torch.Tensor, new: int) -> float:
-    """Seconds for a prompt and exactly `new` tokens."""
     synchronize(tokens.device)
     began = time.perf_counter()
     State.model.generate(
@@ -69,7 +67,6 @@ def took(tokens: torch.Tensor, new: int) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 

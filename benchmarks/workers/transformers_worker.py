@@ -19,16 +19,11 @@ from transformers.initialization import no_init_weights
 from wire import serve
 
 GGUF_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
+    "attn_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-}
+}  # fmt: skip
 ROWS = 256  # positions whose logits are held at once
 
 
@@ -39,7 +34,6 @@ class State:
 
 
 def load(model: str, dtype: str, threads: int) -> Mapping[str, Any]:
-    """Load a .gguf file or a Hugging Face directory in `dtype`."""
     torch.set_num_threads(threads)
     path = Path(model)
     State.model = None
@@ -79,8 +73,6 @@ def from_gguf(path: Path) -> PreTrainedModel:
 
 
 def gguf_config(values: Mapping[str, Any], architecture: str, tied: bool, vocab: int) -> PretrainedConfig:
-    """The configuration that the metadata describes."""
-
     def of(key: str) -> Any:
         return values[f"{architecture}.{key}"]
 
@@ -127,7 +119,6 @@ def halves_from_pairs(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def reader_tensor(reader: gguf.GGUFReader, name: str) -> gguf.ReaderTensor:
-    """A tensor by name."""
     return next(t for t in reader.tensors if t.name == name)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.simulation import Replica, Setting, needs, simulate, size_of, traced
-from benchmarks.policies.workload import Forest, Pattern, Request
+from benchmarks.policies.source import Forest, Pattern, Request
 from ragjax.cluster.router import ROUTERS
 
 SMALL = Setting(Pattern(skew=1.0), 3, chunks=64, tokens=16, room=16, topic=8, requests=60)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cluster import fleet, request, trial
+from benchmarks.cluster import fleet, trial
 from benchmarks.cluster.__main__ import main
 from benchmarks.cluster.fleet import FleetServer, figures
 from benchmarks.cluster.trial import Bench, Case, Plan, cases, compared, point_of, row_of
 from benchmarks.common.report import MODEL
-from benchmarks.load.record import Load, Record
+from benchmarks.load.client import Load, Record
 from ragjax.cluster.router import ROUTERS
 from ragjax.core import Document
 from tests.support.fakes import FakeEngine
@@ -38,7 +38,7 @@ def test_a_metric_is_read_by_replica() -> None:
 
 def test_a_document_is_cut_evenly_and_whole() -> None:
     text = " ".join(map(str, range(25)))
-    found = request.pieces(Document("d", text, "Title"), words=10)
+    found = fleet.pieces(Document("d", text, "Title"), words=10)
     assert [len(piece.text.split()) for piece in found] == [8, 9, 8]
     assert " ".join(piece.text for piece in found) == text
     assert {(piece.id, piece.title) for piece in found} == {(f"d-{n}", "Title") for n in range(3)}
@@ -46,12 +46,12 @@ def test_a_document_is_cut_evenly_and_whole() -> None:
 
 def test_requests_are_the_same_for_every_router_and_new_in_every_workload() -> None:
     passages = [Document(f"d{n}", f"text {n}") for n in range(20)]
-    one, two, near = (request.requests(name, passages, ["Why?", "When?"], 30) for name in request.WORKLOADS)
+    one, two, near = (fleet.requests(name, passages, ["Why?", "When?"], 30) for name in fleet.WORKLOADS)
     assert {tuple({int(d[1:]) // 8 for d in ask.documents or ()}) for ask in near} == {(0,), (1,)}, "of one topic each"
-    assert one == request.requests("zipf", passages, ["Why?", "When?"], 30)
-    assert one[:9] == request.requests("zipf", passages, ["Why?", "When?"], 9), "a longer run begins as a shorter one"
-    assert all(len(set(ask.documents or ())) == request.TOGETHER for ask in (*one, *two, *near))
-    first, again = (request.exact(one[:1], 16)[n] for n in range(2))
+    assert one == fleet.requests("zipf", passages, ["Why?", "When?"], 30)
+    assert one[:9] == fleet.requests("zipf", passages, ["Why?", "When?"], 9), "a longer run begins as a shorter one"
+    assert all(len(set(ask.documents or ())) == fleet.TOGETHER for ask in (*one, *two, *near))
+    first, again = (fleet.exact(one[:1], 16)[n] for n in range(2))
     assert first.documents == again.documents == (one[0].documents or ())[:2] and first.id != again.id
 
 
@@ -74,7 +74,7 @@ def test_answers_are_compared_with_one_replicas() -> None:
 
 
 def test_one_replica_comes_first_and_two_have_every_router() -> None:
-    names = list(request.WORKLOADS)
+    names = list(fleet.WORKLOADS)
     planned = list(cases([2, 4], names, quick=False))
     assert planned[0].workloads == ("zipf",) and all(case.workloads == tuple(names) for case in planned[1:])
     assert planned[0].replicas == 1 and len({str(case) for case in planned}) == len(planned)

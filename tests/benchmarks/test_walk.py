@@ -12,4 +12,6 @@ def test_a_warm_request_crosses_rooms_and_both_threads(tmp_path, capsys):
     files = json.loads((tmp_path / "walk.json").read_text())
     assert "serve/app.py" in files and "engine/loop.py" in files and "runner/runner.py" in files
     assert files["reuse/prefix.py"]["Prefix.prefill"] > 1
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{len({f.split('/')[0] for f in files})} rooms")
+    *_, objects, sums = capsys.readouterr().out.splitlines()
+    assert sums.startswith(f"{len({f.split('/')[0] for f in files})} rooms, {len(files)} files")
+    assert {"RequestState", "Match", "Answer"} <= set(objects.removeprefix("objects: ").replace(",", "").split())

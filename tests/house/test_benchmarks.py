@@ -21,7 +21,6 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "quality": frozenset({"common"}),
     "graph": frozenset({"common", "quality"}),
     "latency": frozenset({"common", "kernels"}),
-    "figures": frozenset({"common", "latency", "policies", "quality"}),
     "load": frozenset({"common", "baseline", "graph", "latency", "quality"}),
 }
 """room -> the rooms whose modules it may import besides its own; commands may import all rooms."""
@@ -86,4 +85,4 @@ def test_commands_are_listed_in_the_documentation() -> None:
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=list(MODULES))
 def test_a_file_is_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 500

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.policies.simulator import Simulator
-from benchmarks.policies.workload import Forest, Request
+from benchmarks.policies.source import Forest, Request
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.policy.base import Access
 from ragjax.cache.policy.lfu import LFU

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import compress
-from benchmarks.compression import memory, rest
+from benchmarks.compression import decode, rest
 from benchmarks.compression.case import NEEDLE, Case, cases
 from benchmarks.compression.decode import decode_rate
 from benchmarks.compression.laboratory import Laboratory
@@ -109,8 +109,8 @@ def test_pages_of_a_request_are_counted(monkeypatch: pytest.MonkeyPatch) -> None
     chosen = compress.BENCHMARK.parse(
         ["--part", "memory", "--context", "160", "--budgets", "48", "--methods", "snapkv,pyramidkv"]
     )
-    rows = list(memory.rows(chosen))
-    assert all(set(row) == set(memory.COLUMNS) for row in rows)
+    rows = list(decode.memory_rows(chosen))
+    assert all(set(row) == set(decode.MEMORY_COLUMNS) for row in rows)
     whole, snapkv, pyramidkv = rows[:3]
     assert whole["pages"] in (160 // tiny.PAGE, 160 // tiny.PAGE + 1) and whole["share"] == 1
     assert snapkv["pages"] == 48 // tiny.PAGE + 1

@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks import finetuning
 from benchmarks.finetuning import METHODS, Misplaced, misplaced
+from benchmarks.graph.part import Uncached
 from benchmarks.graph.question import Question, prompt_of
-from benchmarks.graph.stream import Uncached
 from ragjax.core import Kind
 from ragjax.core.depprompt import DepPrompt, LinearNode, TreeNode, begins_of
 from ragjax.retrieval.path import RelationPath, Subgraph

@@ -11,11 +11,9 @@ import pytest
 
 from benchmarks import finetuning, graphrag
 from benchmarks.common.samples import Progress, Samples
-from benchmarks.graph import length, stream
-from benchmarks.graph.accuracy import accuracy
+from benchmarks.graph import part
+from benchmarks.graph.part import accuracy, capacity, pairs, requests, work, workload
 from benchmarks.graph.question import Question, prompt_of, questions_of
-from benchmarks.graph.stream import capacity, requests, workload
-from benchmarks.graph.work import pairs, work
 from benchmarks.quality import __main__ as quality
 from ragjax.core import ConfigError, Kind, StepLimits
 from ragjax.core.depprompt import layout
@@ -140,7 +138,7 @@ def test_the_device_cache_of_a_workload_is_a_fifth_of_the_data_or_one_request() 
 
 
 def test_a_workload_with_the_cache_and_without(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "opened", lambda *args, **kwargs: tiny.engine())
+    monkeypatch.setattr(part, "opened", lambda *args, **kwargs: tiny.engine())
     asked = requests(questions_of(folder, "films", 3), 3)
     made = workload("model", "float32", "films", asked, Progress(10))
     rows = {r["method"]: r for r in made}
@@ -151,20 +149,20 @@ def test_a_workload_with_the_cache_and_without(folder: Path, monkeypatch: pytest
 def test_a_length_with_too_many_entities_is_left_out_and_said(
     engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(length, "LENGTHS", (120,))
+    monkeypatch.setattr(part, "LENGTHS", (120,))
     monkeypatch.setattr(StepLimits, "holds", lambda *_: False)
-    assert not length.length(engine, "films", questions_of(folder, "films", 3), runs=1)
+    assert not part.length(engine, "films", questions_of(folder, "films", 3), runs=1)
     assert "films: no 120 tokens: the prompt has " in capsys.readouterr().err
 
 
 def test_the_other_parts(engine: Engine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(length, "LENGTHS", (120, 100_000))
+    monkeypatch.setattr(part, "LENGTHS", (120, 100_000))
     questions = questions_of(folder, "films", 3)
     progress = Progress(10)
     made = work(engine, "films", questions)
     samples = Samples("graphrag", {})
     made += accuracy(engine, "films", questions, samples, progress)
-    made += length.length(engine, "films", questions, runs=1)
+    made += part.length(engine, "films", questions, runs=1)
     rows = {(r["part"], r["method"], r["positions"]): r for r in made}
     assert {part for part, _, _ in rows} == set(graphrag.PARTS) - {"workload"}
     assert rows["accuracy", "self", None]["logprob_minus_self"] == 0

@@ -13,8 +13,7 @@ import pytest
 from benchmarks.common import gpu, report
 from benchmarks.common.machine import Ceilings, chained, milliseconds
 from benchmarks.kernels import masks
-from benchmarks.kernels.bench import FULL, Bench, plan, spot_error
-from benchmarks.kernels.target import gates, with_ratios
+from benchmarks.kernels.bench import FULL, Bench, gates, plan, spot_error, with_ratios
 from tests.support.cases import HOPPER
 from tests.support.checks import seen, timed
 

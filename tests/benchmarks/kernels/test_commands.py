@@ -17,8 +17,7 @@ from benchmarks import peers
 from benchmarks.common import envs, gpu, machine
 from benchmarks.kernels import __main__ as kernels
 from benchmarks.kernels import correctness, masks
-from benchmarks.kernels.bench import Bench
-from benchmarks.kernels.target import PRE_ROTATED
+from benchmarks.kernels.bench import PRE_ROTATED, Bench
 from tests.support.checks import SHAPE, FakeRival, record_of, timed
 from tests.support.imports import HEAVY, import_without
 

@@ -17,9 +17,19 @@ from benchmarks import e2e
 from benchmarks.common import gpu
 from benchmarks.common.machine import Ceilings
 from benchmarks.latency import bare
-from benchmarks.latency.bare import Ours, cut, random_decoder
-from benchmarks.latency.layout import Layout, Pass
-from benchmarks.latency.sizes import FULL, LLAMA, QWEN, REHEARSAL, TINY, hf_config
+from benchmarks.latency.bare import (
+    FULL,
+    LLAMA,
+    QWEN,
+    REHEARSAL,
+    TINY,
+    Layout,
+    Ours,
+    Pass,
+    cut,
+    hf_config,
+    random_decoder,
+)
 from ragjax.core import NEVER
 from ragjax.models.decoder import Decoder, Weight
 from tests.support.checks import FakeRival

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import mesh
-from benchmarks.latency.sizes import LLAMA, QWEN
+from benchmarks.latency.bare import LLAMA, QWEN
 from tests.support.devices import assert_agreement
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.load.arrival import poisson, read_trace, rescaled
+from benchmarks.load.workload import poisson, read_trace, rescaled
 from ragjax.core import ConfigError
 
 

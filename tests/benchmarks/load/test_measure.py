@@ -10,10 +10,8 @@ import pytest
 
 from benchmarks.common.envs import RivalError
 from benchmarks.common.samples import Samples
-from benchmarks.load.client import Delivery, closed_loop, open_loop
-from benchmarks.load.measure import Bench, Plan, Results
-from benchmarks.load.metric import COLUMNS, details, percentile, row_of
-from benchmarks.load.record import Load, Record
+from benchmarks.load.client import Delivery, Load, Record, closed_loop, open_loop
+from benchmarks.load.measure import COLUMNS, Bench, Plan, Results, details, percentile, row_of
 from benchmarks.load.workload import Ask, Workload
 from ragjax.core import ConfigError
 

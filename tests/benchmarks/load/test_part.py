@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.load import part
-from benchmarks.load.client import Delivery
-from benchmarks.load.record import Load, Record
+from benchmarks.load.client import Delivery, Load, Record
 from benchmarks.load.workload import Ask
 
 

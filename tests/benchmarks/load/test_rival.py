@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.common.envs import RivalError
 from benchmarks.load.client import Delivery, closed_loop
-from benchmarks.load.rival import LlamaServer, Piped
+from benchmarks.load.server import LlamaServer, Piped
 from benchmarks.load.workload import Ask
 
 WORKER = """

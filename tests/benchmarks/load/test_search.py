@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from benchmarks.load.arrival import poisson
-from benchmarks.load.search import BOUND, LOWEST, geometric, throughput
+from benchmarks.load.measure import BOUND, LOWEST, geometric, throughput
+from benchmarks.load.workload import poisson
 
 SERVICE = 0.1  # seconds, so that the capacity is 10 requests a second
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.load import __main__ as command
 from benchmarks.load import figure
-from benchmarks.load.http import OwnServer
-from benchmarks.load.plot import figures
+from benchmarks.load.figure import figures
+from benchmarks.load.server import OwnServer
 from benchmarks.load.system import OWN, base_settings, options_of, parse_setting, request_of
 from benchmarks.load.workload import Ask, Workload
 from ragjax.core import ConfigError

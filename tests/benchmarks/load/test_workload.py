@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.load.arrival import Arrival
-from benchmarks.load.workload import Wish, Workload, questions, traced, zipf
+from benchmarks.load.workload import Arrival, Wish, Workload, questions, traced, zipf
 from ragjax.core import ConfigError
 
 

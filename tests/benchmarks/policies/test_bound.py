@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.baseline.policy.belady import Belady
 from benchmarks.policies import bound
 from benchmarks.policies.simulator import Simulator, key_of
-from benchmarks.policies.workload import Forest, Request, Workload
+from benchmarks.policies.source import Forest, Request, Workload
 from ragjax.cache.policy.base import LRU, Policy
 from ragjax.cache.policy.lfu import LFU
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from benchmarks.policies import orders
-from benchmarks.policies.cell import Cell
-from benchmarks.policies.serve import modelled
+from benchmarks.policies.cell import Cell, modelled
 from benchmarks.policies.simulator import Simulator
-from benchmarks.policies.workload import Forest, Request, Workload
+from benchmarks.policies.source import Forest, Request, Workload
 from ragjax.cache.policy.base import LRU
 from ragjax.cache.policy.lacr import LACR
 from ragjax.core import Kind, Prompt, Segment

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.policies import source, storage
-from benchmarks.policies.cell import Cell
-from benchmarks.policies.serve import modelled, serve
-from benchmarks.policies.source import Corpus
-from benchmarks.policies.workload import PATTERNS, Workload
+from benchmarks.policies.cell import Cell, modelled, serve
+from benchmarks.policies.source import PATTERNS, Corpus, Workload
 
 PROFILE = modelled()
 

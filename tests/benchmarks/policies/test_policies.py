@@ -13,8 +13,7 @@ import pytest
 from benchmarks import characterise
 from benchmarks.policies import __main__ as policies
 from benchmarks.policies.cell import Cell
-from benchmarks.policies.source import Corpus
-from benchmarks.policies.workload import PATTERNS
+from benchmarks.policies.source import PATTERNS, Corpus
 from ragjax.cache.profile import Profile
 from tests.support.files import write_lines
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.policies.serve import modelled, policy_of
+from benchmarks.policies.cell import modelled, policy_of
 from benchmarks.policies.simulator import Block, Simulator, key_of
-from benchmarks.policies.workload import Forest, Request, Workload
+from benchmarks.policies.source import Forest, Request, Workload
 from ragjax.cache.cache import KnowledgeCache
 from ragjax.cache.hierarchy import Storage
 from ragjax.cache.policy import POLICIES

@@ -11,8 +11,7 @@ import pytest
 
 from benchmarks.common.questions import read_lines
 from benchmarks.policies import source
-from benchmarks.policies.source import Corpus
-from benchmarks.policies.workload import PATTERNS, Forest, Pattern, Workload
+from benchmarks.policies.source import PATTERNS, Corpus, Forest, Pattern, Workload
 from ragjax.core import ConfigError
 from tests.support.files import write_lines
 

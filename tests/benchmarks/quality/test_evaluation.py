@@ -14,7 +14,7 @@ from benchmarks.common.samples import Progress, Samples
 from benchmarks.quality import evaluation, probe, rival
 from benchmarks.quality.dataset import Question, QuestionSet
 from benchmarks.quality.evaluation import FULL, NAIVE, Evaluation, Setting, Style
-from benchmarks.quality.run import measure
+from benchmarks.quality.rows import measure
 from ragjax.core import ConfigError, Document, Kind
 from ragjax.engine import Engine
 from ragjax.engine.preprocessing import Job, fuse_all

@@ -8,8 +8,18 @@ import numpy as np
 import pytest
 
 from benchmarks.quality.evaluation import FULL, NAIVE, Setting
-from benchmarks.quality.inferiority import FEWEST, INFERIOR, LEAST, NOT_INFERIOR, UNKNOWN, needed, smallest
-from benchmarks.quality.rows import METRICS, main_settings, sweep_settings
+from benchmarks.quality.rows import (
+    FEWEST,
+    INFERIOR,
+    LEAST,
+    METRICS,
+    NOT_INFERIOR,
+    UNKNOWN,
+    main_settings,
+    needed,
+    smallest,
+    sweep_settings,
+)
 from benchmarks.quality.rows import rows as rows_of
 
 

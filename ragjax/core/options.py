@@ -12,7 +12,7 @@ from ragjax.core.check import is_list, is_number, put, whole
 from ragjax.core.compression import Compression
 from ragjax.core.errors import ConfigError
 
-AtRest = Literal["raw", "int8", "float8", "int4"]
+AtRest = Literal["raw", "int8", "int4"]
 """How KV is encoded below the device."""
 
 
@@ -42,7 +42,7 @@ class StorageOptions:
     remote: address of the shared tier, redis:// or rediss:// (None: none). remote_gb: limit of what it holds of this
     model and encoding, of all processes together; remote_days: after so many without a use an entry expires;
     remote_timeout: seconds that a request waits for it, and that it may take to answer.
-    at_rest: "raw" (exact), or "int8", "float8" or "int4": smaller, and all that comes back is labelled approximate.
+    at_rest: "raw" (exact), or "int8" or "int4": smaller, and all that comes back is labelled approximate.
     load_timeout: seconds after which a request computes KV rather than wait for it.
     quotas: most 2^30 bytes of KV that a tenant may hold on the device, and as much in host memory.
     variants: most variants of chunks that Cache-Craft's strategies keep, of all chunks together (its N times M).

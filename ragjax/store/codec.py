@@ -1,7 +1,6 @@
 """KV at rest, in host memory and on disk: raw, or rounded to 8 or 4 bits per value.
 
-`ragjax/store/encoding/` has a file for each way. All can cut out some tokens, and some layers, of an entry without
-decoding it.
+Every encoding (`ragjax/store/encoding.py`) can cut out some tokens, and some layers, of an entry without decoding it.
 """
 
 from __future__ import annotations
@@ -15,43 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragjax.core import AtRest
-from ragjax.store.encoding.base import BFLOAT16, Arrays, Dims, Encoding, Layout, tokens_of
-from ragjax.store.encoding.channel import ByChannel
-from ragjax.store.encoding.group import ByGroup
-
-
-class Raw(Encoding):
-    """Arrays "k" and "v" [L, K, n, D]."""
-
-    names = frozenset({"k", "v"})
-
-    def layout(self, dims: Dims) -> Layout:
-        """Both as they come."""
-        return dict.fromkeys(("k", "v"), ((dims.layers, dims.heads, dims.tokens, dims.dim), dims.dtype))
-
-    def encode(self, k_LKTD: NDArray[Any], v_LKTD: NDArray[Any]) -> tuple[dict[str, NDArray[Any]], float]:
-        """The arrays themselves."""
-        return {"k": k_LKTD, "v": v_LKTD}, 0.0
-
-    def decode(self, arrays: Arrays, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The arrays themselves."""
-        return arrays["k"], arrays["v"]
-
-    def length(self, arrays: Arrays) -> int:
-        return tokens_of(arrays["k"])
-
-    def cut(self, arrays: Arrays, begin: int, end: int) -> dict[str, NDArray[Any]]:
-        """Views."""
-        return {name: x[:, :, begin:end] for name, x in arrays.items()}
-
-
-__all__ = ["Arrays", "Codec", "cut", "kind_of", "layers", "length", "rest_dtype"]
+from ragjax.store.encoding import BFLOAT16, Arrays, Dims, Encoding, Int4, Int8, Raw
 
 ENCODINGS: Mapping[AtRest, Encoding] = {
     "raw": Raw(),
-    "int8": ByChannel("int8"),
-    "float8": ByChannel("float8"),
-    "int4": ByGroup(),
+    "int8": Int8(),
+    "int4": Int4(),
 }
 
 

@@ -14,9 +14,8 @@ from ragjax.store.codec import Codec, cut, kind_of, length, rest_dtype
 
 LAYERS, HEADS, DIM = 3, 2, 8
 DTYPES = [np.dtype(np.float32), np.dtype(np.uint16), np.dtype(np.float16)]
-LOSSY = {"int8": 0.01, "float8": 0.03, "int4": 0.1}
-"""Bound of the relative RMS error on normal data, 200 tokens: a step of 3 sigma / 127 gives 0.0068 in int8; three
-mantissa bits give 2^-4 / sqrt(3) = 0.036 at worst and 0.026 on average over a binade in float8.
+LOSSY = {"int8": 0.01, "int4": 0.1}
+"""Bound of the relative RMS error on normal data, 200 tokens: a step of 3 sigma / 127 gives 0.0068 in int8.
 32 normal numbers span 4.1 sigma, of which int4 makes 15 steps: 4.1 / 15 / sqrt(12) = 0.079."""
 
 
@@ -118,9 +117,9 @@ def test_values_that_are_not_finite_are_kept_exactly(kind: str, dtype: np.dtype[
     assert codec(kind, dtype).decode(arrays)[1].tobytes() == v.tobytes()
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_and_extremes_stay_finite(kind: str, dtype: np.dtype[Any]) -> None:
+def test_zeros_and_extremes_stay_finite(dtype: np.dtype[Any]) -> None:
+    kind = "int8"
     limits = ml_dtypes.finfo(ml_dtypes.bfloat16 if dtype == np.uint16 else dtype)
     for value in (0.0, limits.max, limits.min, limits.smallest_normal, limits.smallest_subnormal):
         k, v = normal(5, dtype)
@@ -173,7 +172,7 @@ def test_other_precision_is_foreign() -> None:
 
 
 def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind 'int3' is none of raw, int8, float8, int4"):
+    with pytest.raises(ValueError, match="kind 'int3' is none of raw, int8, int4"):
         codec("int3")
 
 

@@ -274,7 +274,7 @@ def test_nothing_is_moved_for_no_tokens(runner: Runner, transfer: KVTransfer) ->
     assert len(succeed(transfer)) == 2
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), ("float8", 0.03), ("int4", 0.1)])
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.01), ("int4", 0.1)])
 def test_lossy_kinds_say_so(runner: Runner, start: Start, kind: str, bound: float) -> None:
     transfer = start(kind)
     assert transfer.lossy
